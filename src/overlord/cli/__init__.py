@@ -1,0 +1,1 @@
+"""The command line: job files, commands, and what they print. Nothing below imports it."""

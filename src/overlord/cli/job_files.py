@@ -1,0 +1,354 @@
+"""Job files: a job read from YAML or Python, and a job written as YAML for a person to edit.
+
+Relative paths are taken from the file they stand in. YAML is data only: no tags, no code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import yaml
+from pydantic import BeforeValidator, InstanceOf, field_serializer
+
+from overlord.cli.manifests import read_manifest, read_manifest_lines, read_text, resolve_path, resolve_source
+from overlord.core.place_tree import AXES, ClientPlaceTree
+from overlord.core.spec_errors import Fault, Loc, did_you_mean
+from overlord.core.spec_model import Spec, Word, describe_schema, whole
+from overlord.core.specs import Custom, Job
+from overlord.errors import SpecError
+
+__all__ = [
+    "JobFile",
+    "LaunchOptions",
+    "dump_job_yaml",
+    "job_file_schema",
+    "load_job_file",
+    "read_manifest",
+    "write_job_schema",
+]
+
+
+def _as_tree(value: object) -> object:
+    if isinstance(value, ClientPlaceTree):
+        return value
+    try:
+        if isinstance(value, str):
+            return ClientPlaceTree.parse(value)
+        if isinstance(value, Mapping):
+            return ClientPlaceTree.from_sizes(cast("Mapping[str, Any]", value))
+    except SpecError as error:
+        raise Fault(str(error).removeprefix("mesh: "), show_value=False) from None
+    raise Fault("this must give the size of each axis, such as {dp: 2, tp: 2}; ranks would get no data")
+
+
+class LaunchOptions(Spec):
+    """How a job is run: everything a job file may say that does not change the stream."""
+
+    mesh: Annotated[
+        InstanceOf[ClientPlaceTree],
+        BeforeValidator(
+            _as_tree, json_schema_input_type=dict[Literal["pp", "dp", "cp", "tp", "order"], int | str] | str
+        ),
+    ] = ClientPlaceTree()
+    """Sizes of the trainer's axes: pp, dp, cp, tp."""
+    layout: Literal["hf"] = "hf"
+    """Keys of a batch, by the framework that eats it."""
+    prefetch: Annotated[int, whole(1, "every step would wait for its data. Write 2 or more")] = 2
+    """Steps a client asks ahead."""
+    loaders_per_source: Annotated[int, whole(1, "nobody would read the source. Write 1 or more")] = 1
+    """SourceLoaders of each source."""
+    store: Word | None = None
+    """Folder for the journal and snapshots; none keeps none."""
+    steps: Annotated[int, whole(1, "nothing would run. Leave it out for no limit")] | None = None
+    """Steps to run this time."""
+
+    @field_serializer("mesh")
+    def _mesh_sizes(self, tree: ClientPlaceTree) -> dict[str, Any]:
+        sizes: dict[str, Any] = {axis: getattr(tree, axis) for axis in AXES}
+        return sizes if tree.order == ClientPlaceTree().order else sizes | {"order": tree.order}
+
+
+@dataclass(frozen=True, slots=True)
+class JobFile:
+    """What a job file says."""
+
+    job: Job
+    launch: LaunchOptions
+
+
+def load_job_file(path: str | os.PathLike[str]) -> JobFile:
+    """Read a job file: YAML (.yaml, .yml, .json) or Python (.py) with a module-level `job`.
+
+    Raises:
+        SpecError: The file is missing or wrong; the message says where in it.
+    """
+    file = Path(path)
+    if file.suffix == ".py":
+        found = _load_python(file)
+    elif file.suffix in (".yaml", ".yml", ".json"):
+        found = _load_yaml(file)
+    else:
+        raise SpecError(
+            f"{file}: a job file ends in .yaml, .yml, .json or .py, not {file.suffix!r}; its language "
+            "cannot be told. Rename it."
+        )
+    if found.launch.prefetch >= found.job.lag:
+        raise SpecError(
+            f"{file}: launch.prefetch is {found.launch.prefetch}, but the job's lag is {found.job.lag}; a "
+            "step would be asked for before the feedback it depends on can exist. Write a lag larger than "
+            "prefetch."
+        )
+    return found
+
+
+def _load_yaml(file: Path) -> JobFile:
+    data, root = _parse_yaml(file)
+    known = [*Job.known_keys(), "launch"]
+    for key in data:
+        if key not in known:
+            raise SpecError(
+                f"{file}:{_line_of(root, (key,))}: {key}: unknown key; it would be ignored and the job "
+                f"would not do what you asked.{did_you_mean(key, known)} Known keys: {', '.join(known)}."
+            )
+    launch_data = data.pop("launch", None)
+    manifest = _manifest_of(data.get("sources"), file, root)
+    lines: list[int] = []
+    if manifest is not None:
+        found = read_manifest_lines(manifest)
+        data["sources"] = [source for source, _ in found]
+        lines = [line for _, line in found]
+
+    def locate(loc: Loc) -> str:
+        if lines and loc[:1] == ("sources",) and len(loc) > 1:
+            return f"{manifest}:{lines[loc[1]]}"
+        return f"{file}:{_line_of(root, loc)}"
+
+    job = Job.from_mapping(data, locate)
+    launch = LaunchOptions.from_mapping(
+        {} if launch_data is None else launch_data,
+        lambda loc: f"{file}:{_line_of(root, ('launch', *loc))}: launch",
+    )
+    return _resolved(job, launch, file.parent)
+
+
+def _parse_yaml(file: Path) -> tuple[dict[Any, Any], yaml.Node]:
+    """Return what a YAML file holds, and its nodes, which know their lines."""
+    text = read_text(file)
+    try:
+        root = cast("yaml.Node | None", yaml.compose(text, Loader=yaml.SafeLoader))  # type: ignore[reportUnknownMemberType]
+        data: object = None
+        if root is not None:
+            _refuse_double_keys(root, file)
+            data = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark, begin = error.problem_mark or error.context_mark, error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        inside = f" (in what begins on line {begin.line + 1})" if begin else ""
+        raise SpecError(
+            f"{file}{line}: this is not plain YAML: {error.problem or error.context}{inside}. "
+            "Look at the indentation, quotes and colons of this line and the one before."
+        ) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise SpecError(f"{file}: this is not YAML: {error}. Write the file anew as plain text.") from None
+    if root is None or not isinstance(data, dict):
+        raise SpecError(
+            f"{file}: a job file must be a mapping with the keys sources, batch and so on, but this one "
+            f"holds {'nothing' if data is None else f'a {type(data).__name__}'}. Start from the file that "
+            "`overlord demo` writes."
+        )
+    return cast("dict[Any, Any]", data), root
+
+
+def _manifest_of(value: object, file: Path, root: yaml.Node) -> Path | None:
+    """Return the manifest that `sources` names, if it names one."""
+    at: Loc = ("sources",)
+    if isinstance(value, Mapping):
+        keys = list(cast("Mapping[Any, Any]", value))
+        if keys != ["manifest"]:
+            raise SpecError(
+                f"{file}:{_line_of(root, at)}: sources is a mapping of "
+                f"{', '.join(map(repr, keys)) or 'nothing'}, but must be a list of sources or "
+                "{manifest: file.jsonl}; no source would be found. Begin each source with '- name: ..'."
+            )
+        value, at = cast("Mapping[str, object]", value)["manifest"], ("sources", "manifest")
+        if not isinstance(value, str):
+            raise SpecError(
+                f"{file}:{_line_of(root, at)}: sources.manifest is {value!r}, not the path of a file; no "
+                "source would be found. Write {manifest: file.jsonl}."
+            )
+    return Path(resolve_path(value, file.parent)) if isinstance(value, str) else None
+
+
+def _refuse_double_keys(root: yaml.Node, file: Path) -> None:
+    seen: set[int] = set()  # an alias is the same node again; without this a file could grow without end
+    waiting: list[yaml.Node] = [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting.extend(node.value)
+        elif isinstance(node, yaml.MappingNode):
+            first: dict[tuple[str, str], int] = {}
+            for key, value in node.value:
+                waiting.append(value)
+                if not isinstance(key, yaml.ScalarNode):
+                    continue
+                line = key.start_mark.line + 1
+                if (key.tag, key.value) in first:
+                    raise SpecError(
+                        f"{file}:{line}: the key {key.value!r} is given twice (first on line "
+                        f"{first[key.tag, key.value]}); one would be lost. Give it once."
+                    )
+                first[key.tag, key.value] = line
+
+
+def _line_of(root: yaml.Node, loc: Loc) -> int:
+    """Return the line of the deepest part of a location that stands in the file."""
+    node, line = root, root.start_mark.line + 1
+    for part in loc:
+        if isinstance(node, yaml.MappingNode):
+            found = [(k, v) for k, v in node.value if isinstance(k, yaml.ScalarNode) and k.value == str(part)]
+            if not found:
+                break
+            node, line = found[0][1], found[0][0].start_mark.line + 1
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line
+
+
+def _load_python(file: Path) -> JobFile:
+    read_text(file)  # a missing or unreadable file is told like any other
+    folder = str(file.parent.absolute())
+    sys.path.insert(0, folder)  # as `python job.py` does: a job file may import its neighbours
+    try:
+        names = runpy.run_path(str(file), run_name="overlord_job_file")
+    except (Exception, SystemExit) as error:
+        line = _line_in(file, error)
+        what = str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
+        hint = (
+            "" if isinstance(error, SpecError) else " The job could not be built; run the file with python."
+        )
+        raise SpecError(f"{file}{f':{line}' if line else ''}: {what}{hint}") from error
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+    job = names.get("job")
+    if not isinstance(job, Job):
+        found = "has no `job`" if job is None else f"has a `job` that is a {type(job).__name__}"
+        raise SpecError(
+            f"{file}: the file {found}; there is nothing to run. Write job = ol.Job(..) at the top level "
+            "of it."
+        )
+    mesh = {} if names.get("mesh") is None else {"mesh": names["mesh"]}
+    launch = LaunchOptions.from_mapping(mesh, lambda _: str(file))
+    return _resolved(job, launch, file.parent)
+
+
+def _line_in(file: Path, error: BaseException) -> int | None:
+    """Return the line of the file at which an error came up."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return error.lineno
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+    return lines[-1] if lines else None
+
+
+def _resolved(job: Job, launch: LaunchOptions, folder: Path) -> JobFile:
+    changes: dict[str, Any] = {"sources": tuple(resolve_source(s, folder) for s in job.sources)}
+    if job.tokenizer is not None:
+        changes["tokenizer"] = resolve_path(job.tokenizer, folder)
+    if launch.store is not None:
+        launch = launch.model_copy(update={"store": resolve_path(launch.store, folder)})
+    return JobFile(job.model_copy(update=changes), launch)
+
+
+def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
+    """Return a job as a YAML file to edit, with a comment on each key; reading it gives the same job.
+
+    Raises:
+        SpecError: A sample is a Python function, which YAML cannot hold.
+    """
+    for source in job.sources:
+        if isinstance(source.sample, Custom):
+            raise SpecError(
+                f"source {source.name!r}: its sample is the Python function {source.sample.name!r}, which "
+                "YAML cannot hold; the file would not give the same job. Keep this job in a Python file."
+            )
+    out = ["# A job of overlord. Run it with: overlord run FILE", ""]
+    for name, field in Job.model_fields.items():
+        value = getattr(job, name)
+        if name == "sources":
+            value = [
+                _source_keys(source.model_dump(mode="json", exclude_defaults=True), source)
+                for source in value
+            ]
+        elif name == "mixture":
+            value = _mixture_keys(job)
+        elif name == "batch":
+            value = job.batch.model_dump(mode="json", exclude_none=True)
+        out += [f"# {field.description}", _yaml(name, value), ""]
+    out += ["# How the job is run; nothing here changes the stream.", "launch:"]
+    for name, field in LaunchOptions.model_fields.items():
+        value = (launch or LaunchOptions()).model_dump(mode="json")[name]
+        out += [f"  # {field.description}", f"  {_yaml(name, value)}"]
+    return "\n".join(out) + "\n"
+
+
+def _source_keys(keys: dict[str, Any], source: Any) -> dict[str, Any]:
+    if len(source.path) == 1:
+        keys["path"] = source.path[0]
+    sample = source.sample.model_dump(mode="json", exclude_defaults=True)
+    front = {"kind": source.sample.kind} | {n: getattr(source.sample, n) for n in source.sample.positional}
+    return {"name": keys.pop("name"), "path": keys.pop("path"), "sample": front | sample} | {
+        k: v for k, v in keys.items() if k != "sample"
+    }
+
+
+def _mixture_keys(job: Job) -> dict[str, Any]:
+    # In JSON mode the steps of a curve would become text.
+    keys = job.mixture.model_dump(mode="python", by_alias=True, exclude_defaults=True)
+    if "stages" in keys:
+        keys["stages"] = [list(stage) for stage in keys["stages"]]
+    return {"level": job.mixture.level, "stopping": job.mixture.stopping} | keys
+
+
+def _yaml(key: str, value: object) -> str:
+    flow = None if isinstance(value, (dict, list)) else False  # None: short collections on one line
+    text = yaml.safe_dump(
+        {key: value}, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=100
+    )
+    return text.rstrip("\n")
+
+
+def job_file_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a YAML job file: a job, its launch options, or a manifest for its sources."""
+    schema, launch = describe_schema(Job), describe_schema(LaunchOptions)
+    schema["$defs"] |= launch.pop("$defs", {}) | {"LaunchOptions": launch}
+    properties = schema["properties"]
+    properties["launch"] = {"$ref": "#/$defs/LaunchOptions"}
+    listed = {key: properties["sources"].pop(key) for key in ("items", "type")}
+    manifest = {
+        "type": "object",
+        "properties": {"manifest": {"type": "string"}},
+        "required": ["manifest"],
+        "additionalProperties": False,
+    }
+    properties["sources"]["anyOf"] = [listed, manifest, {"type": "string"}]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+
+
+def write_job_schema(path: str | os.PathLike[str]) -> None:
+    """Write the JSON Schema of a job file."""
+    Path(path).write_text(json.dumps(job_file_schema(), indent=2) + "\n", encoding="utf-8")

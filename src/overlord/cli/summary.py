@@ -1,0 +1,182 @@
+"""What a finished run has to say, as plain numbers, and how those numbers are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+NARROW_SPACE = "\u202f"
+"""Stands between a number and its unit, and never breaks a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSummary:
+    """One source over the whole run."""
+
+    name: str
+    format: str
+    planned_share: float
+    """Share the schedule asked for over the steps that ran, by sample or by token as the mixture counts."""
+    realised_share: float
+    samples: int
+    tokens: int
+    epochs: float
+    """Passes over the source; 0.25 is a quarter of it."""
+    bad: int = 0
+    """Samples that could not be decoded and were replaced by a masked stand-in."""
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """One step over all ranks."""
+
+    index: int
+    tokens: int
+    """Tokens delivered, padding not counted."""
+    samples: int
+    loss_tokens: int
+    microbatches: int
+    imbalance: float
+    """Largest cost of a rank over the mean of all ranks."""
+    imbalance_round_robin: float
+    padding: float
+    """Share of the delivered positions that are padding."""
+    wait_s: float
+    """Longest wait of a client for this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadHeatmap:
+    """The planned cost of every microbatch of one step, [dp rank][microbatch]."""
+
+    step: int
+    overlord: list[list[float]]
+    round_robin: list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """Everything the report and the terminal show of a run; `dataclasses.asdict` of it is JSON."""
+
+    job_name: str
+    mesh: str
+    runtime: str
+    steps: int
+    wall_s: float
+    startup_s: float
+    """From launch to the first batch."""
+    samples: int
+    tokens: int
+    samples_per_s: float
+    tokens_per_s: float
+    padding: float
+    imbalance_planned: float
+    """Mean over the steps of the largest cost of a rank over the mean of all ranks."""
+    imbalance_round_robin: float
+    """The same, had the step's samples been dealt to the ranks in turn."""
+    peak_memory_bytes: int
+    """Proportional set size of the service and its clients together."""
+    sources: list[SourceSummary]
+    per_step: list[StepSummary]
+    mixture_level: Literal["sample", "token"]
+    weights_per_step: list[dict[str, float]]
+    realised_per_step: list[dict[str, float]]
+    length_histogram: list[tuple[int, int, int]]
+    """(low, high, count): samples with low <= tokens < high."""
+    load_heatmap: LoadHeatmap | None
+    digests: dict[str, str]
+    """Name ("order", "plan") to hexadecimal digest."""
+    notes: list[str] = field(default_factory=list[str])
+
+
+def count(value: float) -> str:
+    """Write a count in at most four digits.
+
+    Example:
+        >>> count(950), count(65_536), count(2_100_000)
+        ('950', '65.5k', '2.10M')
+    """
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            size = 1e3 if unit == "k" else limit
+            return f"{_three_digits(value / size)}{unit}"
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else _three_digits(value)
+
+
+def percent(share: float) -> str:
+    """Write a share as per cent, with more digits where it is small.
+
+    Example:
+        >>> percent(0.0184).replace(NARROW_SPACE, " ")
+        '1.8 %'
+    """
+    value = 100 * share
+    digits = 0 if value == 0 or abs(value) >= 10 else 1 if abs(value) >= 0.1 else 2
+    return f"{value:.{digits}f}{NARROW_SPACE}%"
+
+
+def ratio(value: float) -> str:
+    """Write a ratio to one; near one, the digits that matter are the late ones.
+
+    Example:
+        >>> ratio(1.0031), ratio(2.345)
+        ('1.003×', '2.35×')
+    """
+    return f"{value:.3f}×" if value < 1.1 else f"{value:.2f}×"
+
+
+def seconds(value: float) -> str:
+    """Write a time with the unit that suits it.
+
+    Example:
+        >>> [seconds(v).replace(NARROW_SPACE, " ") for v in (0.00042, 0.0123, 3.2, 90)]
+        ['420 µs', '12.3 ms', '3.20 s', '90.0 s']
+    """
+    for limit, scale, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+        if value < limit:
+            return f"{_three_digits(value * scale)}{NARROW_SPACE}{unit}" if value else f"0{NARROW_SPACE}s"
+    return f"{_three_digits(value)}{NARROW_SPACE}s"
+
+
+def size(value: float) -> str:
+    """Write a number of bytes in decimal units.
+
+    Example:
+        >>> size(412_300_000).replace(NARROW_SPACE, " ")
+        '412 MB'
+    """
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= limit:
+            return f"{_three_digits(value / limit)}{NARROW_SPACE}{unit}"
+    return f"{value:.0f}{NARROW_SPACE}B"
+
+
+def excess(value: float) -> str:
+    """Write how far a ratio lies above one: as per cent, or as a factor once it is large.
+
+    Example:
+        >>> excess(1.42).replace(NARROW_SPACE, " "), excess(2.5)
+        ('42 % more than the mean', '2.50× the mean')
+    """
+    return f"{ratio(value)} the mean" if value >= 2 else f"{percent(max(value - 1, 0.0))} more than the mean"
+
+
+def without_zeros(write: Callable[[float], str]) -> Callable[[float], str]:
+    """Return a writer for tick labels, where "20.0 ms" is better as "20 ms"."""
+
+    def written(value: float) -> str:
+        label = write(value)
+        number = label.rstrip("µmskMGB%× " + NARROW_SPACE)
+        shorter = number.rstrip("0").rstrip(".") if "." in number else number
+        return shorter + label[len(number) :]
+
+    return written
+
+
+def _three_digits(value: float) -> str:
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"

@@ -1,0 +1,358 @@
+"""`Mixture`: how much of each source, as a schedule over steps. What is drawn is decided in planning."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack, cast
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from overlord.core.spec_errors import Fault, Loc, conflict
+from overlord.core.spec_model import Spec, as_finite, as_position, whole
+
+Level = Literal["sample", "token"]
+Stopping = Literal["never_exhausted", "first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]
+Schedule = Literal["static", "stages", "linear", "step"]
+Points = dict[int | float, float]
+
+_ONCE = ("first_exhausted", "all_exhausted_without_replacement")
+_LARGEST_EXPONENT = math.log(1e300)
+
+
+class MixtureOptions(TypedDict, total=False):
+    """The options every kind of mixture takes."""
+
+    level: Level
+    stopping: Stopping
+    max_repetition: int | None
+    temperature: float | None
+    granularity: Literal["step", "substep"]
+    order: Literal["interleaved", "sequential"]
+
+
+def _inside(at: Loc, fault: Fault) -> Fault:
+    return Fault(fault.text, at=(*at, *fault.at), show_value=fault.show_value)
+
+
+def _as_weights(value: object) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise Fault("this must be a mapping of source names to weights, such as {web: 0.7, code: 0.3}")
+    weights: dict[str, float] = {}
+    for name, weight in cast("Mapping[object, object]", value).items():
+        if not isinstance(name, str):
+            raise Fault("the name of a source must be text; in a file, put it in quotes", at=(name,))
+        try:
+            weights[name] = as_finite(weight)
+        except Fault as fault:
+            raise _inside((name,), fault) from None
+        if weights[name] < 0:
+            raise Fault("a weight must be 0 or more; write 0 to leave the source out", at=(name,))
+    return weights
+
+
+def _as_stages(value: object) -> tuple[tuple[int | float, dict[str, float]], ...]:
+    example = "Write pairs of first step and weights, such as [[0, {web: 1}], [1000, {web: 0.5, code: 0.5}]]"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise Fault(f"this must be a list with at least one stage. {example}")
+    stages: list[tuple[int | float, dict[str, float]]] = []
+    for number, stage in enumerate(cast("Sequence[object]", value)):
+        pair = cast("Sequence[object]", stage) if isinstance(stage, (list, tuple)) else ()
+        if len(pair) != 2:
+            raise Fault(f"this is not a stage. {example}", at=(number,))
+        try:
+            start = as_position(pair[0])
+        except Fault as fault:
+            raise _inside((number, 0), fault) from None
+        if number == 0 and start != 0:
+            raise Fault(
+                f"the first stage must start at step 0; steps 0 to {start} would have no weights. Start it "
+                "at 0",
+                at=(0, 0),
+            )
+        if number and start <= stages[-1][0]:
+            raise Fault(
+                f"stages must start one after another, but the one before starts at {stages[-1][0]}; one of "
+                "them would never be used. Sort them and give each its own first step",
+                at=(number, 0),
+            )
+        try:
+            stages.append((start, _as_weights(pair[1])))
+        except Fault as fault:
+            raise _inside((number, 1), fault) from None
+    return tuple(stages)
+
+
+def _as_curves(value: object) -> dict[str, Points]:
+    if not isinstance(value, Mapping) or not value:
+        raise Fault("this must map each source to its points, such as {web: {0: 1.0, 1000: 0.1}}")
+    curves: dict[str, Points] = {}
+    for name, points in cast("Mapping[object, object]", value).items():
+        if not isinstance(name, str):
+            raise Fault("the name of a source must be text; in a file, put it in quotes", at=(name,))
+        if not isinstance(points, Mapping) or not points:
+            raise Fault("this must map steps to weights, such as {0: 1.0, 1000: 0.1}", at=(name,))
+        curve: Points = {}
+        for position, weight in cast("Mapping[object, object]", points).items():
+            try:
+                step = as_position(position)
+                curve[step] = _as_weights({name: weight})[name]
+            except Fault as fault:
+                raise Fault(fault.text, at=(name, position)) from None
+        curves[name] = dict(sorted(curve.items()))
+    return curves
+
+
+def _as_temperature(value: object) -> float:
+    number = as_finite(value)
+    if number <= 0:
+        raise Fault(
+            "a temperature must be more than 0: weights become w ** (1 / temperature). Write 1 to leave them "
+            "as they are, more to even them out"
+        )
+    return number
+
+
+class Mixture(Spec):
+    """How much of each source goes into a step.
+
+    `Mixture({..})` is constant; `Mixture.stages`, `Mixture.linear` and `Mixture.step` change over steps.
+    Without weights, those beside the sources count; with none there either, all sources are equal, or
+    (with a temperature) count by their size. A source that is not named has weight 0.
+
+    Example:
+        >>> mix = Mixture.stages([(0, {"web": 3, "code": 1}), (100, {"web": 1})])
+        >>> mix.weights_at(99.5, ["code", "web"], {}), mix.weights_at(100, ["code", "web"], {})
+        ([1.0, 3.0], [0.0, 1.0])
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("weights",)
+
+    weights: (
+        Annotated[dict[str, float], BeforeValidator(_as_weights, json_schema_input_type=dict[str, float])]
+        | None
+    ) = None
+    """Weight of each source; they need not sum to 1."""
+    stage_weights: (
+        Annotated[
+            tuple[tuple[int | float, dict[str, float]], ...],
+            BeforeValidator(_as_stages, json_schema_input_type=list[tuple[float, dict[str, float]]]),
+        ]
+        | None
+    ) = Field(default=None, alias="stages")
+    """Pairs of first step and weights."""
+    linear_points: (
+        Annotated[
+            dict[str, Points],
+            BeforeValidator(_as_curves, json_schema_input_type=dict[str, dict[str, float]]),
+        ]
+        | None
+    ) = Field(default=None, alias="linear")
+    """For each source step -> weight, with straight lines between the points and level ends."""
+    step_points: (
+        Annotated[
+            dict[str, Points],
+            BeforeValidator(_as_curves, json_schema_input_type=dict[str, dict[str, float]]),
+        ]
+        | None
+    ) = Field(default=None, alias="step")
+    """For each source step -> weight from that step on; 0 before the first point."""
+    level: Level = "sample"
+    """Whether weights are shares of samples or of tokens."""
+    stopping: Stopping = "never_exhausted"
+    """When the stream ends: never (sources repeat), or when the first or when all sources are through."""
+    max_repetition: (
+        Annotated[int, whole(1, "a source that may not be read even once gives nothing. Write 1 or more")]
+        | None
+    ) = None
+    """How often a source may be read at most; after that its weight is 0."""
+    temperature: Annotated[float, BeforeValidator(_as_temperature, json_schema_input_type=float)] | None = (
+        None
+    )
+    """Weights become w ** (1 / temperature)."""
+    granularity: Literal["step", "substep"] = "step"
+    """Whether a schedule is looked at once a step or at every draw inside it."""
+    order: Literal["interleaved", "sequential"] = "interleaved"
+    """Whether sources are mixed or read one after another."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            weights: Mapping[str, float] | None = None,
+            *,
+            level: Level = "sample",
+            stopping: Stopping = "never_exhausted",
+            max_repetition: int | None = None,
+            temperature: float | None = None,
+            granularity: Literal["step", "substep"] = "step",
+            order: Literal["interleaved", "sequential"] = "interleaved",
+        ) -> None: ...
+
+    @classmethod
+    def stages(
+        cls, stages: Sequence[tuple[float, Mapping[str, float]]], **options: Unpack[MixtureOptions]
+    ) -> Mixture:
+        """Return a mixture whose weights change at the given steps; the first stage starts at 0."""
+        return cls.model_validate({"stages": stages, **options})
+
+    @classmethod
+    def linear(
+        cls, curves: Mapping[str, Mapping[float, float]], **options: Unpack[MixtureOptions]
+    ) -> Mixture:
+        """Return a mixture whose weights run in straight lines between points.
+
+        Example:
+            >>> fading = Mixture.linear({"web": {0: 1.0, 100: 0.0}, "code": {0: 1}})
+            >>> fading.weights_at(25, ["web", "code"], {})
+            [0.75, 1.0]
+        """
+        return cls.model_validate({"linear": curves, **options})
+
+    @classmethod
+    def step(cls, curves: Mapping[str, Mapping[float, float]], **options: Unpack[MixtureOptions]) -> Mixture:
+        """Return a mixture in which each source's weight jumps at its own points (0 before the first)."""
+        return cls.model_validate({"step": curves, **options})
+
+    @property
+    def schedule(self) -> Schedule:
+        """How the weights change."""
+        if self.stage_weights is not None:
+            return "stages"
+        if self.linear_points is not None:
+            return "linear"
+        return "static" if self.step_points is None else "step"
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether weights are given here (and not beside the sources)."""
+        return self.weights is not None or self.schedule != "static"
+
+    def weights_at(self, position: float, names: Sequence[str], base: Mapping[str, float]) -> list[float]:
+        """Return the weight of each source at a step; they are >= 0 and do not sum to anything in particular.
+
+        Args:
+            position: The step; with a fraction for draws inside it.
+            names: The sources, in the order of the result.
+            base: Weights that count when the mixture has none: those beside the sources, or their
+                sizes. Empty makes all sources equal.
+        """
+        if self.stage_weights is not None:
+            number = bisect.bisect_right([start for start, _ in self.stage_weights], position) - 1
+            stage = self.stage_weights[max(number, 0)][1]
+            found = [stage.get(name, 0.0) for name in names]
+        elif self.linear_points is not None:
+            found = [_on_lines(self.linear_points.get(name), position) for name in names]
+        elif self.step_points is not None:
+            found = [_on_steps(self.step_points.get(name), position) for name in names]
+        else:
+            weights = self.weights if self.weights is not None else (base or dict.fromkeys(names, 1.0))
+            found = [float(weights.get(name, 0.0)) for name in names]
+        return found if self.temperature is None else _tempered(found, self.temperature)
+
+    def places(self) -> Iterator[tuple[Loc, str]]:
+        """Yield every source name the weights use, with where it stands."""
+        for name in self.weights or {}:
+            yield ("weights", name), name
+        for number, (_, stage) in enumerate(self.stage_weights or ()):
+            for name in stage:
+                yield (("stages", number, 1, name), name)
+        for key, curves in (("linear", self.linear_points), ("step", self.step_points)):
+            for name in curves or {}:
+                yield (key, name), name
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Mixture:
+        given = [k for k, v in self._forms().items() if v is not None]
+        if len(given) > 1:
+            raise conflict(
+                f"given beside {given[0]}; only one of them can decide. Keep one of weights, stages, "
+                "linear, step",
+                given[1],
+            )
+        if self.max_repetition is not None and self.stopping in _ONCE:
+            raise conflict(
+                f"stopping={self.stopping!r} never repeats a source, so this limit would do nothing. Leave "
+                'max_repetition out, or use stopping="never_exhausted" or "all_exhausted"',
+                "max_repetition",
+            )
+        if self.order == "sequential" and self.stopping != "all_exhausted_without_replacement":
+            raise conflict(
+                f"with stopping={self.stopping!r} a sequential order would repeat or never leave its first "
+                'source. Add stopping="all_exhausted_without_replacement"',
+                "order",
+            )
+        self._check_not_zero()
+        return self
+
+    def _forms(self) -> dict[str, object]:
+        return {
+            "weights": self.weights,
+            "stages": self.stage_weights,
+            "linear": self.linear_points,
+            "step": self.step_points,
+        }
+
+    def _check_not_zero(self) -> None:
+        end = "nothing could be drawn. Give at least one source a weight above 0"
+        if self.weights is not None and not any(self.weights.values()):
+            raise conflict(f"the weights sum to zero; {end}", "weights")
+        for number, (start, stage) in enumerate(self.stage_weights or ()):
+            if not any(stage.values()):
+                raise conflict(
+                    f"the weights of stage {number} (from step {start}) sum to zero; {end}",
+                    "stages",
+                    number,
+                )
+        curves = self.linear_points or self.step_points or {}
+        # Both kinds of curve are extreme at their points, so looking there (and at 0) is enough.
+        for position in sorted({0, *(p for curve in curves.values() for p in curve)}) if curves else ():
+            if not any(self.weights_at(position, list(curves), {})):
+                raise conflict(
+                    f"the weights at step {position} sum to zero; {end}",
+                    self.schedule,
+                )
+
+    def __repr_name__(self) -> str:
+        return "Mixture" if self.schedule == "static" else f"Mixture.{self.schedule}"
+
+    def __repr_args__(self) -> Any:
+        """Show what `Mixture` or its classmethod was given."""
+        if self.has_weights:
+            points = self._forms()["weights" if self.schedule == "static" else self.schedule]
+            yield None, list(self.stage_weights) if self.stage_weights else points
+        for name, value in super().__repr_args__():
+            if name is not None and name not in self._forms():
+                yield name, value
+
+
+def _on_lines(points: Points | None, position: float) -> float:
+    if not points:
+        return 0.0
+    steps = list(points)
+    right = bisect.bisect_right(steps, position)
+    if right == 0:
+        return points[steps[0]]
+    if right == len(steps):
+        return points[steps[-1]]
+    a, b = steps[right - 1], steps[right]
+    part = (position - a) / (b - a)
+    return points[a] * (1 - part) + points[b] * part
+
+
+def _on_steps(points: Points | None, position: float) -> float:
+    if not points:
+        return 0.0
+    steps = list(points)
+    right = bisect.bisect_right(steps, position)
+    return points[steps[right - 1]] if right else 0.0
+
+
+def _tempered(weights: list[float], temperature: float) -> list[float]:
+    largest = max(weights, default=0.0)
+    if largest <= 0:
+        return weights
+    # Only ratios count. A huge power is taken relative to the largest weight, so it cannot overflow.
+    scale = largest if abs(math.log(largest)) / temperature > _LARGEST_EXPONENT else 1.0
+    return [(weight / scale) ** (1 / temperature) for weight in weights]

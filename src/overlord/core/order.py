@@ -1,0 +1,292 @@
+"""The order of one source: (seed, source, epoch, group, offset) -> (file, block, row), without replay.
+
+Rules of this file (the law, "Order"):
+1. A source is a list of files, a file a list of blocks, a block is read front to back.
+2. Per epoch the files are permuted and cut into windows by their sizes alone, so that only the
+   files of the window being reached need an index. Blocks are permuted inside their window, spread
+   so that neighbours come from different files where possible, and taken in groups.
+3. A group that fits `shuffle_bytes` is permuted row by row. A larger one is k streams, read front
+   to back, merged by a keyed permutation; k follows from `shuffle_bytes` and the mean row size.
+4. Nothing crosses an epoch. Groups are numbered window << 24 | number in the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.seeds import derive, hash64, permutation
+
+WINDOW_FILES = 16
+WINDOW_BYTES = 256 << 20
+WINDOW_MAX_FILES = 1024
+ROUND_ROWS = 4096
+"""Rows merged at a time in a streamed group: bounds the memory of its permutation."""
+MAX_STREAMS = 32
+MIN_STREAMS = 2
+NO_GROUP = -1
+BEGIN = -2
+"""Stands in a cursor for the first group of an epoch, so that a source that is not drawn is not indexed."""
+_GROUP_BITS = 24
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One file of a source, as a listing tells it: nothing of its inside is known yet."""
+
+    path: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileBlocks:
+    """What the order needs to know of an indexed file."""
+
+    rows: Int64s
+    """Rows of each block."""
+    bytes: Int64s
+    """Bytes of each block, decompressed, in the columns that are read."""
+
+
+def rows_per_read(row_bytes: float) -> int:
+    """Return how many rows a stream holds at a time: about 64 KiB, at least one row."""
+    return max(1, min(256, int((64 << 10) / max(row_bytes, 1.0))))
+
+
+def stream_bytes(row_bytes: float) -> int:
+    """Estimate what one open stream holds: its rows, once as read and once as decoded."""
+    return int(2 * rows_per_read(row_bytes) * row_bytes) + (64 << 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Blocks whose rows are mixed with one another."""
+
+    key: int
+    files: Int64s
+    """File of each block (an index into the source's files)."""
+    blocks: Int64s
+    """Block inside its file."""
+    rows: Int64s
+    """Rows of each block."""
+    whole: bool
+    """True: held in memory and permuted row by row. False: k streams merged by a permutation."""
+    shuffled: bool
+    row_bytes: float
+    _cache: dict[int, tuple[Int64s, Int64s]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole group."""
+        return int(self.rows.sum())
+
+    def locate(self, start: int, count: int) -> tuple[Int64s, Int64s]:
+        """Return (slot, row in block) of rows start .. start + count of the group's order."""
+        stop = min(start + count, self.num_rows)
+        if not self.shuffled or self.whole:
+            base = np.concatenate([[0], np.cumsum(self.rows)])
+            at = np.arange(start, stop)
+            if self.shuffled:
+                at = self._whole_permutation()[start:stop]
+            slots = np.searchsorted(base, at, side="right") - 1
+            return slots, at - base[slots]
+        parts: list[tuple[Int64s, Int64s]] = []
+        number = self._round_of(start)
+        while start < stop:
+            begin = self._round_start(number)
+            slots, rows = self._round(number)
+            lo, hi = start - begin, min(stop - begin, len(slots))
+            parts.append((slots[lo:hi], rows[lo:hi]))
+            start = begin + hi
+            number += 1
+        if not parts:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+
+    def _whole_permutation(self) -> Int64s:
+        if -1 not in self._cache:
+            order = permutation(self.key, self.num_rows)
+            self._cache[-1] = (order, order)
+        return self._cache[-1][0]
+
+    @property
+    def _num_rounds(self) -> int:
+        return max(1, -(-self.num_rows // ROUND_ROWS))
+
+    def _taken(self, number: int) -> Int64s:
+        """Rows of each block that lie before a round: every block progresses in proportion."""
+        return self.rows * number // self._num_rounds
+
+    def _round_start(self, number: int) -> int:
+        return int(self._taken(number).sum())
+
+    def _round_of(self, offset: int) -> int:
+        low, high = 0, self._num_rounds
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._round_start(middle) <= offset else (low, middle)
+        return low
+
+    def _round(self, number: int) -> tuple[Int64s, Int64s]:
+        if number not in self._cache:
+            begin, end = self._taken(number), self._taken(number + 1)
+            counts = end - begin
+            labels = np.repeat(np.arange(len(counts)), counts)
+            slots = labels[permutation(derive(self.key, number), len(labels))]
+            rows = np.empty(len(slots), np.int64)
+            rows[np.argsort(slots, kind="stable")] = np.concatenate(
+                [np.arange(b, e) for b, e in zip(begin, end, strict=True)]
+            )
+            self._cache.clear()  # rounds are walked front to back; one is enough
+            self._cache[number] = (slots, rows)
+        return self._cache[number]
+
+
+class SourceOrder:
+    """The whole order of a source, computed window by window as it is reached.
+
+    Example:
+        >>> files = [DataFile("a", 100), DataFile("b", 100)]
+        >>> index = lambda file: FileBlocks(np.array([3, 2]), np.array([30, 20]))
+        >>> order = SourceOrder(0, "web", files, shuffle_bytes=1 << 20, index=index)
+        >>> first = order.first_group(0)
+        >>> order.group(0, first).num_rows, order.next_group(0, first) == NO_GROUP
+        (10, True)
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        source: str,
+        files: Sequence[DataFile],
+        *,
+        shuffle_bytes: int,
+        index: Callable[[int], FileBlocks],
+    ) -> None:
+        self._key = derive(seed, "order", source)
+        self._files = files
+        self._shuffle_bytes = shuffle_bytes
+        self._index = index
+        self._windows: tuple[int, list[Int64s]] | None = None
+        self._groups: tuple[int, int, list[Group]] | None = None
+
+    def windows(self, epoch: int) -> list[Int64s]:
+        """Return the files of each window of an epoch; needs no index."""
+        if self._windows is None or self._windows[0] != epoch:
+            order = np.arange(len(self._files))
+            if self._shuffle_bytes:
+                order = permutation(derive(self._key, "files", epoch), len(self._files))
+            self._windows = (epoch, _cut_windows(order, np.array([f.size for f in self._files], np.int64)))
+        return self._windows[1]
+
+    def first_group(self, epoch: int) -> int:
+        """Return the first group of an epoch, or NO_GROUP for a source without rows."""
+        return self._first_group_from(epoch, 0)
+
+    def group(self, epoch: int, group: int) -> Group:
+        """Return one group."""
+        return self._window_groups(epoch, group >> _GROUP_BITS)[group & ((1 << _GROUP_BITS) - 1)]
+
+    def next_group(self, epoch: int, group: int) -> int:
+        """Return the group that follows in this epoch, or NO_GROUP; may index the next window."""
+        window, number = group >> _GROUP_BITS, group & ((1 << _GROUP_BITS) - 1)
+        if number + 1 < len(self._window_groups(epoch, window)):
+            return group + 1
+        return self._first_group_from(epoch, window + 1)
+
+    def files_of(self, epoch: int, group: int, *, ahead: int = 0) -> Int64s:
+        """Return the files whose index this group (or the window `ahead` of it) needs."""
+        windows = self.windows(epoch)
+        number = (group >> _GROUP_BITS) + ahead
+        return windows[number] if number < len(windows) else np.empty(0, np.int64)
+
+    def _first_group_from(self, epoch: int, window: int) -> int:
+        for number in range(window, len(self.windows(epoch))):
+            if any(self._index(int(f)).rows.sum() > 0 for f in self.windows(epoch)[number]):
+                return number << _GROUP_BITS
+        return NO_GROUP
+
+    def _window_groups(self, epoch: int, window: int) -> list[Group]:
+        if self._groups is None or self._groups[:2] != (epoch, window):
+            self._groups = (epoch, window, self._make_groups(epoch, window))
+        return self._groups[2]
+
+    def _make_groups(self, epoch: int, window: int) -> list[Group]:
+        files = self.windows(epoch)[window]
+        parts = [self._index(int(f)) for f in files]
+        counts = np.array([len(p.rows) for p in parts], np.int64)
+        file_of = np.repeat(files, counts)
+        block_of = np.concatenate([np.arange(c) for c in counts])
+        rows = np.concatenate([p.rows for p in parts])
+        size = np.concatenate([p.bytes for p in parts])
+        key = derive(self._key, "blocks", epoch, window)
+        order = np.arange(len(rows))
+        if self._shuffle_bytes:
+            order = _spread(key, np.repeat(np.arange(len(files)), counts), counts)
+        order = order[rows[order] > 0]
+        row_bytes = float(size.sum()) / max(1, int(rows.sum()))
+        bounds, whole = _cut_groups(size[order], self._shuffle_bytes, row_bytes)
+        groups: list[Group] = []
+        for number in range(len(bounds) - 1):
+            chosen = order[bounds[number] : bounds[number + 1]]
+            groups.append(
+                Group(
+                    key=derive(key, "rows", number),
+                    files=file_of[chosen],
+                    blocks=block_of[chosen],
+                    rows=rows[chosen],
+                    whole=whole,
+                    shuffled=self._shuffle_bytes > 0,
+                    row_bytes=row_bytes,
+                )
+            )
+        return groups
+
+
+def _cut_windows(order: Int64s, sizes: Int64s) -> list[Int64s]:
+    windows: list[Int64s] = []
+    start, total = 0, 0
+    for at, file in enumerate(order):
+        total += int(sizes[file])
+        count = at + 1 - start
+        if (count >= WINDOW_FILES and total >= WINDOW_BYTES) or count >= WINDOW_MAX_FILES:
+            windows.append(order[start : at + 1])
+            start, total = at + 1, 0
+    if start < len(order):
+        windows.append(order[start:])
+    return windows
+
+
+def _spread(key: int, file_of: Int64s, counts: Int64s) -> Int64s:
+    """Permute blocks so that each file's blocks are spread evenly over the window."""
+    noise = hash64(key, np.arange(len(file_of)))
+    inside = np.lexsort((noise, file_of))  # a random order inside each file ..
+    place = np.empty(len(file_of), np.int64)
+    place[inside] = np.concatenate([np.arange(c) for c in counts]) if len(counts) else 0
+    jitter = (noise >> np.uint64(32)).astype(np.int64)
+    # .. and block j of n goes near (j + jitter) / n of the window.
+    position = ((place << 32) + jitter) // np.maximum(counts[file_of], 1)
+    return np.lexsort((noise, position))
+
+
+def _cut_groups(size: Int64s, shuffle_bytes: int, row_bytes: float) -> tuple[list[int], bool]:
+    """Return the bounds of the groups, and whether their rows are permuted in memory."""
+    if not shuffle_bytes:
+        return list(range(len(size) + 1)), False
+    if len(size) == 0:
+        return [0], True
+    if size.sum() <= shuffle_bytes or size.max() <= shuffle_bytes // 8:
+        bounds, total = [0], 0
+        for at, one in enumerate(size.tolist()):
+            if total + one > shuffle_bytes and at > bounds[-1]:
+                bounds.append(at)
+                total = 0
+            total += one
+        return [*bounds, len(size)], True
+    streams = max(MIN_STREAMS, min(MAX_STREAMS, shuffle_bytes // stream_bytes(row_bytes)))
+    return [*range(0, len(size), streams), len(size)], False

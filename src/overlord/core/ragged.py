@@ -1,0 +1,160 @@
+"""Ragged arrays: many variable-length rows as one values array and one offsets array.
+
+Everything that crosses a role border has this shape; there are no per-sample Python objects on
+the hot path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+@numba.njit(nogil=True, cache=True)
+def _gather(values: Array, offsets: Array, rows: Array, out: Array) -> None:
+    at = 0
+    for row in rows:
+        start, stop = offsets[row], offsets[row + 1]
+        out[at : at + stop - start] = values[start:stop]
+        at += stop - start
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Rows of different lengths.
+
+    Example:
+        >>> words = Ragged.from_rows([b"ab", b"", b"cde"])
+        >>> words.lengths.tolist()
+        [2, 0, 3]
+        >>> bytes(words.take(np.array([2, 0])).values)
+        b'cdeab'
+    """
+
+    values: Array
+    offsets: npt.NDArray[np.int64]
+    """One more than there are rows; row i is values[offsets[i]:offsets[i + 1]]."""
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[bytes | Array], dtype: Any = np.uint8) -> Ragged:
+        """Build from Python rows (bytes, or arrays of one dtype)."""
+        arrays = [np.frombuffer(r, np.uint8) if isinstance(r, bytes) else np.asarray(r, dtype) for r in rows]
+        values = np.concatenate(arrays) if arrays else np.empty(0, dtype)
+        return cls(values, offsets_of([len(a) for a in arrays]))
+
+    @classmethod
+    def empty(cls, dtype: Any = np.uint8) -> Ragged:
+        """Return a ragged array with no rows."""
+        return cls(np.empty(0, dtype), np.zeros(1, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Array:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """The length of every row."""
+        return np.diff(self.offsets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows themselves (a slice of a larger array counts only its own)."""
+        return int(self.offsets[-1] - self.offsets[0]) * self.values.itemsize + self.offsets.nbytes
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        """Return rows start..stop without copying values."""
+        return Ragged(self.values, self.offsets[start : stop + 1])
+
+    def take(self, rows: npt.NDArray[np.integer]) -> Ragged:
+        """Return the given rows, in that order, copied into one piece."""
+        offsets = offsets_of(self.lengths[rows])
+        out = np.empty(int(offsets[-1]), self.values.dtype)
+        self.take_into(rows, out)
+        return Ragged(out, offsets)
+
+    def take_into(self, rows: npt.NDArray[np.integer], out: Array) -> None:
+        """Copy the given rows, one behind the other, into `out`."""
+        _gather(self.values, self.offsets, np.asarray(rows, np.int64), out)
+
+    @staticmethod
+    def concat(parts: Sequence[Ragged]) -> Ragged:
+        """Join ragged arrays of one dtype row-wise."""
+        if len(parts) == 1 and parts[0].offsets[0] == 0:
+            return parts[0]
+        values = [p.values[p.offsets[0] : p.offsets[-1]] for p in parts]
+        lengths = [p.lengths for p in parts]
+        if not parts:
+            return Ragged.empty()
+        return Ragged(np.concatenate(values), offsets_of(np.concatenate(lengths)))
+
+
+def offsets_of(lengths: Any) -> npt.NDArray[np.int64]:
+    """Return the offsets of rows with these lengths.
+
+    Example:
+        >>> offsets_of([2, 0, 3]).tolist()
+        [0, 2, 2, 5]
+    """
+    lengths = np.asarray(lengths, np.int64)
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def expand_ranges(starts: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Return starts[0], starts[0]+1, .. for every (start, length), one behind the other.
+
+    Example:
+        >>> expand_ranges(np.array([5, 0]), np.array([2, 3])).tolist()
+        [5, 6, 0, 1, 2]
+    """
+    offsets = offsets_of(lengths)
+    return np.arange(offsets[-1]) + np.repeat(np.asarray(starts, np.int64) - offsets[:-1], lengths)
+
+
+BAD_COLUMN = "__bad__"
+"""A bool column that every reader adds: True where the row's bytes were read but make no sense."""
+
+RowBatch = dict[str, "Ragged | Array"]
+"""Some rows of a source as columns: binary, text and list columns are Ragged, numbers are arrays."""
+
+
+def take_rows(batch: RowBatch, rows: npt.NDArray[np.integer]) -> RowBatch:
+    """Return the given rows of every column."""
+    return {k: v.take(rows) if isinstance(v, Ragged) else v[rows] for k, v in batch.items()}
+
+
+def slice_rows(batch: RowBatch, start: int, stop: int) -> RowBatch:
+    """Return rows start..stop of every column."""
+    return {k: v.slice(start, stop) if isinstance(v, Ragged) else v[start:stop] for k, v in batch.items()}
+
+
+def concat_rows(batches: Sequence[RowBatch]) -> RowBatch:
+    """Join batches with the same columns."""
+    if len(batches) == 1:
+        return batches[0]
+    return {
+        k: Ragged.concat([b[k] for b in batches])  # type: ignore[misc]
+        if isinstance(v, Ragged)
+        else np.concatenate([b[k] for b in batches])  # type: ignore[arg-type]
+        for k, v in batches[0].items()
+    }
+
+
+def num_rows(batch: RowBatch) -> int:
+    """Return how many rows a batch has."""
+    return len(next(iter(batch.values())))
+
+
+def num_bytes(batch: RowBatch) -> int:
+    """Return how many bytes a batch holds."""
+    return sum(v.nbytes for v in batch.values())

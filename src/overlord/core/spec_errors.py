@@ -1,0 +1,172 @@
+"""How a wrong job is told to the user: one paragraph, the field first, never a pydantic dump.
+
+No pydantic here: `explain` takes the plain list of problems that pydantic's errors() returns.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+Loc = tuple[Any, ...]
+"""Where a value stands: keys and list positions from the outermost mapping inwards."""
+
+Locate = Callable[[Loc], str]
+"""Tells where in a file a value stands, such as 'job.yaml:12'."""
+
+_SECRET_FIELDS = {"storage_options"}  # their values may be passwords: never shown in a message
+
+_PLAIN_TEXT = {
+    "string_type": "this must be text; put it in quotes",
+    "bool_type": "this is a switch; write true or false",
+    "bool_parsing": "this is a switch; write true or false",
+    "dict_type": "this must be a mapping of keys to values",
+    "tuple_type": "this must be a list",
+    "list_type": "this must be a list",
+    "callable_type": "this must be a Python function",
+    "model_type": "this must be a mapping of fields, or the object itself",
+}
+
+
+class Fault(ValueError):
+    """One problem of a spec, raised inside a validator and shown by `explain`.
+
+    Args:
+        text: What is expected, what the value would cause, what to do.
+        at: Where the problem is, seen from the value that is being checked.
+        show_value: Whether the message begins with "FIELD is VALUE"; else with "FIELD" alone.
+    """
+
+    def __init__(self, text: str, *, at: Loc = (), show_value: bool = True) -> None:
+        super().__init__(text)
+        self.text = text
+        self.at = at
+        self.show_value = show_value
+
+
+def conflict(text: str, *at: Any) -> Fault:
+    """Return a fault of fields that do not go together; the text itself names the values."""
+    return Fault(text, at=at, show_value=False)
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the known word nearest to a wrong one, or "".
+
+    Example:
+        >>> did_you_mean("shufle_bytes", ["shuffle_bytes", "tolerance"])
+        " Did you mean 'shuffle_bytes'?"
+    """
+    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def name_choices(words: Sequence[str]) -> str:
+    """Return words as they read in a sentence.
+
+    Example:
+        >>> name_choices(["a", "b", "c"])
+        "'a', 'b' or 'c'"
+    """
+    quoted = [repr(w) for w in words]
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+def list_some(words: Sequence[str], limit: int = 12) -> str:
+    """Return at most `limit` words, and how many more there are."""
+    more = f" and {len(words) - limit} more" if len(words) > limit else ""
+    return ", ".join(repr(w) for w in words[:limit]) + more
+
+
+def path_of(loc: Loc) -> str:
+    """Return a location the way one writes it in Python.
+
+    Example:
+        >>> path_of(("sources", 3, "weight"))
+        'sources[3].weight'
+    """
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.removeprefix(".")
+
+
+def show(value: object, limit: int = 80) -> str:
+    """Return a value for a message, cut when it is long."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def explain(
+    problems: Sequence[Mapping[str, Any]], data: object, *, title: str, locate: Locate | None = None
+) -> str:
+    """Return the message for the problems of one spec.
+
+    Args:
+        problems: What pydantic's errors() returned.
+        data: What the user gave; a source is named from it.
+        title: What stands before the first field when there is no file, such as "Job".
+        locate: Where in a file a field stands.
+    """
+    first, *others = problems
+    loc, text = _sentence(first, data)
+    others_at = dict.fromkeys(path_of(_loc_of(p)) for p in others)
+    others_at.pop(path_of(loc), None)
+    also = f" Also wrong: {', '.join(p for p in others_at if p)}." if any(others_at) else ""
+    return f"{locate(loc) if locate else title}: {text}{also}"
+
+
+def _fault_of(problem: Mapping[str, Any]) -> Fault | None:
+    error = problem.get("ctx", {}).get("error")
+    return error if isinstance(error, Fault) else None
+
+
+def _loc_of(problem: Mapping[str, Any]) -> Loc:
+    fault = _fault_of(problem)
+    return (*problem["loc"], *(fault.at if fault else ()))
+
+
+def _sentence(problem: Mapping[str, Any], data: object) -> tuple[Loc, str]:
+    loc = _loc_of(problem)
+    fault = _fault_of(problem)
+    if fault is None:
+        text, value, show_value = _plain_text(problem), problem.get("input"), True
+    else:
+        text, show_value = fault.text, fault.show_value
+        value = follow(problem.get("input"), fault.at)
+    subject = path_of(loc) + _source_of(loc, data)
+    if show_value and subject and not _SECRET_FIELDS.intersection(map(str, loc)):
+        subject += f" is {show(value)}"
+    text = text.rstrip()
+    end = "" if text.endswith((".", "?")) else "."
+    return loc, f"{subject}: {text}{end}" if subject else f"{text}{end}"
+
+
+def _plain_text(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "literal_error":
+        expected = str(problem["ctx"]["expected"])
+        known = [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
+        return f"expected {expected}; nothing else is understood.{did_you_mean(problem.get('input'), known)}"
+    return _PLAIN_TEXT.get(problem["type"], str(problem["msg"]))
+
+
+def _source_of(loc: Loc, data: object) -> str:
+    """Name the source a problem is in: nobody counts to sources[217]."""
+    if len(loc) < 2 or loc[0] != "sources":
+        return ""
+    source = follow(data, loc[:2])
+    name = follow(source, ("name",)) if isinstance(source, Mapping) else getattr(source, "name", None)
+    return f" (source {name!r})" if isinstance(name, str) else ""
+
+
+def follow(data: Any, loc: Loc) -> Any:
+    """Return the value at a location, or None where the location leads out of the data."""
+    for part in loc:
+        if isinstance(data, Mapping):
+            data = cast("Mapping[Any, Any]", data).get(part)
+        elif isinstance(data, (list, tuple)) and isinstance(part, int):
+            items = cast("Sequence[Any]", data)
+            data = items[part] if part < len(items) else None
+        else:
+            return None
+    return data

@@ -1,0 +1,263 @@
+"""The ground of every spec: a frozen pydantic model that raises SpecError, and its field checks.
+
+All spec classes derive from `Spec`; the field types turn what a person writes ("4MiB", 1e6,
+"2_000") into numbers and refuse what is only nearly right (True for 1, NaN).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from overlord.core.spec_errors import Fault, Locate, conflict, did_you_mean, explain, follow, list_some
+from overlord.errors import SpecError
+
+_BYTE_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base ** (power + 1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+    for power, prefix in enumerate("kmgt")
+}
+
+
+class Spec(BaseModel):
+    """A part of a job: frozen, unknown keys refused, every problem a SpecError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    positional: ClassVar[tuple[str, ...]] = ()
+    """Fields that may be given without their name, in this order."""
+
+    def __init__(self, *args: Any, **data: Any) -> None:
+        kind = type(self)
+        if len(args) > len(kind.positional):
+            raise SpecError(
+                f"{kind.__name__}: {len(args)} values are given without a name, but only "
+                f"{list_some(kind.positional) or 'none'} may be; the others could land in the wrong field. "
+                "Write them as field=value."
+            )
+        for name, value in zip(kind.positional, args, strict=False):
+            if name in data:
+                raise SpecError(
+                    f"{kind.__name__}: {name} is given twice, by place ({value!r}) and by name "
+                    f"({data[name]!r}); one would be lost. Give it once."
+                )
+            data[name] = value
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise _spec_error(kind, error, data, None) from None
+
+    # Without this mark pydantic would call __init__ for nested specs too, and a problem in one of
+    # them would become a SpecError before its place in the whole job is known.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        by_place, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        names = [*cls.positional, *(n for n in cls.model_fields if n not in cls.positional)]
+        parameters: list[inspect.Parameter] = []
+        for name in names:
+            field = cls.model_fields[name]
+            default = inspect.Parameter.empty if field.is_required() else field.get_default()
+            kind = by_place if name in cls.positional else by_name
+            parameters.append(inspect.Parameter(field.alias or name, kind, default=default))
+        cls.__signature__ = inspect.Signature(parameters)
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """Build from a mapping; a problem is a SpecError."""
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise _spec_error(cls, error, obj, None) from None
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """Build from JSON text; a problem is a SpecError."""
+        try:
+            return super().model_validate_json(json_data, **options)
+        except ValidationError as error:
+            raise _spec_error(cls, error, None, None) from None
+
+    @classmethod
+    def from_mapping(cls, data: object, locate: Locate | None = None) -> Self:
+        """Build from a mapping that was read from a file; `locate` tells where a field stands in it."""
+        try:
+            return cls.__pydantic_validator__.validate_python(data)
+        except ValidationError as error:
+            raise _spec_error(cls, error, data, locate) from None
+
+    @classmethod
+    def nested(cls, data: object) -> Self:
+        """Build inside the validator of an outer spec, which adds where it stands."""
+        return cls.__pydantic_validator__.validate_python(data)
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed, checked like a new one."""
+        fields = {field.alias or name: getattr(self, name) for name, field in type(self).model_fields.items()}
+        return type(self)(**(fields | changes))
+
+    @classmethod
+    def known_keys(cls) -> list[str]:
+        """Return the keys a mapping for this spec may have."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        known = cls.known_keys()
+        for key in cast("Mapping[Any, Any]", data):
+            if key not in known:
+                raise conflict(
+                    f"unknown key; it would be ignored and {cls.__name__} would not do what you asked."
+                    f"{did_you_mean(key, known)} Known keys: {', '.join(known)}",
+                    key,
+                )
+        for name, field in cls.model_fields.items():
+            key = field.alias or name
+            if field.is_required() and key not in data:
+                about = f" ({field.description.splitlines()[0].rstrip('.')})" if field.description else ""
+                raise conflict(
+                    f"missing{about}; without it {cls.__name__} has no meaning. Add it",
+                    key,
+                )
+        return cast("Any", data)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise SpecError(
+            f"{type(self).__name__}.{name} cannot be set to {value!r}: a spec is frozen, since a service may "
+            f"already use it. Make another one with .replace({name}=..)."
+        )
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __repr_args__(self) -> Any:
+        """Show the positional fields, then what differs from its default."""
+        fields = type(self).model_fields
+        for name in self.positional:
+            yield None, getattr(self, name)
+        for name, field in fields.items():
+            value = getattr(self, name)
+            if name not in self.positional and field.repr and value != field.get_default():
+                yield field.alias or name, value
+
+
+def _spec_error(kind: type[Spec], error: ValidationError, data: object, locate: Locate | None) -> SpecError:
+    name = follow(data, ("name",))
+    title = f"{kind.__name__} {name!r}" if isinstance(name, str) and name else kind.__name__
+    return SpecError(explain(error.errors(include_url=False), data, title=title, locate=locate))
+
+
+def describe_schema(kind: type[Spec]) -> dict[str, Any]:
+    """Return the JSON Schema of a spec; of the descriptions, what an editor can show (no doctests)."""
+    schema = kind.model_json_schema(by_alias=True)
+    for part in (schema, *schema.get("$defs", {}).values()):
+        if "description" in part:
+            part["description"] = part["description"].split("\n\nExample:")[0]
+    return schema
+
+
+def whole(low: int | None, why: str, *, example: str = "") -> BeforeValidator:
+    """Check a whole number >= low; `why` says what a smaller one would cause."""
+
+    def check(value: object) -> object:
+        number = as_number(value)
+        if not isinstance(number, int):
+            raise Fault(f"this must be a whole number{example and f', such as {example}'}")
+        if low is not None and number < low:
+            raise Fault(f"this must be at least {low}; {why}")
+        return number
+
+    return BeforeValidator(check, json_schema_input_type=Annotated[int, Field(ge=low)])
+
+
+def real(low: float, high: float, why: str) -> BeforeValidator:
+    """Check a finite number low <= x <= high; `why` says what another one would cause."""
+
+    def check(value: object) -> object:
+        number = as_finite(value)
+        if not low <= number <= high:
+            limits = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+            raise Fault(f"this must be {limits}; {why}")
+        return number
+
+    limit = None if math.isinf(high) else high
+    return BeforeValidator(check, json_schema_input_type=Annotated[float, Field(ge=low, le=limit)])
+
+
+def as_number(value: object) -> int | float | None:
+    """Return a number (an int where it is whole) or None; YAML gives 1e6 as text, numpy its own ints."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str):
+        try:
+            value = float(value) if re.search(r"[.eEnN]", value) else int(value)
+        except ValueError:
+            return None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    try:
+        return operator.index(cast("Any", value))
+    except TypeError:
+        return None
+
+
+def as_finite(value: object) -> float:
+    """Return a finite float, or raise a Fault."""
+    number = as_number(value)
+    if number is None or not math.isfinite(number):
+        raise Fault("this must be a finite number")
+    return float(number)
+
+
+def as_position(value: object) -> int | float:
+    """Return a step of a schedule: >= 0, an int where it is whole."""
+    number = as_number(value)
+    if number is None or not math.isfinite(number) or number < 0:
+        raise Fault("a step must be a number that is 0 or more; the run never comes by this one")
+    return number
+
+
+def as_bytes(value: object) -> int:
+    """Return a number of bytes from an int or a text such as "16MB" or "4MiB".
+
+    Example:
+        >>> as_bytes("4MiB"), as_bytes("16MB"), as_bytes(0)
+        (4194304, 16000000, 0)
+    """
+    parts = re.fullmatch(r"\s*([\d_.]+)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    if parts and (unit := _BYTE_UNITS.get(parts[2].lower())):
+        number = as_number(parts[1])
+        if number is not None:
+            return int(number * unit)
+    number = as_number(value)
+    if not isinstance(number, int):
+        raise Fault('this must be a number of bytes; write a whole number, "16MB" or "4MiB"')
+    if number < 0:
+        raise Fault("bytes cannot be negative; write 0 to keep the order of the files")
+    return number
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, os.PathLike):
+        value = os.fspath(cast("os.PathLike[str]", value))
+    if not isinstance(value, str):
+        raise Fault("this must be text; in a file, put it in quotes")
+    if not value.strip():
+        raise Fault("this must not be empty; leave the field out or name something")
+    return value
+
+
+Word = Annotated[str, BeforeValidator(_as_text)]
+"""Text that is not empty; a path object will do."""

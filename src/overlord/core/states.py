@@ -1,0 +1,136 @@
+"""The state of a stream: what a checkpoint holds. Small, JSON, versioned, keyed by source name, no rank in it.
+
+Rules of this file:
+1. A state says where the stream stands before a step; nothing in it depends on ranks, loaders or time.
+2. A state carries the parts of its stream fingerprint, so that a refusal can say what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.order import BEGIN
+from overlord.core.samples import Cursor
+from overlord.errors import StateError
+
+STATE_VERSION = 1
+
+Int64s = npt.NDArray[np.int64]
+
+_COLUMNS = ("epoch", "group", "offset", "deficit", "samples", "tokens", "skipped", "passed", "epoch_rows", "finished")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """Where every source stands before `step`: parallel arrays over the job's sources."""
+
+    step: int
+    epoch: Int64s
+    group: Int64s
+    offset: Int64s
+    deficit: Int64s
+    """Fixed-point share that the source is owed (drawing.SCALE is one sample or token)."""
+    samples: Int64s
+    """Drawn since the beginning."""
+    tokens: Int64s
+    skipped: Int64s
+    """Passed over since the beginning: filters and overlength drops."""
+    passed: Int64s
+    """Rows passed in the current epoch, drawn or skipped."""
+    epoch_rows: Int64s
+    """Rows of a whole epoch; 0 until the first one ended."""
+    finished: Int64s
+    """1 when the source has left the mixture."""
+
+    @classmethod
+    def begin(cls, num_sources: int) -> StreamState:
+        """Return the state of a stream that has not begun."""
+        columns = {name: np.zeros(num_sources, np.int64) for name in _COLUMNS}
+        columns["group"][:] = BEGIN
+        return cls(step=0, **columns)
+
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        """Return the names of the arrays, in the order of the constructor."""
+        return _COLUMNS
+
+    def cursor(self, source: int) -> Cursor:
+        """Return where one source stands."""
+        return Cursor(int(self.epoch[source]), int(self.group[source]), int(self.offset[source]))
+
+    def copy(self) -> StreamState:
+        """Return a copy whose arrays may be changed."""
+        return StreamState(self.step, *(getattr(self, name).copy() for name in _COLUMNS))
+
+    def to_json(self, names: Sequence[str], parts: Mapping[str, Any], reports: Mapping[int, Any]) -> dict[str, Any]:
+        """Return the state as a JSON-able dictionary."""
+        table = np.stack([getattr(self, name) for name in _COLUMNS], axis=1).tolist()
+        return {
+            "version": STATE_VERSION,
+            "step": self.step,
+            "fingerprint": dict(parts),
+            "columns": list(_COLUMNS),
+            "sources": dict(zip(names, table, strict=True)),
+            "reports": {str(step): report for step, report in reports.items()},
+            "changes": [],
+            "verdicts": [],
+        }
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any], names: Sequence[str], parts: Mapping[str, Any]) -> StreamState:
+        """Read a state; refuse one of another version or another job."""
+        check_state(state, parts)
+        rows = np.array([state["sources"][name] for name in names], np.int64)
+        return cls(int(state["step"]), *(rows[:, i].copy() for i in range(len(_COLUMNS))))
+
+
+def check_state(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Raise StateError when a state cannot continue this job's stream."""
+    if not isinstance(state, Mapping) or not {"version", "fingerprint", "sources", "step"} <= set(state):
+        raise StateError(
+            "this is not a state of overlord: it lacks version, step, fingerprint or sources; resuming from it would "
+            "start an unknown stream. Pass what client.state_dict() returned."
+        )
+    if state["version"] != STATE_VERSION:
+        raise StateError(
+            f"the state has version {state['version']!r}, this overlord reads version {STATE_VERSION}; resuming would "
+            "misread its cursors. Resume with the overlord that wrote it, or start anew without state."
+        )
+    differences = describe_differences(state["fingerprint"], parts)
+    if differences:
+        raise StateError(
+            "the state belongs to another stream: "
+            + "; ".join(differences)
+            + ". Resuming would lose or repeat samples silently. Restore the job as it was, or start anew without state."
+        )
+    if state.get("columns") != list(_COLUMNS) or set(state["sources"]) != set(parts.get("sources", state["sources"])):
+        raise StateError(
+            "the state's table of sources is damaged: its columns or names do not match the job; resuming would start "
+            "at wrong rows. Use an undamaged state."
+        )
+
+
+def describe_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Say in words what differs between two fingerprints.
+
+    Example:
+        >>> describe_differences({"seed": 0}, {"seed": 1})
+        ['seed was 0, is now 1']
+    """
+    found: list[str] = []
+    for key in sorted(set(old) | set(new)):
+        name = f"{prefix}{key}"
+        if key not in new:
+            found.append(f"{name} was {old[key]!r}, is now missing")
+        elif key not in old:
+            found.append(f"{name} is new ({new[key]!r})")
+        elif isinstance(old[key], Mapping) and isinstance(new[key], Mapping):
+            found.extend(describe_differences(old[key], new[key], f"{name}."))
+        elif old[key] != new[key]:
+            found.append(f"{name} was {old[key]!r}, is now {new[key]!r}")
+    return found

@@ -1,0 +1,82 @@
+"""Every exception overlord raises.
+
+    OverlordError
+    |-- SpecError         the user asked for something that cannot be done (exit code 2)
+    |   |-- SourceError   a source is missing, empty or unreadable before the run starts
+    |   `-- StateError    a saved state belongs to another job or another version
+    |-- PlanError         a step cannot be planned as the job asks
+    |-- ReaderError       a file that worked before cannot be read any more
+    |-- ToleranceError    a source has more bad samples than its tolerance allows
+    |-- StoreError        the journal or a snapshot cannot be written or read
+    |-- ServiceLost       the service process is gone or does not answer
+    `-- ClosedError       a service or client was used after it was closed
+
+A message says what is wrong (with the value found), what it would cause, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ClosedError",
+    "OverlordError",
+    "PlanError",
+    "ReaderError",
+    "ServiceLost",
+    "SourceError",
+    "SpecError",
+    "StateError",
+    "StoreError",
+    "ToleranceError",
+    "error_named",
+]
+
+
+class OverlordError(Exception):
+    """The root of all errors raised by overlord."""
+
+
+class SpecError(OverlordError):
+    """The job, the mesh or an argument is wrong; nothing has run."""
+
+
+class SourceError(SpecError):
+    """A source is missing, empty or unreadable; nothing has run."""
+
+
+class StateError(SpecError):
+    """A state cannot be used with this job."""
+
+
+class PlanError(OverlordError):
+    """A step cannot be planned under the job's limits."""
+
+
+class ReaderError(OverlordError):
+    """A file failed while the run was reading it."""
+
+
+class ToleranceError(OverlordError):
+    """A source has more bad samples than it may have."""
+
+
+class StoreError(OverlordError):
+    """The store failed; what it promised is still there."""
+
+
+class ServiceLost(OverlordError):
+    """The service process died, hung or was closed by somebody else."""
+
+
+class ClosedError(OverlordError):
+    """A closed service or client was used."""
+
+
+def error_named(name: str, message: str) -> OverlordError:
+    """Rebuild an error that crossed a process border as (class name, message).
+
+    Example:
+        >>> error_named("PlanError", "does not fit")
+        PlanError('does not fit')
+    """
+    kind = globals().get(name) if name in __all__ and name != "error_named" else None
+    return (kind or OverlordError)(message)

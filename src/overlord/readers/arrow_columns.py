@@ -1,0 +1,240 @@
+"""From Arrow record batches to numpy columns, without copying where Arrow's buffers allow it.
+
+Shared by Parquet and Arrow IPC. Text, binary and lists become Ragged, numbers arrays; what is nested
+deeper (chat messages, lists of images) becomes JSON text with bytes in base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from overlord.core.ragged import BAD_COLUMN, Array, Ragged, RowBatch, offsets_of
+from overlord.errors import ReaderError
+from overlord.readers.reader import Kind, missing_column
+
+Bools = npt.NDArray[np.bool_]
+
+
+def column_path(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
+    """Return the field names that lead to a column, None if there is no such column.
+
+    A dot reaches into a struct. A struct of bytes and path (the image and audio features of Hugging
+    Face datasets) stands for its bytes.
+
+    Example:
+        >>> image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        >>> column_path(pa.schema([("image", image)]), "image")
+        ('image', 'bytes')
+    """
+    fields = {field.name: field.type for field in schema}
+    path: tuple[str, ...] = ()
+    rest = column
+    while rest:
+        name = next((n for n in fields if rest == n), None)
+        name = name or next((n for n in fields if rest.startswith(n + ".")), None)
+        if name is None:
+            return None
+        path, rest = (*path, name), rest[len(name) + 1 :]
+        found = _storage_type(fields[name])
+        fields = {field.name: field.type for field in found.fields} if pt.is_struct(found) else {}
+    inner = _storage_type(fields["bytes"]) if set(fields) <= {"bytes", "path"} and "bytes" in fields else None
+    return (*path, "bytes") if inner is not None and _is_bytes(inner) else path
+
+
+def require_columns(schema: pa.Schema, columns: Sequence[str], path: str) -> dict[str, tuple[str, ...]]:
+    """Return the path of every wanted column.
+
+    Raises:
+        SourceError: The schema has no such column.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for column in columns:
+        fields = column_path(schema, column)
+        if fields is None:
+            raise missing_column(path, column, schema.names)
+        found[column] = fields
+    return found
+
+
+def kinds_of_schema(schema: pa.Schema, columns: Sequence[str]) -> dict[str, Kind | None]:
+    """Return what the wanted columns of a schema hold; a column it does not have is left out."""
+    kinds: dict[str, Kind | None] = {}
+    for column in columns:
+        fields = column_path(schema, column)
+        if fields is not None:
+            kinds[column] = _kind_of_type(_type_at(schema, fields))
+    return kinds
+
+
+def select(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
+    """Return the array at a path of field names; a null struct has null fields."""
+    array = _storage(batch.column(batch.schema.get_field_index(fields[0])))
+    for name in fields[1:]:
+        array = _storage(pc.struct_field(array, [name]))  # type: ignore[attr-defined]
+    return array
+
+
+def to_rows(batch: pa.RecordBatch, columns: Mapping[str, Kind], path: str) -> RowBatch:
+    """Return the wanted columns of a record batch and which of its rows have a null in them.
+
+    Raises:
+        ReaderError: A column holds something else than in the other files of the source.
+    """
+    rows: RowBatch = {}
+    bad: Bools = np.zeros(batch.num_rows, np.bool_)
+    for column, fields in require_columns(batch.schema, list(columns), path).items():
+        array = select(batch, fields)
+        kind, wanted = _kind_of_type(array.type), columns[column]
+        if kind not in (None, wanted) and (kind, wanted) not in (
+            ("int", "float"),
+            ("int_list", "float_list"),
+        ):
+            raise ReaderError(
+                f"column {column!r} of {path} holds {array.type}, which reads as {kind!r}, but in the first "
+                f"file of the source it reads as {wanted!r}; their rows cannot be mixed. Write the files "
+                "with one type, or make them two sources."
+            )
+        rows[column], nulls = _to_numpy(array, wanted)
+        bad |= nulls
+    rows[BAD_COLUMN] = bad
+    return rows
+
+
+def _to_numpy(array: pa.Array, kind: Kind) -> tuple[Ragged | Array, Bools]:
+    if pt.is_null(array.type):
+        return _nothing(kind, len(array)), np.ones(len(array), np.bool_)
+    if pt.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    nulls = _nulls_of(array)
+    if kind == "bytes":
+        return _blank(_bytes_column(array), nulls), nulls
+    if kind == "json":
+        return _json_column(array), nulls
+    if kind in ("int_list", "float_list"):
+        ragged, inner_nulls = _list_column(array)
+        return _blank(ragged, nulls), nulls | inner_nulls
+    return _number_column(array), nulls
+
+
+def _bytes_column(array: pa.Array) -> Ragged:
+    if not _has_offsets(array.type):  # views and fixed-size binary
+        array = array.cast(pa.large_binary() if not pt.is_string_view(array.type) else pa.large_string())
+    wide = pt.is_large_binary(array.type) or pt.is_large_string(array.type)
+    _, offsets, data = array.buffers()
+    if len(array) == 0 or offsets is None:
+        return Ragged(np.empty(0, np.uint8), np.zeros(len(array) + 1, np.int64))
+    at = np.frombuffer(offsets, np.int64 if wide else np.int32)[array.offset : array.offset + len(array) + 1]
+    values = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+    return Ragged(values, at.astype(np.int64, copy=False))
+
+
+def _list_column(array: pa.Array) -> tuple[Ragged, Bools]:
+    if not (pt.is_list(array.type) or pt.is_large_list(array.type)):
+        array = array.cast(pa.large_list(array.type.value_type))
+    offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
+    child = array.values
+    inner: Bools = np.zeros(len(array), np.bool_)
+    if child.null_count:
+        count = np.concatenate([[0], np.cumsum(_nulls_of(child))])
+        inner = count[offsets[1:]] > count[offsets[:-1]]
+    return Ragged(_number_column(child), offsets), inner
+
+
+def _number_column(array: pa.Array) -> Array:
+    if pt.is_decimal(array.type):
+        array = array.cast(pa.float64())
+    elif pt.is_temporal(array.type):
+        array = array.view(pa.int32() if array.type.bit_width == 32 else pa.int64())
+    if array.null_count:
+        array = array.fill_null(False if pt.is_boolean(array.type) else 0)
+    return array.to_numpy(zero_copy_only=False)
+
+
+def _json_column(array: pa.Array) -> Ragged:
+    texts = [b"" if v is None else _json_text(v) for v in array.to_pylist()]
+    return Ragged(np.frombuffer(b"".join(texts), np.uint8), offsets_of([len(text) for text in texts]))
+
+
+def _json_text(value: Any) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _plain(value: Any) -> Any:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+def _nothing(kind: Kind, rows: int) -> Ragged | Array:
+    dtype = {"bytes": np.uint8, "json": np.uint8, "int": np.int64, "int_list": np.int64}.get(kind, np.float64)
+    if kind in ("int", "float"):
+        return np.zeros(rows, dtype)
+    return Ragged(np.empty(0, dtype), np.zeros(rows + 1, np.int64))
+
+
+def _blank(ragged: Ragged, nulls: Bools) -> Ragged:
+    """Make null rows empty: Arrow lets bytes lie under a null."""
+    lengths = ragged.lengths
+    if not lengths[nulls].any():
+        return ragged
+    kept = ragged.take(np.flatnonzero(~nulls))
+    return Ragged(kept.values, offsets_of(np.where(nulls, 0, lengths)))
+
+
+def _nulls_of(array: pa.Array) -> Bools:
+    if not array.null_count:
+        return np.zeros(len(array), np.bool_)
+    return array.is_null().to_numpy(zero_copy_only=False)
+
+
+def _storage(array: pa.Array) -> pa.Array:
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
+
+
+def _storage_type(found: pa.DataType) -> pa.DataType:
+    return found.storage_type if isinstance(found, pa.BaseExtensionType) else found
+
+
+def _type_at(schema: pa.Schema, fields: Sequence[str]) -> pa.DataType:
+    found = _storage_type(schema.field(schema.get_field_index(fields[0])).type)
+    for name in fields[1:]:
+        found = _storage_type(found.field(name).type)
+    return found
+
+
+def _has_offsets(found: pa.DataType) -> bool:
+    return (
+        pt.is_string(found) or pt.is_binary(found) or pt.is_large_string(found) or pt.is_large_binary(found)
+    )
+
+
+def _is_bytes(found: pa.DataType) -> bool:
+    views = pt.is_string_view(found) or pt.is_binary_view(found)
+    return _has_offsets(found) or views or pt.is_fixed_size_binary(found)
+
+
+def _is_number(found: pa.DataType) -> bool:
+    return pt.is_primitive(found) or pt.is_decimal(found)
+
+
+def _kind_of_type(found: pa.DataType) -> Kind | None:
+    if pt.is_null(found):
+        return None
+    if pt.is_dictionary(found):
+        return _kind_of_type(found.value_type)
+    if _is_bytes(found):
+        return "bytes"
+    if _is_number(found):
+        return "float" if pt.is_floating(found) or pt.is_decimal(found) else "int"
+    lists = pt.is_list(found) or pt.is_large_list(found) or pt.is_fixed_size_list(found)
+    if lists and _is_number(found.value_type):
+        return "float_list" if _kind_of_type(found.value_type) == "float" else "int_list"
+    return "json"

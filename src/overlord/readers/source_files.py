@@ -1,0 +1,181 @@
+"""All files of one source: listed once, indexed when reached, streamed block by block."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+from overlord.core.order import FileBlocks
+from overlord.core.ragged import RowBatch, num_rows
+from overlord.errors import ReaderError, SourceError
+from overlord.readers.filesystems import StorageOptions, StoredFile, verify_unchanged
+from overlord.readers.formats import FORMATS, format_of
+from overlord.readers.index import IndexCache
+from overlord.readers.listing import list_files
+from overlord.readers.reader import READ_FAILURES, BlockIndex, Kind, missing_column, reason_of, unreadable
+
+_ATTEMPTS = 4
+"""A first one and three more."""
+_FIRST_PAUSE_S = 0.25
+_KINDS_FILES = 8
+"""How many files are asked what a column holds before it counts as missing."""
+_KEPT_INDICES = 16
+
+
+class SourceFiles:
+    """The files of one source and how to read them. Threads may share it.
+
+    Args:
+        name: The source's name, for messages.
+        paths: Files, folders, globs or URLs; see `list_files`.
+        format: One of `FORMATS`, or None to go by the names of the files.
+        columns: The columns to read; None for all.
+        storage_options: How to reach a remote store.
+        cache: Where the indices of the files are kept.
+        pause: What waits between attempts after an I/O error.
+
+    Raises:
+        SpecError: A path, an option or the format is wrong.
+        SourceError: Nothing is found.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        paths: Sequence[str],
+        *,
+        cache: IndexCache,
+        format: str | None = None,
+        columns: Sequence[str] | None = None,
+        storage_options: StorageOptions | None = None,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.name = name
+        self.files: list[StoredFile] = list_files(paths, storage_options, format=format)
+        self.format = format_of(self.files, format)
+        self._reader = FORMATS[self.format]
+        self._cache = cache
+        self._wanted = list(columns) if columns is not None else None
+        self._pause = pause
+        self._lock = threading.Lock()
+        self._kinds: dict[str, Kind] | None = None
+        self._indices: OrderedDict[int, BlockIndex] = OrderedDict()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files as they are stored."""
+        return sum(file.size for file in self.files)
+
+    def columns(self) -> list[str]:
+        """Return the columns that the first file has."""
+        file = self.files[0]
+        try:
+            return self._reader.columns(file)
+        except READ_FAILURES as error:
+            raise unreadable(file, reason_of(error)) from error
+
+    def kinds(self) -> dict[str, Kind]:
+        """Return what each column that is read holds: the same for every batch of every file.
+
+        JSON has no schema, so the first files are asked in turn; a column that is null or an empty list in
+        all of their heads counts as bytes.
+
+        Raises:
+            SourceError: A wanted column is in none of them.
+        """
+        with self._lock:
+            if self._kinds is None:
+                self._kinds = self._decide_kinds()
+            return self._kinds
+
+    def blocks(self, file_number: int) -> FileBlocks:
+        """Return the blocks of a file, indexing it now if it never was."""
+        index = self._index(file_number)
+        return FileBlocks(rows=index.rows, bytes=index.bytes)
+
+    def row_base(self, file_number: int, block: int) -> int:
+        """Return the row of the file at which a block begins."""
+        return int(self._index(file_number).first_row[block])
+
+    def stream(self, file_number: int, block: int, *, skip: int = 0, batch_rows: int) -> Iterator[RowBatch]:
+        """Yield the rows of one block front to back after skipping `skip`, at most `batch_rows` at a time.
+
+        An I/O error is retried from where the stream was; rows are never lost or doubled.
+
+        Raises:
+            ReaderError: The file has changed, is gone, or cannot be read after four attempts.
+        """
+        file, index, kinds = self.files[file_number], self._index(file_number), self.kinds()
+        end = int(index.rows[block])
+        at, attempt = skip, 0
+        while at < end:
+            try:
+                verify_unchanged(file)
+                for batch in self._reader.stream(
+                    file, index, block, columns=kinds, skip=at, batch_rows=batch_rows
+                ):
+                    at += num_rows(batch)
+                    attempt = 0
+                    yield batch
+                break
+            except READ_FAILURES as error:
+                attempt += 1
+                if attempt == _ATTEMPTS:
+                    raise self._lost(file, block, at, reason_of(error)) from error
+                self._pause(_FIRST_PAUSE_S * 2**attempt)
+        if at != max(end, skip):
+            raise self._lost(file, block, at, f"its index promises {end} rows and {at} were found")
+
+    def listing_digest(self) -> str:
+        """Return a hash of the names and sizes of the files: what the stream depends on.
+
+        Names count from the folder that all files share, so that a source may be moved; times do not count.
+        """
+        parts = [file.location.strip("/").split("/") for file in self.files]
+        shared = 0
+        while all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
+            shared += 1
+        digest = hashlib.blake2b(digest_size=16)
+        names = sorted(("/".join(p[shared:]), file.size) for p, file in zip(parts, self.files, strict=True))
+        for name, size in names:
+            digest.update(f"{len(name)}:{name}:{size};".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    def _index(self, file_number: int) -> BlockIndex:
+        with self._lock:
+            if file_number in self._indices:
+                self._indices.move_to_end(file_number)
+                return self._indices[file_number]
+        index = self._cache.index(self.files[file_number], self._reader, list(self.kinds()))
+        with self._lock:
+            self._indices[file_number] = index
+            if len(self._indices) > _KEPT_INDICES:
+                self._indices.popitem(last=False)
+        return index
+
+    def _decide_kinds(self) -> dict[str, Kind]:
+        wanted = self.columns() if self._wanted is None else self._wanted
+        seen: dict[str, Kind | None] = {}
+        for file in self.files[:_KINDS_FILES]:
+            try:
+                found = self._reader.kinds(file, wanted)
+            except READ_FAILURES as error:
+                raise unreadable(file, reason_of(error)) from error
+            seen.update((c, k) for c, k in found.items() if seen.get(c) is None)
+            if all(seen.get(column) is not None for column in wanted):
+                break
+        missing = next((column for column in wanted if column not in seen), None)
+        if missing is not None:
+            error = missing_column(self.files[0].path, missing, self.columns())
+            raise SourceError(f"source {self.name!r}: {error}")
+        return {column: seen[column] or "bytes" for column in wanted}
+
+    def _lost(self, file: StoredFile, block: int, row: int, reason: str) -> ReaderError:
+        return ReaderError(
+            f"source {self.name!r}: {file.path} cannot be read at row {row} of block {block}: {reason}; "
+            "going on without it would change the stream. Restore the file or the connection to it, and "
+            "start again from the last checkpoint."
+        )

@@ -1,0 +1,208 @@
+"""Tar shards as WebDataset writes them: neighbouring members with one key are a sample.
+
+The key is the path up to the first dot of the file's name, the column the rest: `dog/1.jpg` and
+`dog/1.json` are the columns `jpg` and `json` of `dog/1`. `json.caption` reaches into the json member.
+A block is a run of whole samples of about 1 MiB, or the whole of a compressed archive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from overlord.core.ragged import RowBatch
+from overlord.readers.filesystems import StoredFile
+from overlord.readers.json_columns import HEAD_ROWS, RowBuilder, kind_of_values, parse_object, reach
+from overlord.readers.reader import BLOCK_BYTES, BlockIndex, Kind, missing_column
+from overlord.readers.suffixes import compression_of_name
+from overlord.readers.tar_walk import (
+    ArchiveBytes,
+    ForwardBytes,
+    Member,
+    RandomBytes,
+    read_payload,
+    walk_members,
+)
+
+KEY_COLUMN = "__key__"
+
+_LOCAL_WINDOW_BYTES = 4 << 10
+_REMOTE_WINDOW_BYTES = 256 << 10
+_HEAD_BYTES = 64 << 20
+"""How far into a shard its head may reach."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """The members of one sample, by extension; of those that were asked for, the bytes."""
+
+    key: str
+    start: int
+    members: dict[str, Member] = field(default_factory=dict)
+    payloads: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def stop(self) -> int:
+        """Where the next sample begins."""
+        return max(member.stop for member in self.members.values())
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """Return (key, extension) of a member, None if its name has no extension.
+
+    Example:
+        >>> split_name("dog/1.seg.PNG"), split_name("dog/.hidden"), split_name("README")
+        (('dog/1', 'seg.png'), None, None)
+    """
+    folder, slash, base = name.rpartition("/")
+    stem, dot, extension = base.partition(".")
+    return (folder + slash + stem, extension.lower()) if stem and dot else None
+
+
+class TarReader:
+    """Reads tar shards. In its index, start and stop are byte offsets in the archive."""
+
+    name = "tar"
+
+    def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
+        """Find the blocks of a shard by walking its headers; payloads are passed over."""
+        whole = compression_of_name(file.path) is not None
+        wanted = {extension_of(column) for column in columns} - {KEY_COLUMN}
+        seen: dict[str, None] = {}
+        blocks: list[tuple[int, int, int, int]] = []
+        rows, size, start, stop = 0, 0, 0, 0
+        with _open(file) as source:
+            for sample in _samples(source, 0, None, frozenset()):
+                if rows and sample.start - start >= BLOCK_BYTES and not whole:
+                    blocks.append((rows, size, start, sample.start))
+                    rows, size, start = 0, 0, sample.start
+                rows, stop = rows + 1, sample.stop
+                size += sum(m.size for e, m in sample.members.items() if e in wanted)
+                seen.update(dict.fromkeys(sample.members))
+        if rows:
+            blocks.append((rows, size, start, stop))
+            for column in columns:
+                if extension_of(column) not in (KEY_COLUMN, *seen):
+                    raise missing_column(file.path, column, [*seen, KEY_COLUMN])
+        return BlockIndex.of(blocks)
+
+    def stream(
+        self,
+        file: StoredFile,
+        index: BlockIndex,
+        block: int,
+        *,
+        columns: Mapping[str, Kind],
+        skip: int,
+        batch_rows: int,
+    ) -> Iterator[RowBatch]:
+        """Yield the samples of one block; only the wanted members are read."""
+        builder = RowBuilder(columns)
+        start, stop = int(index.start[block]), int(index.stop[block])
+        with _open(file) as source:
+            for sample in _samples(source, start, stop, frozenset(map(extension_of, columns)), skip):
+                builder.append(_values(sample, columns))
+                if len(builder) == batch_rows:
+                    yield builder.finish()
+        if len(builder):
+            yield builder.finish()
+
+    def columns(self, file: StoredFile) -> list[str]:
+        """Return the extensions in the head of the shard, and the key."""
+        return [*dict.fromkeys(e for sample in self._head(file, ()) for e in sample.members), KEY_COLUMN]
+
+    def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
+        """Return what the wanted columns hold; all are bytes but what is inside a json member."""
+        inside = [column for column in columns if json_path_of(column) is not None]
+        head = self._head(file, tuple(map(extension_of, inside)))
+        seen = {extension for sample in head for extension in sample.members}
+        found: dict[str, Kind | None] = {}
+        for column in columns:
+            if column not in inside and (column in seen or column == KEY_COLUMN):
+                found[column] = "bytes"
+            elif column in inside and extension_of(column) in seen:
+                values = [_values(sample, [column])[0] for sample in head]
+                if any(value is not None for value in values):
+                    found[column] = kind_of_values(values)
+        return found
+
+    def _head(self, file: StoredFile, wanted: Sequence[str]) -> list[Sample]:
+        head: list[Sample] = []
+        with _open(file) as source:
+            for sample in _samples(source, 0, None, frozenset(wanted)):
+                head.append(sample)
+                if len(head) == HEAD_ROWS or sample.stop >= _HEAD_BYTES:
+                    break
+        return head
+
+
+def json_path_of(column: str) -> str | None:
+    """Return what a column wants of a json member, None if it wants a member as it is.
+
+    Example:
+        >>> json_path_of("json.meta.lang"), json_path_of("json"), json_path_of("seg.png")
+        ('meta.lang', None, None)
+    """
+    _, found, after = f".{column}".partition(".json.")
+    return after if found else None
+
+
+def extension_of(column: str) -> str:
+    """Return the extension of the member that a column reads."""
+    path = json_path_of(column)
+    return column if path is None else column[: -len(path) - 1]
+
+
+@contextlib.contextmanager
+def _open(file: StoredFile) -> Iterator[ArchiveBytes]:
+    compression = compression_of_name(file.path)
+    if compression is not None:
+        with file.open_stream(compression) as native:
+            yield ForwardBytes(native)
+        return
+    with file.open() as native:
+        yield RandomBytes(native, file.size, _LOCAL_WINDOW_BYTES if file.is_local else _REMOTE_WINDOW_BYTES)
+
+
+def _samples(
+    source: ArchiveBytes, start: int, stop: int | None, wanted: frozenset[str], skip: int = 0
+) -> Iterator[Sample]:
+    """Yield the samples of a range with the bytes of the wanted members, after passing over `skip`."""
+    current: Sample | None = None
+    for member in walk_members(source, start, stop):
+        names = split_name(member.name)
+        if names is None:
+            continue
+        key, extension = names
+        # A second member of one name begins another sample that happens to have the same key.
+        if current is None or current.key != key or extension in current.members:
+            if current is not None and not skip:
+                yield current
+            elif current is not None:
+                skip -= 1
+            current = Sample(key, member.start)
+        current.members[extension] = member
+        if extension in wanted and not skip:
+            current.payloads[extension] = read_payload(source, member)
+    if current is not None and not skip:
+        yield current
+
+
+def _values(sample: Sample, columns: Mapping[str, Kind] | Sequence[str]) -> list[Any]:
+    values: list[Any] = []
+    parsed: dict[str, Any] = {}
+    for column in columns:
+        if column == KEY_COLUMN:
+            values.append(sample.key.encode("utf-8", "surrogateescape"))
+            continue
+        path, extension = json_path_of(column), extension_of(column)
+        payload = sample.payloads.get(extension)
+        if path is not None and payload is not None:
+            if extension not in parsed:
+                parsed[extension] = parse_object(payload)
+            values.append(reach(parsed[extension], path))
+        else:
+            values.append(payload)
+    return values

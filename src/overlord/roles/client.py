@@ -1,0 +1,72 @@
+"""Client: the trainer's side. Iterates over steps, reports metrics and positions, gives the state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from overlord.errors import SpecError
+from overlord.roles.ports import Feed
+from overlord.roles.views import Batch, Microbatches, Step
+
+
+class Client:
+    """The stream of one rank: iterate over it to train.
+
+    `state_dict()` between two steps is the state after the last step that was handed out.
+    """
+
+    def __init__(self, feed: Feed, rank: int, first_step: int) -> None:
+        if not 0 <= rank < feed.world_size:
+            raise SpecError(
+                f"rank {rank} is not in the mesh of {feed.world_size} ranks; it would wait for data for ever. "
+                f"Use a rank from 0 to {feed.world_size - 1}, or launch with a larger mesh."
+            )
+        self.rank = rank
+        self._feed = feed
+        self._next_step = first_step
+
+    @property
+    def next_step(self) -> int:
+        """The index of the step that comes next."""
+        return self._next_step
+
+    def __iter__(self) -> Client:
+        return self
+
+    def __next__(self) -> Step:
+        header = self._feed.open_step(self._next_step)  # (1) the client asks its DataConstructor
+        if header is None:
+            raise StopIteration
+        self._next_step += 1
+        step, feed = header.index, self._feed
+        fetch = lambda m: Batch(feed.microbatch(step, m), feed.names)  # noqa: E731
+        return Step(header, Microbatches(fetch, header.num_microbatches))
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell the planner how training goes: `{"loss/web": 2.1}`. Takes effect at step + lag."""
+        clean: dict[str, float] = {}
+        for key, value in metrics.items():
+            number = float(value)
+            if not math.isfinite(number):
+                raise SpecError(
+                    f"report: {key} at step {step} is {number}; a mixture that follows it would be lost. "
+                    "Report finite numbers, or leave the metric out."
+                )
+            clean[str(key)] = number
+        self._feed.report(step, clean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the stream at this position: small, JSON-able, the same on every rank."""
+        return self._feed.state(self._next_step)
+
+    def close(self) -> None:
+        """Detach from the service."""
+        self._feed.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,177 @@
+"""Planner: makes plan t once, from the loaders' metadata, and remembers what is needed to make it again.
+
+Rules of this file:
+1. Inputs (reports) are durable before they are used. Plans are derivable: only a record of each is kept.
+2. A plan that is made again must have the digest it had; otherwise the files under it have changed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from overlord.core.plan import Draw, LoadingPlan
+from overlord.core.samples import Cursor
+from overlord.core.specs import Job
+from overlord.core.states import StreamState
+from overlord.errors import PlanError, SpecError
+from overlord.roles.drawer import Drawer
+from overlord.roles.ports import Loaders
+from overlord.stores.checkpoints import CheckpointFolder
+from overlord.stores.journal import Journal
+
+Strategy = Callable[[Draw], LoadingPlan]
+
+CACHED_PLANS = 32
+KEPT_STATES = 256
+"""States of this many recent steps are kept, and of every step that is a multiple of it."""
+KEPT_DIGESTS = 1 << 14
+SNAPSHOT_EVERY = 16
+
+
+class Planner:
+    """Plans steps in order; older steps can be asked for again."""
+
+    def __init__(
+        self,
+        job: Job,
+        loaders: Loaders,
+        strategy: Strategy,
+        *,
+        state: StreamState,
+        reports: Mapping[int, Any],
+        parts: Mapping[str, Any],
+        base_weights: Mapping[str, float],
+        journal: Journal,
+        checkpoints: CheckpointFolder,
+    ) -> None:
+        self._job = job
+        self._loaders = loaders
+        self._strategy = strategy
+        self._parts = parts
+        self._base = base_weights
+        self._journal = journal
+        self._checkpoints = checkpoints
+        self._names = tuple(source.name for source in job.sources)
+        self._drawer = Drawer(job, loaders, state, base_weights)
+        self._first_step = state.step
+        self._states: dict[int, StreamState] = {state.step: state}
+        self._plans: OrderedDict[int, LoadingPlan] = OrderedDict()
+        self._digests: dict[int, str] = {}
+        self._end: int | None = None
+        self._reports: dict[int, dict[str, float]] = {int(k): dict(v) for k, v in reports.items()}
+
+    @property
+    def next_step(self) -> int:
+        """The step that has not been planned yet."""
+        return self._drawer.state.step
+
+    @property
+    def first_step(self) -> int:
+        """The step this stream was launched at."""
+        return self._first_step
+
+    @property
+    def latest_state(self) -> StreamState:
+        """The state behind the newest plan."""
+        return self._drawer.state
+
+    def plan_raw(self, step: int) -> LoadingPlan | None:
+        """Return the plan of a step, or None past the end of the stream."""
+        if step < self._first_step:
+            raise SpecError(
+                f"step {step} lies before step {self._first_step}, where this stream was launched; its samples are "
+                "not part of it. Launch from an older state to see it."
+            )
+        if step in self._plans:
+            self._plans.move_to_end(step)
+            return self._plans[step]
+        if step < self._drawer.state.step:
+            return self._remember(self._plan_again(step))
+        while self._end is None and self._drawer.state.step <= step:
+            self._plan_next()
+        return self._plans.get(step)
+
+    def ends(self, step: int) -> dict[int, Cursor]:
+        """Return where a planned step leaves each source."""
+        after = self._states.get(step + 1) or self._state_before(step + 1)
+        return {i: after.cursor(i) for i in range(len(self._names))}
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state before a step as JSON."""
+        if self._end is not None and step > self._end:
+            step = self._end
+        if step > self._drawer.state.step:
+            self.plan_raw(step - 1)
+        state = self._states.get(step) or self._state_before(step)
+        recent = {s: m for s, m in self._reports.items() if step - self._job.lag <= s < step}
+        return state.to_json(self._names, self._parts, recent)
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the trainer's metrics of a step; the first report of a step counts."""
+        if step in self._reports:
+            return
+        self._journal.append({"kind": "report", "step": step, "metrics": dict(metrics)}, durable=True)
+        self._reports[step] = dict(metrics)
+        for old in [s for s in self._reports if s < step - 2 * self._job.lag]:
+            del self._reports[old]
+
+    def _plan_next(self) -> None:
+        step = self._drawer.state.step
+        if self._job.max_steps is not None and step >= self._job.max_steps:
+            self._end = step
+            return
+        drawn = self._drawer.draw()
+        if drawn is None:
+            self._end = step
+            return
+        plan = self._strategy(drawn.draw)
+        before, after = self._states[step], drawn.after
+        moved = np.flatnonzero(
+            (before.epoch != after.epoch) | (before.group != after.group) | (before.offset != after.offset)
+        )
+        cursors = {self._names[i]: list(after.cursor(i)) for i in moved.tolist()}
+        record = {"kind": "plan", "step": step, "order": drawn.draw.digest, "plan": plan.digest, "cursors": cursors}
+        self._journal.append(record, durable=False)
+        self._digests[step] = plan.digest
+        self._keep_state(after)
+        if after.step % SNAPSHOT_EVERY == 0:
+            self._journal.flush()
+            self._checkpoints.save(self.state(after.step))
+        self._remember(plan)
+
+    def _plan_again(self, step: int) -> LoadingPlan:
+        """Make an old plan again from the nearest state before it."""
+        drawer = Drawer(self._job, self._loaders, self._state_before(step), self._base)
+        drawn = drawer.draw()
+        plan = None if drawn is None else self._strategy(drawn.draw)
+        if plan is None or self._digests.get(step, plan.digest) != plan.digest:
+            raise PlanError(
+                f"step {step} was planned again and came out differently; ranks would see different data. A file "
+                "under a source has changed, or a Custom function is not deterministic."
+            )
+        return plan
+
+    def _state_before(self, step: int) -> StreamState:
+        start = max(s for s in self._states if s <= step)
+        drawer = Drawer(self._job, self._loaders, self._states[start], self._base)
+        while drawer.state.step < step:
+            if drawer.draw() is None:
+                break
+        return drawer.state
+
+    def _keep_state(self, state: StreamState) -> None:
+        self._states[state.step] = state
+        self._digests.pop(state.step - KEPT_DIGESTS, None)
+        old = state.step - KEPT_STATES
+        if old in self._states and old % KEPT_STATES and old != self._first_step:
+            del self._states[old]
+
+    def _remember(self, plan: LoadingPlan) -> LoadingPlan:
+        self._plans[plan.step] = plan
+        while len(self._plans) > CACHED_PLANS:
+            self._plans.popitem(last=False)
+        return plan

@@ -1,0 +1,67 @@
+"""What a role may ask of the world. Runtimes implement these; roles know their peers in no other way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
+from overlord.core.samples import SampleId
+from overlord.roles.views import RankView, StepHeader
+from overlord.transforms.per_sample import Workers
+
+__all__ = ["Feed", "Loaders", "Telemetry", "Workers"]
+
+
+class Loaders(Protocol):
+    """All SourceLoaders of the job, each asked at most once per call."""
+
+    def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
+        """Ask loaders for metadata, side by side where the runtime can; answers in the order of requests."""
+        ...
+
+    def loader_do_plan(self, orders: Sequence[LoaderOrder]) -> list[Payload]:
+        """Ask loaders for planned samples; answers in the order of the orders."""
+        ...
+
+
+class Telemetry(Protocol):
+    """Where roles say what they saw. Nothing here may change the stream."""
+
+    def bad_sample(self, sample: SampleId, reason: str) -> None:
+        """A stand-in takes this sample's place."""
+        ...
+
+    def wrong_length(self, sample: SampleId, reason: str) -> None:
+        """A sample was cut or padded to its planned length."""
+        ...
+
+
+class Feed(Protocol):
+    """What a Client asks for: served by the DataConstructor of its host."""
+
+    names: tuple[str, ...]
+    world_size: int
+
+    def open_step(self, step: int) -> StepHeader | None:
+        """Return what a step consists of, or None past the end of the stream. Waits until it is planned.
+
+        Asking for a step also tells that the trainer has finished with the steps before it.
+        """
+        ...
+
+    def microbatch(self, step: int, microbatch: int) -> RankView:
+        """Return this rank's view of one microbatch. Waits until it is built."""
+        ...
+
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        """Hand over the trainer's metrics; durable when it returns."""
+        ...
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state of the stream before a step."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything held for this rank."""
+        ...

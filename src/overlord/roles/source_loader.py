@@ -1,0 +1,228 @@
+"""SourceLoader: reads one source in its order, measures samples ahead of the plan, finishes planned ones.
+
+Rules of this file:
+1. What is delivered has the planned length, whatever was read.
+2. Everything here is a cache: any position can be asked for again, and is read again.
+3. A fault of one sample makes a stand-in and is counted; a fault of a file is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
+from overlord.core.order import BEGIN, NO_GROUP, SourceOrder
+from overlord.core.ragged import RowBatch
+from overlord.core.samples import BAD, ENDS_EPOCH, META, Cursor, MetaArray, SampleId, apply_overlength
+from overlord.core.specs import Source
+from overlord.errors import SourceError, ToleranceError
+from overlord.roles.buffer import Chunk, ReadBuffer, gather
+from overlord.roles.group_reader import Blocks, GroupReader
+from overlord.roles.ports import Telemetry, Workers
+from overlord.transforms.per_sample import Fault, SampleTransform, count_loss_tokens
+
+CHUNK_ROWS = 256
+CHUNK_BYTES = 1 << 20
+AHEAD_ROWS = 64
+AHEAD_BYTES = 128 << 10
+"""A chunk holds at least about this much even when less is asked for: tokenizers like batches."""
+FEW_SAMPLES = 1000
+"""A tolerance is a share; it is judged as if at least this many samples had been seen."""
+
+Lengths = Callable[[RowBatch, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+"""Gives known text lengths of some rows: from a column, or from a sidecar by row number."""
+
+
+class SourceLoader:
+    """One source, or the groups of one source that this loader owns."""
+
+    def __init__(
+        self,
+        number: int,
+        source: Source,
+        files: Blocks,
+        order: SourceOrder,
+        transform: SampleTransform,
+        *,
+        context_length: int,
+        overlength: str,
+        lengths: Lengths | None,
+        workers: Workers,
+        telemetry: Telemetry,
+    ) -> None:
+        self._number = number
+        self._source = source
+        self._files = files
+        self._order = order
+        self._transform = transform
+        self._context_length = context_length
+        self._overlength = overlength
+        self._lengths = lengths
+        self._workers = workers
+        self._telemetry = telemetry
+        self._buffer = ReadBuffer()
+        self._reader: tuple[int, int, GroupReader] | None = None
+        self._seen = 0
+        self._bad: set[tuple[int, int]] = set()
+        self._lies: set[tuple[int, int]] = set()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes in the read buffer."""
+        return self._buffer.nbytes
+
+    @property
+    def bad_samples(self) -> int:
+        """Stand-ins made so far."""
+        return len(self._bad)
+
+    @property
+    def wrong_lengths(self) -> int:
+        """Samples cut or padded to their planned length so far."""
+        return len(self._lies)
+
+    def summary_buffer(self, request: MetaRequest) -> MetaDelta:
+        """Tell what is known of the samples from a cursor on, reading and measuring them if need be."""
+        cursor = self._resolve(request.cursor)
+        total = self._order.group(cursor.epoch, cursor.group).num_rows
+        stop = min(cursor.offset + request.count, total)
+        parts: list[MetaArray] = []
+        at = cursor.offset
+        while at < stop:
+            chunk = self._chunk_at(Cursor(cursor.epoch, cursor.group, at), stop)
+            parts.append(chunk.meta[at - chunk.offset : stop - chunk.offset])
+            at = min(chunk.stop, stop)
+        meta = np.concatenate(parts)
+        following = Cursor(cursor.epoch, cursor.group, stop)
+        if stop == total:
+            following, ended = self._after_group(cursor)
+            if ended:
+                meta["flags"][-1] |= ENDS_EPOCH
+        return MetaDelta(self._number, meta, following)
+
+    def loader_do_plan(self, order: LoaderOrder) -> Payload:
+        """Pop the planned samples from the buffer, finish them, and stage them as columns."""
+        picks = self._pick(order.meta)
+        kept = gather(picks)
+        bad = (order.meta["flags"] & BAD) > 0
+        done = self._transform.finish(kept, order.meta["tokens"].astype(np.int64), bad, self._workers)
+        self._note(order.meta, done.faults, self._bad, self._telemetry.bad_sample)
+        self._note(order.meta, done.lies, self._lies, self._telemetry.wrong_length)
+        self._check_tolerance()
+        for row, _ in done.faults:
+            bad[row] = True
+        self._buffer.release(order.end)
+        return Payload(order.step, self._number, done.tokens, done.loss, done.patches, done.grids, bad)
+
+    def _after_group(self, cursor: Cursor) -> tuple[Cursor, bool]:
+        group = self._order.next_group(cursor.epoch, cursor.group)
+        if group != NO_GROUP:
+            return Cursor(cursor.epoch, group, 0), False
+        return Cursor(cursor.epoch + 1, BEGIN, 0), True
+
+    def _resolve(self, cursor: Cursor) -> Cursor:
+        if cursor.group != BEGIN:
+            return cursor
+        group = self._order.first_group(cursor.epoch)
+        if group == NO_GROUP:
+            raise SourceError(
+                f"source {self._source.name!r} has no rows in {', '.join(self._source.path)}; the mixture would wait "
+                "for it for ever. Remove the source or mend its path."
+            )
+        return Cursor(cursor.epoch, group, 0)
+
+    def _pick(self, meta: MetaArray) -> list[tuple[Chunk, npt.NDArray[np.int64]]]:
+        """Find the chunks of planned rows, which are in the source's order."""
+        picks: list[tuple[Chunk, npt.NDArray[np.int64]]] = []
+        at = 0
+        while at < len(meta):
+            first = meta[at]
+            cursor = Cursor(int(first["epoch"]), int(first["group"]), int(first["offset"]))
+            same = (meta["epoch"][at:] == cursor.epoch) & (meta["group"][at:] == cursor.group)
+            run = int(np.argmin(same)) if not same.all() else len(same)
+            offsets = meta["offset"][at : at + run]
+            chunk = self._chunk_at(cursor, int(offsets[-1]) + 1)
+            inside = int(np.searchsorted(offsets, chunk.stop))
+            picks.append((chunk, offsets[:inside] - chunk.offset))
+            at += inside
+        return picks
+
+    def _chunk_at(self, cursor: Cursor, stop: int) -> Chunk:
+        """Return the chunk that holds a row; a new one reads on to about `stop`."""
+        chunk = self._buffer.covering(cursor)
+        if chunk is None:
+            chunk = self._read_chunk(cursor, stop)
+            self._buffer.add(chunk)
+        return chunk
+
+    def _read_chunk(self, cursor: Cursor, stop: int) -> Chunk:
+        where = (cursor.epoch, cursor.group)
+        if self._reader is None or self._reader[:2] != where or self._reader[2].offset != cursor.offset:
+            group = self._order.group(*where)
+            self._reader = (*where, GroupReader(group, self._files, cursor.offset))
+        reader = self._reader[2]
+        row_bytes = max(reader.group.row_bytes, 1.0)
+        most = max(1, min(CHUNK_ROWS, int(CHUNK_BYTES / row_bytes)))
+        ahead = min(AHEAD_ROWS, int(AHEAD_BYTES / row_bytes))
+        rows, numbers = reader.read(min(most, max(stop - cursor.offset, ahead)))
+        if reader.offset == reader.group.num_rows:
+            self._reader = None  # nothing of a finished group stays open
+        meta, kept = self._measure(cursor, rows, numbers)
+        return Chunk(cursor.epoch, cursor.group, cursor.offset, meta, kept)
+
+    def _measure(
+        self, cursor: Cursor, rows: RowBatch, numbers: npt.NDArray[np.int64]
+    ) -> tuple[MetaArray, RowBatch]:
+        lengths = self._lengths(rows, numbers) if self._lengths else None
+        measured = self._transform.measure(rows, lengths)
+        delivered, flags = apply_overlength(
+            measured.tokens, measured.image_tokens, self._context_length, self._overlength
+        )
+        meta = np.zeros(len(numbers), META)
+        meta["epoch"] = cursor.epoch
+        meta["group"] = cursor.group
+        meta["offset"] = cursor.offset + np.arange(len(numbers))
+        meta["row"] = numbers
+        meta["flags"] = measured.flags | flags
+        meta["tokens"] = delivered
+        meta["loss_tokens"] = count_loss_tokens(measured, delivered, self._context_length)
+        meta["image_tokens"] = measured.image_tokens
+        meta["images"] = measured.images
+        meta["bytes"] = _row_bytes(measured.kept, len(numbers))
+        self._seen += len(numbers)
+        self._note(meta, measured.faults, self._bad, self._telemetry.bad_sample)
+        self._check_tolerance()
+        return meta, measured.kept
+
+    def _note(
+        self,
+        meta: MetaArray,
+        faults: list[Fault],
+        counted: set[tuple[int, int]],
+        tell: Callable[[SampleId, str], None],
+    ) -> None:
+        for at, reason in faults:
+            row, epoch = int(meta["row"][at]), int(meta["epoch"][at])
+            if (row, epoch) not in counted:  # a row that is read again is the same fault
+                counted.add((row, epoch))
+                tell(SampleId(self._source.name, row, epoch), reason)
+
+    def _check_tolerance(self) -> None:
+        allowed = self._source.tolerance * max(self._seen, FEW_SAMPLES)
+        for what, found in (("bad samples", self._bad), ("samples of another length than promised", self._lies)):
+            if len(found) > allowed:
+                raise ToleranceError(
+                    f"source {self._source.name!r} has {len(found)} {what} among {self._seen} read; its tolerance of "
+                    f"{self._source.tolerance:g} allows {int(allowed)}. Training would go on with stand-ins. The log "
+                    "names each sample: mend the files, or raise the source's tolerance."
+                )
+
+
+def _row_bytes(kept: RowBatch, count: int) -> npt.NDArray[np.int64]:
+    total = np.zeros(count, np.int64)
+    for column in kept.values():
+        total += column.lengths * column.values.itemsize if hasattr(column, "lengths") else 0  # type: ignore[union-attr]
+    return total

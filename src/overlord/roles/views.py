@@ -1,0 +1,159 @@
+"""What a rank gets to see: steps, microbatches as mappings of arrays, and where every segment came from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.samples import SampleId
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepHeader:
+    """What is known of a step before any of its microbatches is built."""
+
+    index: int
+    num_microbatches: int
+    global_loss_tokens: int
+    global_tokens: int
+    global_samples: int
+    order_digest: str
+    plan_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One rank's arrays of one microbatch, as a runtime hands them over."""
+
+    arrays: Mapping[str, Array]
+    """Batch keys, and `meta.x` columns of the provenance."""
+    scalars: Mapping[str, int]
+
+
+class BatchMeta:
+    """Where the segments of a microbatch came from, aligned with its cu_seqlens.
+
+    A dummy microbatch, which only keeps ranks in step, has one segment with source id -1.
+    """
+
+    def __init__(self, names: tuple[str, ...], columns: Mapping[str, Array], cu_seqlens: Array) -> None:
+        self._names = names
+        self._columns = columns
+        self.cu_seqlens = cu_seqlens
+
+    @property
+    def source_ids(self) -> npt.NDArray[np.int32]:
+        """The source of each segment, as an index into `source_names`."""
+        return self._columns["source"]
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The job's sources."""
+        return self._names
+
+    @property
+    def segment_offsets(self) -> npt.NDArray[np.int32]:
+        """The first token of each segment inside its sample: 0, or more for later pieces of a split sample."""
+        return self._columns["segment_offsets"]
+
+    @property
+    def segment_lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of each segment without padding."""
+        return self._columns["segment_lengths"]
+
+    @cached_property
+    def sample_ids(self) -> list[SampleId]:
+        """The sample of each segment."""
+        columns = (self._columns[k].tolist() for k in ("source", "row", "epoch"))
+        return [SampleId(self._names[s] if s >= 0 else "", r, e) for s, r, e in zip(*columns, strict=True)]
+
+
+class Batch(Mapping[str, Any]):
+    """One microbatch of one rank: a mapping of arrays that a model takes as keyword arguments.
+
+    Arrays of the local runtime lie in shared memory and stay valid as long as they are referenced;
+    treat them as read-only.
+    """
+
+    def __init__(self, view: RankView, names: tuple[str, ...]) -> None:
+        keys = {k: v for k, v in view.arrays.items() if not k.startswith("meta.")}
+        self._values: dict[str, Any] = {**keys, **view.scalars}
+        columns = {k.removeprefix("meta."): v for k, v in view.arrays.items() if k.startswith("meta.")}
+        self.meta = BatchMeta(names, columns, view.arrays["cu_seq_lens_q"])
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{k}{list(v.shape) if hasattr(v, 'shape') else '=' + str(v)}" for k, v in self.items())
+        return f"Batch({shapes})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(v.nbytes for v in self.values() if isinstance(v, np.ndarray))
+
+    def digest(self) -> str:
+        """Return the content digest: keys, types, shapes and bytes."""
+        digest = hashlib.blake2b(digest_size=16)
+        for key in sorted(self):
+            value = self[key]
+            if isinstance(value, np.ndarray):
+                digest.update(f"{key} {value.dtype.str} {value.shape}".encode())
+                digest.update(np.ascontiguousarray(value).data)
+            else:
+                digest.update(f"{key} {value}".encode())
+        return digest.hexdigest()
+
+
+class Microbatches(Sequence[Batch]):
+    """The microbatches of one step, fetched when they are looked at."""
+
+    def __init__(self, fetch: Any, count: int) -> None:
+        self._fetch = fetch
+        self._fetched: dict[int, Batch] = {}
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        at = index + self._count if index < 0 else index
+        if not 0 <= at < self._count:
+            raise IndexError(f"microbatch {index} of a step with {self._count}")
+        if at not in self._fetched:
+            self._fetched[at] = self._fetch(at)
+        return self._fetched[at]
+
+
+class Step:
+    """One step of one rank."""
+
+    def __init__(self, header: StepHeader, microbatches: Microbatches) -> None:
+        self.index = header.index
+        self.global_loss_tokens = header.global_loss_tokens
+        """Labels in the whole global batch: divide the summed loss by this on every rank."""
+        self.global_tokens = header.global_tokens
+        self.global_samples = header.global_samples
+        self.order_digest = header.order_digest
+        self.plan_digest = header.plan_digest
+        self.microbatches = microbatches
+
+    def __repr__(self) -> str:
+        return f"Step(index={self.index}, microbatches={len(self.microbatches)}, samples={self.global_samples})"

@@ -1,0 +1,141 @@
+"""The inline runtime: every role stepped in the caller, single-threaded, for tests and debugging."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.plan import LoadingPlan
+from overlord.core.specs import Job
+from overlord.errors import ClosedError
+from overlord.roles.client import Client
+from overlord.roles.data_constructor import header_of
+from overlord.roles.views import RankView, StepHeader
+from overlord.runtimes.deployment import LaunchOptions, Progress, Roles, SerialWorkers, deploy
+from overlord.runtimes.status import describe
+from overlord.transforms.per_microbatch import PackedMicrobatch, StepSamples
+
+
+class InlineService:
+    """All roles in this process; nothing runs unless a client asks."""
+
+    address = None
+
+    def __init__(self, job: Job, options: LaunchOptions, progress: Progress | None) -> None:
+        self._options = options
+        self._scratch = None if options.store else tempfile.mkdtemp(prefix="overlord-")
+        workers = SerialWorkers()
+        try:
+            store = Path(options.store or self._scratch or ".")
+            self._roles: Roles | None = deploy(job, options, store, workers, workers, progress)
+            self._roles.planner.plan_raw(self._roles.planner.first_step)  # what is wrong shows before anything runs
+        except BaseException:
+            self._remove_scratch()
+            raise
+        self._samples: OrderedDict[int, StepSamples] = OrderedDict()
+        self._packed: OrderedDict[tuple[int, int, int], PackedMicrobatch] = OrderedDict()
+        self._positions: dict[int, int] = {}
+
+    def client(self, rank: int) -> Client:
+        """Return the client of one rank."""
+        return Client(_InlineFeed(self, rank), rank, self.roles.planner.first_step)
+
+    def status(self) -> dict[str, Any]:
+        """Return what every role holds and has met."""
+        return describe(self.roles, "inline", self._positions, view_bytes=0)
+
+    def close(self) -> None:
+        """Close files and remove what is temporary."""
+        if self._roles is not None:
+            self._roles.close()
+            self._roles = None
+            self._samples.clear()
+            self._packed.clear()
+            self._remove_scratch()
+
+    @property
+    def roles(self) -> Roles:
+        """The wired roles."""
+        if self._roles is None:
+            raise ClosedError("the service is closed; launch it again.")
+        return self._roles
+
+    def plan(self, step: int) -> LoadingPlan | None:
+        """Return the plan of a step."""
+        return self.roles.planner.plan_raw(step)
+
+    def packed(self, rank: int, step: int, microbatch: int) -> PackedMicrobatch:
+        """Return a microbatch of the bucket that feeds a rank; the last few are remembered."""
+        roles = self.roles
+        key = (step, roles.constructor.bucket_of(rank), microbatch)
+        if key not in self._packed:
+            plan = self.plan(step)
+            assert plan is not None
+            if step not in self._samples:
+                self._samples[step] = roles.constructor.gather(plan, roles.planner.ends(step))
+                while len(self._samples) > 1:
+                    self._samples.popitem(last=False)
+            self._packed[key] = roles.constructor.constructor_do_plan(
+                plan, self._samples[step], key[1], microbatch, _new_buffer
+            )
+            while len(self._packed) > 1 and self._packed_bytes() > self._options.budget_bytes // 4:
+                self._packed.popitem(last=False)
+        return self._packed[key]
+
+    def moved(self, rank: int, step: int) -> None:
+        """Note a rank's position, and forget microbatches that every client has passed."""
+        self._positions[rank] = step
+        slowest = min(self._positions.values())
+        for key in [k for k in self._packed if k[0] < slowest]:
+            del self._packed[key]
+
+    def left(self, rank: int) -> None:
+        """Forget a rank's position."""
+        self._positions.pop(rank, None)
+
+    def _packed_bytes(self) -> int:
+        return sum(p.buffer.nbytes for p in self._packed.values())
+
+    def _remove_scratch(self) -> None:
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+class _InlineFeed:
+    """A rank's door to the inline service."""
+
+    def __init__(self, service: InlineService, rank: int) -> None:
+        self._service = service
+        self._rank = rank
+        self.names = tuple(source.name for source in service.roles.job.sources)
+        self.world_size = service.roles.tree.world_size
+
+    def open_step(self, step: int) -> StepHeader | None:
+        plan = self._service.plan(step)
+        self._service.moved(self._rank, step)
+        return None if plan is None else header_of(plan)
+
+    def microbatch(self, step: int, microbatch: int) -> RankView:
+        packed = self._service.packed(self._rank, step, microbatch)
+        specs = {spec.name: spec for spec in packed.arrays}
+        names = self._service.roles.constructor.view_names(self._rank, packed)
+        return RankView({key: specs[name].view(packed.buffer) for key, name in names.items()}, packed.scalars)
+
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        self._service.roles.planner.report(step, metrics)
+
+    def state(self, step: int) -> dict[str, Any]:
+        return self._service.roles.planner.state(step)
+
+    def close(self) -> None:
+        self._service.left(self._rank)
+
+
+def _new_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
+    return np.empty(nbytes, np.uint8)

@@ -1,0 +1,126 @@
+"""Shared memory without names: segments are anonymous files passed by descriptor.
+
+No name means nothing can be left behind: the kernel frees a segment when the last process that maps
+it is gone, however it went. Segments are reused, since fresh pages cost more than the copy into them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+_STEP = 1 << 16
+
+
+class Segment:
+    """One mapped piece of shared memory of the serving process."""
+
+    def __init__(self, number: int, capacity: int) -> None:
+        self.number = number
+        self.capacity = capacity
+        self.fd = _anonymous_file()
+        os.ftruncate(self.fd, capacity)
+        self._map = mmap.mmap(self.fd, capacity)
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+
+    def close(self) -> None:
+        """Let go of it; processes that still map it keep their view."""
+        self.memory = np.empty(0, np.uint8)
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # an array still looks into it; the mapping goes when that array does
+        os.close(self.fd)
+
+
+class Arena:
+    """Hands out segments, takes them back, and knows how many bytes are in use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[Segment] = []
+        self._used: dict[int, tuple[Segment, int]] = {}
+        self._next = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Capacity of the segments in use."""
+        with self._lock:
+            return sum(segment.capacity for segment, _ in self._used.values())
+
+    @property
+    def idle_bytes(self) -> int:
+        """Capacity of the segments waiting for reuse."""
+        with self._lock:
+            return sum(segment.capacity for segment in self._idle)
+
+    def take(self, nbytes: int) -> Segment:
+        """Return a segment of at least so many bytes, held once."""
+        capacity = round_up(nbytes)
+        with self._lock:
+            fitting = [s for s in self._idle if capacity <= s.capacity <= 2 * capacity]
+            if fitting:
+                segment = min(fitting, key=lambda s: s.capacity)
+                self._idle.remove(segment)
+            else:
+                segment = Segment(self._next, capacity)
+                self._next += 1
+            self._used[segment.number] = (segment, 1)
+            return segment
+
+    def alive(self, number: int) -> bool:
+        """Whether a segment is still there, in use or waiting for reuse."""
+        with self._lock:
+            return number in self._used or any(s.number == number for s in self._idle)
+
+    def hold(self, number: int) -> None:
+        """Hold a segment once more."""
+        with self._lock:
+            segment, holds = self._used[number]
+            self._used[number] = (segment, holds + 1)
+
+    def release(self, number: int) -> None:
+        """Let go once; the last release makes the segment reusable."""
+        with self._lock:
+            segment, holds = self._used[number]
+            if holds > 1:
+                self._used[number] = (segment, holds - 1)
+                return
+            del self._used[number]
+            self._idle.append(segment)
+            # What was in use at once will be in use at once again; more than that is given back.
+            most = sum(s.capacity for s, _ in self._used.values()) + 2 * segment.capacity
+            while sum(s.capacity for s in self._idle) > most:
+                self._idle.pop(0).close()
+
+    def close(self) -> None:
+        """Close every segment."""
+        with self._lock:
+            for segment in [*self._idle, *(s for s, _ in self._used.values())]:
+                segment.close()
+            self._idle.clear()
+            self._used.clear()
+
+
+def round_up(nbytes: int) -> int:
+    """Round a size up so that sizes that differ a little share segments.
+
+    Example:
+        >>> round_up(1), round_up(1_000_000)
+        (65536, 1048576)
+    """
+    step = max(_STEP, 1 << max(0, nbytes.bit_length() - 4))
+    return max(step, -(-nbytes // step) * step)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("overlord", os.MFD_CLOEXEC)
+    fd, path = tempfile.mkstemp(prefix="overlord-")  # hosts without memfd: a file that is unlinked at once
+    os.unlink(path)
+    return fd

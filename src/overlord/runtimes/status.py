@@ -1,0 +1,44 @@
+"""What `service.status()` tells: roles, positions, buffers, planned and realised mixture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from overlord.runtimes.deployment import Roles, base_weights
+
+
+def describe(roles: Roles, runtime: str, positions: Mapping[int, int], *, view_bytes: int) -> dict[str, Any]:
+    """Return a JSON-able picture of a running service."""
+    job, planner = roles.job, roles.planner
+    state = planner.latest_state
+    names = [source.name for source in job.sources]
+    mixture = job.mixture
+    weights = mixture.weights_at(float(max(state.step - 1, 0)), names, base_weights(job, roles.listings))
+    counted = state.tokens if mixture.level == "token" else state.samples
+    total, realised = sum(weights) or 1.0, max(int(counted.sum()), 1)
+    sources = {
+        name: {
+            "planned_share": weights[i] / total,
+            "realised_share": int(counted[i]) / realised,
+            "samples": int(state.samples[i]),
+            "tokens": int(state.tokens[i]),
+            "skipped": int(state.skipped[i]),
+            "epoch": int(state.epoch[i]),
+            "finished": bool(state.finished[i]),
+            "format": roles.listings[name].format,
+            **loaders,
+        }
+        for i, (name, loaders) in enumerate(zip(names, roles.fleet.status(), strict=True))
+    }
+    return {
+        "runtime": runtime,
+        "pid": os.getpid(),
+        "mesh": str(roles.tree),
+        "planner": {"next_step": planner.next_step, "first_step": planner.first_step},
+        "clients": {str(rank): step for rank, step in sorted(positions.items())},
+        "buffers": {"views_bytes": view_bytes, "read_bytes": sum(s["buffer_bytes"] for s in sources.values())},
+        "mixture_level": mixture.level,
+        "sources": sources,
+    }

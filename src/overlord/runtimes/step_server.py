@@ -1,0 +1,294 @@
+"""Builds steps ahead of the clients of one host: three threads (plan, gather, pack) around one condition.
+
+Rules of this file:
+1. A step is wanted when it lies in a client's window [its step, its step + prefetch], or when
+   somebody waits for it. What is not wanted is dropped; whoever asks for it later gets it built again.
+2. Work goes to the lowest wanted step first. Beyond the byte budget only what a client needs now is built.
+3. A failure belongs to its step: steps before it are still served.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from overlord.core.plan import LoadingPlan
+from overlord.core.samples import Cursor
+from overlord.errors import ClosedError, OverlordError
+from overlord.roles.data_constructor import header_of
+from overlord.roles.views import StepHeader
+from overlord.runtimes.deployment import Roles
+from overlord.runtimes.shared_memory import Arena, Segment
+from overlord.transforms.per_microbatch import PackedMicrobatch, StepSamples
+
+logger = logging.getLogger("overlord")
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Seat:
+    """One attached client."""
+
+    rank: int
+    bucket: int
+    step: int
+    """The step it is at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A microbatch in shared memory."""
+
+    segment: Segment
+    packed: PackedMicrobatch
+
+
+Bin = tuple[int, int, int]
+"""(step, bucket, microbatch)."""
+
+
+class StepServer:
+    """Serves planned, gathered and packed microbatches to the connections of one host."""
+
+    def __init__(self, roles: Roles, arena: Arena, *, prefetch: int, budget_bytes: int) -> None:
+        self._roles = roles
+        self._arena = arena
+        self._prefetch = prefetch
+        self._budget = budget_bytes
+        self._changed = threading.Condition()
+        self._planner_lock = threading.Lock()
+        self._plans: dict[int, tuple[LoadingPlan, dict[int, Cursor]]] = {}
+        self._samples: dict[int, StepSamples] = {}
+        self._built: dict[Bin, Built] = {}
+        self._seats: dict[int, Seat] = {}
+        self._waiting: Counter[tuple[int, int]] = Counter()
+        self._end: int | None = None
+        self._failed: tuple[int, OverlordError] | None = None
+        self._closing = False
+        self._ever_attached = False
+        loops = (self._plan_loop, self._gather_loop, self._pack_loop)
+        self._threads = [threading.Thread(target=loop, name=f"overlord{loop.__name__}") for loop in loops]
+
+    def start(self) -> None:
+        """Begin to build ahead."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads; whoever waits is told."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def attach(self, rank: int) -> tuple[int, int]:
+        """Seat a client; return its seat and the first step of the stream."""
+        with self._changed:
+            self._ever_attached = True
+            number = max(self._seats, default=-1) + 1
+            first = self._roles.planner.first_step
+            self._seats[number] = Seat(rank, self._roles.constructor.bucket_of(rank), first)
+            self._changed.notify_all()
+            return number, first
+
+    def detach(self, seat: int) -> None:
+        """Free a seat; nothing is built for it any more."""
+        with self._changed:
+            self._seats.pop(seat, None)
+            self._drop_unwanted()
+            self._changed.notify_all()
+
+    def open_step(self, seat: int, step: int) -> StepHeader | None:
+        """Return the header of a step, or None past the end; moves the client's window."""
+        with self._changed:
+            self._seats[seat].step = step
+            self._drop_unwanted()
+            self._changed.notify_all()
+            found = self._wait(step, lambda: self._plans.get(step) or (self._past_end(step) or None))
+            return None if found is True else header_of(found[0])  # type: ignore[index]
+
+    def microbatch(self, seat: int, step: int, microbatch: int) -> Built:
+        """Return a microbatch of the client's bucket; its segment is held once more for the caller."""
+        with self._changed:
+            bucket = self._seats[seat].bucket
+            self._waiting[(step, bucket)] += 1
+            self._changed.notify_all()
+            try:
+                built = self._wait(step, lambda: self._built.get((step, bucket, microbatch)))
+                self._arena.hold(built.segment.number)
+                return built
+            finally:
+                self._waiting[(step, bucket)] -= 1
+                self._waiting += Counter()
+                self._drop_unwanted()
+
+    def with_planner(self, ask: Callable[[Any], T]) -> T:
+        """Ask the planner something while it is not planning."""
+        with self._planner_lock:
+            return ask(self._roles.planner)
+
+    def positions(self) -> dict[int, int]:
+        """Return the step each attached rank is at."""
+        with self._changed:
+            return {seat.rank: seat.step for seat in self._seats.values()}
+
+    # -- what is wanted ------------------------------------------------------------------------
+
+    def _wanted_bins(self) -> dict[int, set[int]]:
+        """Return wanted steps in ascending order with the buckets that want them."""
+        wanted: dict[int, set[int]] = {}
+        for step, bucket in self._waiting:
+            wanted.setdefault(step, set()).add(bucket)
+        for seat in self._seats.values():
+            for step in range(seat.step, seat.step + self._prefetch + 1):
+                wanted.setdefault(step, set()).add(seat.bucket)
+        if not self._ever_attached:
+            first = self._roles.planner.first_step
+            wanted = {step: set() for step in range(first, first + self._prefetch)}
+        return {step: wanted[step] for step in sorted(wanted) if not self._past_end(step)}
+
+    def _drop_unwanted(self) -> None:
+        wanted = self._wanted_bins()
+        for key in [k for k in self._built if k[1] not in wanted.get(k[0], ())]:
+            self._arena.release(self._built.pop(key).segment.number)
+        for step in [s for s in self._samples if s not in wanted]:
+            del self._samples[step]
+        for step in [s for s in self._plans if s not in wanted]:
+            del self._plans[step]
+
+    def _past_end(self, step: int) -> bool:
+        return self._end is not None and step >= self._end
+
+    def _missing_bins(self, step: int, buckets: set[int]) -> list[Bin]:
+        count = self._plans[step][0].num_microbatches
+        keys = [(step, bucket, m) for m in range(count) for bucket in sorted(buckets)]
+        return [key for key in keys if key not in self._built]
+
+    def _has_room(self, step: int, wanted: dict[int, set[int]]) -> bool:
+        urgent = min([*(s for s, _ in self._waiting), *(seat.step for seat in self._seats.values())], default=step)
+        held = sum(samples.nbytes for samples in self._samples.values()) + self._arena.used_bytes
+        return held < self._budget or step <= urgent or step == next(iter(wanted))
+
+    # -- waiting and failing -------------------------------------------------------------------
+
+    def _wait(self, step: int, look: Callable[[], T | None]) -> T:
+        while True:
+            found = look()
+            if found is not None:
+                return found
+            if self._failed is not None and step >= self._failed[0]:
+                raise self._failed[1]
+            if self._closing:
+                raise ClosedError("the service was closed while a client waited for data.")
+            self._changed.wait()
+
+    def _run(self, choose: Callable[[], T | None], work: Callable[[T], None], step_of: Callable[[T], int]) -> None:
+        while True:
+            with self._changed:
+                task = choose()
+                while task is None and not self._closing:
+                    self._changed.wait()
+                    task = choose()
+                if self._closing or task is None:
+                    return
+            try:
+                work(task)
+            except Exception as error:  # the border of the role: every failure must reach the waiting clients
+                if not isinstance(error, OverlordError):
+                    logger.exception("step %d failed", step_of(task))
+                    error = OverlordError(f"step {step_of(task)} failed: {type(error).__name__}: {error}")
+                with self._changed:
+                    if self._failed is None or step_of(task) < self._failed[0]:
+                        self._failed = (step_of(task), error)
+                    self._changed.notify_all()
+                return
+
+    # -- the three stages ----------------------------------------------------------------------
+
+    def _plan_loop(self) -> None:
+        def choose() -> int | None:
+            return next((step for step in self._wanted_bins() if step not in self._plans), None)
+
+        def work(step: int) -> None:
+            with self._planner_lock:
+                plan = self._roles.planner.plan_raw(step)  # (3) the plan is made when it is asked for
+                ends = self._roles.planner.ends(step) if plan else {}
+            with self._changed:
+                if plan is None:
+                    self._end = step if self._end is None else min(self._end, step)
+                else:
+                    self._plans[step] = (plan, ends)
+                self._drop_unwanted()
+                self._changed.notify_all()
+
+        self._run(choose, work, lambda step: step)
+
+    def _gather_loop(self) -> None:
+        def choose() -> int | None:
+            wanted = self._wanted_bins()
+            for step, buckets in wanted.items():
+                if step in self._plans and step not in self._samples:
+                    needed = not self._ever_attached or self._missing_bins(step, buckets)
+                    if needed and self._has_room(step, wanted):
+                        return step
+            return None
+
+        def work(step: int) -> None:
+            with self._changed:
+                found = self._plans.get(step)
+            if found is None:
+                return
+            samples = self._roles.constructor.gather(*found)
+            with self._changed:
+                self._samples[step] = samples
+                self._drop_unwanted()
+                self._changed.notify_all()
+
+        self._run(choose, work, lambda step: step)
+
+    def _pack_loop(self) -> None:
+        def choose() -> Bin | None:
+            wanted = self._wanted_bins()
+            for step, buckets in wanted.items():
+                if step in self._samples and step in self._plans:
+                    missing = self._missing_bins(step, buckets)
+                    if missing and self._has_room(step, wanted):
+                        return missing[0]
+            return None
+
+        def work(key: Bin) -> None:
+            step, bucket, microbatch = key
+            with self._changed:
+                plan, samples = self._plans.get(step), self._samples.get(step)
+            if plan is None or samples is None:
+                return
+            built = self._pack(plan[0], samples, bucket, microbatch)
+            with self._changed:
+                self._built[key] = built
+                self._drop_unwanted()  # the clients may have moved on meanwhile
+                if step in self._plans and not self._missing_bins(step, self._wanted_bins()[step]):
+                    self._samples.pop(step, None)
+                self._changed.notify_all()
+
+        self._run(choose, work, lambda key: key[0])
+
+    def _pack(self, plan: LoadingPlan, samples: StepSamples, bucket: int, microbatch: int) -> Built:
+        taken: list[Segment] = []
+
+        def allocate(nbytes: int) -> Any:
+            taken.append(self._arena.take(nbytes))
+            return taken[0].memory[:nbytes]
+
+        try:
+            packed = self._roles.constructor.constructor_do_plan(plan, samples, bucket, microbatch, allocate)
+        except BaseException:
+            for segment in taken:
+                self._arena.release(segment.number)
+            raise
+        return Built(taken[0], packed)

@@ -1,0 +1,355 @@
+"""Job files and manifests: what is read, and where in the file an error is shown."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import yaml
+
+from overlord.cli.job_files import (
+    JobFile,
+    LaunchOptions,
+    dump_job_yaml,
+    job_file_schema,
+    load_job_file,
+    write_job_schema,
+)
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.specs import Batch, Custom, ImageText, Job, Mixture, Source, Text
+from overlord.errors import SpecError
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "job.schema.json"
+
+JOB = """\
+sources:
+  - name: web
+    path: web/*.parquet
+    sample: {text: body}
+    shuffle_bytes: 16MB
+  - name: coyo
+    path: [s3://bucket/coyo/, ../coyo/]
+    sample: {kind: image_text, image: jpg, text: caption, merge: 2}
+mixture:
+  stages:
+    - [0, {web: 0.7, coyo: 0.3}]
+    - [1000, {web: 0.4, coyo: 0.6}]
+tokenizer: tokenizer.json
+batch: {context_length: 8192, global_tokens: 1e6}
+launch:
+  mesh: {dp: 2, tp: 2}
+  prefetch: 4
+  store: run
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(SpecError) as caught:
+        load_job_file(path)
+    text = str(caught.value)
+    assert text.startswith(str(path.parent)) and "\n" not in text and "pydantic" not in text
+    return text.replace(f"{path.parent}/", "")
+
+
+# ---- YAML
+
+
+def test_yaml_job(tmp_path: Path) -> None:
+    found = load_job_file(write(tmp_path / "jobs" / "job.yaml", JOB))
+    job, launch = found.job, found.launch
+    assert job.sources[0] == Source(
+        "web", f"{tmp_path}/jobs/web/*.parquet", sample=Text("body"), shuffle_bytes=16_000_000
+    )
+    assert job.sources[1].path == ("s3://bucket/coyo/", f"{tmp_path}/coyo/")
+    assert job.sources[1].sample == ImageText("jpg", "caption", merge=2)
+    assert job.tokenizer == f"{tmp_path}/jobs/tokenizer.json"
+    assert job.batch == Batch(8192, global_tokens=1_000_000)
+    assert job.mixture.weights_at(1000, job.names, {}) == [0.4, 0.6]
+    assert launch.mesh == ClientPlaceTree(dp=2, tp=2)
+    assert (launch.prefetch, launch.loaders_per_source, launch.layout) == (4, 1, "hf")
+    assert launch.store == f"{tmp_path}/jobs/run"
+
+
+def test_paths_without_a_folder_are_taken_from_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "job.yaml", JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_job_file("job.yaml").job.tokenizer == f"{tmp_path}/tokenizer.json"
+    write(tmp_path / "job.yaml", JOB.replace("tokenizer.json", "~/tokenizer.json"))
+    assert load_job_file("job.yaml").job.tokenizer == "/home/me/tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            "    sample: {text: body}",
+            "    smaple: {text: body}",
+            ["job.yaml:4: sources[0].smaple (source 'web')", "'sample'?"],
+        ),
+        ("shuffle_bytes: 16MB", "shuffle_bytes: much", ["job.yaml:5: sources[0].shuffle_bytes", "is 'much'"]),
+        ("name: coyo", "name: web", ["job.yaml:6: sources[1].name", "also the name of sources[0]"]),
+        ("name: web", "name: no", ["job.yaml:2: sources[0].name is False", "put it in quotes"]),
+        ("merge: 2", "merge: two", ["job.yaml:8: sources[1].sample.merge", "is 'two'", "whole number"]),
+        ("kind: image_text", "kind: custom", ["job.yaml:8:", "Use a Python job file"]),
+        ("coyo: 0.6", "coyoo: 0.6", ["job.yaml:12: mixture.stages[1][1].coyoo", "Did you mean 'coyo'?"]),
+        (
+            "web: 0.4, coyo: 0.6",
+            "web: 0",
+            ["job.yaml:12: mixture.stages[1]", "stage 1 (from step 1000) sum to zero"],
+        ),
+        ("tokenizer: tokenizer.json", "lag: 16", ["job.yaml:1: tokenizer: missing", "'web' holds text"]),
+        ("tokenizer:", "tokeniser:", ["job.yaml:13: tokeniser: unknown key", "Did you mean 'tokenizer'?"]),
+        ("context_length: 8192", "context_length: 0", ["job.yaml:14: batch.context_length is 0"]),
+        ("batch: {context_length: 8192, global_tokens: 1e6}", "", ["job.yaml:1: batch: missing", "Add it"]),
+        (
+            "mesh: {dp: 2",
+            "mesh: {ddp: 2",
+            ["job.yaml:16: launch: mesh: unknown axis 'ddp'", "Did you mean 'dp'?"],
+        ),
+        ("mesh: {dp: 2, tp: 2}", "mesh: 8", ["job.yaml:16: launch: mesh is 8", "{dp: 2, tp: 2}"]),
+        ("prefetch: 4", "prefetch: 0", ["job.yaml:17: launch: prefetch is 0", "at least 1"]),
+        (
+            "prefetch: 4",
+            "prefetch: 16",
+            ["launch.prefetch is 16, but the job's lag is 16", "larger than prefetch"],
+        ),
+        ("store: run", "stor: run", ["job.yaml:18: launch: stor: unknown key", "Did you mean 'store'?"]),
+        (
+            "  store: run",
+            "  prefetch: 5",
+            ["job.yaml:18: the key 'prefetch' is given twice (first on line 17)"],
+        ),
+        ("text: caption", "text: caption, image: x", ["job.yaml:8: the key 'image' is given twice"]),
+        (
+            "tokenizer: tokenizer.json",
+            "tokenizer: [",
+            ["job.yaml:15: this is not plain YAML", "begins on line 13", "indentation"],
+        ),
+        (
+            "tokenizer: tokenizer.json",
+            "tokenizer: !!python/name:os.system",
+            ["job.yaml:13: this is not plain YAML"],
+        ),
+        ("  - name: web", "    name: web", ["job.yaml:6: this is not plain YAML"]),
+    ],
+)
+def test_yaml_refused(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
+    assert old in JOB
+    text = refusal(write(tmp_path / "job.yaml", JOB.replace(old, new)))
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ("", "this one holds nothing"),
+        ("- a\n- b\n", "this one holds a list"),
+        ("sources: {web: x.parquet}\n", "sources is a mapping of 'web', but must be a list"),
+        ("sources: {manifest: 3}\n", "sources.manifest is 3, not the path of a file"),
+        ("a: &a [*a]\n", "unknown key"),
+    ],
+)
+def test_files_of_another_shape(tmp_path: Path, contents: str, words: str) -> None:
+    assert words in refusal(write(tmp_path / "job.yaml", contents))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "there is no such file" in refusal(tmp_path / "none.yaml")
+    assert "there is no such file" in refusal(tmp_path / "none.py")
+    assert "ends in .yaml, .yml, .json or .py, not '.toml'" in refusal(tmp_path / "job.toml")
+    (tmp_path / "folder.yaml").mkdir()
+    assert "cannot be read (Is a directory)" in refusal(tmp_path / "folder.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"seed: \xe9\n")
+    assert "byte 6 is not UTF-8" in refusal(tmp_path / "latin.yaml")
+
+
+def test_a_file_of_aliases_is_read_in_no_time(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
+    assert "unknown key" in refusal(write(tmp_path / "job.yaml", "\n".join(lines)))
+
+
+# ---- manifests named by a job file
+
+
+def job_with(sources: str) -> str:
+    return f"sources: {sources}\ntokenizer: t.json\nbatch: {{context_length: 512, global_samples: 8}}\n"
+
+
+@pytest.mark.parametrize("form", ["{manifest: lists/all.jsonl}", "lists/all.jsonl"])
+def test_jsonl_manifest(tmp_path: Path, form: str) -> None:
+    rows = [
+        {"name": f"s{n}", "path": f"s{n}/*.parquet", "weight": n, "sample": {"text": "body"}}
+        for n in range(306)
+    ]
+    write(tmp_path / "lists" / "all.jsonl", "\n\n".join(map(json.dumps, rows)) + "\n")
+    job = load_job_file(write(tmp_path / "job.yaml", job_with(form))).job
+    assert len(job.sources) == 306
+    assert job.sources[7] == Source("s7", f"{tmp_path}/lists/s7/*.parquet", weight=7, sample=Text("body"))
+
+
+def test_problems_of_the_whole_job_name_the_line_of_the_manifest(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", '{"name": "a", "path": "x"}\n\n{"name": "a", "path": "y"}\n')
+    job = write(tmp_path / "job.yaml", job_with("m.jsonl"))
+    assert "m.jsonl:3: sources[1].name (source 'a')" in refusal(job)
+    write(tmp_path / "m.jsonl", "")
+    assert "m.jsonl: the manifest names no source" in refusal(job)
+    (tmp_path / "m.jsonl").unlink()
+    assert "m.jsonl: there is no such file" in refusal(job)
+
+
+# ---- Python files
+
+PYTHON = """\
+from overlord.core.specs import Batch, Custom, Job, Source
+import {neighbour}
+
+SCALE = 2
+
+def double(row):
+    return {{"tokens": [SCALE * token for token in row["ids"]]}}
+
+job = Job(
+    sources=[Source("own", "own/*.parquet", sample=Custom(double, columns=["ids"]))],
+    batch=Batch({neighbour}.LENGTH, global_samples=8),
+)
+mesh = {mesh}
+"""
+
+
+def test_python_job(tmp_path: Path) -> None:
+    write(tmp_path / "lengths_of_mine.py", "LENGTH = 64\n")
+    path_before = list(sys.path)
+    text = PYTHON.format(neighbour="lengths_of_mine", mesh='"dp=2,tp=2"')
+    found = load_job_file(write(tmp_path / "job.py", text))
+    del sys.modules["lengths_of_mine"]
+    assert sys.path == path_before
+    assert found.launch.mesh == ClientPlaceTree(dp=2, tp=2)
+    assert found.job.batch.context_length == 64
+    assert found.job.sources[0].path == (f"{tmp_path}/own/*.parquet",)
+    sample = cloudpickle.loads(cloudpickle.dumps(found.job)).sources[0].sample
+    assert isinstance(sample, Custom) and sample.fn({"ids": [1, 2]}) == {"tokens": [2, 4]}
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ("x = 1\n\n1 / 0\n", ["job.py:3: ZeroDivisionError: division by zero", "could not be built"]),
+        ("x = 1\njob = = 2\n", ["job.py:2: SyntaxError: invalid syntax"]),
+        ("import nowhere_to_be_found\n", ["job.py:1: ModuleNotFoundError"]),
+        ("raise SystemExit(3)\n", ["job.py:1: SystemExit: 3"]),
+        (
+            "from overlord.core.specs import *\n\nbatch = Batch(0, global_samples=1)\n",
+            ["job.py:3: Batch: context_length is 0"],
+        ),
+        ("x = 1\n", ["job.py: the file has no `job`", "job = ol.Job(..)"]),
+        ("job = {}\n", ["has a `job` that is a dict"]),
+    ],
+)
+def test_python_refused(tmp_path: Path, contents: str, words: list[str]) -> None:
+    text = refusal(write(tmp_path / "job.py", contents))
+    for word in words:
+        assert word in text
+
+
+def test_python_mesh_refused(tmp_path: Path) -> None:
+    write(tmp_path / "lengths_of_mine.py", "LENGTH = 64\n")
+    text = PYTHON.format(neighbour="lengths_of_mine", mesh='{"dp": "x"}')
+    assert "job.py: mesh: dp is 'x', not a whole number" in refusal(write(tmp_path / "job.py", text))
+    del sys.modules["lengths_of_mine"]
+
+
+# ---- writing
+
+SOURCES = [
+    Source("web", "/data/web/*.parquet", shuffle_bytes=0, lengths="sidecar", storage_options={"region": "x"}),
+    Source("coyo", ["s3://b/x", "/y"], sample=ImageText("png", "alt", image_token=7), tolerance=0.5),
+]
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        None,
+        Mixture({"web": 0.25, "coyo": 1e-7}, temperature=2, level="token"),
+        Mixture.stages([(0, {"web": 1}), (10_000, {"web": 1, "coyo": 3})], stopping="first_exhausted"),
+        Mixture.linear({"web": {0: 1.0, 1000.5: 0.1}}, granularity="substep"),
+        Mixture.step({"web": {0: 1.0, 1000: 0.1}}, max_repetition=3),
+    ],
+)
+def test_what_is_written_reads_back(tmp_path: Path, mixture: Mixture | None) -> None:
+    job = Job(
+        SOURCES,
+        mixture,
+        tokenizer="/t: #odd.json",
+        batch=Batch(8192, global_tokens=2**20, microbatches=2),
+        overlength="split",
+        max_steps=30,
+    )
+    launch = LaunchOptions(mesh=ClientPlaceTree(dp=2, order="dp-pp-cp-tp"), prefetch=3, store="/s", steps=5)
+    assert load_job_file(write(tmp_path / "a.yaml", dump_job_yaml(job, launch))) == JobFile(job, launch)
+    assert load_job_file(write(tmp_path / "b.yaml", dump_job_yaml(job))) == JobFile(job, LaunchOptions())
+
+
+def test_an_evaluation_reads_back(tmp_path: Path) -> None:
+    job = Job(SOURCES, tokenizer="/t", batch=Batch(8192, global_samples=2)).evaluation()
+    assert load_job_file(write(tmp_path / "a.yaml", dump_job_yaml(job))).job == job
+
+
+def test_the_written_file_is_for_people() -> None:
+    text = dump_job_yaml(Job(SOURCES, tokenizer="/t", batch=Batch(8192, global_samples=2)))
+    assert "# Seed of the order; another seed is another stream.\nseed: 0\n" in text
+    assert "  # Steps a client asks ahead.\n  prefetch: 2\n" in text
+    assert "  mesh: {pp: 1, dp: 1, cp: 1, tp: 1}\n" in text
+    assert max(map(len, text.splitlines())) <= 110
+    assert set(yaml.safe_load(text)) == {*Job.model_fields, "launch"}
+
+
+def test_functions_cannot_be_written() -> None:
+    source = Source("own", "x", sample=Custom(lambda row: row, name="mine"))
+    with pytest.raises(
+        SpecError, match=r"source 'own': its sample is the Python function 'mine'.*Python file"
+    ):
+        dump_job_yaml(Job([source], batch=Batch(8, global_samples=1)))
+
+
+# ---- the schema
+
+
+def test_the_schema_in_the_docs_is_current(tmp_path: Path) -> None:
+    write_job_schema(tmp_path / "schema.json")
+    assert SCHEMA.read_text() == (tmp_path / "schema.json").read_text(), (
+        "docs/job.schema.json is old; write it again with overlord.cli.job_files.write_job_schema"
+    )
+
+
+def test_the_schema_covers_the_whole_file() -> None:
+    schema = job_file_schema()
+    assert set(schema["properties"]) == {*Job.known_keys(), "launch"}
+    assert set(schema["$defs"]["LaunchOptions"]["properties"]) == set(LaunchOptions.model_fields)
+    assert [form.get("type") for form in schema["properties"]["sources"]["anyOf"]] == [
+        "array",
+        "object",
+        "string",
+    ]
+    assert all(ref in schema["$defs"] for ref in _refs(schema))
+
+
+def _refs(part: Any) -> list[str]:
+    if isinstance(part, dict):
+        own = [part["$ref"].removeprefix("#/$defs/")] if "$ref" in part else []
+        return own + [ref for value in part.values() for ref in _refs(value)]
+    return [ref for value in part for ref in _refs(value)] if isinstance(part, list) else []

@@ -1,0 +1,76 @@
+"""The heart of the suite: the stream is a pure function of job and seed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import overlord as ol
+from overlord.testing import stream_digests
+
+MESH = ol.ClientPlaceTree(dp=2, cp=2)
+STEPS = 50
+
+
+@pytest.fixture(scope="module")
+def reference(mixed_job, cache):
+    return stream_digests(mixed_job, mesh=MESH, steps=STEPS, cache=cache)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loaders_per_source": 2},
+        {"loaders_per_source": 4},
+        {"runtime": "local", "prefetch": 1, "threads": 1},
+        {"runtime": "local", "prefetch": 8, "threads": 4, "loaders_per_source": 2},
+    ],
+    ids=str,
+)
+def test_scale_and_runtime_change_nothing(mixed_job, cache, reference, options):
+    assert reference.steps == STEPS
+    assert stream_digests(mixed_job, mesh=MESH, steps=STEPS, cache=cache, **options) == reference
+
+
+def test_mesh_changes_the_plan_but_not_the_order(mixed_job, cache, reference):
+    for mesh in (ol.ClientPlaceTree(), ol.ClientPlaceTree(dp=4), ol.ClientPlaceTree(dp=2, tp=2, pp=2)):
+        found = stream_digests(mixed_job, mesh=mesh, steps=10, cache=cache)
+        assert found.order == stream_digests(mixed_job, mesh=MESH, steps=10, cache=cache).order
+        assert found.plan != reference.plan
+
+
+def test_other_seed_is_another_stream(ids_job, cache):
+    other = stream_digests(ids_job.replace(seed=99), steps=5, cache=cache)
+    assert other.order != stream_digests(ids_job, steps=5, cache=cache).order
+
+
+def test_order_of_sources_in_the_job_does_not_matter(ids_job, cache):
+    turned = ids_job.replace(sources=tuple(reversed(ids_job.sources)))
+    assert stream_digests(turned, steps=8, cache=cache) == stream_digests(ids_job, steps=8, cache=cache)
+
+
+_SCRIPT = """
+import sys
+from pathlib import Path
+import overlord as ol
+from overlord.cli.demo_data import demo_job, write_demo
+from overlord.testing import stream_digests
+job = demo_job(write_demo(Path(sys.argv[1]), scale=0.03)).replace(batch=ol.Batch(2048, global_samples=16), seed=7)
+print(stream_digests(job, mesh=ol.ClientPlaceTree(dp=2, cp=2), steps=50, cache=sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1"])
+def test_python_hash_seed_changes_nothing(demo_files, cache, reference, hash_seed):
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(demo_files.folder), cache],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(reference)

@@ -1,0 +1,137 @@
+"""Resume anywhere: in a fresh process, on another mesh, at every step; and refuse what does not fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import overlord as ol
+from overlord.core.plan import chain_digest
+from overlord.testing import assert_resumes_anywhere, stream_digests
+from tests.conftest import write_ids
+
+
+def test_resumes_before_every_step(mixed_job, cache):
+    assert_resumes_anywhere(mixed_job, steps=8, mesh=ol.ClientPlaceTree(dp=2), cache=cache)
+
+
+@pytest.mark.parametrize("stopping", ["all_exhausted_without_replacement", "all_exhausted", "never_exhausted"])
+@pytest.mark.parametrize("level", ["sample", "token"])
+def test_resumes_before_every_step_of_a_finite_stream(ids_job, cache, stopping, level):
+    job = ids_job.replace(mixture=ol.Mixture(stopping=stopping, level=level), batch=ol.Batch(32, global_tokens=400))
+    assert_resumes_anywhere(job, steps=30, cache=cache)
+
+
+_SCRIPT = """
+import json, sys
+import overlord as ol
+from overlord.core.plan import chain_digest
+job = ol.Job.from_mapping(json.loads(sys.argv[1]))
+state = json.loads(sys.argv[2])
+with ol.launch(job, mesh=ol.ClientPlaceTree.parse(sys.argv[3]), state=state, runtime=sys.argv[5], cache=sys.argv[4]) as s:
+    client = s.client(rank=0)
+    print(chain_digest([next(client).order_digest for _ in range(5)]))
+"""
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_resumes_in_a_fresh_process_on_another_mesh(ids_job, cache, runtime):
+    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2), cache=cache, runtime=runtime) as service:
+        client = service.client(rank=1)
+        for _ in range(4):
+            next(client)
+        state = client.state_dict()
+        expected = chain_digest([next(client).order_digest for _ in range(5)])
+    job = ids_job.model_dump_json(by_alias=True, exclude_defaults=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, job, json.dumps(state), "dp=3,cp=2", cache, runtime],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == expected, done.stderr
+
+
+def test_state_is_the_same_on_every_rank_and_runtime(ids_job, cache):
+    states = []
+    for runtime in ("inline", "local"):
+        with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2, tp=2), cache=cache, runtime=runtime) as service:
+            for rank in (0, 3):
+                client = service.client(rank=rank)
+                for _ in range(3):
+                    next(client)
+                states.append(json.dumps(client.state_dict(), sort_keys=True))
+    assert len(set(states)) == 1
+
+
+def test_state_of_306_sources_is_small(tmp_path, cache):
+    sources = []
+    for i in range(306):
+        path = write_ids(tmp_path / f"{i}.jsonl", [3, 5, 2])
+        sources.append(ol.Source(f"a-source-with-a-name-{i:03d}", str(path), sample=ol.Text("ids", tokenized=True)))
+    job = ol.Job(sources=sources, batch=ol.Batch(16, global_samples=600))
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        client = service.client(rank=0)
+        next(client)
+        client.report(0, {f"loss/{s.name}": 1.0 for s in sources[:10]})
+        assert len(json.dumps(client.state_dict())) < 64 * 1024
+
+
+def test_newest_snapshot_of_a_store_resumes(ids_job, cache, tmp_path):
+    store = tmp_path / "store"
+    with ol.launch(ids_job, runtime="inline", cache=cache, store=store) as service:
+        client = service.client(rank=0)
+        digests = [next(client).order_digest for _ in range(20)]
+    with ol.launch(ids_job, runtime="inline", cache=cache, store=store, state="latest") as service:
+        step = next(service.client(rank=0))
+    assert step.index == 16
+    assert step.order_digest == digests[16]
+
+
+def _state(job, cache, steps=2):
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        client = service.client(rank=0)
+        for _ in range(steps):
+            next(client)
+        return client.state_dict()
+
+
+def _refusal(job, state, cache) -> str:
+    with pytest.raises(ol.StateError) as caught:
+        ol.launch(job, runtime="inline", state=state, cache=cache)
+    return str(caught.value)
+
+
+def test_state_of_another_job_is_refused_with_what_differs(ids_job, cache):
+    state = _state(ids_job, cache)
+    assert "seed was 3, is now 4" in _refusal(ids_job.replace(seed=4), state, cache)
+    assert "context_length was 32, is now 64" in _refusal(
+        ids_job.replace(batch=ol.Batch(64, global_samples=11)), state, cache
+    )
+    fewer = ids_job.replace(sources=ids_job.sources[:2])
+    assert "sources.c was" in _refusal(fewer, state, cache)
+
+
+def test_state_of_another_version_is_refused(ids_job, cache):
+    state = {**_state(ids_job, cache), "version": 99}
+    assert "version 99" in _refusal(ids_job, state, cache)
+    assert "not a state of overlord" in _refusal(ids_job, {"hello": 1}, cache)
+
+
+def test_changed_file_is_refused(tmp_path, cache):
+    path = write_ids(tmp_path / "a.jsonl", range(1, 30))
+    job = ol.Job(
+        sources=[ol.Source("a", str(path), sample=ol.Text("ids", tokenized=True))], batch=ol.Batch(32, global_samples=4)
+    )
+    state = _state(job, cache)
+    write_ids(path, range(1, 31))
+    assert "sources.a was" in _refusal(job, state, cache)
+
+
+def test_knobs_outside_the_fingerprint_may_change(ids_job, cache):
+    state = _state(ids_job, cache)
+    other = ids_job.replace(sources=[s.replace(tolerance=0.5) for s in ids_job.sources], max_steps=7)
+    continued = stream_digests(other, steps=5, state=state, cache=cache, mesh=ol.ClientPlaceTree(dp=2))
+    assert continued.steps == 5

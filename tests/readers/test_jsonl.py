@@ -1,0 +1,125 @@
+"""JSON lines: what is a row, what is a bad row, what a column holds."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlord.errors import SourceError
+from overlord.readers.index import IndexCache
+from overlord.readers.source_files import SourceFiles
+
+from .conftest import read_all
+
+BAD_LINES = [
+    b"{oops",
+    b'{"text": "\xff"}',
+    b"[1, 2]",
+    b'"text"',
+    b"null",
+    b"{}",
+    b'{"text": null}',
+    b'{"text": 5}',
+    b'{"text": ["a"]}',
+    b'{"text": "\\ud800"}',
+    b'{"txt": "a"}',
+    b"[" * 100_000,
+    b'{"text": ' + b"9" * 5000 + b"}",
+]
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: repr(line[:20]))
+def test_a_line_without_the_wanted_text_is_a_bad_row(line: bytes, tmp_path: Path, open_source):
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": "c"}')
+    rows = read_all(open_source(tmp_path / "x.jsonl", columns=["text"]))
+    assert [(row["text"], row["__bad__"]) for row in rows] == [(b"a", False), (b"", True), (b"c", False)]
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path, open_source):
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n\t\n{"text": "b"}\r\n')
+    rows = read_all(open_source(tmp_path / "x.jsonl", columns=["text"]))
+    assert [(row["text"], row["__bad__"]) for row in rows] == [(b"a", False), (b"b", False)]
+
+
+def test_a_file_of_nothing_but_blank_lines_has_no_rows(tmp_path: Path, open_source):
+    (tmp_path / "0.jsonl").write_bytes(b"\n \n\n")
+    (tmp_path / "1.jsonl").write_bytes(b'{"text": "a"}')
+    source = open_source(tmp_path, columns=["text"])
+    assert source.blocks(0).rows.sum() == 0
+    assert len(read_all(source)) == 1
+
+
+def test_dots_reach_into_objects_and_keys_with_dots_win(tmp_path: Path, open_source):
+    (tmp_path / "x.jsonl").write_text(
+        '{"meta": {"lang": "en", "ids": [1, 2]}, "a.b": "dotted", "a": {"b": "deep"}}'
+    )
+    (row,) = read_all(open_source(tmp_path / "x.jsonl", columns=["meta.lang", "meta.ids", "a.b"]))
+    assert row == {"meta.lang": b"en", "meta.ids": [1, 2], "a.b": b"dotted", "__bad__": False}
+
+
+def test_objects_and_lists_of_objects_are_json_text(tmp_path: Path, open_source):
+    (tmp_path / "x.jsonl").write_text('{"messages": [{"role": "user", "content": "é"}], "meta": {"a": 1}}')
+    source = open_source(tmp_path / "x.jsonl")
+    (row,) = read_all(source)
+    assert row["messages"].decode() == '[{"role":"user","content":"é"}]' and row["meta"] == b'{"a":1}'
+    assert source.kinds() == {"messages": "json", "meta": "json"}
+
+
+def test_a_column_keeps_its_kind_over_blocks_and_files(tmp_path: Path, open_source):
+    first = [{"score": None, "ids": []}, {"score": 1, "ids": [1]}, {"score": 0.5, "ids": ["x"]}]
+    second = [{"score": 2, "ids": []}, {"score": "high", "ids": [3]}]
+    for number, rows in enumerate((first, second)):
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = open_source(tmp_path, columns=["score", "ids"])
+    rows = read_all(source, batch_rows=1)
+    assert source.kinds() == {"score": "float", "ids": "int_list"}
+    assert [row["score"] for row in rows] == [0.0, 1.0, 0.5, 2.0, 0.0]
+    assert [row["ids"] for row in rows] == [[], [1], [], [], [3]]
+    assert [row["__bad__"] for row in rows] == [True, False, True, False, True]
+
+
+def test_a_number_that_does_not_fit_is_bad(tmp_path: Path, open_source):
+    (tmp_path / "x.jsonl").write_text('{"n": 1}\n{"n": 9223372036854775808}\n{"n": true}')
+    rows = read_all(open_source(tmp_path / "x.jsonl", columns=["n"]))
+    assert [(row["n"], row["__bad__"]) for row in rows] == [(1, False), (0, True), (1, False)]
+
+
+def test_a_column_that_no_row_has_is_missing(tmp_path: Path, open_source):
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"body": "b"}')
+    with pytest.raises(SourceError, match=r"no column 'txet' \(it has: text, body\).*Did you mean 'text'"):
+        open_source(tmp_path / "x.jsonl", columns=["txet"]).blocks(0)
+
+
+def test_a_gzip_file_is_one_block_of_its_decompressed_size(tmp_path: Path, open_source):
+    lines = b"".join(b'{"text": "%d"}\n' % n for n in range(200_000))
+    half = lines.index(b"\n", len(lines) // 2) + 1
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines[:half], 1) + gzip.compress(lines[half:], 1))
+    blocks = open_source(tmp_path / "x.jsonl.gz", columns=["text"]).blocks(0)
+    assert blocks.rows.tolist() == [200_000] and blocks.bytes.tolist() == [len(lines)]
+
+
+def test_a_gzip_file_that_is_cut_short_is_named(tmp_path: Path, open_source):
+    whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % n for n in range(20_000)))
+    (tmp_path / "x.jsonl.gz").write_bytes(whole[:-1000])
+    with pytest.raises(SourceError, match=r"cannot read .*x.jsonl.gz"):
+        open_source(tmp_path / "x.jsonl.gz", columns=["text"]).blocks(0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.binary(min_size=1, max_size=200).map(
+        lambda b: b.replace(b"\x00", b"\n").replace(b"\x01", b'{"a":1}')
+    )
+)
+def test_no_bytes_make_an_exception(data: bytes, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("bytes")
+    (folder / "0.jsonl").write_bytes(b'{"a": 1}\n')
+    (folder / "1.jsonl").write_bytes(data)
+    source = SourceFiles("web", [str(folder)], cache=IndexCache(folder / "_cache"), columns=["a"])
+    lines = [line for line in data.split(b"\n") if line.strip(bytes(range(33)))]
+    assert len(read_all(source)) == len(lines) + 1
