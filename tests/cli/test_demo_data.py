@@ -65,10 +65,7 @@ def lengths(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 
 def test_eight_sources_with_the_samples_they_say(demo: DemoFiles) -> None:
-    found = {
-        name: sum(pq.read_metadata(p).num_rows for p in files_of(demo, name))
-        for name in ("web", "books", "coyo")
-    }
+    found = {name: sum(pq.read_metadata(p).num_rows for p in files_of(demo, name)) for name in ("web", "books", "coyo")}
     found |= {name: len(json_texts(demo, name)) for name in ("code", "wiki", "forum")}
     found["photos"] = sum(len(members(p)) // 2 for p in files_of(demo, "photos"))
     found["charts"] = pa.ipc.open_file(str(files_of(demo, "charts")[0])).read_all().num_rows
@@ -183,9 +180,7 @@ def test_a_damaged_demo_is_written_again(small: DemoFiles, tmp_path: Path, damag
 
 def test_progress_reaches_every_source(tmp_path: Path) -> None:
     last: dict[str, tuple[int, int]] = {}
-    files = write_demo(
-        tmp_path, scale=0.01, progress=lambda name, done, total: last.update({name: (done, total)})
-    )
+    files = write_demo(tmp_path, scale=0.01, progress=lambda name, done, total: last.update({name: (done, total)}))
     assert last == {name: (n, n) for name, n in files.samples.items()} | {"tokenizer": (1, 1)}
 
 

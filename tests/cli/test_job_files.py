@@ -80,9 +80,7 @@ def test_yaml_job(tmp_path: Path) -> None:
     assert launch.store == f"{tmp_path}/jobs/run"
 
 
-def test_paths_without_a_folder_are_taken_from_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_without_a_folder_are_taken_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "job.yaml", JOB)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
@@ -191,10 +189,7 @@ def job_with(sources: str) -> str:
 
 @pytest.mark.parametrize("form", ["{manifest: lists/all.jsonl}", "lists/all.jsonl"])
 def test_jsonl_manifest(tmp_path: Path, form: str) -> None:
-    rows = [
-        {"name": f"s{n}", "path": f"s{n}/*.parquet", "weight": n, "sample": {"text": "body"}}
-        for n in range(306)
-    ]
+    rows = [{"name": f"s{n}", "path": f"s{n}/*.parquet", "weight": n, "sample": {"text": "body"}} for n in range(306)]
     write(tmp_path / "lists" / "all.jsonl", "\n\n".join(map(json.dumps, rows)) + "\n")
     job = load_job_file(write(tmp_path / "job.yaml", job_with(form))).job
     assert len(job.sources) == 306
@@ -320,9 +315,7 @@ def test_the_written_file_is_for_people() -> None:
 
 def test_functions_cannot_be_written() -> None:
     source = Source("own", "x", sample=Custom(lambda row: row, name="mine"))
-    with pytest.raises(
-        SpecError, match=r"source 'own': its sample is the Python function 'mine'.*Python file"
-    ):
+    with pytest.raises(SpecError, match=r"source 'own': its sample is the Python function 'mine'.*Python file"):
         dump_job_yaml(Job([source], batch=Batch(8, global_samples=1)))
 
 

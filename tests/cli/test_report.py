@@ -42,9 +42,7 @@ def run(steps: int = 4, names: tuple[str, ...] = ("web", "coyo"), **changes: Any
         "imbalance_round_robin": 2.3,
         "peak_memory_bytes": 412_000_000,
         "sources": [SourceSummary(name, "parquet", share, share + 0.0004, 10, 1000, 0.5) for name in names],
-        "per_step": [
-            StepSummary(t, 65_000 + t, 100, 60_000, 2, 1.004, 2.3, 0.018, 0.002) for t in range(steps)
-        ],
+        "per_step": [StepSummary(t, 65_000 + t, 100, 60_000, 2, 1.004, 2.3, 0.018, 0.002) for t in range(steps)],
         "mixture_level": "token",
         "weights_per_step": [dict.fromkeys(names, share) for _ in range(steps)],
         "realised_per_step": [dict.fromkeys(names, share) for _ in range(steps)],
@@ -109,7 +107,7 @@ def test_titles_state_the_finding() -> None:
     words = words_of(render_report(run()))
     assert "The busiest rank carries 0.4 % more than the mean; dealt round-robin, 2.30× the mean" in words
     assert "every source gets its planned share to within 0.04 points" in words
-    assert "In step 2 the heaviest microbatch costs 1.010× the mean; round-robin's 1.60×" in words
+    assert "ranks take 0.5 % longer than with perfect balance in step 2; dealt round-robin, 40 %" in words
     assert "1.8 % of the positions are padding" in words
     assert "A client waits 2.00 ms for a step" in words
 

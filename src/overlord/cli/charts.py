@@ -53,10 +53,7 @@ def _position(value: float, bounds: Point, log: bool, start: float, stop: float)
 
 def svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
     """Return an SVG element that scales with its container and reads as one image."""
-    return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}">'
-        f"{''.join(parts)}</svg>"
-    )
+    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
 def text(x: float, y: float, words: str, *, kind: str = "", anchor: str = "start") -> str:
@@ -74,9 +71,7 @@ def rectangle(x: float, y: float, width: float, height: float, style: str) -> st
 def polyline(points: Sequence[Point], style: str) -> str:
     """Return a line through the points, or a dot where there is only one."""
     if len(points) == 1:
-        return (
-            f'<circle cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="3" {style} stroke-linecap="round"/>'
-        )
+        return f'<circle cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="3" {style} stroke-linecap="round"/>'
     joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return f'<polyline points="{joined}" fill="none" {style}/>'
 
@@ -131,9 +126,7 @@ def axes(
         parts.append(segment(frame.x(value), base, frame.x(value), base + 4, "tick"))
         parts.append(text(frame.x(value), base + 17, x_format(value), anchor="middle"))
     parts.append(segment(frame.left, base, frame.width - frame.right, base, "base"))
-    parts.append(
-        text((frame.left + frame.width - frame.right) / 2, frame.height - 3, x_label, anchor="middle")
-    )
+    parts.append(text((frame.left + frame.width - frame.right) / 2, frame.height - 3, x_label, anchor="middle"))
     return parts
 
 
@@ -248,9 +241,7 @@ def side_labels(
     placed = spread_labels(wanted, gap, frame.top + 6, frame.height - frame.bottom - 4)
     parts: list[str] = []
     for name, colour, mark, at in zip(names, colours, wanted, placed, strict=True):
-        parts.append(
-            f'<path d="M{x + 2:.1f},{mark:.1f} L{x + 9:.1f},{at:.1f} h5" stroke="{colour}" class="leader"/>'
-        )
+        parts.append(f'<path d="M{x + 2:.1f},{mark:.1f} L{x + 9:.1f},{at:.1f} h5" stroke="{colour}" class="leader"/>')
         parts.append(text(x + 18, at + 4, name, kind="direct"))
     return parts
 
@@ -281,7 +272,5 @@ def heat_map(
             tip = f"<title>dp {row}, microbatch {column}: {ratio:.3f} of the mean</title>"
             parts.append(f"<g>{tip}{rectangle(x + 1, y + 1, cell - 2, tall - 2, style)}</g>")
             if labelled and cell >= 34:
-                parts.append(
-                    text(x + cell / 2, y + tall / 2 + 4, f"{ratio:.2f}", kind="value", anchor="middle")
-                )
+                parts.append(text(x + cell / 2, y + tall / 2 + 4, f"{ratio:.2f}", kind="value", anchor="middle"))
     return parts, top + len(rows) * tall

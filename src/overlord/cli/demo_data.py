@@ -365,15 +365,9 @@ def _draw_chart(rng: np.random.Generator, height: int, width: int) -> Pixels:
 _PLANS: dict[str, _Plan] = {
     "web": _Plan("web/web-*.parquet", 1500, _parquet_writer("web", 330, 1.15, 30, 5600, 4)),
     "books": _Plan("books/books-*.parquet", 64, _parquet_writer("books", 8000, 0.5, 3000, 24000, 2)),
-    "code": _Plan(
-        "code/code-*.jsonl.gz", 600, _jsonl_writer("code", "jsonl.gz", Writer.modules, 420, 0.9, 60, 5000)
-    ),
-    "wiki": _Plan(
-        "wiki/wiki-*.jsonl.zst", 500, _jsonl_writer("wiki", "jsonl.zst", Writer.entries, 450, 0.9, 60, 5000)
-    ),
-    "forum": _Plan(
-        "forum/forum-*.jsonl", 1200, _jsonl_writer("forum", "jsonl", Writer.threads, 110, 0.9, 20, 2000)
-    ),
+    "code": _Plan("code/code-*.jsonl.gz", 600, _jsonl_writer("code", "jsonl.gz", Writer.modules, 420, 0.9, 60, 5000)),
+    "wiki": _Plan("wiki/wiki-*.jsonl.zst", 500, _jsonl_writer("wiki", "jsonl.zst", Writer.entries, 450, 0.9, 60, 5000)),
+    "forum": _Plan("forum/forum-*.jsonl", 1200, _jsonl_writer("forum", "jsonl", Writer.threads, 110, 0.9, 20, 2000)),
     "coyo": _Plan("coyo/coyo-*.parquet", 1600, _write_coyo),
     "photos": _Plan("photos/photos-*.tar", 240, _write_photos),
     "charts": _Plan("charts/charts-*.arrow", 400, _write_charts),

@@ -59,9 +59,7 @@ green blue dark quiet bright narrow wooden ancient distant gentle heavy hollow h
 pleasant proud rapid rough rural silent slender smooth steady tender tiny vivid weary yellow broken careful
 """)
 
-_SYLLABLES = _split(
-    "ka ro mi ta len dor sha vel nor bri an os ter wick ham ley ston el mar ju pe lin gor ath ed"
-)
+_SYLLABLES = _split("ka ro mi ta len dor sha vel nor bri an os ter wick ham ley ston el mar ju pe lin gor ath ed")
 
 _FUNCTION = {
     "D": _split("the this every one its their that another each our his her"),

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from overlord.cli import charts
 from overlord.cli.charts import PALETTE, Frame
@@ -65,16 +66,10 @@ def mixture_figure(summary: RunSummary) -> Figure:
 
     def draw(width: float) -> str:
         limit = 20 if width > 500 else 9
-        labels = [
-            f"{_short(n, limit)} {percent(layer[-1])}"
-            for n, layer in zip(names, realised, strict=True)
-            if layer
-        ]
+        labels = [f"{_short(n, limit)} {percent(layer[-1])}" for n, layer in zip(names, realised, strict=True) if layer]
         margin = 26 + 8 * max(map(len, labels), default=0)
         frame = charts.step_frame(width, 340 if width > 500 else 300, starts, (0, 1), right=margin)
-        parts = charts.step_axes(
-            frame, starts, f"share of {summary.mixture_level}s", [0, 0.25, 0.5, 0.75, 1], percent
-        )
+        parts = charts.step_axes(frame, starts, f"share of {summary.mixture_level}s", [0, 0.25, 0.5, 0.75, 1], percent)
         if not starts:
             return charts.svg(width, frame.height, title, parts)
         parts += charts.stacked_areas(frame, starts, realised, planned)
@@ -91,9 +86,7 @@ def mixture_figure(summary: RunSummary) -> Figure:
         parts += charts.hover_bands(frame, starts, tips if width > 500 else [t.split(" · ")[0] for t in tips])
         return charts.svg(width, frame.height, title, parts)
 
-    caption = (
-        "Areas: what was delivered in each step. Dashed: what the schedule asked for. Labels: the last step."
-    )
+    caption = "Areas: what was delivered in each step. Dashed: what the schedule asked for. Labels: the last step."
     return Figure("mixture", title, caption + _window_note(summary), draw, wide=True)
 
 
@@ -126,9 +119,7 @@ def imbalance_figure(summary: RunSummary) -> Figure:
                 (statistics.fmean(ours[-3:]), f"overlord {ratio(summary.imbalance_planned)}", _OURS),
             ]
             ends.sort(key=lambda end: -end[0])
-            parts += charts.side_labels(
-                frame, [e[1] for e in ends], [e[0] for e in ends], [e[2] for e in ends]
-            )
+            parts += charts.side_labels(frame, [e[1] for e in ends], [e[0] for e in ends], [e[2] for e in ends])
             tips = [
                 f"step {x:.0f}: overlord {ratio(a)}, round-robin {ratio(b)}"
                 for x, a, b in zip(starts, ours, theirs, strict=True)
@@ -147,14 +138,11 @@ def heat_map_figure(summary: RunSummary) -> Figure:
     theirs = loads.round_robin[:_MAX_RANKS] if loads else []
     cells, other = ([cost for row in rows for cost in row] for rows in (ours, theirs))
     if loads is None or not cells:
-        return Figure(
-            "load", "No step was chosen for the load map", "", lambda width: charts.svg(width, 20, "", [])
-        )
+        return Figure("load", "No step was chosen for the load map", "", lambda width: charts.svg(width, 20, "", []))
     mean = statistics.fmean(cells)
-    peaks = [max(c, default=0.0) / mean if mean > 0 else 1.0 for c in (cells, other)]
     title = (
-        f"In step {loads.step} the heaviest microbatch costs {ratio(peaks[0])} the mean; "
-        f"round-robin's {ratio(peaks[1])}"
+        f"Waiting for each other after every microbatch, ranks take {_lockstep(ours)} longer than with perfect "
+        f"balance in step {loads.step}; dealt round-robin, {_lockstep(theirs)}"
     )
     deviations = [abs(c / mean - 1) for c in cells + other] if mean > 0 else [0.0]
     # Below a quarter the colour stays pale, so that rounding noise does not look like imbalance.
@@ -164,21 +152,24 @@ def heat_map_figure(summary: RunSummary) -> Figure:
         beside = width > 500
         share = (width - 32) / 2 if beside else width
         parts, tall = charts.heat_map(0, share, "overlord", ours, mean, loudest)
-        more, other_tall = charts.heat_map(
-            share + 32 if beside else 0, share, "round-robin", theirs, mean, loudest
-        )
+        more, other_tall = charts.heat_map(share + 32 if beside else 0, share, "round-robin", theirs, mean, loudest)
         if beside:
             return charts.svg(width, max(tall, other_tall) + 4, title, parts + more)
         moved = f'<g transform="translate(0 {tall + 22:.0f})">{"".join(more)}</g>'
         return charts.svg(width, tall + other_tall + 26, title, [*parts, moved])
 
     hidden = (
-        f" The first {_MAX_RANKS} of {len(loads.overlord)} ranks are shown."
-        if len(loads.overlord) > _MAX_RANKS
-        else ""
+        f" The first {_MAX_RANKS} of {len(loads.overlord)} ranks are shown." if len(loads.overlord) > _MAX_RANKS else ""
     )
     caption = f"Planned cost over the step's mean: orange above, blue below, no colour at the mean.{hidden}"
     return Figure("load", title, caption, draw, wide=True)
+
+
+def _lockstep(loads: Sequence[Sequence[float]]) -> str:
+    """Return by how much a step takes longer when its slowest rank decides over every microbatch."""
+    slowest = sum(max(column) for column in zip_longest(*loads, fillvalue=0.0))
+    mean = sum(sum(row) for row in loads) / len(loads) if loads else 0.0
+    return percent(max(slowest / mean - 1, 0.0)) if mean > 0 else percent(0.0)
 
 
 def length_figure(summary: RunSummary) -> Figure:
@@ -214,12 +205,8 @@ def length_figure(summary: RunSummary) -> Figure:
         for (left, right, n), share, weight in zip(bins, shares, weights, strict=True):
             x, end, base = frame.x(left), frame.x(right), frame.y(0)
             words = f"{left:,} to {right - 1:,} tokens: {n:,} samples, about {percent(weight)} of the tokens"
-            bar = charts.rectangle(
-                x + 0.5, frame.y(share), end - x - 1, base - frame.y(share), f'fill="{_OURS}"'
-            )
-            hull = charts.rectangle(
-                x + 0.5, frame.y(weight), end - x - 1, base - frame.y(weight), 'class="hull"'
-            )
+            bar = charts.rectangle(x + 0.5, frame.y(share), end - x - 1, base - frame.y(share), f'fill="{_OURS}"')
+            hull = charts.rectangle(x + 0.5, frame.y(weight), end - x - 1, base - frame.y(weight), 'class="hull"')
             parts.append(f"<g><title>{words}</title>{bar}{hull}</g>")
         parts += _length_labels(frame, bins, shares, weights)
         return charts.svg(width, frame.height, title, parts)
@@ -242,9 +229,7 @@ def token_figure(summary: RunSummary) -> Figure:
         high = max([1.0, *(a + b for a, b in zip(tokens, padding, strict=True))])
         frame = charts.step_frame(width, 270, starts, (0, high * 1.05), right=104)
         inset = min(18.0, 0.4 * (width - frame.left - frame.right) / max(len(starts), 1))
-        parts = charts.step_axes(
-            frame, starts, "tokens in a step", charts.nice_ticks(0, high), without_zeros(count)
-        )
+        parts = charts.step_axes(frame, starts, "tokens in a step", charts.nice_ticks(0, high), without_zeros(count))
         for x, whole, pad in zip(starts, tokens, padding, strict=True):
             left, top, cap = frame.x(x) - inset, frame.y(whole), frame.y(whole + pad)
             parts.append(charts.rectangle(left, top, 2 * inset, frame.y(0) - top, f'fill="{_OURS}"'))
@@ -295,7 +280,10 @@ def wait_figure(summary: RunSummary) -> Figure:
             parts += charts.hover_bands(frame, starts, tips)
         return charts.svg(width, frame.height, title, parts)
 
-    caption = "From asking for a step to holding it. The median leaves the first step out."
+    caption = (
+        "From asking for a step to holding all of it. These clients ask again at once, so this is the time the "
+        "service needs for a step, not what a training run would wait. The median leaves the first step out."
+    )
     return Figure("wait", title, caption + _window_note(summary, "largest"), draw)
 
 
@@ -305,7 +293,7 @@ def _windows(steps: int) -> list[range]:
 
 
 def _window_note(summary: RunSummary, what: str = "mean") -> str:
-    every = -(-len(summary.per_step) // _MAX_POINTS)
+    every = -(-len(summary.per_step) // _MAX_POINTS) * summary.steps_per_point
     return f" Each point is the {what} of {every} steps." if every > 1 else ""
 
 
@@ -327,17 +315,12 @@ def _layers(summary: RunSummary) -> tuple[list[str], list[list[float]], list[lis
         by_share = sorted(summary.sources, key=lambda s: -s.realised_share)[: _MAX_LAYERS - 1]
         kept = {source.name for source in by_share}
         names = [name for name in names if name in kept]
-    windows = _windows(
-        min(len(summary.per_step), len(summary.realised_per_step), len(summary.weights_per_step))
-    )
+    windows = _windows(min(len(summary.per_step), len(summary.realised_per_step), len(summary.weights_per_step)))
 
     def columns(shares: list[dict[str, float]]) -> list[list[float]]:
         scales = [sum(row.values()) or 1.0 for row in shares]
         normal = [{n: v / scale for n, v in row.items()} for row, scale in zip(shares, scales, strict=True)]
-        return [
-            [statistics.fmean(row.get(n, 0.0) for row in normal[w.start : w.stop]) for w in windows]
-            for n in names
-        ]
+        return [[statistics.fmean(row.get(n, 0.0) for row in normal[w.start : w.stop]) for w in windows] for n in names]
 
     planned, realised = columns(summary.weights_per_step), columns(summary.realised_per_step)
     if len(names) < len(summary.sources):
@@ -369,17 +352,17 @@ def _tail_share(bins: Sequence[tuple[int, int, int]], tokens: Sequence[float], t
 def _length_labels(
     frame: Frame, bins: Sequence[tuple[int, int, int]], shares: Sequence[float], weights: Sequence[float]
 ) -> list[str]:
-    """Name the two shapes beside their highest bins, on the outer sides, where nothing is drawn."""
+    """Name the two shapes above their highest bins; side by side where those are neighbours."""
+    if not bins:
+        return []
+    peaks = [max(range(len(values)), key=values.__getitem__) for values in (shares, weights)]
+    xs = [(frame.x(bins[at][0]) + frame.x(bins[at][1])) / 2 for at in peaks]
+    near = abs(xs[0] - xs[1]) < 56
     parts: list[str] = []
-    for values, name, outer in ((shares, "samples", "end"), (weights, "tokens", "start")):
-        if not values:
-            continue
-        at = max(range(len(values)), key=values.__getitem__)
-        left, right = frame.x(bins[at][0]), frame.x(bins[at][1])
-        x, y, anchor = (left - 5 if outer == "end" else right + 5), frame.y(values[at]) + 10, outer
-        if not frame.left + 55 < x < frame.width - frame.right - 50:
-            x, y, anchor = (left + right) / 2, frame.y(values[at]) - 6, "middle"
-        parts.append(charts.text(x, y, name, kind="direct", anchor=anchor))
+    for name, at, x, outer in zip(("samples", "tokens"), peaks, xs, ("end", "start"), strict=True):
+        anchor = (outer if xs[0] <= xs[1] else {"end": "start", "start": "end"}[outer]) if near else "middle"
+        x = min(max(x, frame.left + 30), frame.width - frame.right - 30)
+        parts.append(charts.text(x, frame.y(max(shares[at], weights[at])) - 6, name, kind="direct", anchor=anchor))
     return parts
 
 

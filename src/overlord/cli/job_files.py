@@ -238,9 +238,7 @@ def _load_python(file: Path) -> JobFile:
     except (Exception, SystemExit) as error:
         line = _line_in(file, error)
         what = str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
-        hint = (
-            "" if isinstance(error, SpecError) else " The job could not be built; run the file with python."
-        )
+        hint = "" if isinstance(error, SpecError) else "; the job could not be built. Run the file with python."
         raise SpecError(f"{file}{f':{line}' if line else ''}: {what}{hint}") from error
     finally:
         if folder in sys.path:
@@ -249,8 +247,7 @@ def _load_python(file: Path) -> JobFile:
     if not isinstance(job, Job):
         found = "has no `job`" if job is None else f"has a `job` that is a {type(job).__name__}"
         raise SpecError(
-            f"{file}: the file {found}; there is nothing to run. Write job = ol.Job(..) at the top level "
-            "of it."
+            f"{file}: the file {found}; there is nothing to run. Write job = ol.Job(..) at the top level of it."
         )
     mesh = {} if names.get("mesh") is None else {"mesh": names["mesh"]}
     launch = LaunchOptions.from_mapping(mesh, lambda _: str(file))
@@ -290,10 +287,7 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
     for name, field in Job.model_fields.items():
         value = getattr(job, name)
         if name == "sources":
-            value = [
-                _source_keys(source.model_dump(mode="json", exclude_defaults=True), source)
-                for source in value
-            ]
+            value = [_source_keys(source.model_dump(mode="json", exclude_defaults=True), source) for source in value]
         elif name == "mixture":
             value = _mixture_keys(job)
         elif name == "batch":
@@ -326,9 +320,7 @@ def _mixture_keys(job: Job) -> dict[str, Any]:
 
 def _yaml(key: str, value: object) -> str:
     flow = None if isinstance(value, (dict, list)) else False  # None: short collections on one line
-    text = yaml.safe_dump(
-        {key: value}, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=100
-    )
+    text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=100)
     return text.rstrip("\n")
 
 

@@ -54,9 +54,7 @@ def read_manifest_lines(path: str | os.PathLike[str]) -> list[tuple[Source, int]
         source = Source.from_mapping(row, partial(_place, file, line))
         found.append((resolve_source(source, file.parent), line))
     if not found:
-        raise SpecError(
-            f"{file}: the manifest names no source; there is nothing to read. Add one line a source."
-        )
+        raise SpecError(f"{file}: the manifest names no source; there is nothing to read. Add one line a source.")
     return found
 
 
@@ -65,17 +63,13 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise SpecError(
-            f"{file}: there is no such file. Check the path; it is taken from {os.getcwd()}."
-        ) from None
+        raise SpecError(f"{file}: there is no such file. Check the path; it is taken from {os.getcwd()}.") from None
     except UnicodeDecodeError as error:
         raise SpecError(
             f"{file}: byte {error.start} is not UTF-8, so the text cannot be read. Save the file as UTF-8."
         ) from None
     except OSError as error:
-        raise SpecError(
-            f"{file}: it cannot be read ({error.strerror}). Check the path and its rights."
-        ) from None
+        raise SpecError(f"{file}: it cannot be read ({error.strerror}). Check the path and its rights.") from None
 
 
 def resolve_path(path: str, folder: Path) -> str:
@@ -155,19 +149,13 @@ def _check_header(file: Path, header: list[str]) -> None:
     known = [*_SOURCE_COLUMNS, *sorted(_SAMPLE_COLUMNS)]
     for number, column in enumerate(header):
         if column not in known:
-            hint = (
-                " Write a JSONL manifest for it."
-                if column in Source.known_keys()
-                else did_you_mean(column, known)
-            )
+            hint = " Write a JSONL manifest for it." if column in Source.known_keys() else did_you_mean(column, known)
             raise SpecError(
                 f"{file}:1: unknown column {column!r}; it would be ignored and the sources would not be "
                 f"what you asked.{hint} Known columns: {', '.join(known)}."
             )
         if column in header[:number]:
-            raise SpecError(
-                f"{file}:1: the column {column!r} is given twice; one would be lost. Give it once."
-            )
+            raise SpecError(f"{file}:1: the column {column!r} is given twice; one would be lost. Give it once.")
 
 
 def _row_of(header: list[str], cells: list[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from overlord.cli.summary import (
     seconds,
     size,
 )
+from overlord.planning.costs import DEFAULT_KAPPA
 
 __all__ = [
     "LoadHeatmap",
@@ -80,7 +81,7 @@ def source_table(summary: RunSummary) -> Table:
             _share(source.realised_share),
             count(source.samples),
             count(source.tokens),
-            f"{source.epochs:.2f}",
+            _epochs(source.epochs),
             f"[red]{source.bad:,}[/red]" if source.bad else "0",
             f"{source.dropped:,}",
         )
@@ -108,6 +109,10 @@ def _key_figures(summary: RunSummary) -> list[tuple[str, str, str]]:
 
 def _share(share: float) -> str:
     return f"{100 * share:.2f}%"
+
+
+def _epochs(epochs: float | None) -> str:
+    return "–" if epochs is None else f"{epochs:.2f}"
 
 
 def _number(value: int, thing: str) -> str:
@@ -174,7 +179,7 @@ def _source_row(source: SourceSummary, largest: float) -> str:
         difference,
         count(source.samples),
         count(source.tokens),
-        f"{source.epochs:.2f}",
+        _epochs(source.epochs),
     )
     numbers = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
     faults = "".join(f"<td{' class=fault' if n else ''}>{n:,}</td>" for n in (source.bad, source.dropped))
@@ -186,12 +191,16 @@ def _source_row(source: SourceSummary, largest: float) -> str:
 
 _METHODS = {
     "tokens, samples": "Counted in the plans of the steps that were delivered; padding is not counted.",
-    "per second": "Delivered to all ranks, over the wall time shown beside it.",
-    "imbalance": "Planned cost of the busiest data-parallel rank over the mean of all ranks, per step; then "
-    "the mean over steps. Round-robin deals the same samples to the ranks in the order they were drawn.",
+    "per second": "Delivered to all ranks, over the time from the first request for a step to the last "
+    "microbatch. A sample counts once, however many ranks share it. Clients hold every microbatch and train "
+    "for no time.",
+    "imbalance": "Cost of the busiest data-parallel rank over the mean of all ranks, per step; then the mean "
+    f"over steps. The cost of a segment of s tokens is s² + {DEFAULT_KAPPA:,} s: attention and the rest of a layer. "
+    "Round-robin deals the samples of the same step to the ranks in turn, in an order drawn by a hash of "
+    "their ids, since clients do not see the order in which they were drawn.",
     "padding": "Positions that hold no token, over all positions delivered.",
     "peak memory": "Largest sum of the proportional set sizes (PSS) of the service and its clients.",
-    "wait": "From a client's request for a step until it holds it; the longest of all ranks.",
+    "wait": "From a client's request for a step until it holds all its microbatches; the longest of all ranks.",
 }
 
 

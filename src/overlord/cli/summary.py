@@ -22,8 +22,9 @@ class SourceSummary:
     realised_share: float
     samples: int
     tokens: int
-    epochs: float
-    """Passes over the source; 0.25 is a quarter of it."""
+    epochs: float | None
+    """Passes over the source; 0.25 is a quarter of it. Estimated by bytes while not all files are indexed;
+    None when none is."""
     bad: int = 0
     """Samples that could not be decoded and were replaced by a masked stand-in."""
     dropped: int = 0
@@ -90,6 +91,8 @@ class RunSummary:
     digests: dict[str, str]
     """Name ("order", "plan") to hexadecimal digest."""
     notes: list[str] = field(default_factory=list[str])
+    steps_per_point: int = 1
+    """Steps behind each entry of the lists above: more than one for a very long run."""
 
 
 def count(value: float) -> str:

@@ -78,12 +78,9 @@ class Group:
     """True: held in memory and permuted row by row. False: k streams merged by a permutation."""
     shuffled: bool
     row_bytes: float
+    num_rows: int
+    """Rows of the whole group."""
     _cache: dict[int, tuple[Int64s, Int64s]] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the whole group."""
-        return int(self.rows.sum())
 
     def locate(self, start: int, count: int) -> tuple[Int64s, Int64s]:
         """Return (slot, row in block) of rows start .. start + count of the group's order."""
@@ -167,11 +164,23 @@ class SourceOrder:
         *,
         shuffle_bytes: int,
         index: Callable[[int], FileBlocks],
+        prepare: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
+        """Describe the order; nothing is read.
+
+        Args:
+            seed: The job's seed.
+            source: The source's name.
+            files: Its files, sorted.
+            shuffle_bytes: The memory a shuffle may hold; 0 keeps the order of the files.
+            index: Gives the blocks of a file; asked when the file's window is reached.
+            prepare: Told the files of a window before they are asked for one by one, to index them side by side.
+        """
         self._key = derive(seed, "order", source)
         self._files = files
         self._shuffle_bytes = shuffle_bytes
         self._index = index
+        self._prepare = prepare
         self._windows: tuple[int, list[Int64s]] | None = None
         self._groups: tuple[int, int, list[Group]] | None = None
 
@@ -207,6 +216,8 @@ class SourceOrder:
 
     def _first_group_from(self, epoch: int, window: int) -> int:
         for number in range(window, len(self.windows(epoch))):
+            if self._prepare is not None:
+                self._prepare(self.windows(epoch)[number].tolist())
             if any(self._index(int(f)).rows.sum() > 0 for f in self.windows(epoch)[number]):
                 return number << _GROUP_BITS
         return NO_GROUP
@@ -243,6 +254,7 @@ class SourceOrder:
                     whole=whole,
                     shuffled=self._shuffle_bytes > 0,
                     row_bytes=row_bytes,
+                    num_rows=int(rows[chosen].sum()),
                 )
             )
         return groups

@@ -1,11 +1,14 @@
 """Arrow IPC: a block is a record batch, mapped from the disk without a copy.
 
-Both the file format and the stream format, which `save_to_disk` of Hugging Face datasets writes.
+Both the file format and the stream format, which `save_to_disk` of Hugging Face datasets writes. A record
+batch that is compressed or remote can only be had whole: a large one is spilled to disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.types as pt
@@ -13,11 +16,15 @@ from pyarrow import ipc
 
 from overlord.core.ragged import RowBatch
 from overlord.readers.arrow_columns import kinds_of_schema, require_columns, select, to_rows
-from overlord.readers.filesystems import StoredFile
+from overlord.readers.filesystems import MappedFile, StoredFile
 from overlord.readers.reader import BlockIndex, Kind
+from overlord.readers.spill import RELEASE_BYTES, SpillPlace, is_too_much, spill_rows, spilled
+
+Rows = Generator[RowBatch, None, None]
 
 _FILE_MAGIC = b"ARROW1"
-_RELEASE_BYTES = 1 << 20
+_FILE_HEAD_BYTES = 8
+"""The file format is this, the stream format, and a footer."""
 
 
 class ArrowReader:
@@ -58,19 +65,23 @@ class ArrowReader:
         columns: Mapping[str, Kind],
         skip: int,
         batch_rows: int,
+        scratch: Path,
     ) -> Iterator[RowBatch]:
-        """Yield the rows of one record batch: views of the mapped file."""
+        """Yield the rows of one record batch: views of the mapped file where it is not compressed."""
         mapped = file.map()
         native = mapped.native if mapped else file.open()
-        batch = _read_batch(native, int(index.start[block]), block)
-        passed = 0
-        for at in range(skip, batch.num_rows, batch_rows):
-            part = batch.slice(at, batch_rows)
-            passed += part.nbytes
-            if mapped and passed >= _RELEASE_BYTES:
-                mapped.release_pages()
-                passed = 0
-            yield to_rows(part, columns, file.path)
+        size, rows = int(index.bytes[block]), int(index.rows[block])
+        row_bytes = size / max(1, rows)
+        spills = is_too_much(size, row_bytes, batch_rows) and (mapped is None or _is_compressed(native))
+        batch = _Batch(native, mapped, int(index.start[block]), block)
+        del mapped, native  # a spilled record batch lets go of the file
+        if spills:
+            parts = batch.rows(columns, file.path, skip, spill_rows(row_bytes, batch_rows))
+            del batch
+            left = int(row_bytes * max(0, rows - skip))
+            yield from spilled(parts, SpillPlace(scratch, f"record batch {block} of {file.path}", left))
+        else:
+            yield from batch.rows(columns, file.path, skip, batch_rows)
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the names of the top-level fields."""
@@ -85,8 +96,32 @@ class ArrowReader:
         return (ipc.open_file(native) if _is_file_format(native) else ipc.open_stream(native)).schema
 
 
+class _Batch:
+    """One record batch of an open file, read when its rows are asked for."""
+
+    def __init__(self, native: pa.NativeFile, mapped: MappedFile | None, start: int, block: int) -> None:
+        self._native = native
+        self._mapped = mapped
+        self._start = start
+        self._block = block
+
+    def rows(self, columns: Mapping[str, Kind], path: str, skip: int, batch_rows: int) -> Rows:
+        """Yield the rows behind the first `skip`."""
+        batch = _read_batch(self._native, self._start, self._block)
+        passed = 0
+        for at in range(skip, batch.num_rows, batch_rows):
+            part = batch.slice(at, batch_rows)
+            passed += part.nbytes
+            if self._mapped and passed >= RELEASE_BYTES:
+                self._mapped.release_pages()
+                passed = 0
+            yield to_rows(part, columns, path)
+
+
 def _is_file_format(native: pa.NativeFile) -> bool:
-    return native.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC
+    magic = native.read_at(len(_FILE_MAGIC), 0)
+    native.seek(0)  # a file that is not mapped has no position after read_at
+    return magic == _FILE_MAGIC
 
 
 def _bytes_of(batch: pa.RecordBatch, paths: Iterable[Sequence[str]]) -> int:
@@ -104,3 +139,27 @@ def _read_batch(native: pa.NativeFile, start: int, block: int) -> pa.RecordBatch
         return stream.read_next_batch()
     native.seek(start)
     return ipc.read_record_batch(ipc.read_message(native), stream.schema)
+
+
+def _is_compressed(native: pa.NativeFile) -> bool:
+    """Tell whether the record batches of a mapped file are compressed, by the header of the first one.
+
+    pyarrow does not tell. A table of a flatbuffer begins with the distance back to a list of the places of its
+    fields; the header of a message is its third field, the compression of a record batch its fourth.
+    """
+    native.seek(_FILE_HEAD_BYTES if _is_file_format(native) else 0)
+    message = ipc.read_message(native)
+    while message.type != "record batch":
+        message = ipc.read_message(native)
+    data = message.metadata.to_pybytes()
+    (root,) = struct.unpack_from("<I", data)
+    header = root + _field_of(data, root, 2)
+    return _field_of(data, header + struct.unpack_from("<I", data, header)[0], 3) > 0
+
+
+def _field_of(data: bytes, table: int, field: int) -> int:
+    """Return where a field is in a table of a flatbuffer, 0 if it is not there."""
+    places = table - struct.unpack_from("<i", data, table)[0]
+    (size,) = struct.unpack_from("<H", data, places)
+    at = 4 + 2 * field
+    return struct.unpack_from("<H", data, places + at)[0] if at < size else 0

@@ -40,6 +40,8 @@ class IndexCache:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.scratch = folder / "spill"
+        """Where streams may keep files while they are open; nothing in it has a name."""
         # Two threads that ask for one file get the same lock; that some files share one does no harm.
         self._locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
 
@@ -50,12 +52,11 @@ class IndexCache:
             SourceError: The file cannot be read, or a column is missing.
             ReaderError: The file is not what the listing found.
         """
-        key = _entry_key(file, reader.name, columns)
-        path = self._folder / key[:2] / f"{key}.npy"
+        path = self._path(file, reader, columns)
         found = _load(path)
         if found is not None:
             return found
-        with self._locks[int(key[:8], 16) % _NUM_LOCKS]:
+        with self._locks[int(path.stem[:8], 16) % _NUM_LOCKS]:
             found = _load(path)
             if found is None:
                 self._store(path, _build(file, reader, columns))
@@ -66,6 +67,14 @@ class IndexCache:
                 "again for every read. Check that the disk is not full, or choose another cache folder."
             )
         return found
+
+    def find(self, file: StoredFile, reader: Reader, columns: Sequence[str]) -> BlockIndex | None:
+        """Return the index of a file if it is in the folder already."""
+        return _load(self._path(file, reader, columns))
+
+    def _path(self, file: StoredFile, reader: Reader, columns: Sequence[str]) -> Path:
+        key = _entry_key(file, reader.name, columns)
+        return self._folder / key[:2] / f"{key}.npy"
 
     def _store(self, path: Path, index: BlockIndex) -> None:
         head = np.full(_FIELDS, len(index.rows), np.int64)

@@ -5,19 +5,20 @@ A line that is not UTF-8, not an object, or lacks a wanted column is a bad row; 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from overlord.core.ragged import RowBatch
-from overlord.readers.filesystems import StoredFile
+from overlord.readers.filesystems import ByteStream, StoredFile
 from overlord.readers.json_columns import HEAD_ROWS, RowBuilder, kind_of_values, parse_object, reach
 from overlord.readers.reader import BLOCK_BYTES, BlockIndex, Kind
 from overlord.readers.suffixes import compression_of_name
 
 _LOCAL_CHUNK_BYTES = 64 << 10
-_REMOTE_CHUNK_BYTES = 1 << 20
+_REMOTE_CHUNK_BYTES = 256 << 10
+_INDEX_CHUNK_BYTES = 1 << 20
 _HEAD_BYTES = 4 << 20
 """How far into a file its head may reach; a line longer than that is still read whole."""
 _BLANKS = bytes(range(33))
@@ -53,6 +54,7 @@ class JsonlReader:
         columns: Mapping[str, Kind],
         skip: int,
         batch_rows: int,
+        scratch: Path,
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block; skipped lines are not parsed."""
         builder = RowBuilder(columns)
@@ -101,10 +103,8 @@ def _head(file: StoredFile) -> list[dict[str, Any]]:
 def _lines(file: StoredFile, start: int, stop: int | None) -> Iterator[bytes]:
     """Yield the lines of a range that are not blank, without their ends."""
     compression = compression_of_name(file.path)
-    chunk_bytes = _LOCAL_CHUNK_BYTES if file.is_local else _REMOTE_CHUNK_BYTES
-    with file.open() if compression is None else file.open_stream(compression) as native:
-        if compression is None and start:
-            native.seek(start)
+    chunk_bytes = _LOCAL_CHUNK_BYTES if file.is_local or compression else _REMOTE_CHUNK_BYTES
+    with _open(file, start) as native:
         left = stop - start if stop is not None else file.size
         parts: list[bytes] = []
         while chunk := native.read(chunk_bytes if compression else min(chunk_bytes, left)):
@@ -115,16 +115,29 @@ def _lines(file: StoredFile, start: int, stop: int | None) -> Iterator[bytes]:
                 continue
             lines = [b"".join(parts), *rest.split(b"\n")]
             parts = [lines.pop()]
+            del chunk, head, rest  # lines wait here to be asked for: once is enough
             yield from (line for line in lines if line.strip(_BLANKS))
         last = b"".join(parts)
         if last.strip(_BLANKS):
             yield last
 
 
-def _line_lengths(native: pa.NativeFile) -> Iterator[tuple[int, bool]]:
+@contextlib.contextmanager
+def _open(file: StoredFile, start: int) -> Iterator[ByteStream]:
+    compression = compression_of_name(file.path)
+    if compression is not None:  # one block, which begins at 0
+        with file.open_stream(compression) as stream:
+            yield stream
+        return
+    with file.open() as native:
+        native.seek(start)
+        yield native
+
+
+def _line_lengths(native: ByteStream) -> Iterator[tuple[int, bool]]:
     """Yield (bytes with the newline, whether it is blank) of every line, without holding a line."""
     length, blank = 0, True
-    while chunk := native.read(_REMOTE_CHUNK_BYTES):
+    while chunk := native.read(_INDEX_CHUNK_BYTES):
         lines = chunk.split(b"\n")
         for line in lines[:-1]:
             yield length + len(line) + 1, blank and not line.strip(_BLANKS)

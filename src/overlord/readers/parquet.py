@@ -1,28 +1,33 @@
 """Parquet: a block is a row group, read a few rows at a time.
 
 Local files are mapped, so pages that are not compressed are never copied whole. A compressed page and
-a dictionary page are decoded whole by pyarrow, whatever the number of rows asked for: files with large
-values should be written with small pages (`write_batch_size`) and without a dictionary on them.
+a dictionary page are decoded whole by pyarrow, whatever the number of rows asked for, and pyarrow writes
+at least 1,024 values to a page: a row group that would cost much memory for that is spilled to disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from overlord.core.ragged import RowBatch
 from overlord.readers.arrow_columns import kinds_of_schema, require_columns, to_rows
-from overlord.readers.filesystems import StoredFile
+from overlord.readers.filesystems import MappedFile, StoredFile
 from overlord.readers.parquet_footer import read_block_metadata, read_footer
 from overlord.readers.reader import BlockIndex, DamagedFile, Kind
+from overlord.readers.spill import RELEASE_BYTES, SpillPlace, is_too_much, spill_rows, spilled
+
+Rows = Generator[RowBatch, None, None]
 
 _REMOTE_BUFFER_BYTES = 64 << 10
 _ROW_GROUPS_AT_A_TIME = 16
 """How much of a footer is parsed at once: bounds the memory of indexing."""
-_RELEASE_BYTES = 1 << 20
-"""How many bytes are read before the pages behind them are handed back."""
+_PAGE_BYTES = 1 << 20
+_PAGE_VALUES = 1024
+"""Writers close a page at 1 MiB, but look at its size only after so many values."""
 
 
 class ParquetReader:
@@ -36,12 +41,7 @@ class ParquetReader:
             footer = read_footer(native, file.size)
         schema = footer.metadata(0, 0).schema
         paths = require_columns(schema.to_arrow_schema(), columns, file.path)
-        wanted = [".".join(path) for path in paths.values()]
-        leaves = [
-            number
-            for number in range(len(schema))
-            if any(f"{schema.column(number).path}.".startswith(f"{name}.") for name in wanted)
-        ]
+        leaves = _leaves_of(schema, paths.values())
         blocks: list[tuple[int, int, int, int]] = []
         for first in range(0, footer.num_row_groups, _ROW_GROUPS_AT_A_TIME):
             part = footer.metadata(first, min(first + _ROW_GROUPS_AT_A_TIME, footer.num_row_groups))
@@ -63,29 +63,25 @@ class ParquetReader:
         columns: Mapping[str, Kind],
         skip: int,
         batch_rows: int,
+        scratch: Path,
     ) -> Iterator[RowBatch]:
         """Yield the rows of one row group."""
         mapped = file.map()
         native = mapped.native if mapped else file.open()
         metadata = read_block_metadata(native, file.size, index.start, index.stop, block)
         paths = require_columns(metadata.schema.to_arrow_schema(), list(columns), file.path)
-        parquet = pq.ParquetFile(
-            native, metadata=metadata, pre_buffer=False, buffer_size=0 if mapped else _REMOTE_BUFFER_BYTES
+        held = held_bytes(metadata, _leaves_of(metadata.schema, paths.values()), file.is_local)
+        row_bytes = int(index.bytes[block]) / max(1, int(index.rows[block]))
+        spills = is_too_much(held, row_bytes, batch_rows)
+        rows = _RowGroup(native, mapped, metadata, paths.values()).rows(
+            columns, file.path, skip, spill_rows(row_bytes, batch_rows) if spills else batch_rows
         )
-        batches = parquet.iter_batches(
-            batch_rows, row_groups=[0], columns=[".".join(p) for p in paths.values()], use_threads=False
-        )
-        passed = _RELEASE_BYTES  # the first batch may have touched a whole page, far more than it returns
-        for batch in batches:
-            passed += batch.nbytes
-            if mapped and passed >= _RELEASE_BYTES:
-                mapped.release_pages()
-                passed = 0
-            if skip >= batch.num_rows:
-                skip -= batch.num_rows
-                continue
-            yield to_rows(batch.slice(skip), columns, file.path)
-            skip = 0
+        del mapped, native  # a spilled row group lets go of the file
+        if spills:
+            size = int(row_bytes * max(0, int(index.rows[block]) - skip))
+            yield from spilled(rows, SpillPlace(scratch, f"row group {block} of {file.path}", size))
+        else:
+            yield from rows
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the names of the top-level fields."""
@@ -98,3 +94,63 @@ class ParquetReader:
     def _schema(self, file: StoredFile) -> pa.Schema:
         with file.open() as native:
             return read_footer(native, file.size).metadata(0, 0).schema.to_arrow_schema()
+
+
+class _RowGroup:
+    """One row group of an open file."""
+
+    def __init__(
+        self,
+        native: pa.NativeFile,
+        mapped: MappedFile | None,
+        metadata: pq.FileMetaData,
+        paths: Iterable[Sequence[str]],
+    ) -> None:
+        self._mapped = mapped
+        self._columns = [".".join(path) for path in paths]
+        self._parquet = pq.ParquetFile(
+            native, metadata=metadata, pre_buffer=False, buffer_size=0 if mapped else _REMOTE_BUFFER_BYTES
+        )
+
+    def rows(self, columns: Mapping[str, Kind], path: str, skip: int, batch_rows: int) -> Rows:
+        """Yield the rows behind the first `skip`."""
+        batches = self._parquet.iter_batches(batch_rows, row_groups=[0], columns=self._columns, use_threads=False)
+        passed = RELEASE_BYTES  # the first batch may have touched a whole page, far more than it returns
+        for batch in batches:
+            passed += batch.nbytes
+            if self._mapped and passed >= RELEASE_BYTES:
+                self._mapped.release_pages()
+                passed = 0
+            if skip >= batch.num_rows:
+                skip -= batch.num_rows
+                continue
+            yield to_rows(batch.slice(skip), columns, path)
+            skip = 0
+
+
+def held_bytes(metadata: pq.FileMetaData, leaves: Iterable[int], is_local: bool) -> int:
+    """Estimate what pyarrow holds while it reads the first row group a few rows at a time.
+
+    The values of a dictionary page stay until the end of the column chunk. One page more is held if it has to
+    be decompressed, and one if it has to be fetched; a page that is mapped as it is costs nothing.
+    """
+    held = 0.0
+    for leaf in leaves:
+        chunk = metadata.row_group(0).column(leaf)
+        size = chunk.total_uncompressed_size
+        page = min(size, max(_PAGE_BYTES, _PAGE_VALUES * size / max(1, chunk.num_values)))
+        dictionary = 0.0
+        if chunk.has_dictionary_page:
+            stored = chunk.data_page_offset - chunk.dictionary_page_offset
+            dictionary = min(size, size * stored / max(1, chunk.total_compressed_size))
+        elif any("DICTIONARY" in encoding for encoding in chunk.encodings):
+            dictionary = page  # some writers do not tell where it is
+        copies = (chunk.compression != "UNCOMPRESSED") + (not is_local)
+        held += dictionary + copies * max(dictionary, min(page, size - dictionary))
+    return int(held)
+
+
+def _leaves_of(schema: pq.ParquetSchema, paths: Iterable[Sequence[str]]) -> list[int]:
+    """Return the columns of the file that lie under any of the paths."""
+    wanted = tuple(f"{'.'.join(path)}." for path in paths)
+    return [leaf for leaf in range(len(schema)) if f"{schema.column(leaf).path}.".startswith(wanted)]

@@ -9,6 +9,7 @@ import difflib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -87,10 +88,16 @@ class Reader(Protocol):
         columns: Mapping[str, Kind],
         skip: int,
         batch_rows: int,
+        scratch: Path,
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block front to back after skipping `skip`, at most `batch_rows` at a time.
 
         Every batch has the wanted columns and `BAD_COLUMN`: True where bytes were read but make no sense.
+        The stream holds about twice what it yields at a time; what has to be decoded in larger pieces is
+        kept in `scratch`, a folder on a disk, which is made when it is needed.
+
+        Raises:
+            ReaderError: There is no room in `scratch`.
         """
         ...
 

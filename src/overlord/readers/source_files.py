@@ -13,7 +13,7 @@ from overlord.core.ragged import RowBatch, num_rows
 from overlord.errors import ReaderError, SourceError
 from overlord.readers.filesystems import StorageOptions, StoredFile, verify_unchanged
 from overlord.readers.formats import FORMATS, format_of
-from overlord.readers.index import IndexCache
+from overlord.readers.index import IndexCache, build_indices
 from overlord.readers.listing import list_files
 from overlord.readers.reader import READ_FAILURES, BlockIndex, Kind, missing_column, reason_of, unreadable
 
@@ -34,7 +34,7 @@ class SourceFiles:
         format: One of `FORMATS`, or None to go by the names of the files.
         columns: The columns to read; None for all.
         storage_options: How to reach a remote store.
-        cache: Where the indices of the files are kept.
+        cache: Where the indices of the files are kept, and row groups too large to be held in memory.
         pause: What waits between attempts after an I/O error.
 
     Raises:
@@ -96,6 +96,19 @@ class SourceFiles:
         index = self._index(file_number)
         return FileBlocks(rows=index.rows, bytes=index.bytes)
 
+    def indexed(self, file_number: int) -> FileBlocks | None:
+        """Return the blocks of a file if it was indexed before; nothing is read now."""
+        index = self._cache.find(self.files[file_number], self._reader, list(self.kinds()))
+        return None if index is None else FileBlocks(rows=index.rows, bytes=index.bytes)
+
+    def prepare(self, file_numbers: Sequence[int]) -> None:
+        """Index files side by side, where they are not indexed yet."""
+        files = [self.files[number] for number in file_numbers]
+        columns = list(self.kinds())
+        missing = [file for file in files if self._cache.find(file, self._reader, columns) is None]
+        if len(missing) > 1:
+            build_indices(self._cache, missing, self._reader, columns)
+
     def row_base(self, file_number: int, block: int) -> int:
         """Return the row of the file at which a block begins."""
         return int(self._index(file_number).first_row[block])
@@ -106,7 +119,8 @@ class SourceFiles:
         An I/O error is retried from where the stream was; rows are never lost or doubled.
 
         Raises:
-            ReaderError: The file has changed, is gone, or cannot be read after four attempts.
+            ReaderError: The file has changed, is gone, or cannot be read after four attempts; or the disk of the
+                cache is full.
         """
         file, index, kinds = self.files[file_number], self._index(file_number), self.kinds()
         end = int(index.rows[block])
@@ -115,7 +129,7 @@ class SourceFiles:
             try:
                 verify_unchanged(file)
                 for batch in self._reader.stream(
-                    file, index, block, columns=kinds, skip=at, batch_rows=batch_rows
+                    file, index, block, columns=kinds, skip=at, batch_rows=batch_rows, scratch=self._cache.scratch
                 ):
                     at += num_rows(batch)
                     attempt = 0
@@ -167,10 +181,14 @@ class SourceFiles:
             seen.update((c, k) for c, k in found.items() if seen.get(c) is None)
             if all(seen.get(column) is not None for column in wanted):
                 break
+        if not seen and not self.columns():
+            raise SourceError(
+                f"source {self.name!r} has no rows in {self.files[0].path} or the files behind it; the mixture would "
+                "wait for it for ever. Remove the source or mend its path."
+            )
         missing = next((column for column in wanted if column not in seen), None)
         if missing is not None:
-            error = missing_column(self.files[0].path, missing, self.columns())
-            raise SourceError(f"source {self.name!r}: {error}")
+            raise SourceError(f"source {self.name!r}: {missing_column(self.files[0].path, missing, self.columns())}")
         return {column: seen[column] or "bytes" for column in wanted}
 
     def _lost(self, file: StoredFile, block: int, row: int, reason: str) -> ReaderError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from overlord.core.ragged import RowBatch
@@ -97,6 +98,7 @@ class TarReader:
         columns: Mapping[str, Kind],
         skip: int,
         batch_rows: int,
+        scratch: Path,
     ) -> Iterator[RowBatch]:
         """Yield the samples of one block; only the wanted members are read."""
         builder = RowBuilder(columns)

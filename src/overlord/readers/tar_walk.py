@@ -13,6 +13,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from overlord.readers.filesystems import ByteStream
 from overlord.readers.reader import DamagedFile
 
 _BLOCK = 512
@@ -52,7 +53,7 @@ class RandomBytes:
 class ForwardBytes:
     """Bytes of a stream that can only go forward (a compressed archive)."""
 
-    def __init__(self, native: pa.NativeFile) -> None:
+    def __init__(self, native: ByteStream) -> None:
         self._native = native
         self._at = 0
 

@@ -27,8 +27,8 @@ class DataConstructor:
         self._loaders = loaders
         self._patch_bytes = patch_bytes
 
-    def gather(self, plan: LoadingPlan, ends: Mapping[int, Cursor]) -> StepSamples:
-        """Fetch the samples of a step from the SourceLoaders.
+    def gather(self, plan: LoadingPlan, ends: Mapping[int, Cursor]) -> Callable[[], StepSamples]:
+        """Ask the SourceLoaders for the samples of a step; call the result to wait for them.
 
         Args:
             plan: The step's plan.
@@ -38,8 +38,8 @@ class DataConstructor:
             LoaderOrder(plan.step, int(source), plan.draw.meta[plan.draw.source == source], ends[int(source)])
             for source in np.unique(plan.draw.source)
         ]
-        payloads = self._loaders.loader_do_plan(orders)  # (2) positional fetches from the SourceLoaders
-        return join_payloads(plan, payloads)
+        collect = self._loaders.loader_do_plan(orders)  # (2) positional fetches from the SourceLoaders
+        return lambda: join_payloads(plan, collect())
 
     def constructor_do_plan(
         self, plan: LoadingPlan, samples: StepSamples, bucket: int, microbatch: int, allocate: Allocate

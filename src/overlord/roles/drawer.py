@@ -60,6 +60,8 @@ class Drawer:
         self._state = state
         self._tracks = [_Track(state.cursor(i)) for i in range(len(self._names))]
         self._stopped = bool(state.finished.all())
+        once = self._mixture.stopping in _ONCE
+        self._most_epochs: float = 1 if once else self._mixture.max_repetition or math.inf
 
     @property
     def state(self) -> StreamState:
@@ -139,7 +141,8 @@ class Drawer:
 
     def _top_up(self, weights: Int64s, part: Budget) -> None:
         """Ask for what the budget will probably need, all sources at once."""
-        wanted = {i: self._expected(i, weights, part) - len(self._tracks[i].meta) for i in np.flatnonzero(weights).tolist()}
+        open_ended = [i for i in np.flatnonzero(weights).tolist() if self._tracks[i].next_cursor.epoch < self._most_epochs]
+        wanted = {i: self._expected(i, weights, part) - len(self._tracks[i].meta) for i in open_ended}
         self._fetch({i: count for i, count in wanted.items() if count > 0})
 
     def _expected(self, source: int, weights: Int64s, part: Budget) -> int:
@@ -202,8 +205,7 @@ class Drawer:
         completed = int(work.epoch[source]) + 1
         work.epoch[source] = completed  # exact again in _after; here it counts epochs ended inside this step
         mixture = self._mixture
-        most = 1 if mixture.stopping in _ONCE else mixture.max_repetition or math.inf
-        if completed >= most:
+        if completed >= self._most_epochs:
             work.finished[source] = 1
             work.deficit[source] = 0
         if mixture.stopping == "first_exhausted" or work.finished.all():

@@ -41,17 +41,20 @@ class GroupReader:
         self._files = files
         self._streams: dict[int, _BlockStream] = {}
         self._whole: RowBatch | None = None
+        self._base = np.array(
+            [
+                (int(f) << FILE_SHIFT) + files.row_base(int(f), int(b))
+                for f, b in zip(group.files, group.blocks, strict=True)
+            ],
+            np.int64,
+        )
 
     def read(self, count: int) -> tuple[RowBatch, Int64s]:
         """Return the next rows of the group and their row numbers (file << 32 | row)."""
         slots, rows = self.group.locate(self.offset, count)
         self.offset += len(slots)
         batch = self._read_whole(slots, rows) if self.group.whole else self._read_streams(slots, rows)
-        base = [
-            (int(f) << FILE_SHIFT) + self._files.row_base(int(f), int(b))
-            for f, b in zip(self.group.files, self.group.blocks, strict=True)
-        ]
-        return batch, np.array(base, np.int64)[slots] + rows
+        return batch, self._base[slots] + rows
 
     def _read_whole(self, slots: Int64s, rows: Int64s) -> RowBatch:
         if self._whole is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
@@ -10,7 +10,11 @@ from overlord.core.samples import SampleId
 from overlord.roles.views import RankView, StepHeader
 from overlord.transforms.per_sample import Workers
 
-__all__ = ["Feed", "Loaders", "Telemetry", "Workers"]
+__all__ = ["Collect", "Feed", "Loaders", "Telemetry", "Workers"]
+
+
+Collect = Callable[[], list[Payload]]
+"""Waits for payloads that were asked for; they come in the order of the orders."""
 
 
 class Loaders(Protocol):
@@ -20,8 +24,12 @@ class Loaders(Protocol):
         """Ask loaders for metadata, side by side where the runtime can; answers in the order of requests."""
         ...
 
-    def loader_do_plan(self, orders: Sequence[LoaderOrder]) -> list[Payload]:
-        """Ask loaders for planned samples; answers in the order of the orders."""
+    def loader_do_plan(self, orders: Sequence[LoaderOrder]) -> Collect:
+        """Ask loaders for planned samples.
+
+        The samples have left the read buffers when this returns, so steps must be asked for in order; they
+        may still be in the making until they are collected.
+        """
         ...
 
 

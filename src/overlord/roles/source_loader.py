@@ -9,6 +9,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from overlord.errors import SourceError, ToleranceError
 from overlord.roles.buffer import Chunk, ReadBuffer, gather
 from overlord.roles.group_reader import Blocks, GroupReader
 from overlord.roles.ports import Telemetry, Workers
-from overlord.transforms.per_sample import Fault, SampleTransform, count_loss_tokens
+from overlord.transforms.per_sample import Fault, Finished, SampleTransform, count_loss_tokens
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
@@ -34,6 +35,14 @@ FEW_SAMPLES = 1000
 
 Lengths = Callable[[RowBatch, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 """Gives known text lengths of some rows: from a column, or from a sidecar by row number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Planned samples that have left the read buffer and are not finished yet."""
+
+    order: LoaderOrder
+    kept: RowBatch
 
 
 class SourceLoader:
@@ -103,19 +112,28 @@ class SourceLoader:
                 meta["flags"][-1] |= ENDS_EPOCH
         return MetaDelta(self._number, meta, following)
 
-    def loader_do_plan(self, order: LoaderOrder) -> Payload:
-        """Pop the planned samples from the buffer, finish them, and stage them as columns."""
-        picks = self._pick(order.meta)
-        kept = gather(picks)
-        bad = (order.meta["flags"] & BAD) > 0
-        done = self._transform.finish(kept, order.meta["tokens"].astype(np.int64), bad, self._workers)
-        self._note(order.meta, done.faults, self._bad, self._telemetry.bad_sample)
-        self._note(order.meta, done.lies, self._lies, self._telemetry.wrong_length)
-        self._check_tolerance()
-        for row, _ in done.faults:
-            bad[row] = True
+    def loader_do_plan(self, order: LoaderOrder) -> Staged:
+        """Pop the planned samples from the buffer."""
+        kept = gather(self._pick(order.meta))
         self._buffer.release(order.end)
-        return Payload(order.step, self._number, done.tokens, done.loss, done.patches, done.grids, bad)
+        return Staged(order, kept)
+
+    def finish(self, staged: Staged) -> Finished:
+        """Run the per-sample transforms; touches nothing of the loader, so steps may overlap here."""
+        meta = staged.order.meta
+        return self._transform.finish(
+            staged.kept, meta["tokens"].astype(np.int64), (meta["flags"] & BAD) > 0, self._workers
+        )
+
+    def hand_over(self, staged: Staged, done: Finished) -> Payload:
+        """Count what went wrong, and return the samples as columns."""
+        meta = staged.order.meta
+        self._note(meta, done.faults, self._bad, self._telemetry.bad_sample)
+        self._note(meta, done.lies, self._lies, self._telemetry.wrong_length)
+        self._check_tolerance()
+        bad = (meta["flags"] & BAD) > 0
+        bad[[row for row, _ in done.faults]] = True
+        return Payload(staged.order.step, self._number, done.tokens, done.loss, done.patches, done.grids, bad)
 
     def _after_group(self, cursor: Cursor) -> tuple[Cursor, bool]:
         group = self._order.next_group(cursor.epoch, cursor.group)
@@ -167,6 +185,7 @@ class SourceLoader:
         row_bytes = max(reader.group.row_bytes, 1.0)
         most = max(1, min(CHUNK_ROWS, int(CHUNK_BYTES / row_bytes)))
         ahead = min(AHEAD_ROWS, int(AHEAD_BYTES / row_bytes))
+        # (5) new samples are read into the buffer
         rows, numbers = reader.read(min(most, max(stop - cursor.offset, ahead)))
         if reader.offset == reader.group.num_rows:
             self._reader = None  # nothing of a finished group stays open

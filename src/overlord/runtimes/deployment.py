@@ -26,9 +26,10 @@ from overlord.readers.sidecars import LengthSidecars
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.planner import Planner
-from overlord.roles.source_loader import Lengths, SourceLoader
+from overlord.roles.ports import Collect
+from overlord.roles.source_loader import Lengths, SourceLoader, Staged
 from overlord.stores.checkpoints import CheckpointFolder
-from overlord.stores.journal import Journal
+from overlord.stores.journal import Journal, set_aside
 from overlord.transforms.per_sample import SampleTransform, Workers, make_transform
 from overlord.transforms.tokenize import TextTokenizer
 
@@ -123,17 +124,37 @@ class LoaderFleet:
 
         return self._workers.map(ask, requests)
 
-    def loader_do_plan(self, orders: Sequence[LoaderOrder]) -> list[Payload]:
-        """Split orders by the owner of each group, and join what comes back."""
+    def loader_do_plan(self, orders: Sequence[LoaderOrder]) -> Collect:
+        """Split orders by the owner of each group, pop now, and join what is finished when collected."""
         runs = [run for order in orders for run in self._runs(order)]
 
-        def ask(run: tuple[int, LoaderOrder]) -> Payload:
+        def pop(run: tuple[int, LoaderOrder]) -> Staged:
             owner, order = run
             with self._locks[order.source][owner]:
                 return self._loaders[order.source][owner].loader_do_plan(order)
 
-        done = self._workers.map(ask, runs)
-        return [join_runs([p for p in done if p.source == order.source]) for order in orders]
+        def finish(run: tuple[int, Staged]) -> Payload:
+            owner, staged = run
+            loader = self._loaders[staged.order.source][owner]
+            done = loader.finish(staged)
+            with self._locks[staged.order.source][owner]:
+                return loader.hand_over(staged, done)
+
+        staged = self._workers.map(pop, runs)
+
+        def collect() -> list[Payload]:
+            done = self._workers.map(finish, [(owner, one) for (owner, _), one in zip(runs, staged, strict=True)])
+            of_source: dict[int, list[Payload]] = {order.source: [] for order in orders}
+            for payload in done:
+                of_source[payload.source].append(payload)
+            return [join_runs(parts) for parts in of_source.values()]
+
+        return collect
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes in the read buffers of all loaders."""
+        return sum(one.buffer_bytes for of_source in self._loaders for one in of_source)
 
     def status(self) -> list[dict[str, int]]:
         """Return what each source's loaders hold and have met."""
@@ -216,9 +237,7 @@ def deploy(
                 number,
                 source,
                 opened,
-                SourceOrder(
-                    job.seed, source.name, listing_of(opened), shuffle_bytes=source.shuffle_bytes, index=opened.blocks
-                ),
+                order_of(job, source, opened),
                 transform,
                 context_length=job.batch.context_length,
                 overlength=job.overlength,
@@ -230,9 +249,14 @@ def deploy(
         ]
         for number, (source, opened, transform) in enumerate(zip(job.sources, files, transforms, strict=True))
     ]
+    weights = job.mixture.weights_at(float(state.step), names, base_weights(job, listings))
+    index_first_windows(job, files, state, weights, callers, progress)
     fleet = LoaderFleet(loaders, callers)
     limits = limits_of(job, options.mesh)
-    journal = Journal(_prepare(store) / "journal")
+    checkpoints = CheckpointFolder(store)
+    checkpoints.set_aside(state.step)
+    set_aside(store / "journal", state.step)
+    journal = Journal(store / "journal")
     planner = Planner(
         job,
         fleet,
@@ -242,7 +266,7 @@ def deploy(
         parts=parts,
         base_weights=base_weights(job, listings),
         journal=journal,
-        checkpoints=CheckpointFolder(store),
+        checkpoints=checkpoints,
     )
     constructor = DataConstructor(options.mesh, fleet, patch_bytes=patch_bytes(job))
     return Roles(job, options.mesh, planner, constructor, fleet, journal, listings, journal.close)
@@ -336,6 +360,45 @@ def open_sources(
     return workers.map(open_one, list(zip(sources, transforms, strict=True)))
 
 
+def order_of(job: Job, source: Source, files: SourceFiles) -> SourceOrder:
+    """Return the order of one source."""
+    return SourceOrder(
+        job.seed,
+        source.name,
+        listing_of(files),
+        shuffle_bytes=source.shuffle_bytes,
+        index=files.blocks,
+        prepare=files.prepare,
+    )
+
+
+def index_first_windows(
+    job: Job,
+    files: Sequence[SourceFiles],
+    state: StreamState,
+    weights: Sequence[float],
+    workers: Workers,
+    progress: Progress | None,
+) -> None:
+    """Index the files that the first step reaches, side by side; the rest is indexed when it is reached."""
+    tasks: list[tuple[SourceFiles, int]] = []
+    for number, (source, opened) in enumerate(zip(job.sources, files, strict=True)):
+        if weights[number] > 0:
+            order = order_of(job, source, opened)
+            epoch, group, _ = state.cursor(number)
+            tasks += [(opened, int(file)) for file in order.files_of(epoch, max(group, 0))]
+    done = 0
+
+    def index_one(task: tuple[SourceFiles, int]) -> None:
+        nonlocal done
+        task[0].blocks(task[1])
+        done += 1
+        if progress is not None:
+            progress("indexing files", done, len(tasks))
+
+    workers.map(index_one, tasks)
+
+
 def listing_of(files: SourceFiles) -> list[DataFile]:
     """Return what the order may know of a source's files before they are opened."""
     return [DataFile(file.path, file.size) for file in files.files]
@@ -377,8 +440,3 @@ def known_lengths(
         return np.array([tables[f][r] for f, r in zip(file.tolist(), row.tolist(), strict=True)], np.int64)
 
     return from_sidecar
-
-
-def _prepare(store: Path) -> Path:
-    store.mkdir(parents=True, exist_ok=True)
-    return store

@@ -30,17 +30,18 @@ class InlineService:
     def __init__(self, job: Job, options: LaunchOptions, progress: Progress | None) -> None:
         self._options = options
         self._scratch = None if options.store else tempfile.mkdtemp(prefix="overlord-")
-        workers = SerialWorkers()
-        try:
-            store = Path(options.store or self._scratch or ".")
-            self._roles: Roles | None = deploy(job, options, store, workers, workers, progress)
-            self._roles.planner.plan_raw(self._roles.planner.first_step)  # what is wrong shows before anything runs
-        except BaseException:
-            self._remove_scratch()
-            raise
         self._samples: OrderedDict[int, StepSamples] = OrderedDict()
         self._packed: OrderedDict[tuple[int, int, int], PackedMicrobatch] = OrderedDict()
         self._positions: dict[int, int] = {}
+        self._roles: Roles | None = None
+        workers = SerialWorkers()
+        try:
+            store = Path(options.store or self._scratch or ".")
+            self._roles = deploy(job, options, store, workers, workers, progress)
+            self._roles.planner.plan_raw(self._roles.planner.first_step)  # what is wrong shows before anything runs
+        except BaseException:
+            self.close()
+            raise
 
     def client(self, rank: int) -> Client:
         """Return the client of one rank."""
@@ -55,9 +56,10 @@ class InlineService:
         if self._roles is not None:
             self._roles.close()
             self._roles = None
-            self._samples.clear()
-            self._packed.clear()
-            self._remove_scratch()
+        self._samples.clear()
+        self._packed.clear()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     @property
     def roles(self) -> Roles:
@@ -78,7 +80,7 @@ class InlineService:
             plan = self.plan(step)
             assert plan is not None
             if step not in self._samples:
-                self._samples[step] = roles.constructor.gather(plan, roles.planner.ends(step))
+                self._samples[step] = roles.constructor.gather(plan, roles.planner.ends(step))()
                 while len(self._samples) > 1:
                     self._samples.popitem(last=False)
             self._packed[key] = roles.constructor.constructor_do_plan(
@@ -101,10 +103,6 @@ class InlineService:
 
     def _packed_bytes(self) -> int:
         return sum(p.buffer.nbytes for p in self._packed.values())
-
-    def _remove_scratch(self) -> None:
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 class _InlineFeed:

@@ -1,4 +1,4 @@
-"""Builds steps ahead of the clients of one host: three threads (plan, gather, pack) around one condition.
+"""Builds steps ahead of the clients of one host: threads that plan, gather and pack around one condition.
 
 Rules of this file:
 1. A step is wanted when it lies in a client's window [its step, its step + prefetch], or when
@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from overlord.core.plan import LoadingPlan
@@ -71,7 +72,10 @@ class StepServer:
         self._failed: tuple[int, OverlordError] | None = None
         self._closing = False
         self._ever_attached = False
-        loops = (self._plan_loop, self._gather_loop, self._pack_loop)
+        self._gathering: dict[int, tuple[LoadingPlan, dict[int, Cursor]]] = {}
+        self._turn = threading.Lock()
+        # Two gather threads: while one waits for the last decodes of its step, the other's keep the workers busy.
+        loops = (self._plan_loop, self._gather_loop, self._gather_loop, self._pack_loop)
         self._threads = [threading.Thread(target=loop, name=f"overlord{loop.__name__}") for loop in loops]
 
     def start(self) -> None:
@@ -173,6 +177,7 @@ class StepServer:
     def _has_room(self, step: int, wanted: dict[int, set[int]]) -> bool:
         urgent = min([*(s for s, _ in self._waiting), *(seat.step for seat in self._seats.values())], default=step)
         held = sum(samples.nbytes for samples in self._samples.values()) + self._arena.used_bytes
+        held += self._roles.fleet.buffer_bytes
         return held < self._budget or step <= urgent or step == next(iter(wanted))
 
     # -- waiting and failing -------------------------------------------------------------------
@@ -188,32 +193,42 @@ class StepServer:
                 raise ClosedError("the service was closed while a client waited for data.")
             self._changed.wait()
 
+    def _next_task(self, choose: Callable[[], T | None]) -> T | None:
+        with self._changed:
+            task = choose()
+            while task is None and not self._closing:
+                self._changed.wait()
+                task = choose()
+            return None if self._closing else task
+
     def _run(self, choose: Callable[[], T | None], work: Callable[[T], None], step_of: Callable[[T], int]) -> None:
         while True:
-            with self._changed:
-                task = choose()
-                while task is None and not self._closing:
-                    self._changed.wait()
-                    task = choose()
-                if self._closing or task is None:
-                    return
-            try:
-                work(task)
-            except Exception as error:  # the border of the role: every failure must reach the waiting clients
-                if not isinstance(error, OverlordError):
-                    logger.exception("step %d failed", step_of(task))
-                    error = OverlordError(f"step {step_of(task)} failed: {type(error).__name__}: {error}")
-                with self._changed:
-                    if self._failed is None or step_of(task) < self._failed[0]:
-                        self._failed = (step_of(task), error)
-                    self._changed.notify_all()
+            task = self._next_task(choose)
+            if task is None or not self._attempt(step_of(task), partial(work, task)):
                 return
+
+    def _attempt(self, step: int, work: Callable[[], None]) -> bool:
+        """Do some work for a step; a failure is kept for whoever waits for that step."""
+        try:
+            work()
+        except Exception as error:  # the border of the roles: every failure must reach the waiting clients
+            if not isinstance(error, OverlordError):
+                logger.exception("step %d failed", step)
+                error = OverlordError(f"step {step} failed: {type(error).__name__}: {error}")
+            with self._changed:
+                if self._failed is None or step < self._failed[0]:
+                    self._failed = (step, error)
+                self._changed.notify_all()
+            return False
+        return True
 
     # -- the three stages ----------------------------------------------------------------------
 
     def _plan_loop(self) -> None:
         def choose() -> int | None:
-            return next((step for step in self._wanted_bins() if step not in self._plans), None)
+            wanted = self._wanted_bins()
+            missing = next((step for step in wanted if step not in self._plans), None)
+            return missing if missing is not None and self._has_room(missing, wanted) else None
 
         def work(step: int) -> None:
             with self._planner_lock:
@@ -233,24 +248,32 @@ class StepServer:
         def choose() -> int | None:
             wanted = self._wanted_bins()
             for step, buckets in wanted.items():
-                if step in self._plans and step not in self._samples:
+                if step in self._plans and step not in self._samples and step not in self._gathering:
                     needed = not self._ever_attached or self._missing_bins(step, buckets)
                     if needed and self._has_room(step, wanted):
+                        self._gathering[step] = self._plans[step]
                         return step
             return None
 
-        def work(step: int) -> None:
-            with self._changed:
-                found = self._plans.get(step)
-            if found is None:
-                return
-            samples = self._roles.constructor.gather(*found)
+        def pop() -> None:
+            collecting.append(self._roles.constructor.gather(*self._gathering[step]))
+
+        def finish() -> None:
+            samples = collecting[0]()
             with self._changed:
                 self._samples[step] = samples
+                del self._gathering[step]
                 self._drop_unwanted()
                 self._changed.notify_all()
 
-        self._run(choose, work, lambda step: step)
+        while True:
+            collecting: list[Callable[[], StepSamples]] = []
+            with self._turn:  # steps leave the read buffers in order, and are finished side by side
+                step = self._next_task(choose)
+                if step is None or not self._attempt(step, pop):
+                    return
+            if not self._attempt(step, finish):
+                return
 
     def _pack_loop(self) -> None:
         def choose() -> Bin | None:

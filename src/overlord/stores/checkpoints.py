@@ -56,6 +56,12 @@ class CheckpointFolder:
                 return json.loads(body)
         return None
 
+    def set_aside(self, from_step: int) -> None:
+        """Take snapshots behind a step out of the way: a stream that begins there must not resume in them."""
+        for path in self._paths():
+            if int(path.stem.removeprefix("snapshot-")) > from_step:
+                path.replace(path.with_suffix(".aside"))
+
     def _paths(self) -> list[Path]:
         return sorted(self._folder.glob("snapshot-*.json"))
 

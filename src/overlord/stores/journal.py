@@ -9,6 +9,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import zlib
@@ -71,6 +72,25 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def set_aside(path: Path, from_step: int) -> Path | None:
+    """Move the records from a step on out of a journal: they belong to a future that is not taken.
+
+    They are kept beside it, in `journal.aside-N`, and never mixed in again.
+    """
+    records = list(read_journal(path))
+    later = [record for record in records if record["step"] >= from_step]
+    if not later:
+        return None
+    aside = next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.aside-{n}")).exists())
+    for target, chosen in ((aside, later), (path.with_suffix(".tmp"), [r for r in records if r["step"] < from_step])):
+        with Journal(target) as journal:
+            for record in chosen:
+                journal.append(record, durable=False)
+            journal.append({"kind": "lineage", "step": from_step, "records": len(chosen)}, durable=True)
+    path.with_suffix(".tmp").replace(path)
+    return aside
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 try:
     import simplejpeg
@@ -15,7 +15,7 @@ except ImportError:  # a host without it decodes JPEG with Pillow (the same libj
 
 UInt8s = npt.NDArray[np.uint8]
 
-MAX_PIXELS = 1 << 27
+MAX_PIXELS = 1 << 26
 """An image whose header claims more is taken for a decompression bomb and never decoded."""
 
 _JPEG = b"\xff\xd8"
@@ -37,6 +37,8 @@ def image_size(data: bytes | memoryview) -> tuple[int, int]:
         else:
             with Image.open(io.BytesIO(data)) as image:
                 width, height = image.size
+    except UnidentifiedImageError as error:
+        raise ImageFault("the bytes are no image of a known format") from error
     except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ImageFault(f"no readable image header: {error}") from error
     if width < 1 or height < 1 or width * height > MAX_PIXELS:

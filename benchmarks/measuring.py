@@ -1,0 +1,37 @@
+"""What every benchmark shares: the machine described, figures printed, the last line as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable
+
+
+def machine() -> dict[str, object]:
+    """Describe where the figures were measured."""
+    return {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+
+
+def median_of(rounds: int, measure: Callable[[], float]) -> float:
+    """Return the median of several rounds."""
+    return statistics.median(measure() for _ in range(rounds))
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """Return a parser with the flags that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
+    return parser
+
+
+def publish(name: str, figures: dict[str, object], as_json: bool) -> None:
+    """Print the figures, for people or for programs."""
+    if as_json:
+        print(json.dumps({"benchmark": name, "machine": machine(), **figures}))
+        return
+    print(f"\n{name}")
+    for key, value in figures.items():
+        print(f"  {key:<44} {value:.4g}" if isinstance(value, float) else f"  {key:<44} {value}")

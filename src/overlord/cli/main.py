@@ -1,0 +1,390 @@
+"""The command line: `overlord demo`, `run`, `serve`, `status`, `sources`, `schema`, `version`.
+
+Exit codes: 0 done; 1 the run failed, or lint found errors; 2 what was asked for cannot be done; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from overlord import __version__
+from overlord.cli.demo import run_demo, write_report, write_text
+from overlord.cli.job_files import JobFile, job_file_schema, load_job_file
+from overlord.cli.lint import count_errors, lint_job
+from overlord.cli.output import Screen, check_writable, show_error
+from overlord.cli.preview import preview_page, preview_source, show_previews
+from overlord.cli.report import source_table, summary_table
+from overlord.cli.running import RunOptions, launch_for, run_job
+from overlord.cli.serving import find_status, serve_until_stopped, status_tables
+from overlord.cli.sources import (
+    choose_sources,
+    count_rows,
+    describe_source,
+    measure_sources,
+    open_each,
+    source_listing,
+    sources_to_measure,
+)
+from overlord.cli.summary import RunSummary, count
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.errors import OverlordError
+from overlord.session import DEFAULT_CACHE
+
+DEFAULT_STEPS = 100
+_AS_JSON = "overlord.as_json"
+
+
+class _Commands(TyperGroup):
+    """All commands; what they raise becomes one paragraph and an exit code, never a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command."""
+        try:
+            return super().invoke(ctx)
+        except OverlordError as error:
+            raise typer.Exit(show_error(error, as_json=ctx.meta.get(_AS_JSON, False))) from error
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
+def _remember_json(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[_AS_JSON] = value
+    return value
+
+
+class RuntimeName(StrEnum):
+    """Where the roles run."""
+
+    local = "local"
+    inline = "inline"
+
+
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", callback=_remember_json, is_eager=True, help="One JSON object on standard output."),
+]
+JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="A job file: YAML, JSON or Python.", show_default=False)]
+Mesh = Annotated[str | None, typer.Option("--mesh", help="Sizes of the axes, such as dp=2,cp=2,tp=2.")]
+Store = Annotated[Path | None, typer.Option("--store", help="Folder for the journal and snapshots.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot in the store.")]
+Cache = Annotated[Path, typer.Option("--cache", envvar="OVERLORD_CACHE", help="Folder of indices and length sidecars.")]
+Prefetch = Annotated[int | None, typer.Option("--prefetch", help="Steps built ahead.", show_default=False)]
+Loaders = Annotated[int | None, typer.Option("--loaders", help="SourceLoaders of each source.", show_default=False)]
+Runtime = Annotated[RuntimeName, typer.Option("--runtime", help="A service process, or everything in this one.")]
+_CACHE = Path(DEFAULT_CACHE)
+
+app = typer.Typer(
+    name="overlord",
+    cls=_Commands,
+    help="A data loader for large-model training from many sources.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+sources_app = typer.Typer(help="Look at the sources of a job.", no_args_is_help=True)
+app.add_typer(sources_app, name="sources")
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where the data, the job file and the report go.")] = Path(
+        "overlord-demo"
+    ),
+    steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 30,
+    runtime: Runtime = RuntimeName.local,
+    mesh: Annotated[str, typer.Option(help="Sizes of the axes.")] = "dp=2,cp=2,tp=2",
+    cache: Cache = _CACHE,
+    scale: Annotated[float, typer.Option(hidden=True, help="Samples relative to the full demo.")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Write eight small sources, run a VLM-shaped job on them, and show what came out."""
+    screen = Screen(as_json=as_json)
+    result = run_demo(folder, ClientPlaceTree.parse(mesh), _runtime_of(runtime), steps, _folder(cache), screen, scale)
+    paths = {"job": str(result.job), "report": str(result.report), "summary_file": str(result.summary_file)}
+    _show_run(screen, result.summary)
+    screen.show(
+        Text.assemble(("report   ", "dim"), str(result.report)),
+        Text.assemble(("numbers  ", "dim"), str(result.summary_file)),
+        Text.assemble(("job      ", "dim"), str(result.job)),
+        f"\nNext: open {result.report} in a browser; edit {result.job} and run it with\n\n"
+        f"    overlord run {result.job}\n",
+    )
+    screen.give(dataclasses.asdict(result.summary) | paths)
+
+
+@app.command()
+def run(
+    job: JobPath,
+    mesh: Mesh = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Steps to run; else launch.steps of the job file, else {DEFAULT_STEPS}."),
+    ] = None,
+    runtime: Runtime = RuntimeName.local,
+    prefetch: Prefetch = None,
+    loaders: Loaders = None,
+    store: Store = None,
+    resume: Resume = False,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
+    cache: Cache = _CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Run a job with every rank of its mesh in this process, and show what came out."""
+    screen = Screen(as_json=as_json)
+    if report is not None:
+        check_writable("--report", report)
+    loaded = _load(job, screen)
+    chosen = steps or loaded.launch.steps
+    if chosen is None:
+        screen.note(f"neither --steps nor launch.steps is given; running {DEFAULT_STEPS} steps")
+    options = _options(loaded, mesh, cache, prefetch, loaders, store, resume)
+    options = dataclasses.replace(options, steps=chosen or DEFAULT_STEPS, runtime=_runtime_of(runtime))
+    with screen.progress() as tell, screen.user_code():
+        summary = run_job(loaded.job, str(job), options, tell)
+    _show_run(screen, summary)
+    if report is not None:
+        write_report(summary, report)
+        screen.show(Text.assemble(("report  ", "dim"), str(report)))
+    screen.give(dataclasses.asdict(summary) | {"report": None if report is None else str(report)})
+
+
+@app.command()
+def serve(
+    ctx: typer.Context,
+    job: JobPath,
+    mesh: Mesh = None,
+    prefetch: Prefetch = None,
+    loaders: Loaders = None,
+    store: Store = None,
+    resume: Resume = False,
+    address_file: Annotated[
+        Path | None, typer.Option("--address-file", help="Write the address to this file while the service is up.")
+    ] = None,
+    cache: Cache = _CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Serve a job to trainers in other processes of this host, until Ctrl-C or SIGTERM."""
+    screen = Screen(as_json=as_json)
+    if address_file is not None:
+        check_writable("--address-file", address_file)
+    loaded = _load(job, screen)
+    options = _options(loaded, mesh, cache, prefetch, loaders, store, resume)
+    with screen.progress() as tell:
+        service = launch_for(loaded.job, options, tell, any_mesh=True)
+    with service:
+        ranks = f"{options.mesh.world_size} ranks" if options.mesh.world_size > 1 else "1 rank"
+        screen.show(
+            Text.assemble(("serving  ", "dim"), f"{job}, mesh {options.mesh} ({ranks})"),
+            Text.assemble(("address  ", "dim"), (service.address or "", "bold")),
+            f"\nAttach every trainer with\n\n    import overlord as ol\n"
+            f'    client = ol.connect("{service.address}", rank=RANK)\n\nCtrl-C ends the service.',
+        )
+        screen.give({"address": service.address, "pid": service.status()["pid"], "mesh": str(options.mesh)})
+        ctx.meta[_AS_JSON] = False  # the one object is out
+        serve_until_stopped(service, screen, address_file)
+
+
+@app.command()
+def status(
+    address: Annotated[str, typer.Argument(help="What `overlord serve` shows, or its address file.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show what a running service is doing: mixture, buffers, bad samples, clients."""
+    screen = Screen(as_json=as_json)
+    found = find_status(address)
+    screen.show(*status_tables(found))
+    screen.give(found)
+
+
+@sources_app.command("list")
+def list_sources(
+    job: JobPath,
+    rows: Annotated[bool, typer.Option("--rows", help="Index all files now, to know their rows.")] = False,
+    cache: Cache = _CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """List the sources of a job: format, files, bytes, and rows where they are known."""
+    screen = Screen(as_json=as_json)
+    loaded = _load(job, screen)
+    with screen.progress() as tell:
+        opened = open_each(loaded.job, loaded.job.sources, Path(_folder(cache)), tell)
+        if rows:
+            count_rows(opened, tell)
+    found = [describe_source(one) for one in opened]
+    screen.show(source_listing(str(job), found))
+    if not rows and any(one["error"] is None and one["rows"] is None for one in found):
+        screen.show("?: not all files are indexed yet; --rows does it now.")
+    screen.give({"job": str(job), "sources": found})
+    errors = [one.error for one in opened if one.error is not None]
+    for error in errors:
+        show_error(error, as_json=False)
+    if errors:
+        raise typer.Exit(2)
+
+
+@sources_app.command()
+def preview(
+    job: JobPath,
+    source: Annotated[str | None, typer.Argument(help="Only this source.", show_default=False)] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, max=1000, help="Samples of each source.")] = 3,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with pictures.")] = None,
+    cache: Cache = _CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Show the first samples of each source: text, token counts and thumbnails."""
+    screen = Screen(as_json=as_json)
+    loaded = _load(job, screen)
+    chosen = choose_sources(loaded.job, [] if source is None else [source])
+    if html is not None:
+        check_writable("--html", html)
+    with screen.progress() as tell, screen.user_code():
+        opened = open_each(loaded.job, chosen, Path(_folder(cache)), tell)
+        found = [(one, preview_source(one, rows)) for one in opened]
+    for one, previews in found:
+        screen.show(show_previews(one, previews, pictures=screen.out.color_system is not None))
+    if html is not None:
+        write_text(html, preview_page(str(job), found))
+        screen.show(Text.assemble(("page  ", "dim"), str(html)))
+    screen.give({"job": str(job), "sources": {one.source.name: [p.to_json() for p in ps] for one, ps in found}})
+
+
+@sources_app.command()
+def lint(
+    job: JobPath,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of every file that are measured and decoded.")] = 200,
+    cache: Cache = _CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Look into every file of every source and say what is wrong; exit code 1 if there are errors."""
+    screen = Screen(as_json=as_json)
+    loaded = _load(job, screen)
+    with screen.progress() as tell, screen.user_code():
+        findings = lint_job(loaded.job, Path(_folder(cache)), rows, tell)
+    errors = count_errors(findings)
+    for finding in findings:
+        colour = "bold red" if finding.severity == "error" else "yellow"
+        line = Text.assemble((finding.severity, colour), f" {finding.source}: {finding.message}")
+        if not as_json:
+            screen.out.print(line, soft_wrap=True)
+    total = f"{len(loaded.job.sources)} sources: {errors} errors, {len(findings) - errors} warnings"
+    screen.show(Text(total, style="bold"))
+    screen.give(
+        {
+            "job": str(job),
+            "errors": errors,
+            "warnings": len(findings) - errors,
+            "findings": [finding.to_json() for finding in findings],
+        }
+    )
+    if errors:
+        raise typer.Exit(1)
+
+
+@sources_app.command()
+def measure(
+    job: JobPath,
+    sources: Annotated[list[str] | None, typer.Argument(metavar="[SOURCE]...", show_default=False)] = None,
+    cache: Cache = _CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Count the tokens of every row once and keep them, for sources with lengths: sidecar or the named ones."""
+    screen = Screen(as_json=as_json)
+    loaded = _load(job, screen)
+    chosen = sources_to_measure(loaded.job, sources or [])
+    folder = Path(_folder(cache))
+    with screen.progress() as tell, screen.user_code():
+        totals = measure_sources(loaded.job, chosen, folder, tell)
+    table = Table("source", title="measured", title_justify="left")
+    for name in ("files", "rows", "text tokens", "bad rows"):
+        table.add_column(name, justify="right")
+    for name, one in totals.items():
+        table.add_row(Text(name), f"{one['files']:,}", f"{one['rows']:,}", count(one["tokens"]), f"{one['bad']:,}")
+    screen.show(table)
+    unused = [source.name for source in chosen if source.lengths != "sidecar"]
+    if unused:
+        screen.note(f"to use them, write lengths: sidecar beside {', '.join(unused)} in {job}")
+    screen.give({"job": str(job), "folder": str(folder / "lengths"), "sources": totals})
+
+
+@app.command()
+def schema(
+    out: Annotated[Path | None, typer.Option("--out", help="Write it to this file.")] = None, as_json: AsJson = False
+) -> None:
+    """Print the JSON Schema of job files, for editors."""
+    text = json.dumps(job_file_schema(), indent=2)
+    if out is None:
+        print(text)
+        return
+    write_text(out, text + "\n")
+    screen = Screen(as_json=as_json)
+    screen.show(Text.assemble(("schema  ", "dim"), str(out)))
+    screen.give({"schema": str(out)})
+
+
+@app.command()
+def version(as_json: AsJson = False) -> None:
+    """Print the version."""
+    screen = Screen(as_json=as_json)
+    screen.show(f"overlord {__version__}")
+    screen.give({"version": __version__})
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _load(path: Path, screen: Screen) -> JobFile:
+    with screen.user_code():
+        return load_job_file(path)
+
+
+def _folder(cache: Path) -> str:
+    return str(cache.expanduser().absolute())
+
+
+def _options(
+    loaded: JobFile,
+    mesh: str | None,
+    cache: Path,
+    prefetch: int | None,
+    loaders: int | None,
+    store: Path | None,
+    resume: bool,
+) -> RunOptions:
+    """Return how to run: what stands in the job file, unless the command line says otherwise."""
+    launch = loaded.launch
+    return RunOptions(
+        mesh=launch.mesh if mesh is None else ClientPlaceTree.parse(mesh),
+        steps=launch.steps or DEFAULT_STEPS,
+        cache=_folder(cache),
+        prefetch=launch.prefetch if prefetch is None else prefetch,
+        loaders_per_source=launch.loaders_per_source if loaders is None else loaders,
+        store=launch.store if store is None else str(store),
+        resume=resume,
+    )
+
+
+def _runtime_of(name: RuntimeName) -> Literal["local", "inline"]:
+    return "inline" if name is RuntimeName.inline else "local"
+
+
+def _show_run(screen: Screen, summary: RunSummary) -> None:
+    screen.show(source_table(summary), summary_table(summary))
+    for note in summary.notes:
+        screen.note(note)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""How commands speak: results on standard output (tables or one JSON object), all the rest on standard error."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from overlord.errors import OverlordError, SpecError
+
+Tell = Callable[[str, int, int], None]
+"""Told (what is being done, how much is done, of how much); threads may share it."""
+
+_PLAIN_WIDTH = 110
+"""Columns of a table that goes into a file or a pipe."""
+_LINE_EVERY_S = 10.0
+
+
+class Screen:
+    """Where one command writes. With `as_json` standard output holds one JSON object and nothing else."""
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self._stdout = sys.stdout
+        self.out = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+        self.err = Console(file=sys.stderr, highlight=False)
+
+    def show(self, *parts: RenderableType) -> None:
+        """Print for a person; JSON output leaves it out."""
+        if not self.as_json:
+            for part in parts:
+                self.out.print(part, soft_wrap=isinstance(part, str))
+
+    def give(self, result: Mapping[str, Any]) -> None:
+        """Print the result for a program, if JSON was asked for."""
+        if self.as_json:
+            print(json.dumps(result, ensure_ascii=False, allow_nan=False), file=self._stdout, flush=True)
+
+    def note(self, message: str) -> None:
+        """Say something beside the result."""
+        self.err.print(message, style="dim", markup=False, soft_wrap=True)
+
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """Run a user's Python: what it prints must not end up inside the result."""
+        with redirect_stdout(sys.stderr):
+            yield
+
+    @contextmanager
+    def progress(self) -> Iterator[Tell]:
+        """Show bars on a terminal, and a line now and then elsewhere."""
+        if not self.err.is_terminal:
+            yield _Lines(self.err)
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.err, transient=True) as bars:
+            yield _Bars(bars)
+
+
+class _Bars:
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, what: str, done: int, of: int) -> None:
+        with self._lock:
+            if what not in self._tasks:
+                self._tasks[what] = self._bars.add_task(what, total=of)
+        self._bars.update(self._tasks[what], completed=done, total=of)
+
+
+class _Lines:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._next_s = time.monotonic() + _LINE_EVERY_S
+        self._ended: set[str] = set()
+        self._lock = threading.Lock()
+
+    def __call__(self, what: str, done: int, of: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            ends = done >= of and what not in self._ended
+            if not ends and now < self._next_s:
+                return
+            self._next_s = now + _LINE_EVERY_S
+            if ends:
+                self._ended.add(what)
+        self._console.print(f"{what}: {done:,} of {of:,}", markup=False, soft_wrap=True)
+
+
+def show_error(error: OverlordError, *, as_json: bool) -> int:
+    """Tell of an error in one paragraph; return the exit code it asks for."""
+    console = Console(file=sys.stderr, highlight=False)
+    message = " ".join(str(error).split())
+    # A terminal gets whole words; a log gets one line that can be searched.
+    console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=not console.is_terminal)
+    if as_json:
+        print(json.dumps({"error": {"kind": type(error).__name__, "message": str(error)}}, ensure_ascii=False))
+    return 2 if isinstance(error, SpecError) else 1
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Refuse a file that could not be written, before the work whose result it would hold."""
+    folder = path.absolute().parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
+        reason = "it is a folder" if path.is_dir() else f"{folder} is not a folder that can be written"
+        raise SpecError(f"{option} {path}: nothing can be written there, since {reason}. Name another file.")

@@ -1,0 +1,246 @@
+"""Runs a job with every rank of its mesh held by this process, and sums up what they received."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from overlord.cli.collecting import Collector
+from overlord.cli.output import Tell
+from overlord.cli.sources import indexed_rows, open_each
+from overlord.cli.summary import RunSummary, SourceSummary
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.specs import Job
+from overlord.errors import SpecError
+from overlord.roles.client import Client
+from overlord.roles.views import BatchMeta, Step
+from overlord.runtimes.deployment import limits_of
+from overlord.session import Service, launch
+
+MOST_RANKS = 256
+"""Ranks that one process can hold without running out of file descriptors."""
+_LOOK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """How a job is run here."""
+
+    mesh: ClientPlaceTree
+    steps: int
+    cache: str
+    runtime: Literal["local", "inline"] = "local"
+    prefetch: int = 2
+    loaders_per_source: int = 1
+    store: str | None = None
+    resume: bool = False
+
+
+def run_job(job: Job, name: str, options: RunOptions, tell: Tell) -> RunSummary:
+    """Run some steps of a job and return what came out.
+
+    Raises:
+        OverlordError: as `launch` and the clients raise it; the service is closed.
+    """
+    began = time.perf_counter()
+    with launch_for(job, options, tell) as service:
+        clients = [service.client(rank) for rank in range(options.mesh.world_size)]
+        before = clients[0].state_dict()
+        status = service.status()
+        names = tuple(before["sources"])
+        static = [status["sources"][one]["planned_share"] for one in names]
+        collector = Collector(job, names, limits_of(job, options.mesh), static)
+        memory = MemoryWatch({os.getpid(), int(status["pid"])})
+        first_s, wall_s = _consume(clients, options, collector, memory, tell)
+        after, status = clients[0].state_dict(), service.status()
+        memory.look(now=True)
+    return _sum_up(job, name, options, collector, _Facts(before, after, status, first_s - began, wall_s, memory.peak))
+
+
+def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = False) -> Service:
+    """Launch the service of a job; `any_mesh` when its ranks live in other processes."""
+    ranks = options.mesh.world_size
+    if ranks > MOST_RANKS and not any_mesh:
+        raise SpecError(
+            f"mesh {options.mesh} has {ranks} ranks; this command holds all of them in one process, which would run "
+            f"out of file descriptors beyond {MOST_RANKS}. Use a smaller mesh: shares and digests of the order stay "
+            "the same."
+        )
+    if options.resume and options.store is None:
+        raise SpecError(
+            "--resume was given without a store; there is no snapshot to continue from. Add --store DIR, or "
+            "launch.store to the job file."
+        )
+    if options.store is not None:
+        _make_folder(options.store)
+    return launch(
+        job,
+        mesh=options.mesh,
+        runtime=options.runtime,
+        prefetch=options.prefetch,
+        loaders_per_source=options.loaders_per_source,
+        store=options.store,
+        cache=options.cache,
+        state="latest" if options.resume else None,
+        progress=tell,
+    )
+
+
+def _make_folder(store: str) -> None:
+    try:
+        Path(store).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(
+            f"store {store!r}: the folder cannot be made ({error.strerror}); the run could not be resumed. Name "
+            "another folder."
+        ) from error
+
+
+class MemoryWatch:
+    """The largest sum of the proportional set sizes of some processes that was seen."""
+
+    def __init__(self, pids: set[int]) -> None:
+        self._processes = [psutil.Process(pid) for pid in pids]
+        self._next_s = 0.0
+        self.peak = 0
+
+    def look(self, *, now: bool = False) -> None:
+        """Measure, if it is time to: each look costs some milliseconds."""
+        if not now and time.perf_counter() < self._next_s:
+            return
+        self._next_s = time.perf_counter() + _LOOK_EVERY_S
+        try:
+            self.peak = max(self.peak, sum(_proportional(process) for process in self._processes))
+        except psutil.Error:
+            pass  # the process is going away; whoever waits for its data gets the reason
+
+
+def _proportional(process: psutil.Process) -> int:
+    # Only Linux shares out shared pages; elsewhere they are counted in every process.
+    return int(getattr(process.memory_full_info(), "pss", 0) or process.memory_info().rss)
+
+
+def _consume(
+    clients: list[Client], options: RunOptions, collector: Collector, memory: MemoryWatch, tell: Tell
+) -> tuple[float, float]:
+    """Let every rank hold every microbatch; return when the first step was complete, and the seconds of all."""
+    began = first_s = time.perf_counter()
+    heads = {options.mesh.rank(dp=dp): dp for dp in range(options.mesh.dp)}
+    for number in range(options.steps):
+        metas: dict[int, list[BatchMeta]] = {}
+        longest_s, header = 0.0, None
+        for client in clients:
+            asked = time.perf_counter()
+            step: Step | None = next(client, None)
+            if step is None:
+                return first_s, time.perf_counter() - began
+            batches = list(step.microbatches)
+            longest_s = max(longest_s, time.perf_counter() - asked)
+            if client.rank in heads:
+                metas[heads[client.rank]] = [batch.meta for batch in batches]
+            header = step
+        if number == 0:
+            first_s = time.perf_counter()
+        assert header is not None  # a mesh has at least one rank
+        collector.add(header, [metas[dp] for dp in range(options.mesh.dp)], longest_s)
+        memory.look()
+        tell("steps", number + 1, options.steps)
+    return first_s, time.perf_counter() - began
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    before: dict[str, Any]
+    after: dict[str, Any]
+    status: dict[str, Any]
+    startup_s: float
+    wall_s: float
+    peak_memory: int
+
+
+def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, facts: _Facts) -> RunSummary:
+    every, per_step, planned, realised = collector.per_step()
+    samples, tokens = int(collector.samples.sum()), int(collector.tokens.sum())
+    wall_s = max(facts.wall_s, 1e-9)
+    ours, theirs = collector.imbalance
+    return RunSummary(
+        job_name=name,
+        mesh=str(options.mesh),
+        runtime=options.runtime,
+        steps=collector.steps,
+        wall_s=facts.wall_s,
+        startup_s=facts.startup_s,
+        samples=samples,
+        tokens=tokens,
+        samples_per_s=samples / wall_s,
+        tokens_per_s=tokens / wall_s,
+        padding=1 - tokens / collector.positions if collector.positions else 0.0,
+        imbalance_planned=ours,
+        imbalance_round_robin=theirs,
+        peak_memory_bytes=facts.peak_memory,
+        sources=_sources(job, options, collector, facts),
+        per_step=per_step,
+        steps_per_point=every,
+        mixture_level=job.mixture.level,
+        weights_per_step=planned,
+        realised_per_step=realised,
+        length_histogram=collector.histogram,
+        load_heatmap=collector.typical_load(),
+        digests=collector.digests,
+        notes=_notes(options, collector, facts),
+    )
+
+
+def _notes(options: RunOptions, collector: Collector, facts: _Facts) -> list[str]:
+    notes = list[str]()
+    if options.resume:
+        notes.append(f"Resumed at step {facts.before['step']} from the newest snapshot in {options.store}.")
+    if collector.steps < options.steps:
+        notes.append(f"The stream ended by itself after {collector.steps} of {options.steps} steps.")
+    faults = {name: (s["bad"], s["wrong_length"]) for name, s in facts.status["sources"].items()}
+    for name, (bad, wrong) in faults.items():
+        if bad:
+            notes.append(f"{name}: {bad} bad samples were replaced by masked stand-ins; the log names them.")
+        if wrong:
+            notes.append(f"{name}: {wrong} samples were cut or padded, since their length column was wrong.")
+    return notes
+
+
+def _sources(job: Job, options: RunOptions, collector: Collector, facts: _Facts) -> list[SourceSummary]:
+    columns = facts.after["columns"]
+    before, after = (
+        {name: dict(zip(columns, row, strict=True)) for name, row in state["sources"].items()}
+        for state in (facts.before, facts.after)
+    )
+    rows = _epoch_rows(job, options, {name: row["epoch_rows"] for name, row in after.items()})
+    found: dict[str, SourceSummary] = {}
+    for number, name in enumerate(after):
+        drawn, skipped = (after[name][c] - before[name][c] for c in ("samples", "skipped"))
+        found[name] = SourceSummary(
+            name=name,
+            format=facts.status["sources"][name]["format"],
+            planned_share=collector.planned[number],
+            realised_share=collector.realised[number],
+            samples=int(collector.samples[number]),
+            tokens=int(collector.tokens[number]),
+            epochs=(drawn + skipped) / rows[name] if rows.get(name) else None,
+            bad=facts.status["sources"][name]["bad"],
+            dropped=skipped,
+        )
+    return [found[source.name] for source in job.sources]
+
+
+def _epoch_rows(job: Job, options: RunOptions, counted: dict[str, int]) -> dict[str, float]:
+    """Return the rows of each source: counted in a whole epoch, or by the indices that the run left behind."""
+    rows: dict[str, float] = {name: float(count) for name, count in counted.items() if count}
+    rest = [source for source in job.sources if source.name not in rows]
+    for one in open_each(job, rest, Path(options.cache), None):
+        known = indexed_rows(one.files) if one.files is not None else None
+        if known is not None:
+            rows[one.source.name] = known
+    return rows

@@ -1,0 +1,258 @@
+"""Opens the sources of a job one by one: what they hold, how many rows they have, and their length sidecars."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from rich.table import Table
+from rich.text import Text as Words
+
+from overlord.cli.output import Tell
+from overlord.cli.summary import size
+from overlord.core.spec_errors import did_you_mean, list_some
+from overlord.core.specs import Custom, ImageText, Job, Source, Text
+from overlord.errors import SpecError
+from overlord.readers.index import IndexCache
+from overlord.readers.sidecars import LengthSidecars
+from overlord.readers.source_files import SourceFiles
+from overlord.runtimes.deployment import SerialWorkers, open_sources
+from overlord.transforms.per_sample import SampleTransform, make_transform
+from overlord.transforms.tokenize import TextTokenizer
+
+LISTING_THREADS = 16
+"""Opening a source mostly waits for storage."""
+MEASURE_ROWS = 256
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSource:
+    """A source and its files, or why they cannot be had."""
+
+    source: Source
+    transform: SampleTransform
+    files: SourceFiles | None
+    error: SpecError | None = None
+
+
+def load_tokenizer(job: Job) -> TextTokenizer | None:
+    """Return the tokenizer of a job, if it has one."""
+    return TextTokenizer(job.tokenizer) if job.tokenizer else None
+
+
+def open_each(job: Job, sources: Sequence[Source], cache: Path, tell: Tell | None) -> list[OpenSource]:
+    """Open some sources of a job; the fault of one does not keep the others from being opened."""
+    if not sources:
+        return []
+    tokenizer = load_tokenizer(job)
+    index = IndexCache(cache / "index")
+
+    def open_one(source: Source) -> OpenSource:
+        transform = make_transform(source, tokenizer)
+        try:
+            return OpenSource(source, transform, open_sources([source], [transform], index, SerialWorkers(), None)[0])
+        except SpecError as error:
+            return OpenSource(source, transform, None, _naming(source, error))
+
+    return side_by_side(open_one, sources, LISTING_THREADS, counter(tell, "opening sources", len(sources)))
+
+
+def _naming(source: Source, error: SpecError) -> SpecError:
+    """Return the error with the source in front: a path alone is hard to find among hundreds of sources."""
+    start = f"source {source.name!r}: "
+    return error if str(error).startswith(start) else type(error)(start + str(error))
+
+
+def choose_sources(job: Job, names: Sequence[str]) -> list[Source]:
+    """Return the named sources, or all if none is named.
+
+    Raises:
+        SpecError: A name is not in the job.
+    """
+    by_name = {source.name: source for source in job.sources}
+    for name in names:
+        if name not in by_name:
+            raise SpecError(
+                f"source {name!r} is not in the job; there is nothing to look at.{did_you_mean(name, by_name)} "
+                f"Sources: {list_some(list(by_name))}."
+            )
+    return [by_name[name] for name in dict.fromkeys(names)] or list(job.sources)
+
+
+def side_by_side(
+    function: Callable[[Any], T], items: Iterable[Any], threads: int, did: Callable[[int], None]
+) -> list[T]:
+    """Apply a function on a few threads, results in order; Ctrl-C and errors do not wait for what is left."""
+
+    def one(item: Any) -> T:
+        result = function(item)
+        did(1)
+        return result
+
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="overlord-cli")
+    try:
+        return list(pool.map(one, items))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def counter(tell: Tell | None, what: str, of: int) -> Callable[[int], None]:
+    """Return a function that adds to a count of things done and tells it; threads may share it."""
+    lock, done = threading.Lock(), 0
+
+    def did(more: int) -> None:
+        nonlocal done
+        with lock:
+            done += more
+            now = done
+        if tell is not None:
+            tell(what, now, of)
+
+    return did
+
+
+def cores() -> int:
+    """Return how many threads of heavy work this host is good for."""
+    return os.cpu_count() or 1
+
+
+def indexed_rows(files: SourceFiles) -> float | None:
+    """Return the rows of a source as far as its files are indexed, scaled up by bytes; None if none is."""
+    found = [(files.indexed(number), file.size) for number, file in enumerate(files.files)]
+    known = [(int(blocks.rows.sum()), size) for blocks, size in found if blocks is not None]
+    if not known:
+        return None
+    rows, size = sum(rows for rows, _ in known), sum(size for _, size in known)
+    return float(rows) if len(known) == len(found) else rows * files.total_bytes / size
+
+
+def count_rows(opened: Sequence[OpenSource], tell: Tell) -> None:
+    """Index every file of the sources that could be opened, in parallel; faults show up when rows are asked for."""
+    files = [(one.files, n) for one in opened if one.files is not None for n in range(len(one.files.files))]
+
+    def index(item: tuple[SourceFiles, int]) -> None:
+        try:
+            item[0].blocks(item[1])
+        except SpecError:
+            pass  # the row count of its source stays unknown, which is what the table shows; lint says why
+
+    side_by_side(index, files, LISTING_THREADS, counter(tell, "indexing files", len(files)))
+
+
+def describe_source(one: OpenSource) -> dict[str, Any]:
+    """Return what a listing shows of a source, JSON-able."""
+    kind = type(one.source.sample).__name__
+    if one.files is None:
+        return {"name": one.source.name, "sample": kind, "path": list(one.source.path), "error": str(one.error)}
+    indexed = [one.files.indexed(number) for number in range(len(one.files.files))]
+    rows = [int(blocks.rows.sum()) for blocks in indexed if blocks is not None]
+    return {
+        "name": one.source.name,
+        "sample": kind,
+        "path": list(one.source.path),
+        "format": one.files.format,
+        "files": len(one.files.files),
+        "bytes": one.files.total_bytes,
+        "rows": sum(rows) if len(rows) == len(indexed) else None,
+        "indexed_files": len(rows),
+        "error": None,
+    }
+
+
+def source_listing(job_name: str, found: Sequence[Mapping[str, Any]]) -> Table:
+    """Return what `describe_source` tells of each source, for the terminal."""
+    table = Table("source", "sample", "format", title=f"{len(found)} sources of {job_name}", title_justify="left")
+    for name in ("files", "bytes", "rows"):
+        table.add_column(name, justify="right")
+    for one in found:
+        if one["error"] is not None:
+            table.add_row(Words(one["name"]), one["sample"], Words("error", style="red"), "", "", "")
+            continue
+        rows = "?" if one["rows"] is None else f"{one['rows']:,}"
+        cells = (one["sample"], one["format"], f"{one['files']:,}", size(one["bytes"]), rows)
+        table.add_row(Words(one["name"]), *cells)
+    return table
+
+
+def sources_to_measure(job: Job, names: Sequence[str]) -> list[Source]:
+    """Return the sources whose sidecars are to be written: the named ones, or all with lengths="sidecar".
+
+    Raises:
+        SpecError: There is nothing to measure, or a named source cannot be measured.
+    """
+    chosen = choose_sources(job, names) if names else [s for s in job.sources if s.lengths == "sidecar"]
+    if not chosen:
+        raise SpecError(
+            "no source has lengths: sidecar, so nobody would read the sidecars. Set it in the job file for sources "
+            "whose text is slow to tokenize, or name the sources to measure."
+        )
+    for source in chosen:
+        if isinstance(source.sample, Custom):
+            raise SpecError(
+                f"source {source.name!r} has a custom sample, whose function decides its own lengths; a sidecar would "
+                "never be read. Leave this source out."
+            )
+    return chosen
+
+
+def measure_sources(job: Job, sources: Sequence[Source], cache: Path, tell: Tell) -> dict[str, dict[str, int]]:
+    """Count the text tokens of every row and write the sidecars; return rows, tokens and bad rows of each source.
+
+    Raises:
+        OverlordError: A file cannot be read. Sidecars of other files stay.
+    """
+    tokenizer = load_tokenizer(job)
+    digest = tokenizer.digest if tokenizer else ""
+    sidecars = LengthSidecars(cache / "lengths")
+    plain = [_text_only(source) for source in sources]
+    opened = open_each(job, plain, cache, tell)
+    for one in opened:
+        if one.error is not None:
+            raise one.error
+    tasks = [(i, one, n) for i, one in enumerate(opened) if one.files for n in range(len(one.files.files))]
+    count_rows(opened, tell)
+    rows = sum(int(one.files.blocks(number).rows.sum()) for _, one, number in tasks if one.files)
+    did = counter(tell, "measuring rows", rows)
+    totals = {source.name: {"files": 0, "rows": 0, "tokens": 0, "bad": 0} for source in sources}
+
+    def measure(task: tuple[int, OpenSource, int]) -> tuple[str, int, int, int]:
+        index, one, number = task
+        assert one.files is not None
+        lengths, bad = _file_lengths(one.files, number, one.transform, did)
+        sidecars.write(sources[index], one.files, number, digest, lengths)
+        return sources[index].name, len(lengths), int(lengths.sum()), bad
+
+    for name, num_rows, tokens, bad in side_by_side(measure, tasks, cores(), lambda _: None):
+        for key, more in (("files", 1), ("rows", num_rows), ("tokens", tokens), ("bad", bad)):
+            totals[name][key] += more
+    return totals
+
+
+def _text_only(source: Source) -> Source:
+    """Return a source that reads the text of its samples: sidecars count text, headers tell the images' tokens."""
+    if isinstance(source.sample, ImageText):
+        return source.replace(sample=Text(source.sample.text), lengths=None)
+    return source.replace(lengths=None)
+
+
+def _file_lengths(
+    files: SourceFiles, number: int, transform: SampleTransform, did: Callable[[int], None]
+) -> tuple[npt.NDArray[np.int32], int]:
+    parts: list[npt.NDArray[Any]] = [np.empty(0, np.int32)]
+    bad = 0
+    for block in range(len(files.blocks(number).rows)):
+        for rows in files.stream(number, block, batch_rows=MEASURE_ROWS):
+            measured = transform.measure(rows, None)
+            parts.append(measured.tokens)
+            bad += len({row for row, _ in measured.faults})
+            did(len(measured.tokens))
+    return np.concatenate(parts).astype(np.int32), bad

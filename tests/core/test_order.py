@@ -1,0 +1,121 @@
+"""The order of a source: a permutation, computable anywhere, well shuffled, indexed only where reached."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.core.order import NO_GROUP, WINDOW_BYTES, DataFile, FileBlocks, SourceOrder, stream_bytes
+
+
+def make(blocks_per_file, rows, row_bytes, shuffle_bytes, seed=0):
+    """An order over files whose blocks all have the given rows; also returns the set of indexed files."""
+    reached: set[int] = set()
+
+    def index(file: int) -> FileBlocks:
+        reached.add(file)
+        counts = np.array(rows[: blocks_per_file[file]] if rows else [], np.int64)
+        return FileBlocks(counts, counts * row_bytes)
+
+    files = [DataFile(f"{i}", n * 1000 + 1) for i, n in enumerate(blocks_per_file)]
+    return SourceOrder(seed, "s", files, shuffle_bytes=shuffle_bytes, index=index), reached
+
+
+def walk(order: SourceOrder, epoch: int, chunk: int = 10**9):
+    """Yield (file, block, row) of an epoch."""
+    group = order.first_group(epoch)
+    while group != NO_GROUP:
+        found = order.group(epoch, group)
+        for start in range(0, found.num_rows, chunk):
+            slots, rows = found.locate(start, chunk)
+            yield from zip(found.files[slots].tolist(), found.blocks[slots].tolist(), rows.tolist(), strict=True)
+        group = order.next_group(epoch, group)
+
+
+shapes = st.tuples(
+    st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    st.lists(st.integers(0, 40), min_size=5, max_size=5),
+    st.sampled_from([1, 100, 50_000]),
+    st.sampled_from([0, 500, 1 << 20]),
+)
+
+
+@given(shapes, st.integers(0, 3))
+def test_every_row_once_per_epoch(shape, epoch):
+    blocks, rows, row_bytes, shuffle_bytes = shape
+    order, _ = make(blocks, rows, row_bytes, shuffle_bytes)
+    seen = list(walk(order, epoch))
+    expected = [(f, b, r) for f, n in enumerate(blocks) for b in range(n) for r in range(rows[b])]
+    assert sorted(seen) == expected
+    if not shuffle_bytes:
+        assert seen == expected
+
+
+@given(shapes, st.integers(1, 7))
+def test_any_offset_is_computable_without_replay(shape, chunk):
+    blocks, rows, row_bytes, shuffle_bytes = shape
+    order, _ = make(blocks, rows, row_bytes, shuffle_bytes)
+    assert list(walk(order, 0)) == list(walk(make(blocks, rows, row_bytes, shuffle_bytes)[0], 0, chunk))
+
+
+@given(shapes)
+def test_streamed_blocks_are_read_front_to_back(shape):
+    blocks, rows, row_bytes, _ = shape
+    order, _ = make(blocks, rows, row_bytes, 500)
+    group = order.first_group(0)
+    while group != NO_GROUP:
+        found = order.group(0, group)
+        if not found.whole:
+            slots, at = found.locate(0, found.num_rows)
+            for slot in range(len(found.rows)):
+                assert (np.diff(at[slots == slot]) == 1).all()
+        group = order.next_group(0, group)
+
+
+def test_epochs_and_seeds_differ():
+    blocks, rows = [4] * 8, [50, 50, 50, 50, 0]
+    first = list(walk(make(blocks, rows, 1000, 1 << 20)[0], 0))
+    assert first != list(walk(make(blocks, rows, 1000, 1 << 20)[0], 1))
+    assert first != list(walk(make(blocks, rows, 1000, 1 << 20, seed=1)[0], 0))
+
+
+def test_only_files_being_reached_are_indexed():
+    count = 100
+    reached: set[int] = set()
+
+    def index(file: int) -> FileBlocks:
+        reached.add(file)
+        return FileBlocks(np.array([10]), np.array([10]))
+
+    files = [DataFile(str(i), WINDOW_BYTES // 16) for i in range(count)]
+    order = SourceOrder(0, "s", files, shuffle_bytes=1 << 20, index=index)
+    order.group(0, order.first_group(0)).locate(0, 10)
+    assert len(reached) == 16
+    assert len(order.windows(0)) == 7
+
+
+def neighbours_kept(sequence) -> float:
+    """The statistic of shuffle quality: the share of rows directly followed by their own next row."""
+    pairs = zip(sequence, sequence[1:], strict=False)
+    return sum(a[:2] == b[:2] and b[2] == a[2] + 1 for a, b in pairs) / (len(sequence) - 1)
+
+
+def test_neighbours_of_a_block_do_not_stay_neighbours():
+    row_bytes, shuffle_bytes = 20_000, 4 << 20
+    streams = min(32, shuffle_bytes // stream_bytes(row_bytes))
+    order, _ = make([4] * 16, [300] * 5, row_bytes, shuffle_bytes)
+    sequence = list(walk(order, 0))
+    # k merged streams leave about one row in k next to its old neighbour; a whole group far fewer.
+    assert 8 <= streams
+    assert neighbours_kept(sequence) < 1.3 / streams
+    small, _ = make([4] * 16, [30] * 5, 100, shuffle_bytes)
+    assert neighbours_kept(list(walk(small, 0))) < 0.005
+
+
+def test_blocks_of_a_group_come_from_different_files_where_possible():
+    order, _ = make([6] * 16, [100, 100, 100, 100, 100], 20_000, 4 << 20)
+    group = order.group(0, order.first_group(0))
+    assert len(set(group.files.tolist())) >= 0.6 * len(group.files)
+    # Row positions are mixed too: the correlation of place and row over the epoch is that of k-wise merging.
+    assert len(group.files) >= 8

@@ -1,0 +1,90 @@
+"""The torch face: tensors, state, and several trainer processes that share one service."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import overlord as ol
+from overlord.integrations.torch_loader import DataLoader
+
+
+def _tokens(loader, steps):
+    return [
+        (step.index, [batch["input_ids"].tolist() for batch in step.microbatches])
+        for step, _ in zip(loader, range(steps), strict=False)
+    ]
+
+
+def test_batches_are_tensors_that_own_their_memory(ids_job, cache):
+    with DataLoader(ids_job, cache=cache) as loader:
+        step = next(iter(loader))
+        batch = step.microbatches[0]
+        assert isinstance(batch["input_ids"], torch.Tensor)
+        assert batch["input_ids"].dtype == torch.int64
+        batch["input_ids"].zero_()  # must not warn, must not reach shared memory
+        assert isinstance(batch["max_length_q"], int)
+        assert len(batch.meta.sample_ids) == len(batch["cu_seq_lens_q"]) - 1
+
+
+def test_state_dict_round_trip(ids_job, cache):
+    with DataLoader(ids_job, cache=cache, runtime="inline") as loader:
+        _tokens(loader, 3)
+        state = loader.state_dict()
+        expected = _tokens(loader, 3)
+    with DataLoader(ids_job, cache=cache, runtime="inline") as loader:
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        assert _tokens(loader, 3) == expected
+
+
+def test_state_cannot_be_loaded_under_a_running_service(ids_job, cache):
+    with ol.launch(ids_job, cache=cache) as service, DataLoader(service.address) as loader:
+        state = loader.state_dict()
+        with pytest.raises(ol.StateError, match="somebody else started"):
+            loader.load_state_dict(state)
+
+
+_TRAINER = """
+    import json, sys
+    import torch.distributed as dist
+    import overlord as ol
+    from overlord.integrations.torch_loader import DataLoader
+    dist.init_process_group("gloo")
+    job = ol.Job.from_mapping(json.loads(sys.argv[1]))
+    with DataLoader(job, mesh=ol.ClientPlaceTree(dp=2, cp=2), cache=sys.argv[2]) as loader:
+        seen = []
+        for step, _ in zip(loader, range(4)):
+            seen += [sum(batch["input_ids"].flatten().tolist()) for batch in step.microbatches]
+        dist.barrier()
+    out = [None] * dist.get_world_size()
+    dist.all_gather_object(out, seen)
+    if dist.get_rank() == 0:
+        print("RESULT", out)
+    dist.destroy_process_group()
+"""
+
+
+def test_torchrun_ranks_share_one_service(ids_job, cache, tmp_path):
+    script = tmp_path / "trainer.py"
+    script.write_text(textwrap.dedent(_TRAINER))
+    job = ids_job.model_dump_json(by_alias=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone", str(script), job, cache],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "RESULT" in done.stdout, done.stderr[-3000:]
+    mesh = ol.ClientPlaceTree(dp=2, cp=2)
+    expected = []
+    with ol.launch(ids_job, mesh=mesh, runtime="inline", cache=cache) as service:
+        for rank in range(4):
+            client = service.client(rank=rank)
+            steps = [next(client) for _ in range(4)]
+            expected.append([int(b["input_ids"].sum()) for step in steps for b in step.microbatches])
+    assert str(expected) in done.stdout

@@ -1,0 +1,245 @@
+"""What goes wrong while running: a deterministic stand-in, a count, a log line with the id; or a clear stop."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import tarfile
+import zlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import simplejpeg
+from PIL import Image
+
+import overlord as ol
+from overlord.testing import delivered_pieces, stream_digests
+from tests.conftest import write_ids
+
+ONCE = ol.Mixture(stopping="all_exhausted_without_replacement")
+
+
+def jpeg(height=64, width=64, seed=0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return simplejpeg.encode_jpeg(pixels, quality=80, colorspace="RGB")
+
+
+def bomb() -> bytes:
+    """A PNG whose header claims 50,000 x 50,000 pixels."""
+    out = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(out, "PNG")
+    data = bytearray(out.getvalue())
+    data[16:24] = (50_000).to_bytes(4, "big") * 2
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    return bytes(data)
+
+
+@pytest.fixture
+def tokenizer(demo_files) -> str:
+    return str(demo_files.tokenizer)
+
+
+def text_job(path, tokenizer, **source) -> ol.Job:
+    source = {"sample": ol.Text("text"), "tolerance": 1.0, **source}
+    return ol.Job(
+        sources=[ol.Source("s", str(path), **source)],
+        mixture=ONCE,
+        tokenizer=tokenizer,
+        batch=ol.Batch(256, global_samples=4),
+    )
+
+
+def run(job, cache, runtime="inline"):
+    with ol.launch(job, runtime=runtime, cache=cache) as service:
+        labels = [
+            (ids, row)
+            for step in service.client()
+            for batch in step.microbatches
+            for ids, row in zip(
+                batch.meta.sample_ids,
+                np.split(batch["labels"][0], batch["cu_seq_lens_q"][1:-1]),
+                strict=True,
+            )
+        ]
+        return dict(labels), service.status()["sources"]["s"]
+
+
+def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cache, caplog):
+    good = [json.dumps({"text": f"hello world number {i}"}).encode() for i in range(6)]
+    good[2] = b'{"text": "cut off'
+    good[4] = b'{"text": "bad \xff\xfe bytes"}'
+    (tmp_path / "s.jsonl").write_bytes(b"\n".join(good))
+    job = text_job(tmp_path / "s.jsonl", tokenizer)
+    with caplog.at_level(logging.WARNING, "overlord"):
+        labels, status = run(job, cache)
+    assert len(labels) == 6
+    assert status["bad"] == 2
+    for row in (2, 4):
+        assert (labels[ol.SampleId("s", row, 0)] == -100).all()
+        assert f"bad sample s:0:{row}@0" in caplog.text
+    assert (labels[ol.SampleId("s", 0, 0)] != -100).any()
+    assert stream_digests(job, steps=9, cache=cache) == stream_digests(job, steps=9, cache=cache, runtime="local")
+
+
+def test_tolerance_stops_the_run(tmp_path, tokenizer, cache):
+    (tmp_path / "s.jsonl").write_text('{"text": "fine"}\nnot json\n' * 4)
+    with pytest.raises(ol.ToleranceError, match=r"source 's' has 4 bad samples among 8 read.*tolerance of 0 allows 0"):
+        run(text_job(tmp_path / "s.jsonl", tokenizer, tolerance=0.0), cache)
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_images_that_do_not_decode_or_are_bombs(tmp_path, tokenizer, cache, runtime, caplog):
+    good = jpeg(96, 64)
+    truncated = good[: len(good) // 3]
+    images = [good, b"not an image", bomb(), truncated, jpeg(64, 64, 1)]
+    pq.write_table(pa.table({"jpg": images, "txt": ["a picture"] * 5}), tmp_path / "s.parquet")
+    sample = ol.ImageText("jpg", "txt", patch=16, merge=2)
+    job = text_job(tmp_path / "s.parquet", tokenizer, sample=sample)
+    labels, status = run(job, cache, runtime)
+    assert status["bad"] == 3
+    if runtime == "inline":  # the service process logs to its own standard error
+        assert "bad sample s:0:1@0: the bytes are no image of a known format" in caplog.text
+        assert "bad sample s:0:2@0" in caplog.text and "2500000000 pixels" in caplog.text
+        assert "bad sample s:0:3@0: does not decode" in caplog.text
+    for row in (1, 2, 3):
+        assert (labels[ol.SampleId("s", row, 0)] == -100).all()
+    for row in (0, 4):
+        assert (labels[ol.SampleId("s", row, 0)] != -100).any()
+
+
+def test_length_column_that_lies_is_cut_padded_and_counted(tmp_path, cache):
+    rows = [{"ids": [7] * 10, "n": 10}, {"ids": [8] * 10, "n": 4}, {"ids": [9] * 4, "n": 10}]
+    (tmp_path / "s.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+    source = {"sample": ol.Text("ids", tokenized=True), "lengths": "n"}
+    job = text_job(tmp_path / "s.jsonl", None, **source)
+    labels, status = run(job, cache)
+    assert status["wrong_length"] == 2
+    assert [len(labels[ol.SampleId("s", row, 0)]) for row in range(3)] == [10, 4, 10]
+    assert (labels[ol.SampleId("s", 2, 0)][4:] == -100).all()
+    with pytest.raises(ol.ToleranceError, match="another length than promised"):
+        run(text_job(tmp_path / "s.jsonl", None, **source, tolerance=0.0), cache)
+
+
+def test_honest_length_column_gives_the_same_stream(tmp_path, cache):
+    path = write_ids(tmp_path / "s.jsonl", range(1, 60))
+    source = {"sample": ol.Text("ids", tokenized=True)}
+    plain = text_job(path, None, **source)
+    named = text_job(path, None, **source, lengths="n")
+    assert stream_digests(plain, steps=99, cache=cache) == stream_digests(named, steps=99, cache=cache)
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_a_file_that_vanishes_during_the_run_stops_it(tmp_path, cache, runtime):
+    for number in range(40):
+        write_ids(tmp_path / "s" / f"{number:02d}.jsonl", [9] * 300)
+    job = ol.Job(
+        sources=[
+            ol.Source("s", str(tmp_path / "s"), sample=ol.Text("ids", tokenized=True), shuffle_bytes=4000, tolerance=1)
+        ],
+        batch=ol.Batch(64, global_samples=50),
+    )
+    with ol.launch(job, runtime=runtime, cache=cache) as service:
+        client = service.client()
+        next(client)
+        for path in (tmp_path / "s").iterdir():
+            path.unlink()
+        with pytest.raises(ol.OverlordError, match=r"source 's'|\.jsonl") as caught:
+            for step in client:
+                assert step.index < 300
+        assert isinstance(caught.value, ol.ReaderError | ol.SourceError)
+
+
+def test_custom_function_that_fails_is_a_bad_sample_and_none_filters(tmp_path, cache):
+    path = write_ids(tmp_path / "s.jsonl", [5, 6, 7, 8])
+
+    def odd(row):
+        if row["n"] == 6:
+            raise ValueError("no sixes")
+        return None if row["n"] == 7 else {"tokens": row["ids"], "loss_mask": [0, 0] + [1] * (int(row["n"]) - 2)}
+
+    job = text_job(path, None, sample=ol.Custom(odd, columns=["ids", "n"]))
+    labels, status = run(job, cache)
+    assert sorted(sample.row for sample in labels) == [0, 1, 3]
+    assert (status["bad"], status["skipped"]) == (1, 1)
+    assert (labels[ol.SampleId("s", 3, 0)] == [-100, -100, 1003, 1003, 1003, 1003, 1003, 1003]).all()
+
+
+def test_global_loss_tokens_is_the_number_of_labels(mixed_job, ids_job, cache):
+    for job in (mixed_job, ids_job):
+        with ol.launch(job, mesh=ol.ClientPlaceTree(dp=2), runtime="inline", cache=cache) as service:
+            for one, two in zip(service.client(0), service.client(1), strict=False):
+                batches = [*one.microbatches, *two.microbatches]
+                assert sum(int((b["labels"] != -100).sum()) for b in batches) == one.global_loss_tokens
+                if one.index == 5:
+                    break
+
+
+def _launch_error(job, cache, **options) -> str:
+    with pytest.raises(ol.SpecError) as caught:
+        ol.launch(job, cache=cache, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_unusable_sources_are_refused_before_anything_runs(tmp_path, tokenizer, cache, runtime):
+    missing = text_job(tmp_path / "nothing" / "*.parquet", tokenizer)
+    assert "nothing" in _launch_error(missing, cache, runtime=runtime)
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    assert "has no rows" in _launch_error(text_job(tmp_path / "empty.jsonl", tokenizer), cache, runtime=runtime)
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is no footer PAR1")
+    assert "broken.parquet" in _launch_error(text_job(tmp_path / "broken.parquet", tokenizer), cache, runtime=runtime)
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "column.parquet")
+    message = _launch_error(text_job(tmp_path / "column.parquet", tokenizer), cache, runtime=runtime)
+    assert "text" in message and "body" in message
+    with tarfile.open(tmp_path / "cut.tar", "w") as tar:
+        info = tarfile.TarInfo("a.text")
+        info.size = 5000
+        tar.addfile(info, io.BytesIO(b"x" * 5000))
+    (tmp_path / "cut.tar").write_bytes((tmp_path / "cut.tar").read_bytes()[:3000])
+    assert "cut.tar" in _launch_error(text_job(tmp_path / "cut.tar", tokenizer), cache, runtime=runtime)
+
+
+def test_launch_arguments_are_checked(ids_job, cache, tmp_path):
+    assert "not a multiple of 6" in _launch_error(ids_job, cache, mesh=ol.ClientPlaceTree(cp=3))
+    assert "lag is 16 and prefetch is 16" in _launch_error(ids_job, cache, prefetch=16)
+    assert "prefetch is 0" in _launch_error(ids_job, cache, prefetch=0)
+    assert "layout is 'x'" in _launch_error(ids_job, cache, layout="x")
+    assert "runtime is 'x'" in _launch_error(ids_job, cache, runtime="x")
+    assert "holds no snapshot" in _launch_error(ids_job, cache, store=tmp_path, state="latest")
+    assert "neither a tokenizer.json" in _launch_error(
+        text_job(tmp_path / "x.jsonl", str(tmp_path / "no-tokenizer.json")), cache
+    )
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "is not a tokenizer file" in _launch_error(text_job(tmp_path / "x.jsonl", str(tmp_path)), cache)
+    with ol.launch(ids_job, cache=cache, runtime="inline") as service, pytest.raises(ol.SpecError, match="rank 1 is"):
+        service.client(rank=1)
+    with pytest.raises(ol.ServiceLost, match="no service answers"):
+        ol.connect("unix:///tmp/there-is-no-such-socket", 0)
+    with pytest.raises(ol.SpecError, match="is not one"):
+        ol.connect("tcp://somewhere", 0)
+
+
+def test_sidecar_must_be_written_first(tmp_path, cache):
+    path = write_ids(tmp_path / "s.jsonl", [3, 4])
+    job = text_job(path, None, sample=ol.Text("ids", tokenized=True), lengths="sidecar")
+    assert "overlord sources measure" in _launch_error(job, cache)
+
+
+def test_report_must_be_finite(ids_job, cache):
+    with ol.launch(ids_job, cache=cache, runtime="inline") as service:
+        client = service.client()
+        with pytest.raises(ol.SpecError, match="loss/a at step 0 is nan"):
+            client.report(0, {"loss/a": float("nan")})
+        client.report(0, {"loss/a": 1.0})
+        next(client)
+        assert client.state_dict()["reports"] == {"0": {"loss/a": 1.0}}
+
+
+def test_everything_delivered_is_accounted_for(tmp_path, tokenizer, cache):
+    path = write_ids(tmp_path / "s.jsonl", [3, 4, 5])
+    job = text_job(path, None, sample=ol.Text("ids", tokenized=True))
+    with ol.launch(job, cache=cache, runtime="inline", mesh=ol.ClientPlaceTree(dp=2)) as service:
+        assert len(delivered_pieces(service)) == 3

@@ -1,0 +1,107 @@
+"""Mixtures end to end: schedules, levels, temperature; realised shares from what ranks really got."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import overlord as ol
+from tests.conftest import write_ids
+
+
+def make(tmp_path, mixture, lengths, batch, weights=None):
+    rng = np.random.default_rng(0)
+    sources = []
+    for name, mean in lengths.items():
+        path = write_ids(tmp_path / f"{name}.jsonl", rng.integers(mean // 2 + 1, mean * 3 // 2 + 2, 400))
+        weight = None if weights is None else weights[name]
+        sources.append(ol.Source(name, str(path), sample=ol.Text("ids", tokenized=True), weight=weight))
+    return ol.Job(sources=sources, mixture=mixture, batch=batch)
+
+
+def shares(job, cache, steps, first=0):
+    """Return the (samples, tokens) of each source in some steps."""
+    samples, tokens = Counter(), Counter()
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        for step in service.client():
+            if step.index >= first:
+                for batch in step.microbatches:
+                    meta = batch.meta
+                    for source, length in zip(meta.source_ids, meta.segment_lengths, strict=True):
+                        samples[meta.source_names[source]] += 1
+                        tokens[meta.source_names[source]] += int(length)
+            if step.index == first + steps - 1:
+                return samples, tokens
+
+
+def test_by_sample_and_by_token(tmp_path, cache):
+    lengths, batch = {"long": 100, "short": 10}, ol.Batch(256, global_samples=40)
+    for level, counted in (("sample", 0), ("token", 1)):
+        job = make(tmp_path, ol.Mixture({"long": 1, "short": 3}, level=level), lengths, batch)
+        found = shares(job, cache, 30)[counted]
+        unit = 1 if level == "sample" else 152
+        assert abs(found["long"] - sum(found.values()) / 4) <= unit
+
+
+def test_stages_change_at_their_step(tmp_path, cache):
+    mixture = ol.Mixture.stages([(0, {"a": 1}), (4, {"a": 1, "b": 3})])
+    job = make(tmp_path, mixture, {"a": 5, "b": 5}, ol.Batch(64, global_samples=20))
+    assert shares(job, cache, 4)[0] == {"a": 80}
+    assert shares(job, cache, 4, first=4)[0] == {"a": 20, "b": 60}
+
+
+def test_linear_and_step_schedules(tmp_path, cache):
+    linear = ol.Mixture.linear({"a": {0: 1.0, 10: 0.0}, "b": {0: 0.0, 10: 1.0}})
+    job = make(tmp_path, linear, {"a": 5, "b": 5}, ol.Batch(64, global_samples=20))
+    assert abs(shares(job, cache, 11)[0]["a"] - 110) <= 2
+    stepped = ol.Mixture.step({"a": {0: 1.0}, "b": {0: 0.0, 2: 1.0}})
+    job = make(tmp_path, stepped, {"a": 5, "b": 5}, ol.Batch(64, global_samples=20))
+    assert shares(job, cache, 2)[0] == {"a": 40}
+    assert shares(job, cache, 2, first=2)[0] == {"a": 20, "b": 20}
+
+
+def test_substeps_follow_the_schedule_inside_a_step(tmp_path, cache):
+    schedule = [(0, {"a": 1}), (0.5, {"b": 1})]
+    for granularity, expected in (("step", {"a": 64}), ("substep", {"a": 32, "b": 32})):
+        mixture = ol.Mixture.stages(schedule, granularity=granularity)
+        job = make(tmp_path, mixture, {"a": 5, "b": 5}, ol.Batch(64, global_samples=64))
+        assert shares(job, cache, 1)[0] == expected
+
+
+def test_weights_beside_their_sources_and_temperature(tmp_path, cache):
+    lengths, batch = {"a": 5, "b": 5}, ol.Batch(64, global_samples=50)
+    job = make(tmp_path, None, lengths, batch, weights={"a": 9, "b": 1})
+    assert shares(job, cache, 2)[0] == {"a": 90, "b": 10}
+    warm = make(tmp_path, ol.Mixture(temperature=2.0), lengths, batch, weights={"a": 9, "b": 1})
+    assert shares(warm, cache, 2)[0] == {"a": 75, "b": 25}
+
+
+def test_temperature_without_weights_goes_by_size(tmp_path, cache):
+    job = make(tmp_path, ol.Mixture(temperature=1.0), {"big": 60, "small": 6}, ol.Batch(128, global_samples=100))
+    found = shares(job, cache, 2)[0]
+    assert found["big"] > 4 * found["small"]
+
+
+def test_a_source_of_weight_zero_is_never_opened(tmp_path, cache):
+    job = make(tmp_path, ol.Mixture({"a": 1, "b": 0}), {"a": 5, "b": 5}, ol.Batch(64, global_samples=10))
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        client = service.client()
+        for _ in range(5):
+            next(client)
+        assert service.status()["sources"]["b"]["buffer_bytes"] == 0
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_status_shows_planned_and_realised_shares(ids_job, cache, runtime):
+    with ol.launch(ids_job, runtime=runtime, cache=cache) as service:
+        client = service.client()
+        for _ in range(6):
+            next(client)
+        status = service.status()
+    assert status["clients"] == {"0": 5}
+    for name, planned in (("a", 3 / 6), ("b", 1 / 6), ("c", 2 / 6)):
+        source = status["sources"][name]
+        assert source["planned_share"] == pytest.approx(planned)
+        assert source["realised_share"] == pytest.approx(planned, abs=0.03)

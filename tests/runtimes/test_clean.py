@@ -1,0 +1,175 @@
+"""Nothing is left behind: after close, an exception, Ctrl-C, or SIGKILL of the trainer or the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+import overlord as ol
+
+DEADLINE_S = 20.0
+
+
+def folders() -> set[str]:
+    return {p.name for p in Path(tempfile.gettempdir()).glob("overlord-*")}
+
+
+def segments() -> set[str]:
+    return {p.name for p in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
+
+
+def wait_gone(pid: int) -> None:
+    try:
+        psutil.Process(pid).wait(DEADLINE_S)
+    except psutil.NoSuchProcess:
+        return
+
+
+@pytest.fixture
+def nothing_left():
+    before = (folders(), segments(), threading.active_count(), set(os.listdir("/proc/self/fd")))
+    yield
+    children = psutil.Process().children(recursive=True)
+    psutil.wait_procs(children, DEADLINE_S)
+    assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
+    assert folders() <= before[0]
+    assert segments() <= before[1]
+    assert threading.active_count() <= before[2]
+    assert len(os.listdir("/proc/self/fd")) <= len(before[3])
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_close(ids_job, cache, nothing_left, runtime):
+    with ol.launch(ids_job, runtime=runtime, cache=cache) as service:
+        client = service.client()
+        next(client).microbatches[0]
+        client.close()
+    with pytest.raises(ol.ClosedError, match="the service is closed"):
+        service.client()
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_exception_in_the_trainer(ids_job, cache, nothing_left, runtime):
+    with pytest.raises(RuntimeError, match="training failed"), ol.launch(ids_job, runtime=runtime, cache=cache) as s:
+        with s.client() as client:
+            next(client).microbatches[0]
+            raise RuntimeError("training failed")
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_launch_that_fails(ids_job, cache, nothing_left, runtime):
+    with pytest.raises(ol.StateError):
+        ol.launch(ids_job, runtime=runtime, cache=cache, state={"version": 0})
+
+
+def test_client_learns_that_the_service_died(ids_job, cache, nothing_left):
+    with ol.launch(ids_job, cache=cache) as service:
+        with service.client() as client:
+            next(client)
+            pid = service.status()["pid"]
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(ol.ServiceLost, match="is gone"):
+                for _ in client:
+                    pass
+
+
+_LAUNCHER = """
+import json, sys, time
+import overlord as ol
+job = ol.Job.from_mapping(json.loads(sys.argv[1]))
+service = ol.launch(job, cache=sys.argv[2], mesh=ol.ClientPlaceTree(dp=2))
+print(json.dumps([service.address, service.status()["pid"]]), flush=True)
+client = service.client()
+try:
+    for step in client:
+        batch = step.microbatches[0]
+        if step.index == 3:
+            print("at 3", flush=True)
+            sys.stdin.read()
+finally:
+    client.close()
+    service.close()
+"""
+
+_TRAINER = """
+import sys
+import overlord as ol
+client = ol.connect(sys.argv[1], int(sys.argv[2]))
+for step in client:
+    held = step.microbatches[0]
+    if step.index == 3:
+        print("at 3", flush=True)
+        sys.stdin.read()
+"""
+
+
+def start(script, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def started_launcher(ids_job, cache):
+    import json
+
+    launcher = start(_LAUNCHER, ids_job.model_dump_json(by_alias=True), cache)
+    address, pid = json.loads(launcher.stdout.readline())
+    assert launcher.stdout.readline() == "at 3\n"
+    return launcher, address, pid
+
+
+def end(process) -> None:
+    process.stdin.close()
+    process.stdout.close()
+    process.wait(DEADLINE_S)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], ids=["Ctrl-C", "SIGKILL", "SIGTERM"])
+def test_launcher_is_stopped(ids_job, cache, nothing_left, how):
+    launcher, _, pid = started_launcher(ids_job, cache)
+    launcher.send_signal(how)
+    launcher.wait(DEADLINE_S)
+    wait_gone(pid)
+    end(launcher)
+
+
+def test_trainer_is_killed_and_another_takes_its_rank(ids_job, cache, nothing_left):
+    with ol.launch(ids_job, cache=cache, mesh=ol.ClientPlaceTree(dp=2), budget=1 << 20) as service:
+        trainer = start(_TRAINER, service.address, "1")
+        assert trainer.stdout.readline() == "at 3\n"
+        trainer.kill()
+        end(trainer)
+        with service.client(rank=1) as client:
+            assert [next(client).index for _ in range(6)] == list(range(6))
+        status = service.status()
+        assert status["clients"] == {}
+        assert status["buffers"]["views_bytes"] == 0
+
+
+def test_arrays_outlive_the_client_and_the_service(ids_job, cache, nothing_left):
+    with ol.launch(ids_job, cache=cache) as service, service.client() as client:
+        batches = [batch for _, step in zip(range(4), client, strict=False) for batch in step.microbatches]
+        digests = [batch.digest() for batch in batches]
+    assert [batch.digest() for batch in batches] == digests
+    del batches
+
+
+def test_a_trainer_that_keeps_every_batch_does_not_stop_the_feed(mixed_job, cache, nothing_left):
+    with ol.launch(mixed_job, cache=cache, budget=4 << 20) as service, service.client() as client:
+        kept = [batch for _, step in zip(range(12), client, strict=False) for batch in step.microbatches]
+        assert sum(batch.nbytes for batch in kept) > 8 << 20
+        digests = [batch.digest() for batch in kept]
+        assert service.status()["buffers"]["views_bytes"] < 24 << 20
+    with ol.launch(mixed_job, cache=cache, runtime="inline") as service:
+        client = service.client()
+        fresh = [b.digest() for _, step in zip(range(12), client, strict=False) for b in step.microbatches]
+    assert digests == fresh
+    del kept

@@ -1,0 +1,148 @@
+"""The house: floors, purity, names, sizes, the face, and that figure 7 can be found in the tree."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import overlord
+
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src" / "overlord"
+FILES = sorted(SRC.rglob("*.py"))
+CRAFTS = ("planning", "scaling", "readers", "transforms", "stores")
+FLOORS = {
+    "errors": 0,
+    "core": 1,
+    **dict.fromkeys(CRAFTS, 2),
+    "roles": 3,
+    "runtimes": 4,
+    "session": 5,
+    "testing": 6,
+    "cli": 7,
+    "integrations": 7,
+    "dashboard": 7,
+}
+IMPURE = {"threading", "time", "asyncio", "random", "pyarrow", "socket", "subprocess", "os", "io", "pathlib", "tempfile"}
+ENGINE = {"threading", "time", "asyncio", "socket", "subprocess", "multiprocessing", "ray"}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(SRC).as_posix()
+
+
+def floor_of(path: Path) -> str:
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> list[str]:
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.append(node.module or "")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_go_down_the_floors(path):
+    here = floor_of(path)
+    if here == "__init__":
+        return
+    for module in imports_of(path):
+        if not module.startswith("overlord"):
+            continue
+        there = module.split(".")[1] if "." in module else "session"
+        if there == here:
+            continue
+        assert FLOORS[there] < FLOORS[here], f"{here} must not import {there} ({module})"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_pure_floors_are_pure_and_engines_stay_in_runtimes(path):
+    tops = {module.split(".")[0] for module in imports_of(path)}
+    here = floor_of(path)
+    if here in ("core", "planning", "scaling"):
+        allowed = {"os"} if "spec" in path.name else set()  # os.PathLike, to take paths as text
+        assert not tops & IMPURE - allowed
+    if here in ("core", "planning", "scaling", "readers", "transforms", "stores", "roles"):
+        assert "ray" not in tops
+    if here == "roles":
+        assert not tops & ENGINE
+    if here != "integrations":
+        assert "torch" not in tops
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_modules_say_what_they_hold_and_stay_small(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), "a module docstring says what lives here"
+    assert len(path.read_text().splitlines()) <= 450
+    assert path.stem not in ("utils", "common", "helpers", "misc", "base")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno <= 75, f"{node.name} is too long"
+        if isinstance(node, ast.ClassDef):
+            assert node.end_lineno - node.lineno <= 320, f"{node.name} is too long"
+            assert not re.search(r"(Manager|Helper|Impl|Mixin)$|^(Base|Default)[A-Z]", node.name)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            assert node.func.attr != "environ" or floor_of(path) == "cli"
+
+
+def test_nothing_read_is_evaluated_or_unpickled():
+    for path in FILES:
+        text = path.read_text()
+        assert "import pickle" not in text, path
+        assert not re.search(r"(?<![\w.])eval\(|(?<![\w.])exec\(|yaml\.load\(", text), path
+        if "cloudpickle.loads" in text:
+            assert path.name == "local_service.py", "code travels from the launcher to its own service only"
+
+
+def test_the_papers_words_are_files():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    paths = re.findall(r"`src/overlord/([\w/]+\.py)`", text)
+    assert len(paths) > 15
+    for path in paths:
+        assert (SRC / path).exists(), path
+    for word in ("Source Loader", "Data Constructor", "Planner", "ClientPlaceTree"):
+        assert word in text
+
+
+def test_the_five_steps_of_the_workflow_are_marked():
+    marks = {n: [p for p in FILES if f"# ({n})" in p.read_text()] for n in range(1, 6)}
+    assert all(len(found) == 1 for found in marks.values()), {n: [p.name for p in f] for n, f in marks.items()}
+
+
+def test_the_face():
+    assert set(overlord.__all__) == {
+        "Batch", "Client", "ClientPlaceTree", "ClosedError", "Custom", "ImageText", "Job", "Mixture", "OverlordError",
+        "PlanError", "ReaderError", "SampleId", "Service", "ServiceLost", "Source", "SourceError", "SpecError",
+        "StateError", "StoreError", "Text", "ToleranceError", "balance", "connect", "launch",
+    }  # fmt: skip
+    assert all(getattr(overlord, name).__doc__ for name in overlord.__all__)
+
+
+def test_import_has_no_side_effect_and_needs_neither_torch_nor_ray():
+    code = (
+        "import sys, threading, overlord; "
+        "print(threading.active_count(), sorted({'torch', 'ray', 'typer', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=1) == ["1", "[]\n"]
+
+
+def test_job_fields_grow_deliberately():
+    fields = {
+        "Job": "sources mixture tokenizer batch seed overlength lag max_steps drop_last",
+        "Source": "name path sample weight lengths shuffle_bytes tolerance format storage_options",
+        "Batch": "context_length global_tokens global_samples microbatch_tokens microbatches",
+    }
+    for name, expected in fields.items():
+        assert set(getattr(overlord, name).model_fields) == set(expected.split())

@@ -1,0 +1,133 @@
+"""Microbatches and rank views: nothing lost, nothing doubled, in the keys a model takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.core.messages import Payload
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import Draw
+from overlord.core.ragged import Ragged
+from overlord.core.samples import META
+from overlord.planning.strategies import Limits, greedy_balance
+from overlord.roles.data_constructor import DataConstructor
+from overlord.transforms.images import decode_image, image_size, patchify_into
+from overlord.transforms.per_microbatch import join_payloads, pack_microbatch
+from overlord.transforms.per_rank import zigzag_indices
+
+
+def packed_of(lengths, dp=1, cp=1, context=16, cap=64):
+    """Pack samples whose tokens are 100 * sample + position."""
+    meta = np.zeros(len(lengths), META)
+    meta["tokens"], meta["row"] = lengths, np.arange(len(lengths))
+    draw = Draw(0, ("a",), np.zeros(len(lengths), np.int32), meta, (1.0,))
+    multiple = 2 * cp if cp > 1 else 1
+    plan = greedy_balance(draw, Limits(dp, context, cap, None, multiple))
+    tokens = Ragged.from_rows([100 * (i + 1) + np.arange(n) for i, n in enumerate(lengths)], np.int32)
+    loss = Ragged(np.ones(len(tokens.values), np.uint8), tokens.offsets)
+    payload = Payload(0, 0, tokens, loss, None, None, np.zeros(len(lengths), bool))
+    samples = join_payloads(plan, [payload])
+    return plan, [
+        [
+            pack_microbatch(plan, samples, d, m, cp=cp, patch_bytes=0, allocate=lambda n: np.empty(n, np.uint8))
+            for m in range(plan.num_microbatches)
+        ]
+        for d in range(dp)
+    ]
+
+
+def arrays_of(packed):
+    return {spec.name: spec.view(packed.buffer) for spec in packed.arrays}
+
+
+def test_packed_sequence_as_a_hugging_face_model_takes_it():
+    _, [[packed]] = packed_of([3, 2])
+    arrays = arrays_of(packed)
+    assert arrays["input_ids"].tolist() == [[100, 101, 102, 200, 201]]
+    assert arrays["labels"].tolist() == [[-100, 101, 102, -100, 201]]
+    assert arrays["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert arrays["cu_seq_lens_q"].tolist() == [0, 3, 5]
+    assert packed.scalars == {"max_length_q": 3, "max_length_k": 3}
+    assert {arrays[k].dtype.str for k in ("input_ids", "labels", "position_ids")} == {"<i8"}
+    assert arrays["cu_seq_lens_q"].dtype == np.int32
+
+
+def test_zigzag_is_per_segment():
+    cu = np.array([0, 8, 16])
+    assert zigzag_indices(cu, 2, 0).tolist() == [0, 1, 6, 7, 8, 9, 14, 15]
+    assert zigzag_indices(cu, 2, 1).tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 3), st.sampled_from([1, 2, 4]))
+def test_rank_views_make_the_whole(lengths, dp, cp):
+    plan, buckets = packed_of(lengths, dp, cp)
+    seen: list[int] = []
+    for bucket in buckets:
+        for packed in bucket:
+            arrays = arrays_of(packed)
+            cu = arrays["cu_seq_lens_q"]
+            ids = np.zeros(cu[-1], np.int64)
+            labels, shifted = ids.copy(), ids.copy()
+            for rank in range(cp):
+                suffix = f"@{rank}" if cp > 1 else ""
+                at = zigzag_indices(cu, cp, rank) if cp > 1 else np.arange(cu[-1])
+                ids[at] = arrays["input_ids" + suffix].reshape(-1)
+                labels[at] = arrays["labels" + suffix].reshape(-1)
+                if cp > 1:
+                    shifted[at] = arrays["shift_labels" + suffix].reshape(-1)
+            if cp > 1:
+                assert shifted.tolist() == [*labels[1:].tolist(), -100]
+                assert (np.diff(cu) % (2 * cp) == 0).all()
+            for begin, length in zip(cu[:-1], arrays["meta.segment_lengths"], strict=True):
+                seen += ids[begin : begin + length].tolist()
+            assert (labels[cu[:-1]] == -100).all()
+    assert sorted(seen) == sorted(100 * (i + 1) + t for i, n in enumerate(lengths) for t in range(n))
+
+
+def test_more_ranks_than_samples_get_dummies():
+    _, buckets = packed_of([5], dp=3)
+    metas = sorted(int(arrays_of(bucket[0])["meta.source"][0]) for bucket in buckets)
+    assert metas == [-1, -1, 0]
+    dummy = next(arrays_of(b[0]) for b in buckets if arrays_of(b[0])["meta.source"][0] == -1)
+    assert (dummy["labels"] == -100).all()
+
+
+@pytest.mark.parametrize(
+    ("pp_rank", "present", "absent"),
+    [
+        (0, {"input_ids", "position_ids"}, {"labels"}),
+        (1, {"cu_seq_lens_q"}, {"input_ids", "labels"}),
+        (2, {"labels"}, {"input_ids"}),
+    ],
+)
+def test_pipeline_stages_get_only_what_they_need(pp_rank, present, absent):
+    tree = ClientPlaceTree(pp=3, cp=2)
+    _, [[packed]] = packed_of([3, 2], cp=2)
+    keys = set(DataConstructor(tree, None, patch_bytes=0).view_names(tree.rank(pp=pp_rank, cp=1), packed))
+    assert present <= keys
+    assert not absent & keys
+
+
+def test_patches_that_merge_are_neighbours():
+    image = np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3)
+    out = np.empty(4 * 8 * 3, np.uint8)
+    patchify_into(image, 2, 2, out)
+    rows = out.reshape(8, 3, 2, 2)
+    # The first four patches are the left 4 x 4 block: top-left, top-right, bottom-left, bottom-right.
+    for number, (y, x) in enumerate([(0, 0), (0, 2), (2, 0), (2, 2)]):
+        assert (rows[number] == image[y : y + 2, x : x + 2].transpose(2, 0, 1)).all()
+
+
+def test_formats_other_than_jpeg_and_gray_images_decode():
+    import io
+
+    from PIL import Image
+
+    for mode, form in (("L", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG"), ("RGB", "WEBP")):
+        out = io.BytesIO()
+        Image.new(mode, (10, 6)).save(out, form)
+        assert image_size(out.getvalue()) == (10, 6)
+        assert decode_image(out.getvalue()).shape == (6, 10, 3)
