@@ -44,13 +44,15 @@ def write_images(folder: Path, count: int) -> list[bytes]:
     table = pa.table({"jpg": pa.array(data, pa.binary()), "caption": captions})
     for number in range(4):
         part = table.slice(number * count // 4, count // 4)
-        pq.write_table(part, folder / f"{number}.parquet", row_group_size=128, use_dictionary=False, write_batch_size=16)
+        pq.write_table(
+            part, folder / f"{number}.parquet", row_group_size=128, use_dictionary=False, write_batch_size=16
+        )
     return data
 
 
 def write_tokenizer(folder: Path) -> str:
     """Write a small word tokenizer."""
-    words = ["<unk>", "<image>", *"a picture of number with some words below it".split()]
+    words = ["<unk>", "<image>", *["a", "picture", "of", "number", "with", "some", "words", "below", "it"]]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     path = folder / "tokenizer.json"

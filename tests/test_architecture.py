@@ -28,7 +28,19 @@ FLOORS = {
     "integrations": 7,
     "dashboard": 7,
 }
-IMPURE = {"threading", "time", "asyncio", "random", "pyarrow", "socket", "subprocess", "os", "io", "pathlib", "tempfile"}
+IMPURE = {
+    "threading",
+    "time",
+    "asyncio",
+    "random",
+    "pyarrow",
+    "socket",
+    "subprocess",
+    "os",
+    "io",
+    "pathlib",
+    "tempfile",
+}
 ENGINE = {"threading", "time", "asyncio", "socket", "subprocess", "multiprocessing", "ray"}
 
 

@@ -12,9 +12,10 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Job
 from overlord.errors import SpecError, StateError
 from overlord.roles.client import Client
-from overlord.runtimes.deployment import LaunchOptions, Progress
+from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.inline import InlineService
 from overlord.runtimes.local import LocalService, connect_local
+from overlord.runtimes.opening import Progress
 from overlord.stores.checkpoints import CheckpointFolder
 
 DEFAULT_CACHE = "~/.cache/overlord"
@@ -62,13 +63,13 @@ def launch(
     prefetch: int = 2,
     loaders_per_source: int = 1,
     threads: int | None = None,
-    budget: int = 512 << 20,
+    budget: int = 256 << 20,
     store: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
     state: Mapping[str, Any] | Literal["latest"] | None = None,
     progress: Progress | None = None,
 ) -> Service:
-    """Start a service for a job and return it; everything that can be checked is checked first.
+    r"""Start a service for a job and return it; everything that can be checked is checked first.
 
     Args:
         job: What to read and how to mix it.
@@ -92,7 +93,7 @@ def launch(
         >>> import tempfile, pathlib, json
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> rows = [json.dumps({"ids": list(range(1, n))}) for n in range(3, 30)]
-        >>> _ = (folder / "a.jsonl").write_text("\\n".join(rows))
+        >>> _ = (folder / "a.jsonl").write_text("\n".join(rows))
         >>> from overlord import Batch, Job, Source, Text
         >>> job = Job(sources=[Source("a", str(folder / "a.jsonl"), sample=Text("ids", tokenized=True))],
         ...           batch=Batch(64, global_samples=8))

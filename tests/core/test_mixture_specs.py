@@ -46,9 +46,7 @@ def test_temperature() -> None:
     st.dictionaries(st.integers(0, 100), st.floats(0, 10), min_size=1),
     st.floats(0, 200),
 )
-def test_weights_are_never_negative_and_stay_between_points(
-    points: dict[int, float], position: float
-) -> None:
+def test_weights_are_never_negative_and_stay_between_points(points: dict[int, float], position: float) -> None:
     for build in (Mixture.linear, Mixture.step):
         weights = build({"a": points, "b": {0: 1}}).weights_at(position, ["a", "b"], {})
         assert weights[1] == 1.0 and 0 <= weights[0] <= max(points.values()) * (1 + 1e-12)

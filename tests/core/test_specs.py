@@ -50,18 +50,14 @@ def message(build: Any, *args: Any, **fields: Any) -> str:
 def test_positional_construction_and_repr() -> None:
     source = Source("web", ["a", "b"], sample=ImageText("png", "caption", merge=2), weight=1)
     assert source.path == ("a", "b")
-    assert repr(source) == (
-        "Source('web', ('a', 'b'), sample=ImageText('png', 'caption', merge=2), weight=1.0)"
-    )
+    assert repr(source) == ("Source('web', ('a', 'b'), sample=ImageText('png', 'caption', merge=2), weight=1.0)")
     assert str(Batch(8, global_samples=2)) == "Batch(8, global_samples=2)"
     assert repr(Mixture({"a": 1}, level="token")) == "Mixture({'a': 1.0}, level='token')"
     assert repr(Mixture.stages([(0, {"a": 1})])) == "Mixture.stages([(0, {'a': 1.0})])"
 
 
 def test_help_shows_the_fields() -> None:
-    assert str(inspect.signature(Text)) == (
-        "(column='text', *, kind='text', tokenized=False, special_tokens=True)"
-    )
+    assert str(inspect.signature(Text)) == ("(column='text', *, kind='text', tokenized=False, special_tokens=True)")
 
 
 def test_secrets_are_not_shown() -> None:
@@ -258,7 +254,7 @@ def test_no_tokenizer_needed_for_tokens_and_functions() -> None:
 
 
 def parts(job: Job, **listings: str) -> dict[str, Any]:
-    return stream_parts(job, tokenizer_digest="t", listings={n: "l" for n in job.names} | listings)
+    return stream_parts(job, tokenizer_digest="t", listings=dict.fromkeys(job.names, "l") | listings)
 
 
 def test_parts_are_plain_json() -> None:
@@ -336,9 +332,7 @@ def test_the_code_of_a_custom_function_decides_the_stream() -> None:
 
     assert digest(Custom(first)) == digest(Custom(first))
     assert digest(Custom(first, name="f")) != digest(Custom(second, name="f"))
-    assert digest(Custom(first, name="f", code_digest="1")) == digest(
-        Custom(second, name="f", code_digest="1")
-    )
+    assert digest(Custom(first, name="f", code_digest="1")) == digest(Custom(second, name="f", code_digest="1"))
     assert Custom(functools.partial(first)).name == "partial"  # no source code to be had: falls back
 
 

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 import simplejpeg
 from PIL import Image
+from tests.conftest import write_ids
 
 import overlord as ol
 from overlord.testing import delivered_pieces, stream_digests
-from tests.conftest import write_ids
 
 ONCE = ol.Mixture(stopping="all_exhausted_without_replacement")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from tests.conftest import write_ids
 
 import overlord as ol
 from overlord.testing import delivered_pieces
-from tests.conftest import write_ids
 
 
 def _check_pieces(pieces, lengths):
@@ -29,9 +29,7 @@ def _corpus(tmp_path, spread):
             write_ids(tmp_path / name / f"{number}.jsonl", rows)
             for row, length in enumerate(rows):
                 lengths[ol.SampleId(name, (number << 32) + row, 0)] = length
-        sources.append(
-            ol.Source(name, str(tmp_path / name), sample=ol.Text("ids", tokenized=True), shuffle_bytes=2000)
-        )
+        sources.append(ol.Source(name, str(tmp_path / name), sample=ol.Text("ids", tokenized=True), shuffle_bytes=2000))
     return sources, lengths
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from tests.conftest import write_ids
 
 import overlord as ol
-from tests.conftest import write_ids
 
 
 def make(tmp_path, mixture, lengths, batch, weights=None):
@@ -34,6 +34,7 @@ def shares(job, cache, steps, first=0):
                         tokens[meta.source_names[source]] += int(length)
             if step.index == first + steps - 1:
                 return samples, tokens
+    return None
 
 
 def test_by_sample_and_by_token(tmp_path, cache):

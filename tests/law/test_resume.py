@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from tests.conftest import write_ids
 
 import overlord as ol
 from overlord.core.plan import chain_digest
 from overlord.testing import assert_resumes_anywhere, stream_digests
-from tests.conftest import write_ids
 
 
 def test_resumes_before_every_step(mixed_job, cache):
@@ -31,7 +31,8 @@ import overlord as ol
 from overlord.core.plan import chain_digest
 job = ol.Job.from_mapping(json.loads(sys.argv[1]))
 state = json.loads(sys.argv[2])
-with ol.launch(job, mesh=ol.ClientPlaceTree.parse(sys.argv[3]), state=state, runtime=sys.argv[5], cache=sys.argv[4]) as s:
+mesh = ol.ClientPlaceTree.parse(sys.argv[3])
+with ol.launch(job, mesh=mesh, state=state, runtime=sys.argv[5], cache=sys.argv[4]) as s:
     client = s.client(rank=0)
     print(chain_digest([next(client).order_digest for _ in range(5)]))
 """
@@ -86,8 +87,9 @@ def test_newest_snapshot_of_a_store_resumes(ids_job, cache, tmp_path):
         digests = [next(client).order_digest for _ in range(20)]
     with ol.launch(ids_job, runtime="inline", cache=cache, store=store, state="latest") as service:
         step = next(service.client(rank=0))
-    assert step.index == 16
-    assert step.order_digest == digests[16]
+    # The client was at step 19 and never said that it was done with it: it comes again.
+    assert step.index == 19
+    assert step.order_digest == digests[19]
 
 
 def _state(job, cache, steps=2):
@@ -135,3 +137,35 @@ def test_knobs_outside_the_fingerprint_may_change(ids_job, cache):
     other = ids_job.replace(sources=[s.replace(tolerance=0.5) for s in ids_job.sources], max_steps=7)
     continued = stream_digests(other, steps=5, state=state, cache=cache, mesh=ol.ClientPlaceTree(dp=2))
     assert continued.steps == 5
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_a_snapshot_never_runs_ahead_of_the_clients(ids_job, cache, tmp_path, runtime):
+    def run(steps, state=None):
+        with ol.launch(
+            ids_job, runtime=runtime, cache=cache, store=tmp_path, state=state, mesh=ol.ClientPlaceTree(dp=2)
+        ) as service:
+            clients = [service.client(rank=rank) for rank in range(2)]
+            indices = [[next(client).index for client in clients] for _ in range(steps)]
+            for client in clients:
+                client.close()
+        return [pair[0] for pair in indices]
+
+    assert run(19) == list(range(19))
+    assert run(5, "latest") == [19, 20, 21, 22, 23]
+
+
+def test_after_a_kill_the_snapshot_repeats_rather_than_loses(ids_job, cache, tmp_path):
+    script = """
+import json, os, sys
+import overlord as ol
+service = ol.launch(ol.Job.from_mapping(json.loads(sys.argv[1])), cache=sys.argv[2], store=sys.argv[3])
+for step in service.client():
+    if step.index == 40:
+        os.kill(service.status()["pid"], 9)
+        os._exit(0)
+"""
+    job = ids_job.model_dump_json(by_alias=True)
+    subprocess.run([sys.executable, "-c", script, job, cache, str(tmp_path)], check=True)
+    with ol.launch(ids_job, cache=cache, store=tmp_path, state="latest") as service, service.client() as client:
+        assert 16 <= next(client).index <= 40

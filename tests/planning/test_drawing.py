@@ -14,7 +14,9 @@ from overlord.planning.mixing import SCALE, integer_weights
 def supply_of(lengths: list[np.ndarray]) -> Supply:
     count = np.array([len(one) for one in lengths], np.int64)
     tokens = np.concatenate(lengths).astype(np.int64)
-    return Supply(tokens, np.zeros(len(tokens), np.int32), np.cumsum(count) - count, count, np.zeros(len(count), np.int64))
+    return Supply(
+        tokens, np.zeros(len(tokens), np.int32), np.cumsum(count) - count, count, np.zeros(len(count), np.int64)
+    )
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))

@@ -43,9 +43,7 @@ def rows_of(batch: RowBatch) -> list[dict[str, Any]]:
     return [{name: cell(column, row) for name, column in batch.items()} for row in range(num_rows(batch))]
 
 
-def read_block(
-    source: SourceFiles, file: int, block: int, skip: int = 0, batch_rows: int = 7
-) -> list[dict[str, Any]]:
+def read_block(source: SourceFiles, file: int, block: int, skip: int = 0, batch_rows: int = 7) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for batch in source.stream(file, block, skip=skip, batch_rows=batch_rows):
         assert 0 < num_rows(batch) <= batch_rows

@@ -24,9 +24,7 @@ def test_a_saved_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path, op
     for shard in range(2):
         table = pa.table(
             {
-                "image": pa.array(
-                    [{"bytes": b"%d" % (shard * 5 + n), "path": None} for n in range(5)], image
-                ),
+                "image": pa.array([{"bytes": b"%d" % (shard * 5 + n), "path": None} for n in range(5)], image),
                 "label": list(range(5)),
             }
         )

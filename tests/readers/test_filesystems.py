@@ -31,9 +31,7 @@ def test_a_file_that_stayed_the_same_passes(stored: StoredFile):
 
 def test_a_file_that_grew_is_refused(stored: StoredFile):
     Path(stored.location).write_text('{"text": "longer"}')
-    with pytest.raises(
-        ReaderError, match=r"has 18 bytes where the listing found 13; a file that changes under"
-    ):
+    with pytest.raises(ReaderError, match=r"has 18 bytes where the listing found 13; a file that changes under"):
         verify_unchanged(stored)
 
 
@@ -50,9 +48,7 @@ def test_a_file_that_vanished_is_refused(stored: StoredFile):
 
 
 def test_an_unknown_option_is_named_with_those_that_exist():
-    with pytest.raises(
-        SpecError, match=r"'endpoint' is unknown for s3 files; .*Allowed are: access_key, .*scheme"
-    ):
+    with pytest.raises(SpecError, match=r"'endpoint' is unknown for s3 files; .*Allowed are: access_key, .*scheme"):
         filesystem_of("s3://bucket/x", {"endpoint": "localhost:9000"})
     with pytest.raises(SpecError, match=r"'region' is unknown for local files; .*Allowed are: none"):
         filesystem_of("/data/x", {"region": "us-east-1"})
@@ -73,7 +69,5 @@ def test_an_unknown_scheme_is_named_with_those_that_exist():
 
 
 def test_a_url_of_google_cloud_storage_keeps_its_bucket():
-    filesystem, location, prefix = filesystem_of(
-        "gs://bucket/a/b", {"anonymous": True, "retry_time_limit": 5}
-    )
+    filesystem, location, prefix = filesystem_of("gs://bucket/a/b", {"anonymous": True, "retry_time_limit": 5})
     assert filesystem.type_name == "gcs" and (location, prefix) == ("bucket/a/b", "gs://")

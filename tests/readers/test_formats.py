@@ -36,13 +36,9 @@ def test_a_declared_format_wins(tmp_path: Path):
 
 
 def test_what_the_names_do_not_tell_is_asked_for(tmp_path: Path):
-    with pytest.raises(
-        SourceError, match=r"x.bin does not say which format .* Set format= to one of 'parquet'"
-    ):
+    with pytest.raises(SourceError, match=r"x.bin does not say which format .* Set format= to one of 'parquet'"):
         format_of(listed(tmp_path, "x.bin"), None)
-    with pytest.raises(
-        SourceError, match=r"a.tar is tar but .*b.parquet is parquet; a source has one format"
-    ):
+    with pytest.raises(SourceError, match=r"a.tar is tar but .*b.parquet is parquet; a source has one format"):
         format_of(listed(tmp_path, "a.tar", "b.parquet"), None)
     with pytest.raises(SpecError, match=r"format='csv' is not a format"):
         format_of(listed(tmp_path, "a.tar"), "csv")

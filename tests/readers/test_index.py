@@ -100,9 +100,7 @@ def test_threads_that_ask_for_one_file_build_it_once(tmp_path: Path):
     cache, reader, file = IndexCache(tmp_path / "c"), CountingReader(), write(tmp_path / "x.jsonl", 7)
     reader.gate.clear()
     found: list[BlockIndex] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(cache.index(file, reader, ["text"]))) for _ in range(8)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(cache.index(file, reader, ["text"]))) for _ in range(8)]
     for thread in threads:
         thread.start()
     reader.gate.set()
@@ -140,7 +138,5 @@ def test_many_files_are_indexed_with_progress(tmp_path: Path):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "c").write_text("a file, not a folder")
-    with pytest.raises(
-        SourceError, match=r"cannot write the index .*Choose a cache folder that can be written"
-    ):
+    with pytest.raises(SourceError, match=r"cannot write the index .*Choose a cache folder that can be written"):
         IndexCache(tmp_path / "c").index(write(tmp_path / "x.jsonl", 7), JsonlReader(), ["text"])

@@ -55,9 +55,7 @@ def test_a_file_of_nothing_but_blank_lines_has_no_rows(tmp_path: Path, open_sour
 
 
 def test_dots_reach_into_objects_and_keys_with_dots_win(tmp_path: Path, open_source):
-    (tmp_path / "x.jsonl").write_text(
-        '{"meta": {"lang": "en", "ids": [1, 2]}, "a.b": "dotted", "a": {"b": "deep"}}'
-    )
+    (tmp_path / "x.jsonl").write_text('{"meta": {"lang": "en", "ids": [1, 2]}, "a.b": "dotted", "a": {"b": "deep"}}')
     (row,) = read_all(open_source(tmp_path / "x.jsonl", columns=["meta.lang", "meta.ids", "a.b"]))
     assert row == {"meta.lang": b"en", "meta.ids": [1, 2], "a.b": b"dotted", "__bad__": False}
 
@@ -111,11 +109,7 @@ def test_a_gzip_file_that_is_cut_short_is_named(tmp_path: Path, open_source):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    data=st.binary(min_size=1, max_size=200).map(
-        lambda b: b.replace(b"\x00", b"\n").replace(b"\x01", b'{"a":1}')
-    )
-)
+@given(data=st.binary(min_size=1, max_size=200).map(lambda b: b.replace(b"\x00", b"\n").replace(b"\x01", b'{"a":1}')))
 def test_no_bytes_make_an_exception(data: bytes, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("bytes")
     (folder / "0.jsonl").write_bytes(b'{"a": 1}\n')

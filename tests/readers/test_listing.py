@@ -35,9 +35,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def names(tree: Path, *patterns: str, **options: str) -> list[str]:
-    return [
-        str(Path(f.path).relative_to(tree)) for f in list_files([f"{tree}/{p}" for p in patterns], **options)
-    ]
+    return [str(Path(f.path).relative_to(tree)) for f in list_files([f"{tree}/{p}" for p in patterns], **options)]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +92,7 @@ def test_a_path_without_files_is_named(pattern: str, tree: Path):
 
 
 def test_only_empty_files_are_an_error(tree: Path):
-    with pytest.raises(
-        SourceError, match=r"all 1 files of .*empty.* are empty; the source would have no samples"
-    ):
+    with pytest.raises(SourceError, match=r"all 1 files of .*empty.* are empty; the source would have no samples"):
         names(tree, "empty")
     with pytest.raises(SourceError, match=r"names no path"):
         list_files([])

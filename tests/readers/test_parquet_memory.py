@@ -160,7 +160,7 @@ def test_one_block_is_decoded_at_a_time_and_no_stream_waits_for_a_reader(tmp_pat
             yield {"n": np.full(2, n)}
 
     place = spill.SpillPlace(tmp_path / "new", "row group 0", 48)
-    for batch in spill.spilled(decode(), place):  # type: ignore[arg-type]
+    for batch in spill.spilled(decode(), place, 2):  # type: ignore[arg-type]
         assert not spill._ONE_AT_A_TIME.locked() and len(batch["n"]) == 2
 
 
@@ -242,7 +242,7 @@ def read(path, shuffle_bytes):
     while at != NO_GROUP:
         reader = GroupReader(order.group(0, at), source, 0)
         while reader.offset < reader.group.num_rows:
-            rows += len(reader.read(10)[0]["__bad__"])
+            rows += len(reader.read(16)[0]["__bad__"])
             held.append(pss())
         at = order.next_group(0, at)
     return rows
@@ -253,7 +253,7 @@ before, done = pss(), threading.Event()
 held.clear()
 
 def watch():
-    while not done.wait(0.005):
+    while not done.wait(0.02):
         peak[0] = max(peak[0], pss())
 
 watcher = threading.Thread(target=watch)

@@ -104,9 +104,7 @@ def test_an_io_error_that_stays_stops_the_run(tmp_path: Path, cache):
     source, pauses = failing_source(tmp_path, cache, reader)
     with pytest.raises(ReaderError) as caught:
         read_block(source, 0, 0, skip=2)
-    assert "source 'web'" in str(caught.value) and "x.jsonl cannot be read at row 2 of block 0" in str(
-        caught.value
-    )
+    assert "source 'web'" in str(caught.value) and "x.jsonl cannot be read at row 2 of block 0" in str(caught.value)
     assert "connection reset by peer; going on without it would change the stream" in str(caught.value)
     assert pauses == sorted(pauses) and len(pauses) == 3
 

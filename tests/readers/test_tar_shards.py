@@ -33,9 +33,7 @@ def test_members_of_one_key_are_one_sample(tmp_path: Path, open_source):
         ("d/1.seg.png", b"s1"),
     ]
     write_tar(tmp_path / "x.tar", members)
-    source = open_source(
-        tmp_path / "x.tar", columns=["jpg", "seg.png", "json.caption", "json.size.w", "__key__"]
-    )
+    source = open_source(tmp_path / "x.tar", columns=["jpg", "seg.png", "json.caption", "json.size.w", "__key__"])
     assert source.columns() == ["jpg", "json", "seg.png", "__key__"]
     assert read_all(source) == [
         {
@@ -133,7 +131,5 @@ def test_what_is_no_tar_is_named(tmp_path: Path, open_source):
 
 def test_a_column_that_no_sample_has_is_missing(tmp_path: Path, open_source):
     write_tar(tmp_path / "x.tar", [("0.jpeg", b"a"), ("0.txt", b"b")])
-    with pytest.raises(
-        SourceError, match=r"no column 'jpg' \(it has: jpeg, txt, __key__\).*Did you mean 'jpeg'"
-    ):
+    with pytest.raises(SourceError, match=r"no column 'jpg' \(it has: jpeg, txt, __key__\).*Did you mean 'jpeg'"):
         open_source(tmp_path / "x.tar", columns=["jpg"]).blocks(0)

@@ -58,10 +58,13 @@ def test_close(ids_job, cache, nothing_left, runtime):
 
 @pytest.mark.parametrize("runtime", ["inline", "local"])
 def test_exception_in_the_trainer(ids_job, cache, nothing_left, runtime):
-    with pytest.raises(RuntimeError, match="training failed"), ol.launch(ids_job, runtime=runtime, cache=cache) as s:
-        with s.client() as client:
+    def train():
+        with ol.launch(ids_job, runtime=runtime, cache=cache) as service, service.client() as client:
             next(client).microbatches[0]
             raise RuntimeError("training failed")
+
+    with pytest.raises(RuntimeError, match="training failed"):
+        train()
 
 
 @pytest.mark.parametrize("runtime", ["inline", "local"])
@@ -71,14 +74,13 @@ def test_launch_that_fails(ids_job, cache, nothing_left, runtime):
 
 
 def test_client_learns_that_the_service_died(ids_job, cache, nothing_left):
-    with ol.launch(ids_job, cache=cache) as service:
-        with service.client() as client:
-            next(client)
-            pid = service.status()["pid"]
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(ol.ServiceLost, match="is gone"):
-                for _ in client:
-                    pass
+    with ol.launch(ids_job, cache=cache) as service, service.client() as client:
+        next(client)
+        pid = service.status()["pid"]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ol.ServiceLost, match="is gone"):
+            for _ in client:
+                pass
 
 
 _LAUNCHER = """

@@ -63,7 +63,7 @@ def test_zigzag_is_per_segment():
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 3), st.sampled_from([1, 2, 4]))
 def test_rank_views_make_the_whole(lengths, dp, cp):
-    plan, buckets = packed_of(lengths, dp, cp)
+    _plan, buckets = packed_of(lengths, dp, cp)
     seen: list[int] = []
     for bucket in buckets:
         for packed in bucket:

@@ -23,7 +23,7 @@ from overlord.readers.filesystems import StoredFile
 from overlord.readers.reader import READ_FAILURES
 from overlord.readers.sidecars import LengthSidecars
 from overlord.roles.source_loader import FEW_SAMPLES
-from overlord.runtimes.deployment import known_lengths
+from overlord.runtimes.opening import known_lengths
 from overlord.transforms.images import ImageFault, decode_image
 
 FEW_ROWS = 32

@@ -182,17 +182,20 @@ def serve(
     options = _options(loaded, mesh, cache, prefetch, loaders, store, resume)
     with screen.progress() as tell:
         service = launch_for(loaded.job, options, tell, any_mesh=True)
-    with service:
-        ranks = f"{options.mesh.world_size} ranks" if options.mesh.world_size > 1 else "1 rank"
+    ranks = f"{options.mesh.world_size} rank{'' if options.mesh.world_size == 1 else 's'}"
+
+    def announce() -> None:
         screen.show(
             Text.assemble(("serving  ", "dim"), f"{job}, mesh {options.mesh} ({ranks})"),
             Text.assemble(("address  ", "dim"), (service.address or "", "bold")),
-            f"\nAttach every trainer with\n\n    import overlord as ol\n"
+            "\nAttach every trainer with\n\n    import overlord as ol\n"
             f'    client = ol.connect("{service.address}", rank=RANK)\n\nCtrl-C ends the service.',
         )
         screen.give({"address": service.address, "pid": service.status()["pid"], "mesh": str(options.mesh)})
         ctx.meta[_AS_JSON] = False  # the one object is out
-        serve_until_stopped(service, screen, address_file)
+
+    with service:
+        serve_until_stopped(service, screen, address_file, announce)
 
 
 @app.command()

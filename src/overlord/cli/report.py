@@ -190,7 +190,7 @@ def _source_row(source: SourceSummary, largest: float) -> str:
 
 
 _METHODS = {
-    "tokens, samples": "Counted in the plans of the steps that were delivered; padding is not counted.",
+    "tokens, samples": "Counted in what the first rank of each data-parallel group received; padding is not counted.",
     "per second": "Delivered to all ranks, over the time from the first request for a step to the last "
     "microbatch. A sample counts once, however many ranks share it. Clients hold every microbatch and train "
     "for no time.",

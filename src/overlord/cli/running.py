@@ -59,6 +59,8 @@ def run_job(job: Job, name: str, options: RunOptions, tell: Tell) -> RunSummary:
         first_s, wall_s = _consume(clients, options, collector, memory, tell)
         after, status = clients[0].state_dict(), service.status()
         memory.look(now=True)
+        for client in clients:
+            client.close()  # in peace: a resume goes on behind the last step, and repeats none
     return _sum_up(job, name, options, collector, _Facts(before, after, status, first_s - began, wall_s, memory.peak))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,25 @@ from overlord.session import Service
 _LOOK_EVERY_S = 1.0
 
 
-def serve_until_stopped(service: Service, screen: Screen, address_file: Path | None) -> None:
-    """Wait until SIGTERM; Ctrl-C comes as KeyboardInterrupt.
+def serve_until_stopped(
+    service: Service, screen: Screen, address_file: Path | None, announce: Callable[[], None]
+) -> None:
+    """Announce a service, and wait until SIGTERM; Ctrl-C comes as KeyboardInterrupt.
 
     Raises:
         ServiceLost: The service process is gone.
     """
-    address = service.address or ""
-    if address_file is not None:
-        _write_whole(address_file, address + "\n")
-    try:
-        with _on_sigterm() as stop, _live_line(screen) as line:
-            while not stop.wait(_LOOK_EVERY_S):
-                line(_one_line(_status_or_lost(service)))
-    finally:
-        if address_file is not None:
-            address_file.unlink(missing_ok=True)
+    with _on_sigterm() as stop:  # whoever reads the announcement may end it at once
+        try:
+            if address_file is not None:
+                _write_whole(address_file, f"{service.address}\n")
+            announce()
+            with _live_line(screen) as line:
+                while not stop.wait(_LOOK_EVERY_S):
+                    line(_one_line(_status_or_lost(service)))
+        finally:
+            if address_file is not None:
+                address_file.unlink(missing_ok=True)
 
 
 def find_status(address: str) -> dict[str, Any]:
@@ -84,7 +87,8 @@ def status_tables(status: dict[str, Any]) -> list[Table]:
             *faults,
             f"{one['skipped']:,}",
         )
-    clients = Table(title=f"{len(status['clients'])} clients attached", title_justify="left")
+    number = len(status["clients"])
+    clients = Table(title=f"{number} client{'' if number == 1 else 's'} attached", title_justify="left")
     clients.add_column("at step", justify="right")
     clients.add_column("ranks")
     for step in sorted(set(status["clients"].values())):
@@ -98,8 +102,8 @@ def _status_or_lost(service: Service) -> dict[str, Any]:
         return service.status()
     except ServiceLost as error:
         raise ServiceLost(
-            f"the service at {service.address} is gone ({error}); attached trainers get no more data. Its messages "
-            "stand above; if it was killed, the host may be out of memory. Start it again with --resume."
+            f"the service at {service.address} is gone; attached trainers get no more data. Its messages stand above; "
+            "if it was killed, the host may be out of memory. Start it again, with --resume if it has a store."
         ) from error
 
 

@@ -23,7 +23,8 @@ from overlord.errors import SpecError
 from overlord.readers.index import IndexCache
 from overlord.readers.sidecars import LengthSidecars
 from overlord.readers.source_files import SourceFiles
-from overlord.runtimes.deployment import SerialWorkers, open_sources
+from overlord.runtimes.opening import open_sources
+from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.per_sample import SampleTransform, make_transform
 from overlord.transforms.tokenize import TextTokenizer
 

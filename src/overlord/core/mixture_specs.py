@@ -67,8 +67,7 @@ def _as_stages(value: object) -> tuple[tuple[int | float, dict[str, float]], ...
             raise _inside((number, 0), fault) from None
         if number == 0 and start != 0:
             raise Fault(
-                f"the first stage must start at step 0; steps 0 to {start} would have no weights. Start it "
-                "at 0",
+                f"the first stage must start at step 0; steps 0 to {start} would have no weights. Start it at 0",
                 at=(0, 0),
             )
         if number and start <= stages[-1][0]:
@@ -130,8 +129,7 @@ class Mixture(Spec):
     positional: ClassVar[tuple[str, ...]] = ("weights",)
 
     weights: (
-        Annotated[dict[str, float], BeforeValidator(_as_weights, json_schema_input_type=dict[str, float])]
-        | None
+        Annotated[dict[str, float], BeforeValidator(_as_weights, json_schema_input_type=dict[str, float])] | None
     ) = None
     """Weight of each source; they need not sum to 1."""
     stage_weights: (
@@ -163,13 +161,10 @@ class Mixture(Spec):
     stopping: Stopping = "never_exhausted"
     """When the stream ends: never (sources repeat), or when the first or when all sources are through."""
     max_repetition: (
-        Annotated[int, whole(1, "a source that may not be read even once gives nothing. Write 1 or more")]
-        | None
+        Annotated[int, whole(1, "a source that may not be read even once gives nothing. Write 1 or more")] | None
     ) = None
     """How often a source may be read at most; after that its weight is 0."""
-    temperature: Annotated[float, BeforeValidator(_as_temperature, json_schema_input_type=float)] | None = (
-        None
-    )
+    temperature: Annotated[float, BeforeValidator(_as_temperature, json_schema_input_type=float)] | None = None
     """Weights become w ** (1 / temperature)."""
     granularity: Literal["step", "substep"] = "step"
     """Whether a schedule is looked at once a step or at every draw inside it."""
@@ -191,16 +186,12 @@ class Mixture(Spec):
         ) -> None: ...
 
     @classmethod
-    def stages(
-        cls, stages: Sequence[tuple[float, Mapping[str, float]]], **options: Unpack[MixtureOptions]
-    ) -> Mixture:
+    def stages(cls, stages: Sequence[tuple[float, Mapping[str, float]]], **options: Unpack[MixtureOptions]) -> Mixture:
         """Return a mixture whose weights change at the given steps; the first stage starts at 0."""
         return cls.model_validate({"stages": stages, **options})
 
     @classmethod
-    def linear(
-        cls, curves: Mapping[str, Mapping[float, float]], **options: Unpack[MixtureOptions]
-    ) -> Mixture:
+    def linear(cls, curves: Mapping[str, Mapping[float, float]], **options: Unpack[MixtureOptions]) -> Mixture:
         """Return a mixture whose weights run in straight lines between points.
 
         Example:
@@ -267,8 +258,7 @@ class Mixture(Spec):
         given = [k for k, v in self._forms().items() if v is not None]
         if len(given) > 1:
             raise conflict(
-                f"given beside {given[0]}; only one of them can decide. Keep one of weights, stages, "
-                "linear, step",
+                f"given beside {given[0]}; only one of them can decide. Keep one of weights, stages, linear, step",
                 given[1],
             )
         if self.max_repetition is not None and self.stopping in _ONCE:

@@ -27,6 +27,10 @@ ROUND_ROWS = 4096
 """Rows merged at a time in a streamed group: bounds the memory of its permutation."""
 MAX_STREAMS = 32
 MIN_STREAMS = 2
+SPAN_BYTES = 256 << 20
+"""Most that the blocks of a streamed group hold: some formats must unpack a block to read its first row."""
+WHOLE_BLOCKS = 64
+"""Blocks held in memory at once at most: each costs an open."""
 NO_GROUP = -1
 BEGIN = -2
 """Stands in a cursor for the first group of an epoch, so that a source that is not drawn is not indexed."""
@@ -193,6 +197,10 @@ class SourceOrder:
             self._windows = (epoch, _cut_windows(order, np.array([f.size for f in self._files], np.int64)))
         return self._windows[1]
 
+    def forget(self) -> None:
+        """Drop what was computed; it is computed again when asked for."""
+        self._windows = self._groups = None
+
     def first_group(self, epoch: int) -> int:
         """Return the first group of an epoch, or NO_GROUP for a source without rows."""
         return self._first_group_from(epoch, 0)
@@ -295,10 +303,11 @@ def _cut_groups(size: Int64s, shuffle_bytes: int, row_bytes: float) -> tuple[lis
     if size.sum() <= shuffle_bytes or size.max() <= shuffle_bytes // 8:
         bounds, total = [0], 0
         for at, one in enumerate(size.tolist()):
-            if total + one > shuffle_bytes and at > bounds[-1]:
+            if at > bounds[-1] and (total + one > shuffle_bytes or at - bounds[-1] >= WHOLE_BLOCKS):
                 bounds.append(at)
                 total = 0
             total += one
         return [*bounds, len(size)], True
-    streams = max(MIN_STREAMS, min(MAX_STREAMS, shuffle_bytes // stream_bytes(row_bytes)))
+    span = SPAN_BYTES // max(int(size.mean()), 1)
+    streams = max(MIN_STREAMS, min(MAX_STREAMS, span, shuffle_bytes // stream_bytes(row_bytes)))
     return [*range(0, len(size), streams), len(size)], False

@@ -188,8 +188,7 @@ def _whole(axis: str, size: Any, what: str) -> int:
         return int(size)
     except (TypeError, ValueError):
         raise SpecError(
-            f"{what}: {axis} is {size!r}, not a whole number; the ranks cannot be counted. "
-            f"Write it as in {axis}=2."
+            f"{what}: {axis} is {size!r}, not a whole number; the ranks cannot be counted. Write it as in {axis}=2."
         ) from None
 
 

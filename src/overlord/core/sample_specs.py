@@ -41,9 +41,7 @@ class Text(Spec):
 
     if TYPE_CHECKING:
 
-        def __init__(
-            self, column: str = "text", *, tokenized: bool = False, special_tokens: bool = True
-        ) -> None: ...
+        def __init__(self, column: str = "text", *, tokenized: bool = False, special_tokens: bool = True) -> None: ...
 
 
 def _as_image_token(value: object) -> object:
@@ -87,9 +85,7 @@ class ImageText(Spec):
     """Column that holds the image's width; saves reading image headers."""
     height: Word | None = None
     """Column that holds the image's height; saves reading image headers."""
-    image_token: Annotated[str | int, BeforeValidator(_as_image_token, json_schema_input_type=str | int)] = (
-        "<image>"
-    )
+    image_token: Annotated[str | int, BeforeValidator(_as_image_token, json_schema_input_type=str | int)] = "<image>"
     """Token (text) or token id that stands where the image's tokens go."""
 
     if TYPE_CHECKING:
@@ -292,8 +288,7 @@ def _as_sample(value: object) -> object:
         )
     if kind not in _KINDS:
         raise Fault(
-            f"expected {name_choices(list(_KINDS))}; the rows could not be understood."
-            f"{did_you_mean(kind, _KINDS)}",
+            f"expected {name_choices(list(_KINDS))}; the rows could not be understood.{did_you_mean(kind, _KINDS)}",
             at=("kind",),
         )
     return _KINDS[kind].nested(data)

@@ -32,9 +32,7 @@ def _as_paths(value: object) -> object:
     if isinstance(value, (str, os.PathLike)):
         return [cast("object", value)]
     if not isinstance(value, (list, tuple)) or not value:
-        raise Fault(
-            "this must be a path, a glob, a folder or a URL, or a list of them; nothing could be read"
-        )
+        raise Fault("this must be a path, a glob, a folder or a URL, or a list of them; nothing could be read")
     return cast("Any", value)
 
 
@@ -55,10 +53,7 @@ class Source(Spec):
     sample: Sample = Text("text")
     """What a row is."""
     weight: (
-        Annotated[
-            float, real(0, math.inf, "a source cannot be drawn less than never. Write 0 to leave it out")
-        ]
-        | None
+        Annotated[float, real(0, math.inf, "a source cannot be drawn less than never. Write 0 to leave it out")] | None
     ) = None
     """Weight in the mixture, unless the mixture has its own."""
     lengths: Word | None = None

@@ -97,9 +97,7 @@ def show(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def explain(
-    problems: Sequence[Mapping[str, Any]], data: object, *, title: str, locate: Locate | None = None
-) -> str:
+def explain(problems: Sequence[Mapping[str, Any]], data: object, *, title: str, locate: Locate | None = None) -> str:
     """Return the message for the problems of one spec.
 
     Args:

@@ -67,9 +67,9 @@ class Batch(Spec):
         Annotated[int, whole(1, "a microbatch would be empty. Give what fits a rank's memory")] | None
     ) = None
     """Most tokens in a microbatch of one rank; context_length by default."""
-    microbatches: (
-        Annotated[int, whole(1, "a step would have no microbatch. Leave it out to have it chosen")] | None
-    ) = None
+    microbatches: Annotated[int, whole(1, "a step would have no microbatch. Leave it out to have it chosen")] | None = (
+        None
+    )
     """Microbatches in a step of one rank; chosen by the plan by default."""
 
     if TYPE_CHECKING:
@@ -199,9 +199,7 @@ class Job(Spec):
         """
         sources = tuple(s.model_copy(update={"shuffle_bytes": 0, "weight": None}) for s in self.sources)
         mixture = Mixture(order="sequential", stopping="all_exhausted_without_replacement")
-        return self.model_copy(
-            update={"sources": sources, "mixture": mixture, "max_steps": None, "drop_last": False}
-        )
+        return self.model_copy(update={"sources": sources, "mixture": mixture, "max_steps": None, "drop_last": False})
 
     @model_validator(mode="after")
     def _check_together(self) -> Job:

@@ -106,7 +106,7 @@ def check_state(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
         raise StateError(
             "the state belongs to another stream: "
             + "; ".join(differences)
-            + ". Resuming would lose or repeat samples silently. Restore the job as it was, or start anew without state."
+            + ". Resuming would lose or repeat samples silently. Restore the job, or start anew without state."
         )
     if state.get("columns") != list(_COLUMNS) or set(state["sources"]) != set(parts.get("sources", state["sources"])):
         raise StateError(

@@ -80,9 +80,7 @@ def _sift_down(heap: Int64s, load: Int64s, at: int, end: int) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _longest_first(
-    costs: Int64s, sizes: Int64s, order: Int64s, num_bins: int, capacity: int, bins: Int64s
-) -> bool:
+def _longest_first(costs: Int64s, sizes: Int64s, order: Int64s, num_bins: int, capacity: int, bins: Int64s) -> bool:
     load = np.zeros(num_bins, np.int64)
     room = np.full(num_bins, capacity, np.int64)
     heap = np.arange(num_bins)
@@ -114,7 +112,7 @@ def slabs(load: Int64s, num_buckets: int, num_microbatches: int) -> Int64s:
 
     Example:
         >>> slabs(np.array([9, 1, 8, 2]), 2, 2).tolist()
-        [0, 3, 2, 1]
+        [0, 1, 2, 3]
     """
     order = np.lexsort((np.arange(len(load)), -load)).reshape(num_microbatches, num_buckets)
     place = np.empty(len(load), np.int64)

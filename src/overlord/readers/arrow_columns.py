@@ -211,9 +211,7 @@ def _type_at(schema: pa.Schema, fields: Sequence[str]) -> pa.DataType:
 
 
 def _has_offsets(found: pa.DataType) -> bool:
-    return (
-        pt.is_string(found) or pt.is_binary(found) or pt.is_large_string(found) or pt.is_large_binary(found)
-    )
+    return pt.is_string(found) or pt.is_binary(found) or pt.is_large_string(found) or pt.is_large_binary(found)
 
 
 def _is_bytes(found: pa.DataType) -> bool:

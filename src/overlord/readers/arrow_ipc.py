@@ -76,10 +76,10 @@ class ArrowReader:
         batch = _Batch(native, mapped, int(index.start[block]), block)
         del mapped, native  # a spilled record batch lets go of the file
         if spills:
-            parts = batch.rows(columns, file.path, skip, spill_rows(row_bytes, batch_rows))
+            parts = batch.rows(columns, file.path, skip, spill_rows(row_bytes))
             del batch
             left = int(row_bytes * max(0, rows - skip))
-            yield from spilled(parts, SpillPlace(scratch, f"record batch {block} of {file.path}", left))
+            yield from spilled(parts, SpillPlace(scratch, f"record batch {block} of {file.path}", left), batch_rows)
         else:
             yield from batch.rows(columns, file.path, skip, batch_rows)
 

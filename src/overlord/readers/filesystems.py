@@ -173,8 +173,7 @@ def _check_options(scheme: str, options: StorageOptions, allowed: Mapping[str, t
         if name not in allowed:
             known = ", ".join(sorted(allowed)) or "none"
             raise SpecError(
-                f"storage option {name!r} is unknown for {scheme} files; it would have no effect. "
-                f"Allowed are: {known}."
+                f"storage option {name!r} is unknown for {scheme} files; it would have no effect. Allowed are: {known}."
             )
         wanted = allowed[name]
         if not isinstance(value, (int, float) if wanted is float else wanted):
@@ -189,9 +188,7 @@ def _open_local(url: str, scheme: str, rest: str, options: StorageOptions) -> _O
     _check_options("local", options, {})
     path = rest[len("localhost") :] if rest.startswith("localhost/") else rest
     if not path.startswith("/"):
-        raise SpecError(
-            f"the path {url!r} names a host; only files of this host can be read. Write file:///path."
-        )
+        raise SpecError(f"the path {url!r} names a host; only files of this host can be read. Write file:///path.")
     return fs.LocalFileSystem(), path, ""
 
 

@@ -170,6 +170,4 @@ def _is_sane(rows: Int64s, size: Int64s, start: Int64s, stop: Int64s, first: Int
     if not len(rows):
         return True
     in_order = first[0] == 0 and bool((first[1:] == first[:-1] + rows[:-1]).all())
-    return in_order and bool(
-        (rows >= 0).all() and (size >= 0).all() and (start >= 0).all() and (stop >= start).all()
-    )
+    return in_order and bool((rows >= 0).all() and (size >= 0).all() and (start >= 0).all() and (stop >= start).all())

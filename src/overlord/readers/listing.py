@@ -70,8 +70,7 @@ def _list_one(path: str, options: StorageOptions, format: str | None) -> list[St
     except (OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:160]
         raise SourceError(
-            f"cannot list {path!r}: {reason}; its files cannot be known. "
-            "Check the path and the permission to read it."
+            f"cannot list {path!r}: {reason}; its files cannot be known. Check the path and the permission to read it."
         ) from error
     # What the user wrote as a relative path is shown as one.
     relative = "://" not in path and not os.path.isabs(os.path.expanduser(path))

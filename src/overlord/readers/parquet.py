@@ -74,12 +74,12 @@ class ParquetReader:
         row_bytes = int(index.bytes[block]) / max(1, int(index.rows[block]))
         spills = is_too_much(held, row_bytes, batch_rows)
         rows = _RowGroup(native, mapped, metadata, paths.values()).rows(
-            columns, file.path, skip, spill_rows(row_bytes, batch_rows) if spills else batch_rows
+            columns, file.path, skip, spill_rows(row_bytes) if spills else batch_rows
         )
         del mapped, native  # a spilled row group lets go of the file
         if spills:
             size = int(row_bytes * max(0, int(index.rows[block]) - skip))
-            yield from spilled(rows, SpillPlace(scratch, f"row group {block} of {file.path}", size))
+            yield from spilled(rows, SpillPlace(scratch, f"row group {block} of {file.path}", size), batch_rows)
         else:
             yield from rows
 

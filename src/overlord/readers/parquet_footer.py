@@ -127,7 +127,7 @@ def _list_header(count: int) -> bytes:
 @numba.njit(nogil=True, cache=True)
 def _varint(data, at):  # type: ignore[no-untyped-def]
     """Return (value, position behind it); the position is -1 past the end of the data."""
-    value, shift = 0, 0
+    value, shift = np.int64(0), 0
     while at < len(data) and shift < 63:
         byte = np.int64(data[at])
         at += 1

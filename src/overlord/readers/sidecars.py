@@ -23,9 +23,7 @@ class LengthSidecars:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def open_all(
-        self, source: Source, files: SourceFiles, tokenizer_digest: str
-    ) -> list[npt.NDArray[np.int32]]:
+    def open_all(self, source: Source, files: SourceFiles, tokenizer_digest: str) -> list[npt.NDArray[np.int32]]:
         """Return the lengths of every file of a source, memory-mapped."""
         paths = [self._path(source, files, number, tokenizer_digest) for number in range(len(files.files))]
         missing = [number for number, path in enumerate(paths) if not path.exists()]
@@ -55,5 +53,5 @@ class LengthSidecars:
 
     def _path(self, source: Source, files: SourceFiles, number: int, tokenizer_digest: str) -> Path:
         file = files.files[number]
-        identity = (file.path, file.size, file.mtime_ns, source.sample.model_dump_json(), tokenizer_digest)
+        identity = (file.location, file.size, file.mtime_ns, source.sample.model_dump_json(), tokenizer_digest)
         return self._folder / f"{hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()}.npy"

@@ -109,6 +109,11 @@ class SourceFiles:
         if len(missing) > 1:
             build_indices(self._cache, missing, self._reader, columns)
 
+    def forget(self) -> None:
+        """Drop the indices held in memory; they stay in the cache folder."""
+        with self._lock:
+            self._indices.clear()
+
     def row_base(self, file_number: int, block: int) -> int:
         """Return the row of the file at which a block begins."""
         return int(self._index(file_number).first_row[block])

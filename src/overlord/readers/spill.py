@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.types as pt
 from pyarrow import ipc
 
-from overlord.core.ragged import Ragged, RowBatch
+from overlord.core.ragged import Ragged, RowBatch, num_rows, slice_rows
 from overlord.errors import ReaderError
 from overlord.readers.reader import reason_of
 
@@ -59,17 +59,18 @@ def is_too_much(held: int, row_bytes: float, batch_rows: int) -> bool:
     return held > max(_UNNOTICED_BYTES, 2 * batch_rows * row_bytes + _STREAM_BYTES)
 
 
-def spill_rows(row_bytes: float, batch_rows: int) -> int:
+def spill_rows(row_bytes: float) -> int:
     """Return how many rows of a block to decode at a time."""
-    return max(1, min(batch_rows, int(BATCH_BYTES / max(row_bytes, 1.0))))
+    return max(1, int(BATCH_BYTES / max(row_bytes, 1.0)))
 
 
-def spilled(batches: Generator[RowBatch, None, None], place: SpillPlace) -> Iterator[RowBatch]:
-    """Yield the same batches, all of them written to disk before the first is given.
+def spilled(batches: Generator[RowBatch, None, None], place: SpillPlace, batch_rows: int) -> Iterator[RowBatch]:
+    """Yield the same rows, all of them written to disk before the first is given.
 
     Args:
         batches: Decodes the block; closed when it is written, so that what it holds is freed.
         place: Where the block goes.
+        batch_rows: How many rows to yield at a time at most.
 
     Raises:
         ReaderError: The folder cannot be written, or its disk is full.
@@ -79,7 +80,10 @@ def spilled(batches: Generator[RowBatch, None, None], place: SpillPlace) -> Iter
         # The pool keeps what it freed; the next block would come on top of it in another thread's heap.
         pa.default_memory_pool().release_unused()
     if mapped is not None:
-        yield from _read(mapped)
+        for batch in _read(mapped):
+            size = num_rows(batch)
+            for start in range(0, size, batch_rows):
+                yield slice_rows(batch, start, min(start + batch_rows, size))
 
 
 def _write(batches: Iterator[RowBatch], place: SpillPlace) -> mmap.mmap | None:

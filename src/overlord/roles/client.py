@@ -63,7 +63,7 @@ class Client:
 
     def close(self) -> None:
         """Detach from the service."""
-        self._feed.close()
+        self._feed.close(self._next_step)
 
     def __enter__(self) -> Client:
         return self

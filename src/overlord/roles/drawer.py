@@ -60,6 +60,7 @@ class Drawer:
         self._state = state
         self._tracks = [_Track(state.cursor(i)) for i in range(len(self._names))]
         self._stopped = bool(state.finished.all())
+        self._awake: set[int] = set()
         once = self._mixture.stopping in _ONCE
         self._most_epochs: float = 1 if once else self._mixture.max_repetition or math.inf
 
@@ -78,6 +79,7 @@ class Drawer:
         budget = Budget(batch.global_samples or _UNLIMITED, batch.global_tokens or _UNLIMITED)
         parts: list[tuple[Int64s, MetaArray]] = []
         first = weights = self._weights(float(step))
+        self._rest_undrawn(weights)
         for part in range(SUBSTEPS if self._mixture.granularity == "substep" else 1):
             if part:
                 weights = self._weights(step + part / SUBSTEPS)
@@ -93,6 +95,12 @@ class Drawer:
         self._refuse_overlong(draw)
         self._state = self._after(work, draw)
         return DrawnStep(draw, self._state)
+
+    def _rest_undrawn(self, weights: Sequence[float]) -> None:
+        awake = {i for i, weight in enumerate(weights) if weight > 0}
+        if self._awake - awake:
+            self._loaders.rest({i: self._state.cursor(i) for i in sorted(self._awake - awake)})
+        self._awake = awake
 
     def _weights(self, position: float) -> list[float]:
         return self._mixture.weights_at(position, self._names, self._base)
@@ -141,7 +149,9 @@ class Drawer:
 
     def _top_up(self, weights: Int64s, part: Budget) -> None:
         """Ask for what the budget will probably need, all sources at once."""
-        open_ended = [i for i in np.flatnonzero(weights).tolist() if self._tracks[i].next_cursor.epoch < self._most_epochs]
+        open_ended = [
+            i for i in np.flatnonzero(weights).tolist() if self._tracks[i].next_cursor.epoch < self._most_epochs
+        ]
         wanted = {i: self._expected(i, weights, part) - len(self._tracks[i].meta) for i in open_ended}
         self._fetch({i: count for i, count in wanted.items() if count > 0})
 

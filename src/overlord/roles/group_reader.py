@@ -31,6 +31,10 @@ class Blocks(Protocol):
         """Return the row of the file at which a block begins."""
         ...
 
+    def forget(self) -> None:
+        """Drop the indices held in memory."""
+        ...
+
 
 class GroupReader:
     """A position inside a group that only moves forward."""

@@ -2,7 +2,8 @@
 
 Rules of this file:
 1. Inputs (reports) are durable before they are used. Plans are derivable: only a record of each is kept.
-2. A plan that is made again must have the digest it had; otherwise the files under it have changed.
+2. A snapshot never runs ahead of the clients: what it resumes at has been delivered up to there.
+3. A plan that is made again must have the digest it had; otherwise the files under it have changed.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Planner:
         self._plans: OrderedDict[int, LoadingPlan] = OrderedDict()
         self._digests: dict[int, str] = {}
         self._end: int | None = None
+        self._passed = self._saved = state.step
         self._reports: dict[int, dict[str, float]] = {int(k): dict(v) for k, v in reports.items()}
 
     @property
@@ -119,6 +121,23 @@ class Planner:
         for old in [s for s in self._reports if s < step - 2 * self._job.lag]:
             del self._reports[old]
 
+    def passed(self, step: int) -> None:
+        """Learn that every client has finished with the steps before this one; a snapshot follows now and then."""
+        self._passed = max(self._passed, step)
+        if self._passed // SNAPSHOT_EVERY > self._saved // SNAPSHOT_EVERY:
+            self._snapshot()
+
+    def close(self) -> None:
+        """Save where the clients stand, and close the journal."""
+        if self._passed > self._saved:
+            self._snapshot()
+        self._journal.close()
+
+    def _snapshot(self) -> None:
+        self._journal.flush()
+        self._checkpoints.save(self.state(self._passed))
+        self._saved = self._passed
+
     def _plan_next(self) -> None:
         step = self._drawer.state.step
         if self._job.max_steps is not None and step >= self._job.max_steps:
@@ -138,9 +157,6 @@ class Planner:
         self._journal.append(record, durable=False)
         self._digests[step] = plan.digest
         self._keep_state(after)
-        if after.step % SNAPSHOT_EVERY == 0:
-            self._journal.flush()
-            self._checkpoints.save(self.state(after.step))
         self._remember(plan)
 
     def _plan_again(self, step: int) -> LoadingPlan:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
-from overlord.core.samples import SampleId
+from overlord.core.samples import Cursor, SampleId
 from overlord.roles.views import RankView, StepHeader
 from overlord.transforms.per_sample import Workers
 
@@ -32,16 +32,20 @@ class Loaders(Protocol):
         """
         ...
 
+    def rest(self, cursors: Mapping[int, Cursor]) -> None:
+        """Tell the loaders of some sources that nothing is drawn from these cursors on for now."""
+        ...
+
 
 class Telemetry(Protocol):
     """Where roles say what they saw. Nothing here may change the stream."""
 
     def bad_sample(self, sample: SampleId, reason: str) -> None:
-        """A stand-in takes this sample's place."""
+        """Tell that a stand-in takes this sample's place."""
         ...
 
     def wrong_length(self, sample: SampleId, reason: str) -> None:
-        """A sample was cut or padded to its planned length."""
+        """Tell that a sample was cut or padded to its planned length."""
         ...
 
 
@@ -70,6 +74,6 @@ class Feed(Protocol):
         """Return the state of the stream before a step."""
         ...
 
-    def close(self) -> None:
-        """Let go of everything held for this rank."""
+    def close(self, next_step: int) -> None:
+        """Let go of everything held for this rank; the steps before `next_step` have been trained on."""
         ...

@@ -74,6 +74,8 @@ class SourceLoader:
         self._telemetry = telemetry
         self._buffer = ReadBuffer()
         self._reader: tuple[int, int, GroupReader] | None = None
+        self._resting: Cursor | None = None
+        self._popped = Cursor(-1, -1, -1)
         self._seen = 0
         self._bad: set[tuple[int, int]] = set()
         self._lies: set[tuple[int, int]] = set()
@@ -95,6 +97,7 @@ class SourceLoader:
 
     def summary_buffer(self, request: MetaRequest) -> MetaDelta:
         """Tell what is known of the samples from a cursor on, reading and measuring them if need be."""
+        self._resting = None
         cursor = self._resolve(request.cursor)
         total = self._order.group(cursor.epoch, cursor.group).num_rows
         stop = min(cursor.offset + request.count, total)
@@ -116,6 +119,8 @@ class SourceLoader:
         """Pop the planned samples from the buffer."""
         kept = gather(self._pick(order.meta))
         self._buffer.release(order.end)
+        self._popped = order.end
+        self._drop_if_resting()
         return Staged(order, kept)
 
     def finish(self, staged: Staged) -> Finished:
@@ -134,6 +139,18 @@ class SourceLoader:
         bad = (meta["flags"] & BAD) > 0
         bad[[row for row, _ in done.faults]] = True
         return Payload(staged.order.step, self._number, done.tokens, done.loss, done.patches, done.grids, bad)
+
+    def rest(self, cursor: Cursor) -> None:
+        """Keep nothing but what planned steps still need: a source that is not drawn costs no reader or index."""
+        self._reader = None
+        self._resting = cursor
+        self._drop_if_resting()
+        self._order.forget()
+        self._files.forget()
+
+    def _drop_if_resting(self) -> None:
+        if self._resting is not None and self._popped >= self._resting:
+            self._buffer = ReadBuffer()
 
     def _after_group(self, cursor: Cursor) -> tuple[Cursor, bool]:
         group = self._order.next_group(cursor.epoch, cursor.group)
@@ -192,9 +209,7 @@ class SourceLoader:
         meta, kept = self._measure(cursor, rows, numbers)
         return Chunk(cursor.epoch, cursor.group, cursor.offset, meta, kept)
 
-    def _measure(
-        self, cursor: Cursor, rows: RowBatch, numbers: npt.NDArray[np.int64]
-    ) -> tuple[MetaArray, RowBatch]:
+    def _measure(self, cursor: Cursor, rows: RowBatch, numbers: npt.NDArray[np.int64]) -> tuple[MetaArray, RowBatch]:
         lengths = self._lengths(rows, numbers) if self._lengths else None
         measured = self._transform.measure(rows, lengths)
         delivered, flags = apply_overlength(

@@ -17,8 +17,10 @@ from overlord.errors import ClosedError
 from overlord.roles.client import Client
 from overlord.roles.data_constructor import header_of
 from overlord.roles.views import RankView, StepHeader
-from overlord.runtimes.deployment import LaunchOptions, Progress, Roles, SerialWorkers, deploy
+from overlord.runtimes.deployment import LaunchOptions, Roles, deploy
+from overlord.runtimes.opening import Progress
 from overlord.runtimes.status import describe
+from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.per_microbatch import PackedMicrobatch, StepSamples
 
 
@@ -94,12 +96,15 @@ class InlineService:
         """Note a rank's position, and forget microbatches that every client has passed."""
         self._positions[rank] = step
         slowest = min(self._positions.values())
+        self.roles.planner.passed(slowest)
         for key in [k for k in self._packed if k[0] < slowest]:
             del self._packed[key]
 
-    def left(self, rank: int) -> None:
-        """Forget a rank's position."""
-        self._positions.pop(rank, None)
+    def left(self, rank: int, next_step: int) -> None:
+        """Note that a rank went, and how far it came."""
+        if rank in self._positions and self._roles is not None:
+            self.moved(rank, next_step)
+            del self._positions[rank]
 
     def _packed_bytes(self) -> int:
         return sum(p.buffer.nbytes for p in self._packed.values())
@@ -131,8 +136,8 @@ class _InlineFeed:
     def state(self, step: int) -> dict[str, Any]:
         return self._service.roles.planner.state(step)
 
-    def close(self) -> None:
-        self._service.left(self._rank)
+    def close(self, next_step: int) -> None:
+        self._service.left(self._rank, next_step)
 
 
 def _new_buffer(nbytes: int) -> npt.NDArray[np.uint8]:

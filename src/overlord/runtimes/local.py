@@ -23,7 +23,8 @@ from overlord.core.specs import Job
 from overlord.errors import ClosedError, ServiceLost, SpecError, error_named
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
-from overlord.runtimes.deployment import LaunchOptions, Progress
+from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.opening import Progress
 from overlord.runtimes.wire import receive, send
 
 CLOSE_S = 15.0
@@ -40,7 +41,8 @@ class LocalService:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # the terminal's Ctrl-C must not reach it; the closing pipe does
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            # Few malloc arenas: with one for each of its threads, what they free stays with the process.
+            env={"MALLOC_ARENA_MAX": "2", **os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
         self._finalizer = weakref.finalize(self, _end_process, self._process, self._folder)
         try:
@@ -122,6 +124,8 @@ def status_of(address: str) -> dict[str, Any]:
     with _open(address) as connection:
         send(connection, {"op": "status"})
         reply, _ = receive(connection)
+    if "error" in reply:
+        raise error_named(reply["error"], reply["message"])
     return reply["status"]
 
 
@@ -178,8 +182,13 @@ class LocalFeed:
         """Return the state before a step."""
         return self._ask({"op": "state", "step": step})[0]["state"]
 
-    def close(self) -> None:
+    def close(self, next_step: int | None = None) -> None:
         """Detach; arrays that are still referenced stay readable."""
+        if next_step is not None and self._finalizer.alive:
+            try:
+                self._ask({"op": "leave", "next_step": next_step})
+            except ServiceLost:
+                pass  # it went first; there is nobody to take leave of
         self._finalizer()
         self._maps.clear()
 
@@ -222,8 +231,7 @@ def _open(address: str) -> socket.socket:
     except OSError as error:
         connection.close()
         raise ServiceLost(
-            f"no service answers at {address} ({error.strerror or error}); there is no data to train on. Start one with "
-            "`overlord serve` or `overlord.launch` on this host and use the address it shows."
+            f"no service answers at {address} ({error.strerror or error}); there is no data to train on. Start one "
+            "with `overlord serve` or `overlord.launch` on this host and use the address it shows."
         ) from error
     return connection
-

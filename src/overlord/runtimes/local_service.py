@@ -24,11 +24,13 @@ import cloudpickle
 from overlord.core.specs import Job
 from overlord.errors import OverlordError, SpecError
 from overlord.roles.views import StepHeader
-from overlord.runtimes.deployment import LaunchOptions, Roles, ThreadWorkers, deploy
+from overlord.runtimes.deployment import LaunchOptions, Roles, deploy
+from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.shared_memory import Arena
 from overlord.runtimes.status import describe
 from overlord.runtimes.step_server import Built, StepServer
 from overlord.runtimes.wire import receive, send
+from overlord.runtimes.workers import ThreadWorkers
 
 LOADER_THREADS = 16
 """Calls to loaders that may wait for storage at the same time."""
@@ -52,9 +54,8 @@ class LocalHost:
             self._callers.close()
             self._workers.close()
             raise
-        self.server = StepServer(
-            self.roles, self._arena, prefetch=options.prefetch, budget_bytes=options.budget_bytes
-        )
+        give_back_freed_memory()  # footers and listings of hundreds of sources were just parsed
+        self.server = StepServer(self.roles, self._arena, prefetch=options.prefetch, budget_bytes=options.budget_bytes)
         self.server.start()
 
     def serve(self, listener: socket.socket) -> None:
@@ -119,7 +120,7 @@ class _Conversation:
 
     def close(self) -> None:
         for number in self._leases.values():
-            self._arena.release(number)
+            self._arena.release(number, reuse=False)  # a trainer that detached may keep its arrays
         self._leases.clear()
         if self._seat is not None:
             self._host.server.detach(self._seat)
@@ -137,6 +138,9 @@ class _Conversation:
             return {}, []
         if self._seat is None:
             raise SpecError(f"the message {op!r} came before hello; this is not an overlord client.")
+        if op == "leave":
+            server.leave(self._seat, int(message["next_step"]))
+            return {}, []
         if op == "step":
             header = server.open_step(self._seat, int(message["step"]))
             return {"header": None if header is None else header_to_json(header)}, []

@@ -23,6 +23,7 @@ class Segment:
     def __init__(self, number: int, capacity: int) -> None:
         self.number = number
         self.capacity = capacity
+        self.reusable = True
         self.fd = _anonymous_file()
         os.ftruncate(self.fd, capacity)
         self._map = mmap.mmap(self.fd, capacity)
@@ -84,17 +85,24 @@ class Arena:
             segment, holds = self._used[number]
             self._used[number] = (segment, holds + 1)
 
-    def release(self, number: int) -> None:
-        """Let go once; the last release makes the segment reusable."""
+    def release(self, number: int, *, reuse: bool = True) -> None:
+        """Let go once; the last release makes the segment reusable.
+
+        Without `reuse` it is never written again: somebody who can no longer tell may still look at it.
+        """
         with self._lock:
             segment, holds = self._used[number]
+            segment.reusable = segment.reusable and reuse
             if holds > 1:
                 self._used[number] = (segment, holds - 1)
                 return
             del self._used[number]
+            if not segment.reusable:
+                segment.close()
+                return
             self._idle.append(segment)
-            # What was in use at once will be in use at once again; more than that is given back.
-            most = sum(s.capacity for s, _ in self._used.values()) + 2 * segment.capacity
+            # A few of what is in use will be needed again soon; more than that is given back.
+            most = sum(s.capacity for s, _ in self._used.values()) // 4 + 2 * segment.capacity
             while sum(s.capacity for s in self._idle) > most:
                 self._idle.pop(0).close()
 

@@ -68,6 +68,7 @@ class StepServer:
         self._built: dict[Bin, Built] = {}
         self._seats: dict[int, Seat] = {}
         self._waiting: Counter[tuple[int, int]] = Counter()
+        self._reached: dict[int, int] = {}
         self._end: int | None = None
         self._failed: tuple[int, OverlordError] | None = None
         self._closing = False
@@ -90,6 +91,7 @@ class StepServer:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        self._roles.planner.passed(self._all_passed())
 
     def attach(self, rank: int) -> tuple[int, int]:
         """Seat a client; return its seat and the first step of the stream."""
@@ -104,7 +106,7 @@ class StepServer:
     def detach(self, seat: int) -> None:
         """Free a seat; nothing is built for it any more."""
         with self._changed:
-            self._seats.pop(seat, None)
+            self._seats.pop(seat)
             self._drop_unwanted()
             self._changed.notify_all()
 
@@ -112,6 +114,7 @@ class StepServer:
         """Return the header of a step, or None past the end; moves the client's window."""
         with self._changed:
             self._seats[seat].step = step
+            self._reached[self._seats[seat].rank] = step
             self._drop_unwanted()
             self._changed.notify_all()
             found = self._wait(step, lambda: self._plans.get(step) or (self._past_end(step) or None))
@@ -131,6 +134,11 @@ class StepServer:
                 self._waiting[(step, bucket)] -= 1
                 self._waiting += Counter()
                 self._drop_unwanted()
+
+    def leave(self, seat: int, next_step: int) -> None:
+        """Note that a client goes in peace, having trained on the steps before `next_step`."""
+        with self._changed:
+            self._reached[self._seats[seat].rank] = next_step
 
     def with_planner(self, ask: Callable[[Any], T]) -> T:
         """Ask the planner something while it is not planning."""
@@ -165,6 +173,10 @@ class StepServer:
             del self._samples[step]
         for step in [s for s in self._plans if s not in wanted]:
             del self._plans[step]
+
+    def _all_passed(self) -> int:
+        """Return the step before which every rank that ever attached is done."""
+        return min(self._reached.values(), default=self._roles.planner.first_step)
 
     def _past_end(self, step: int) -> bool:
         return self._end is not None and step >= self._end
@@ -233,6 +245,7 @@ class StepServer:
         def work(step: int) -> None:
             with self._planner_lock:
                 plan = self._roles.planner.plan_raw(step)  # (3) the plan is made when it is asked for
+                self._roles.planner.passed(self._all_passed())
                 ends = self._roles.planner.ends(step) if plan else {}
             with self._changed:
                 if plan is None:
@@ -255,25 +268,27 @@ class StepServer:
                         return step
             return None
 
-        def pop() -> None:
-            collecting.append(self._roles.constructor.gather(*self._gathering[step]))
-
-        def finish() -> None:
-            samples = collecting[0]()
-            with self._changed:
-                self._samples[step] = samples
-                del self._gathering[step]
-                self._drop_unwanted()
-                self._changed.notify_all()
-
         while True:
-            collecting: list[Callable[[], StepSamples]] = []
             with self._turn:  # steps leave the read buffers in order, and are finished side by side
                 step = self._next_task(choose)
-                if step is None or not self._attempt(step, pop):
+                if step is None:
                     return
-            if not self._attempt(step, finish):
+                collecting: list[Callable[[], StepSamples]] = []
+                if not self._attempt(step, partial(self._pop, step, collecting)):
+                    return
+            if not self._attempt(step, partial(self._collect, step, collecting)):
                 return
+
+    def _pop(self, step: int, collecting: list[Callable[[], StepSamples]]) -> None:
+        collecting.append(self._roles.constructor.gather(*self._gathering[step]))
+
+    def _collect(self, step: int, collecting: list[Callable[[], StepSamples]]) -> None:
+        samples = collecting.pop()()
+        with self._changed:
+            self._samples[step] = samples
+            del self._gathering[step]
+            self._drop_unwanted()
+            self._changed.notify_all()
 
     def _pack_loop(self) -> None:
         def choose() -> Bin | None:

@@ -39,7 +39,7 @@ def image_size(data: bytes | memoryview) -> tuple[int, int]:
                 width, height = image.size
     except UnidentifiedImageError as error:
         raise ImageFault("the bytes are no image of a known format") from error
-    except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (ValueError, KeyError, OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ImageFault(f"no readable image header: {error}") from error
     if width < 1 or height < 1 or width * height > MAX_PIXELS:
         raise ImageFault(f"the header claims {width} x {height} pixels, more than {MAX_PIXELS} in all")
@@ -57,7 +57,7 @@ def decode_image(data: bytes | memoryview) -> UInt8s:
         if simplejpeg is not None and bytes(data[:2]) == _JPEG:
             try:
                 return simplejpeg.decode_jpeg(data, colorspace="RGB")
-            except ValueError:
+            except (ValueError, KeyError):
                 pass  # CMYK and other rare colour spaces: Pillow knows them, and has the last word on faults
         with Image.open(io.BytesIO(data)) as image:
             return np.asarray(image.convert("RGB"))

@@ -145,7 +145,11 @@ def _layout(total: int, cp: int, segments: int, images: int, patches: int, patch
     wanted += [("cu_seq_lens_q", "<i4", (segments + 1,)), ("cu_seq_lens_k", "<i4", (segments + 1,))]
     if patch_bytes:
         wanted += [("pixel_values", "|u1", (patches, patch_bytes)), ("image_grid_thw", "<i8", (images, 3))]
-    wanted += [("meta.source", "<i4", (segments,)), ("meta.epoch", "<i4", (segments,)), ("meta.row", "<i8", (segments,))]
+    wanted += [
+        ("meta.source", "<i4", (segments,)),
+        ("meta.epoch", "<i4", (segments,)),
+        ("meta.row", "<i8", (segments,)),
+    ]
     wanted += [("meta.segment_offsets", "<i4", (segments,)), ("meta.segment_lengths", "<i4", (segments,))]
     specs: list[ArraySpec] = []
     offset = 0

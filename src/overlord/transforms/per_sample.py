@@ -107,14 +107,12 @@ class TextTransform:
         faults: list[Fault] = [(int(r), "the row cannot be parsed or lacks its column") for r in np.flatnonzero(bad)]
         column = _ragged(rows, self._spec.column)
         if lengths is not None:
-            tokens = np.where(bad, 1, np.maximum(lengths, 1))
+            tokens, empty = np.where(bad, 1, np.maximum(lengths, 1)), lengths <= 0
             kept: RowBatch = {"raw": column, "claimed": tokens}
         else:
             encoded, empty = self._encode(column, bad, faults)
-            tokens = encoded.lengths
-            kept = {"tokens": encoded}
-            return _measured(tokens, np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0), kept, faults)
-        return _measured(tokens, np.where(bad, BAD, 0), kept, faults)
+            tokens, kept = encoded.lengths, {"tokens": encoded}
+        return _measured(tokens, np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0), kept, faults)
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: npt.NDArray[np.bool_], workers: Workers) -> Finished:
         faults: list[Fault] = []
@@ -186,9 +184,7 @@ class ImageTextTransform:
         patches, faults = self._patches(kept, grid_rows, grid_cols, bad, workers)
         _mask_rows(loss, offsets, [row for row, _ in faults])
         grids = np.stack([np.ones_like(grid_rows), grid_rows, grid_cols], axis=1).astype(np.int32)
-        return Finished(
-            Ragged(tokens, offsets), Ragged(loss, offsets), patches, grids, text.faults + faults, text.lies
-        )
+        return Finished(Ragged(tokens, offsets), Ragged(loss, offsets), patches, grids, text.faults + faults, text.lies)
 
     def _sizes(
         self, rows: RowBatch, images: Ragged, bad: npt.NDArray[np.bool_], faults: list[Fault]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def decode_texts(column: Ragged) -> tuple[list[str], npt.NDArray[np.bool_]]:
     texts: list[str] = []
     bad = np.zeros(len(column), np.bool_)
     offsets = column.offsets.tolist()
-    for row, (start, stop) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for row, (start, stop) in enumerate(itertools.pairwise(offsets)):
         try:
             texts.append(str(data[start:stop], "utf-8"))
         except UnicodeDecodeError:

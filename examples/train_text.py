@@ -1,0 +1,85 @@
+"""A tiny language model trained on the demo's text under torchrun: the loop to copy.
+
+make demo
+.venv/bin/torchrun --nproc-per-node 2 examples/train_text.py overlord-demo/job.yaml --steps 20
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import overlord as ol
+from overlord.cli.job_files import load_job_file
+from overlord.integrations.torch_loader import DataLoader, TorchBatch
+
+
+class TinyModel(nn.Module):
+    """Predicts the next token from the current one: enough to see a loss fall."""
+
+    def __init__(self, vocabulary: int, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(input_ids))
+
+
+def token_losses(model: nn.Module, batch: TorchBatch) -> torch.Tensor:
+    """Return the loss of every token; labels are unshifted, as Hugging Face models take them."""
+    logits = model(batch["input_ids"])[:, :-1].flatten(0, 1)
+    labels = batch["labels"][:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("job")
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    job = load_job_file(options.job).job
+    model = TinyModel(4096)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with DataLoader(job, mesh=ol.ClientPlaceTree(dp=dist.get_world_size())) as loader:
+        for step in loader:
+            sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+            total = torch.zeros(())
+            for batch in step.microbatches:
+                losses = token_losses(model, batch)
+                # Every rank divides by the same number, so it does not matter who got which sample.
+                (losses.sum() / step.global_loss_tokens).backward()
+                total += losses.sum().detach()
+                add_by_source(sums, batch, losses.detach())
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            dist.all_reduce(total)
+            optimizer.step()
+            optimizer.zero_grad()
+            if dist.get_rank() == 0:
+                loader.report(step.index, {f"loss/{name}": s / max(n, 1) for name, (s, n) in sums.items()})
+                print(f"step {step.index:3d}  loss {total.item() / step.global_loss_tokens:.4f}", flush=True)
+            if step.index + 1 == options.steps:
+                break
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def add_by_source(sums: dict[str, list[float]], batch: TorchBatch, losses: torch.Tensor) -> None:
+    """Add the summed loss and the number of labels of every source."""
+    bounds = batch["cu_seq_lens_q"].tolist()
+    for source, start, stop in zip(batch.meta.source_ids.tolist(), bounds, bounds[1:], strict=False):
+        if source >= 0:
+            part = losses[start : stop - 1]
+            found = sums[batch.meta.source_names[source]]
+            found[0] += float(part.sum())
+            found[1] += float((batch["labels"][0, start + 1 : stop] != -100).sum())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""All SourceLoaders of one host behind the port that planner and constructor ask."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
+from overlord.core.ragged import Ragged
+from overlord.core.samples import Cursor
+from overlord.roles.ports import Collect, Workers
+from overlord.roles.source_loader import SourceLoader, Staged
+from overlord.runtimes.memory import give_back_freed_memory
+
+
+class LoaderFleet:
+    """All SourceLoaders of a host; a group belongs to one loader of its source."""
+
+    def __init__(self, loaders: Sequence[Sequence[SourceLoader]], workers: Workers) -> None:
+        self._loaders = loaders
+        self._locks = [[threading.Lock() for _ in of_source] for of_source in loaders]
+        self._workers = workers
+
+    def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
+        """Ask the loader that owns each request's group."""
+
+        def ask(request: MetaRequest) -> MetaDelta:
+            owner = self._owner(request.source, request.cursor.group)
+            with self._locks[request.source][owner]:
+                return self._loaders[request.source][owner].summary_buffer(request)
+
+        return self._workers.map(ask, requests)
+
+    def loader_do_plan(self, orders: Sequence[LoaderOrder]) -> Collect:
+        """Split orders by the owner of each group, pop now, and join what is finished when collected."""
+        runs = [run for order in orders for run in self._runs(order)]
+
+        def pop(run: tuple[int, LoaderOrder]) -> Staged:
+            owner, order = run
+            with self._locks[order.source][owner]:
+                return self._loaders[order.source][owner].loader_do_plan(order)
+
+        def finish(run: tuple[int, Staged]) -> Payload:
+            owner, staged = run
+            loader = self._loaders[staged.order.source][owner]
+            done = loader.finish(staged)
+            with self._locks[staged.order.source][owner]:
+                return loader.hand_over(staged, done)
+
+        staged = self._workers.map(pop, runs)
+
+        def collect() -> list[Payload]:
+            done = self._workers.map(finish, [(owner, one) for (owner, _), one in zip(runs, staged, strict=True)])
+            of_source: dict[int, list[Payload]] = {order.source: [] for order in orders}
+            for payload in done:
+                of_source[payload.source].append(payload)
+            return [join_runs(parts) for parts in of_source.values()]
+
+        return collect
+
+    def rest(self, cursors: Mapping[int, Cursor]) -> None:
+        """Let the loaders of some sources drop what they hold."""
+        for source, cursor in cursors.items():
+            for loader, lock in zip(self._loaders[source], self._locks[source], strict=True):
+                with lock:
+                    loader.rest(cursor)
+        give_back_freed_memory()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes in the read buffers of all loaders."""
+        return sum(one.buffer_bytes for of_source in self._loaders for one in of_source)
+
+    def status(self) -> list[dict[str, int]]:
+        """Return what each source's loaders hold and have met."""
+        return [
+            {
+                "loaders": len(of_source),
+                "buffer_bytes": sum(one.buffer_bytes for one in of_source),
+                "bad": sum(one.bad_samples for one in of_source),
+                "wrong_length": sum(one.wrong_lengths for one in of_source),
+            }
+            for of_source in self._loaders
+        ]
+
+    def _owner(self, source: int, group: int) -> int:
+        return max(group, 0) % len(self._loaders[source])
+
+    def _runs(self, order: LoaderOrder) -> list[tuple[int, LoaderOrder]]:
+        count = len(self._loaders[order.source])
+        owners = np.maximum(order.meta["group"], 0) % count
+        bounds = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
+        return [
+            (int(owners[a]), LoaderOrder(order.step, order.source, order.meta[a:b], order.end))
+            for a, b in itertools.pairwise(bounds)
+        ]
+
+
+def join_runs(parts: Sequence[Payload]) -> Payload:
+    """Join the payloads of one source and step that came from several loaders."""
+    if len(parts) == 1:
+        return parts[0]
+    patches = [p.patches for p in parts if p.patches is not None]
+    grids = [p.grids for p in parts if p.grids is not None]
+    return Payload(
+        step=parts[0].step,
+        source=parts[0].source,
+        tokens=Ragged.concat([p.tokens for p in parts]),
+        loss=Ragged.concat([p.loss for p in parts]),
+        patches=Ragged.concat(patches) if patches else None,
+        grids=np.concatenate(grids) if grids else None,
+        bad=np.concatenate([p.bad for p in parts]),
+    )

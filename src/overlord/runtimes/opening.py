@@ -1,0 +1,131 @@
+"""Opening sources: files listed, columns checked, the first window indexed, known lengths found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from overlord.core.order import DataFile, SourceOrder
+from overlord.core.ragged import Ragged, RowBatch
+from overlord.core.samples import FILE_SHIFT
+from overlord.core.specs import Job, Source
+from overlord.core.states import StreamState
+from overlord.errors import SourceError, SpecError
+from overlord.readers.index import IndexCache
+from overlord.readers.sidecars import LengthSidecars
+from overlord.readers.source_files import SourceFiles
+from overlord.roles.source_loader import Lengths
+from overlord.transforms.per_sample import SampleTransform, Workers
+
+Progress = Callable[[str, int, int], None]
+"""Told (what is being done, how much is done, of how much)."""
+
+
+def open_sources(
+    sources: Sequence[Source],
+    transforms: Sequence[SampleTransform],
+    cache: IndexCache,
+    workers: Workers,
+    progress: Progress | None,
+) -> list[SourceFiles]:
+    """List the files of every source and check that the columns exist."""
+    done = 0
+
+    def open_one(item: tuple[Source, SampleTransform]) -> SourceFiles:
+        nonlocal done
+        source, transform = item
+        extra = (source.lengths,) if source.lengths not in (None, "sidecar") else ()
+        columns = tuple(dict.fromkeys((*transform.columns, *extra)))
+        try:
+            opened = SourceFiles(
+                source.name,
+                source.path,
+                format=source.format,
+                columns=columns or None,
+                storage_options=source.storage_options,
+                cache=cache,
+            )
+            opened.kinds()  # a missing column shows here, before anything runs
+        except SpecError as error:
+            if repr(source.name) in str(error):
+                raise
+            raise type(error)(f"source {source.name!r}: {error}") from error
+        done += 1
+        if progress is not None:
+            progress("opening sources", done, len(sources))
+        return opened
+
+    return workers.map(open_one, list(zip(sources, transforms, strict=True)))
+
+
+def order_of(job: Job, source: Source, files: SourceFiles) -> SourceOrder:
+    """Return the order of one source."""
+    return SourceOrder(
+        job.seed,
+        source.name,
+        listing_of(files),
+        shuffle_bytes=source.shuffle_bytes,
+        index=files.blocks,
+        prepare=files.prepare,
+    )
+
+
+def index_first_windows(
+    job: Job,
+    files: Sequence[SourceFiles],
+    state: StreamState,
+    weights: Sequence[float],
+    workers: Workers,
+    progress: Progress | None,
+) -> None:
+    """Index the files that the first step reaches, side by side; the rest is indexed when it is reached."""
+    tasks: list[tuple[SourceFiles, int]] = []
+    for number, (source, opened) in enumerate(zip(job.sources, files, strict=True)):
+        if weights[number] > 0:
+            order = order_of(job, source, opened)
+            epoch, group, _ = state.cursor(number)
+            tasks += [(opened, int(file)) for file in order.files_of(epoch, max(group, 0))]
+    done = 0
+
+    def index_one(task: tuple[SourceFiles, int]) -> None:
+        nonlocal done
+        task[0].blocks(task[1])
+        done += 1
+        if progress is not None:
+            progress("indexing files", done, len(tasks))
+
+    workers.map(index_one, tasks)
+
+
+def listing_of(files: SourceFiles) -> list[DataFile]:
+    """Return what the order may know of a source's files before they are opened."""
+    return [DataFile(file.path, file.size) for file in files.files]
+
+
+def known_lengths(
+    source: Source, files: SourceFiles, sidecars: LengthSidecars, tokenizer_digest: str
+) -> Lengths | None:
+    """Return how a source's text lengths are known before its text is tokenized, if they are."""
+    if source.lengths is None:
+        return None
+    if source.lengths != "sidecar":
+        column = source.lengths
+
+        def from_column(rows: RowBatch, _: np.ndarray) -> np.ndarray:
+            values = rows[column]
+            if isinstance(values, Ragged):
+                raise SourceError(
+                    f"source {source.name!r}: the length column {column!r} does not hold whole numbers; no sample "
+                    "could be planned by it. Name a numeric column, or leave lengths out."
+                )
+            return values.astype(np.int64)
+
+        return from_column
+    tables = sidecars.open_all(source, files, tokenizer_digest)
+
+    def from_sidecar(_: RowBatch, numbers: np.ndarray) -> np.ndarray:
+        file, row = numbers >> FILE_SHIFT, numbers & ((1 << FILE_SHIFT) - 1)
+        return np.array([tables[f][r] for f, r in zip(file.tolist(), row.tolist(), strict=True)], np.int64)
+
+    return from_sidecar

@@ -1,0 +1,245 @@
+"""The commands: what they print, their exit codes, and one clear paragraph for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import overlord as ol
+from overlord.cli.job_files import LaunchOptions, dump_job_yaml
+from overlord.cli.main import app
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def result_of(*arguments: object) -> dict[str, Any]:
+    """Run a command with --json; standard output must be one object and nothing else."""
+    outcome = call(*arguments, "--json")
+    assert outcome.exit_code == 0, outcome.stderr
+    return json.loads(outcome.stdout)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLORD_CACHE", cache)
+
+
+@pytest.fixture(scope="module")
+def job_file(ids_job: ol.Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("job") / "job.yaml"
+    launch = LaunchOptions(mesh=ol.ClientPlaceTree(dp=2, cp=2), steps=6)
+    path.write_text(dump_job_yaml(ids_job, launch))
+    return path
+
+
+def variant(job_file: Path, folder: Path, old: str, new: str) -> Path:
+    text = job_file.read_text()
+    assert old in text
+    path = folder / "variant.yaml"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def test_run_counts_what_the_clients_received(job_file: Path) -> None:
+    found = result_of("run", job_file, "--runtime", "inline")
+    assert found["steps"] == 6  # launch.steps of the file
+    assert found["mesh"] == "pp=1 dp=2 cp=2 tp=1"
+    assert found["samples"] == 66 == sum(step["samples"] for step in found["per_step"])
+    assert found["tokens"] == sum(step["tokens"] for step in found["per_step"])
+    assert [source["name"] for source in found["sources"]] == ["a", "b", "c"]
+    assert [source["samples"] for source in found["sources"]] == [33, 11, 22]
+    assert [source["planned_share"] for source in found["sources"]] == pytest.approx([1 / 2, 1 / 6, 1 / 3])
+    assert [source["epochs"] for source in found["sources"]] == pytest.approx([33 / 90, 11 / 40, 22 / 64])
+    assert sum(count for _, _, count in found["length_histogram"]) == 66
+    assert 0 < found["padding"] < 0.2
+    assert 1 <= found["imbalance_planned"] <= found["imbalance_round_robin"]
+    assert found["peak_memory_bytes"] > 0
+
+
+def test_both_runtimes_give_the_same_digests(job_file: Path) -> None:
+    inline, local = (result_of("run", job_file, "--runtime", name, "--steps", 4) for name in ("inline", "local"))
+    assert local["digests"] == inline["digests"]
+    assert local["sources"] == inline["sources"]
+
+
+def test_run_prints_tables_and_writes_the_report(job_file: Path, tmp_path: Path) -> None:
+    outcome = call("run", job_file, "--runtime", "inline", "--report", tmp_path / "new" / "report.html")
+    assert outcome.exit_code == 0
+    assert "mixture, by sample" in outcome.stdout
+    assert "round-robin" in outcome.stdout
+    assert "steps: 6 of 6" in outcome.stderr
+    assert (tmp_path / "new" / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_run_says_when_it_chose_the_steps(job_file: Path, tmp_path: Path) -> None:
+    path = variant(job_file, tmp_path, "steps: 6", "steps: null")
+    outcome = call("run", path, "--runtime", "inline")
+    assert outcome.exit_code == 0
+    assert "neither --steps nor launch.steps is given; running 100 steps" in outcome.stderr
+
+
+def test_a_finite_job_ends_by_itself(job_file: Path, tmp_path: Path) -> None:
+    path = variant(job_file, tmp_path, "stopping: never_exhausted", "stopping: all_exhausted_without_replacement")
+    found = result_of("run", path, "--runtime", "inline", "--steps", 1000)
+    assert found["samples"] == 90 + 40 + 64
+    assert [source["epochs"] for source in found["sources"]] == [1, 1, 1]
+    assert found["notes"] == [f"The stream ended by itself after {found['steps']} of 1000 steps."]
+
+
+def test_resume_goes_on_from_the_newest_snapshot(job_file: Path, tmp_path: Path) -> None:
+    whole = result_of("run", job_file, "--runtime", "inline", "--steps", 20)
+    result_of("run", job_file, "--runtime", "inline", "--steps", 16, "--store", tmp_path / "store")
+    rest = result_of(
+        "run",
+        job_file,
+        "--runtime",
+        "inline",
+        "--steps",
+        4,
+        "--store",
+        tmp_path / "store",
+        "--resume",
+        "--mesh",
+        "dp=1",
+    )
+    assert [step["index"] for step in rest["per_step"]] == [16, 17, 18, 19]
+    assert rest["realised_per_step"] == whole["realised_per_step"][16:]
+    assert "Resumed at step 16" in rest["notes"][0]
+
+
+def test_what_a_python_job_prints_stays_out_of_the_result(ids_job: ol.Job, tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    lines = [
+        "import overlord as ol",
+        "print('hello')",
+        "def read(row):",
+        "    print('a row')",
+        "    return {'tokens': [int(row['n'])]}",
+        f"sources = [ol.Source('a', {ids_job.sources[0].path[0]!r}, sample=ol.Custom(read, columns=['n']))]",
+        "job = ol.Job(sources, batch=ol.Batch(8, global_samples=4))",
+    ]
+    path.write_text("\n".join(lines))
+    found = result_of("run", path, "--runtime", "inline", "--steps", 2)
+    assert found["samples"] == 8
+    shown = call("sources", "preview", path, "--rows", 1)
+    assert shown.exit_code == 0
+    assert "token ids" in shown.stdout
+    assert "a row" not in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "{folder}/none.yaml"], "there is no such file"),
+        (["run", "{job}", "--mesh", "dp=0"], "dp is 0: an axis must be a whole number"),
+        (["run", "{job}", "--mesh", "dq=2"], "unknown axis 'dq'"),
+        (["run", "{job}", "--mesh", "dp=300"], "holds all of them in one process"),
+        (["run", "{job}", "--mesh", "cp=3"], "not a multiple of 6"),
+        (["run", "{job}", "--prefetch", "0"], "prefetch is 0"),
+        (["run", "{job}", "--loaders", "0"], "loaders_per_source is 0"),
+        (["run", "{job}", "--resume"], "--resume was given without a store"),
+        (["run", "{job}", "--resume", "--store", "{folder}/empty"], "holds no snapshot"),
+        (["run", "{job}", "--store", "/dev/null/x"], "the folder cannot be made"),
+        (["run", "{job}", "--report", "/dev/null/x.html"], "--report /dev/null/x.html: nothing can be written there"),
+        (["serve", "{folder}/none.yaml"], "there is no such file"),
+        (["serve", "{job}", "--address-file", "/dev/null/x"], "--address-file /dev/null/x: nothing can be written"),
+        (["status", "nonsense"], "'nonsense' is not one"),
+        (["status", "unix://{folder}/socket"], "no service answers at unix://"),
+        (["sources", "list", "{folder}/none.yaml"], "there is no such file"),
+        (["sources", "preview", "{job}", "aa"], "source 'aa' is not in the job"),
+        (["sources", "lint", "{folder}/none.yaml"], "there is no such file"),
+        (["sources", "measure", "{job}"], "no source has lengths: sidecar"),
+        (["sources", "measure", "{job}", "zz"], "source 'zz' is not in the job"),
+        (["demo", "--folder", "/dev/null/x"], "the demo's data cannot be written there"),
+        (["demo", "--mesh", "dp"], "'dp' is not axis=size"),
+        (["schema", "--out", "/dev/null/x"], "nothing can be written there"),
+    ],
+)
+def test_wrong_input_is_one_paragraph_and_exit_code_2(
+    arguments: list[str], message: str, job_file: Path, tmp_path: Path
+) -> None:
+    filled = [part.format(job=job_file, folder=tmp_path) for part in arguments]
+    if filled[0] == "run":
+        filled += ["--runtime", "inline"]
+    outcome = call(*filled, "--json")
+    assert outcome.exit_code == 2
+    last = outcome.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+    assert "Traceback" not in outcome.stderr
+    error = json.loads(outcome.stdout)["error"]
+    assert message in error["message"]
+    assert error["kind"] in ("SpecError", "StateError", "SourceError")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("sources:", "sourcs:", "sourcs: unknown key"),
+        ("seed: 3", "seed: [3", "this is not plain YAML"),
+        ("column: ids", "column: idz", "has no column 'idz'"),
+        ("/a\n", "/nowhere\n", "matches no file"),
+    ],
+)
+def test_a_wrong_job_file_is_told_by_every_command(
+    old: str, new: str, message: str, job_file: Path, tmp_path: Path
+) -> None:
+    path = variant(job_file, tmp_path, old, new)
+    for command in (["run", path, "--runtime", "inline"], ["sources", "preview", path], ["sources", "list", path]):
+        outcome = call(*command)
+        assert outcome.exit_code == 2, command
+        assert message in outcome.stderr
+
+
+def test_usage_errors_keep_exit_code_2(job_file: Path) -> None:
+    for arguments in (["run"], ["run", job_file, "--steps", "0"], ["run", job_file, "--runtime", "ray"], ["nosuch"]):
+        outcome = call(*arguments)
+        assert outcome.exit_code == 2
+        assert outcome.stdout == ""
+
+
+def test_a_run_that_fails_has_exit_code_1(job_file: Path, tmp_path: Path) -> None:
+    path = variant(job_file, tmp_path, "overlength: split", "overlength: error")
+    outcome = call("run", path, "--runtime", "inline", "--json")
+    assert outcome.exit_code == 1
+    assert json.loads(outcome.stdout)["error"]["kind"] == "PlanError"
+    assert "more than context_length=32" in outcome.stderr
+
+
+def test_ctrl_c_has_exit_code_130(ids_job: ol.Job, tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    source = f"ol.Source('a', {ids_job.sources[0].path[0]!r}, sample=ol.Custom(stop, columns=['n']))"
+    lines = [
+        "import overlord as ol",
+        "def stop(row):",
+        "    raise KeyboardInterrupt",
+        f"job = ol.Job([{source}], batch=ol.Batch(8, global_samples=4))",
+    ]
+    path.write_text("\n".join(lines))
+    outcome = call("run", path, "--runtime", "inline")
+    assert outcome.exit_code == 130
+    assert outcome.stderr.splitlines()[-1] == "interrupted"
+
+
+def test_version_and_schema() -> None:
+    assert call("version").stdout == f"overlord {ol.__version__}\n"
+    assert result_of("version") == {"version": ol.__version__}
+    assert result_of("schema")["properties"]["launch"] == {"$ref": "#/$defs/LaunchOptions"}
+
+
+def test_schema_goes_into_a_file(tmp_path: Path) -> None:
+    assert result_of("schema", "--out", tmp_path / "job.json") == {"schema": str(tmp_path / "job.json")}
+    assert json.loads((tmp_path / "job.json").read_text())["title"] == "Job"
+
+
+def test_help_shows_the_commands() -> None:
+    outcome = call("--help")
+    assert outcome.exit_code == 0
+    for name in ("demo", "run", "serve", "status", "sources", "schema", "version"):
+        assert name in outcome.stdout
