@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import overlord as ol
+from overlord.core.plan import chain_digest
 from overlord.testing import stream_digests
 
 MESH = ol.ClientPlaceTree(dp=2, cp=2)
@@ -35,11 +36,13 @@ def test_scale_and_runtime_change_nothing(mixed_job, cache, reference, options):
     assert stream_digests(mixed_job, mesh=MESH, steps=STEPS, cache=cache, **options) == reference
 
 
-def test_mesh_changes_the_plan_but_not_the_order(mixed_job, cache, reference):
-    for mesh in (ol.ClientPlaceTree(), ol.ClientPlaceTree(dp=4), ol.ClientPlaceTree(dp=2, tp=2, pp=2)):
-        found = stream_digests(mixed_job, mesh=mesh, steps=10, cache=cache)
-        assert found.order == stream_digests(mixed_job, mesh=MESH, steps=10, cache=cache).order
-        assert found.plan != reference.plan
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=4", "dp=2,cp=2", "dp=2,tp=2,pp=2"])
+def test_mesh_changes_the_plan_but_not_the_order(mixed_job, cache, reference, mesh):
+    with ol.launch(mixed_job, mesh=ol.ClientPlaceTree.parse(mesh), runtime="inline", cache=cache) as service:
+        steps = [step for step, _ in zip(service.client(), range(STEPS), strict=False)]
+    assert chain_digest([step.order_digest for step in steps]) == reference.order
+    same = chain_digest([step.plan_digest for step in steps]) == reference.plan
+    assert same == (mesh == "dp=2,cp=2")
 
 
 def test_other_seed_is_another_stream(ids_job, cache):
@@ -57,6 +60,7 @@ import sys
 from pathlib import Path
 import overlord as ol
 from overlord.cli.demo_data import demo_job, write_demo
+from overlord.core.plan import chain_digest
 from overlord.testing import stream_digests
 job = demo_job(write_demo(Path(sys.argv[1]), scale=0.03)).replace(batch=ol.Batch(2048, global_samples=16), seed=7)
 print(stream_digests(job, mesh=ol.ClientPlaceTree(dp=2, cp=2), steps=50, cache=sys.argv[2]))

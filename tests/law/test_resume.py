@@ -25,6 +25,10 @@ def test_resumes_before_every_step_of_a_finite_stream(ids_job, cache, stopping, 
     assert_resumes_anywhere(job, steps=30, cache=cache)
 
 
+def test_resumes_before_every_step_in_a_fresh_service_process(ids_job, cache):
+    assert_resumes_anywhere(ids_job, steps=5, mesh=ol.ClientPlaceTree(dp=2), runtime="local", cache=cache)
+
+
 _SCRIPT = """
 import json, sys
 import overlord as ol
