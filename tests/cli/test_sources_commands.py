@@ -124,6 +124,17 @@ def test_lint_finds_nothing_in_sound_data(demo_yaml: Path, tmp_path: Path) -> No
     assert all(line.startswith("warning ") for line in outcome.stdout.splitlines()[:-1])
 
 
+def test_lint_tells_where_a_shuffle_cannot_shuffle(tmp_path: Path) -> None:
+    rows = pa.array([list(range(50))] * 3000, pa.list_(pa.int32()))
+    pq.write_table(pa.table({"ids": rows}), tmp_path / "one.parquet", use_dictionary=False)
+    sample = ol.Text("ids", tokenized=True)
+    for budget, warned in ((100_000, True), (4 << 20, False), (0, False)):
+        source = ol.Source("one", str(tmp_path / "one.parquet"), sample=sample, shuffle_bytes=budget)
+        job = ol.Job(sources=[source], batch=ol.Batch(64, global_samples=4))
+        findings = lint_job(job, tmp_path / "cache", 10, lambda *_: None)
+        assert any("neighbours mostly stay neighbours" in finding.message for finding in findings) == warned
+
+
 def test_lint_names_every_damaged_file(tmp_path: Path) -> None:
     folder = tmp_path / "p"
     folder.mkdir()

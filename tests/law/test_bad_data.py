@@ -152,7 +152,8 @@ def test_a_file_that_vanishes_during_the_run_stops_it(tmp_path, cache, runtime):
         assert isinstance(caught.value, ol.ReaderError | ol.SourceError)
 
 
-def test_custom_function_that_fails_is_a_bad_sample_and_none_filters(tmp_path, cache):
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_custom_function_that_fails_is_a_bad_sample_and_none_filters(tmp_path, cache, runtime):
     path = write_ids(tmp_path / "s.jsonl", [5, 6, 7, 8])
 
     def odd(row):
@@ -161,7 +162,7 @@ def test_custom_function_that_fails_is_a_bad_sample_and_none_filters(tmp_path, c
         return None if row["n"] == 7 else {"tokens": row["ids"], "loss_mask": [0, 0] + [1] * (int(row["n"]) - 2)}
 
     job = text_job(path, None, sample=ol.Custom(odd, columns=["ids", "n"]))
-    labels, status = run(job, cache)
+    labels, status = run(job, cache, runtime)
     assert sorted(sample.row for sample in labels) == [0, 1, 3]
     assert (status["bad"], status["skipped"]) == (1, 1)
     assert (labels[ol.SampleId("s", 3, 0)] == [-100, -100, 1003, 1003, 1003, 1003, 1003, 1003]).all()

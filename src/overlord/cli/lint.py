@@ -28,6 +28,7 @@ from overlord.transforms.images import ImageFault, decode_image
 
 FEW_ROWS = 32
 """A source with fewer rows is seen again and again."""
+_FEW_BLOCKS = 4
 _BATCH_ROWS = 64
 _NAMED_ROWS = 5
 """Bad rows of a source that get a line of their own."""
@@ -56,6 +57,8 @@ class _FileFacts:
     """What looking into one file told."""
 
     rows: int = 0
+    blocks: int = 0
+    bytes: int = 0
     looked_at: int = 0
     tokens: int = 0
     empty: int = 0
@@ -114,6 +117,8 @@ def _look_into(job: Job, one: OpenSource, number: int, rows: int, lengths: Any) 
     try:
         blocks = files.blocks(number)
         facts.rows = int(blocks.rows.sum())
+        facts.blocks = int((blocks.rows > 0).sum())
+        facts.bytes = int(blocks.bytes.sum())
         for block in range(len(blocks.rows)):
             if facts.looked_at >= rows:
                 break
@@ -180,7 +185,21 @@ def _judge_source(job: Job, one: OpenSource, facts: Sequence[_FileFacts]) -> lis
         findings.append(Finding("warning", name, f"{share} of {looked} rows looked at are empty and never drawn"))
     if looked and (overlong := sum(f.overlong for f in facts)):
         findings += _overlong(job, name, overlong, looked)
+    findings += _shuffle(one, sum(f.blocks for f in facts), sum(f.bytes for f in facts))
     return findings + _repeats(job, name, rows, tokens / looked if looked else 0.0)
+
+
+def _shuffle(one: OpenSource, blocks: int, size: int) -> list[Finding]:
+    """Tell where a shuffle has too few blocks to merge: their rows would stay in order."""
+    budget = one.source.shuffle_bytes
+    if not budget or size <= budget or blocks >= _FEW_BLOCKS:
+        return []
+    message = (
+        f"its rows lie in {blocks} block{'s' if blocks > 1 else ''} of {size / blocks / 2**20:.0f} MiB, and a shuffle "
+        f"reads each block in order: neighbours mostly stay neighbours. Set shuffle_bytes to {size} to shuffle it in "
+        "memory, or write the files with smaller row groups"
+    )
+    return [Finding("warning", one.source.name, message)]
 
 
 def _overlong(job: Job, name: str, overlong: int, looked: int) -> list[Finding]:

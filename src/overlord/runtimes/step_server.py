@@ -187,10 +187,13 @@ class StepServer:
         return [key for key in keys if key not in self._built]
 
     def _has_room(self, step: int, wanted: dict[int, set[int]]) -> bool:
-        urgent = min([*(s for s, _ in self._waiting), *(seat.step for seat in self._seats.values())], default=step)
-        held = sum(samples.nbytes for samples in self._samples.values()) + self._arena.used_bytes
-        held += self._roles.fleet.buffer_bytes
-        return held < self._budget or step <= urgent or step == next(iter(wanted))
+        """Whether a step may be built now: within the budget, or because a client is at it."""
+        if step == next(iter(wanted)) or any(step == s for s, _ in self._waiting):
+            return True
+        if any(step == seat.step for seat in self._seats.values()):
+            return True
+        held = sum(samples.nbytes for samples in self._samples.values())
+        return held + self._arena.used_bytes + self._roles.fleet.buffer_bytes < self._budget
 
     # -- waiting and failing -------------------------------------------------------------------
 
@@ -239,8 +242,7 @@ class StepServer:
     def _plan_loop(self) -> None:
         def choose() -> int | None:
             wanted = self._wanted_bins()
-            missing = next((step for step in wanted if step not in self._plans), None)
-            return missing if missing is not None and self._has_room(missing, wanted) else None
+            return next((s for s in wanted if s not in self._plans and self._has_room(s, wanted)), None)
 
         def work(step: int) -> None:
             with self._planner_lock:
