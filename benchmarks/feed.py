@@ -123,7 +123,8 @@ def main() -> None:
             "bare_loop_samples_per_s": float(np.median(loop)),
             "ratio": ratio,
             "bar": 0.85,
-            "rounds": options.rounds,
+            "overlord_rounds": ours,
+            "bare_loop_rounds": loop,
         },
         options.json,
     )

@@ -34,17 +34,17 @@ print((pss() - before) / 8 / 2**20)
 """
 
 
-def write_sources(folder: Path) -> None:
+def write_sources(folder: Path, count: int) -> None:
     """Write one file and copy it."""
     first = folder / "000.parquet"
     columns = {f"c{i}": np.arange(ROW_GROUPS * 2) for i in range(COLUMNS - 1)}
     ids = pa.array([[i, i + 1, i + 2] for i in range(ROW_GROUPS * 2)], pa.list_(pa.int32()))
     pq.write_table(pa.table({"ids": ids, **columns}), first, row_group_size=2)
-    for number in range(1, MANY):
+    for number in range(1, count):
         shutil.copy(first, folder / f"{number:03d}.parquet")
 
 
-def service_pss(folder: Path, count: int) -> float:
+def service_pss(folder: Path, count: int, step_samples: int) -> float:
     """Return the PSS of a service with so many sources after some steps, in MB."""
     sources = [
         ol.Source(f"s{n:03d}", str(folder / f"{n:03d}.parquet"), sample=ol.Text("ids", tokenized=True), weight=1.0)
@@ -55,7 +55,7 @@ def service_pss(folder: Path, count: int) -> float:
     job = ol.Job(
         sources=[s.replace(weight=None) for s in sources],
         mixture=ol.Mixture.stages([(0, once), (1, {"s000": 1.0})]),
-        batch=ol.Batch(16, global_samples=MANY),
+        batch=ol.Batch(16, global_samples=step_samples),
     )
     with ol.launch(job, cache=str(folder / "cache"), budget=32 << 20) as service:
         client = service.client()
@@ -66,20 +66,23 @@ def service_pss(folder: Path, count: int) -> float:
 
 
 def main() -> None:
-    options = arguments(__doc__ or "").parse_args()
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--sources", type=int, default=MANY, help="sources of the larger service")
+    options = parser.parse_args()
+    most = options.sources
     folder = Path(tempfile.mkdtemp(prefix="overlord-idle-"))
     try:
-        write_sources(folder)
+        write_sources(folder, most)
         footer = float(
             subprocess.run(
                 [sys.executable, "-c", _FOOTER, str(folder / "000.parquet")], capture_output=True, text=True, check=True
             ).stdout
         )
-        service_pss(folder, MANY)  # builds the indices, so that both runs find them
-        few, many = service_pss(folder, FEW), service_pss(folder, MANY)
+        service_pss(folder, most, most)  # builds the indices, so that both runs find them
+        few, many = service_pss(folder, FEW, most), service_pss(folder, most, most)
     finally:
         shutil.rmtree(folder)
-    each = (many - few) / (MANY - FEW)
+    each = (many - few) / (most - FEW)
     publish(
         "idle",
         {
@@ -88,8 +91,8 @@ def main() -> None:
             "mb_each_footer_held": footer,
             "ratio": each / footer,
             "bar_mb": 0.1,
-            "service_mb_with_10": few,
-            "service_mb_with_306": many,
+            "sources": [FEW, most],
+            "service_mb": [few, many],
         },
         options.json,
     )

@@ -9,10 +9,18 @@ import platform
 import statistics
 from collections.abc import Callable
 
+import psutil
+
 
 def machine() -> dict[str, object]:
     """Describe where the figures were measured."""
-    return {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+    return {
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
 
 
 def median_of(rounds: int, measure: Callable[[], float]) -> float:
@@ -34,4 +42,10 @@ def publish(name: str, figures: dict[str, object], as_json: bool) -> None:
         return
     print(f"\n{name}")
     for key, value in figures.items():
-        print(f"  {key:<44} {value:.4g}" if isinstance(value, float) else f"  {key:<44} {value}")
+        print(f"  {key:<44} {_short(value)}")
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(_short(one) for one in value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,9 @@
 """A tiny language model trained on the demo's text under torchrun: the loop to copy.
 
-make demo
-.venv/bin/torchrun --nproc-per-node 2 examples/train_text.py overlord-demo/job.yaml --steps 20
+It takes the text sources of a job file and a batch that two CPU cores can train on.
+
+    make demo
+    .venv/bin/torchrun --nproc-per-node 2 examples/train_text.py overlord-demo/job.yaml --steps 20
 """
 
 from __future__ import annotations
@@ -37,13 +39,19 @@ def token_losses(model: nn.Module, batch: TorchBatch) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
 
 
+def text_job(job: ol.Job) -> ol.Job:
+    """Return a job of the text sources alone, each with an equal share of the tokens, in smaller steps."""
+    text = [source for source in job.sources if isinstance(source.sample, ol.Text)]
+    return job.replace(sources=text, mixture=ol.Mixture(level="token"), batch=ol.Batch(512, global_tokens=16_384))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("job")
-    parser.add_argument("--steps", type=int, default=20)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", help="a job file with text sources")
+    parser.add_argument("--steps", type=int, default=20, help="steps to train")
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    job = load_job_file(options.job).job
+    job = text_job(load_job_file(options.job).job)
     model = TinyModel(4096)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with DataLoader(job, mesh=ol.ClientPlaceTree(dp=dist.get_world_size())) as loader:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Job
 from overlord.errors import SpecError, StateError
-from overlord.roles.client import Client
+from overlord.roles.client import Client, is_whole
 from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.inline import InlineService
 from overlord.runtimes.local import LocalService, connect_local
@@ -63,7 +63,7 @@ def launch(
     prefetch: int = 2,
     loaders_per_source: int = 1,
     threads: int | None = None,
-    budget: int = 256 << 20,
+    budget: int = 512 << 20,
     store: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
     state: Mapping[str, Any] | Literal["latest"] | None = None,
@@ -104,18 +104,22 @@ def launch(
     """
     if not isinstance(job, Job):
         raise SpecError(f"launch: job is a {type(job).__name__}, not an ol.Job; there is nothing to read. Build one.")
+    if mesh is not None and not isinstance(mesh, ClientPlaceTree):
+        raise SpecError(f"launch: mesh is {mesh!r:.80}, not a mesh. Write ol.ClientPlaceTree(dp=2, tp=4).")
+    _check_numbers(prefetch=prefetch, loaders_per_source=loaders_per_source, threads=threads, budget=budget)
+    _check_folders(store=store, cache=cache)
     if layout != "hf":
         raise SpecError(f"launch: layout is {layout!r}; batches would have unknown keys. Use 'hf'.")
     runtimes: dict[str, type[InlineService] | type[LocalService]] = {"local": LocalService, "inline": InlineService}
-    if runtime not in runtimes:
+    if not isinstance(runtime, str) or runtime not in runtimes:
         raise SpecError(f"launch: runtime is {runtime!r}; nothing could run. Use {' or '.join(map(repr, runtimes))}.")
     tree = mesh or ClientPlaceTree()
     options = LaunchOptions(
         mesh=tree,
-        prefetch=prefetch,
-        loaders_per_source=loaders_per_source,
-        threads=threads or os.cpu_count() or 1,
-        budget_bytes=budget,
+        prefetch=int(prefetch),
+        loaders_per_source=int(loaders_per_source),
+        threads=int(threads or os.cpu_count() or 1),
+        budget_bytes=int(budget),
         store=None if store is None else str(Path(store).absolute()),
         cache=str(Path(cache).expanduser().absolute()),
         state=_resolve_state(state, store),
@@ -131,6 +135,23 @@ def connect(address: str, rank: int) -> Client:
         rank: The trainer's global rank in the service's mesh.
     """
     return connect_local(address, rank)
+
+
+def _check_numbers(**given: int | None) -> None:
+    for name, value in given.items():
+        if name == "threads" and value is None:
+            continue
+        if not is_whole(value) or int(value or 0) < 1:
+            raise SpecError(
+                f"launch: {name} is {value!r:.80}; nothing could run with it. Give a whole number of at least 1, or "
+                "leave it out."
+            )
+
+
+def _check_folders(**given: str | os.PathLike[str] | None) -> None:
+    for name, value in given.items():
+        if not isinstance(value, (str, os.PathLike)) and not (name == "store" and value is None):
+            raise SpecError(f"launch: {name} is {value!r:.80}, not a folder; nothing could be kept. Give a path.")
 
 
 def _resolve_state(

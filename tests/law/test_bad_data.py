@@ -123,6 +123,18 @@ def test_length_column_that_lies_is_cut_padded_and_counted(tmp_path, cache):
         run(text_job(tmp_path / "s.jsonl", None, **source, tolerance=0.0), cache)
 
 
+@pytest.mark.parametrize("claim", [2**31 - 1, 2**31 + 5, 2**32, 2**62])
+def test_a_wild_length_is_one_lie_and_not_a_flood(tmp_path, cache, claim):
+    path = tmp_path / "s.jsonl"
+    path.write_text("".join(json.dumps({"ids": [1, 2, 3], "n": n}) + "\n" for n in (3, claim, 3)))
+    job = text_job(path, None, sample=ol.Text("ids", tokenized=True), lengths="n").replace(overlength="split")
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        (step,) = service.client()
+        assert 9 <= step.global_tokens < 2000
+        assert all(batch.meta.segment_lengths.min() > 0 for batch in step.microbatches)
+        assert service.status()["sources"]["s"]["wrong_length"] == 1
+
+
 def test_honest_length_column_gives_the_same_stream(tmp_path, cache):
     path = write_ids(tmp_path / "s.jsonl", range(1, 60))
     source = {"sample": ol.Text("ids", tokenized=True)}
@@ -176,6 +188,14 @@ def test_global_loss_tokens_is_the_number_of_labels(mixed_job, ids_job, cache):
                 assert sum(int((b["labels"] != -100).sum()) for b in batches) == one.global_loss_tokens
                 if one.index == 5:
                     break
+
+
+def test_any_number_in_a_loss_mask_counts_once(tmp_path, cache):
+    path = write_ids(tmp_path / "s.jsonl", [5, 6])
+    job = text_job(path, None, sample=ol.Custom(lambda row: {"tokens": [1, 2, 3], "loss_mask": [0, 2, 300]}))
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        step = next(service.client())
+        assert step.global_loss_tokens == sum(int((b["labels"] != -100).sum()) for b in step.microbatches) == 4
 
 
 def _launch_error(job, cache, **options) -> str:
@@ -244,3 +264,15 @@ def test_everything_delivered_is_accounted_for(tmp_path, tokenizer, cache):
     job = text_job(path, None, sample=ol.Text("ids", tokenized=True))
     with ol.launch(job, cache=cache, runtime="inline", mesh=ol.ClientPlaceTree(dp=2)) as service:
         assert len(delivered_pieces(service)) == 3
+
+
+def test_an_image_without_a_caption_is_not_trained_on(tmp_path, tokenizer, cache):
+    table = pa.table({"jpg": [jpeg(), jpeg(64, 64, 1)], "txt": ["", "a picture"]})
+    pq.write_table(table, tmp_path / "s.parquet")
+    job = text_job(tmp_path / "s.parquet", tokenizer, sample=ol.ImageText("jpg", "txt"))
+    labels, status = run(job, cache)
+    assert status["bad"] == 0
+    assert (labels[ol.SampleId("s", 0, 0)] == -100).all()
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        step = next(service.client())
+        assert sum(int((b["labels"] != -100).sum()) for b in step.microbatches) == step.global_loss_tokens

@@ -110,6 +110,15 @@ def test_drop_last_leaves_the_short_step_out(tmp_path, cache):
             assert len(list(service.client())) == steps
 
 
+def test_drop_last_keeps_a_last_step_that_is_full(tmp_path, cache):
+    sources, lengths = _corpus(tmp_path, {"a": [[3] * 9]})
+    for batch in (ol.Batch(9, global_samples=3), ol.Batch(9, global_tokens=9)):
+        mixture = ol.Mixture(stopping="all_exhausted_without_replacement")
+        job = ol.Job(sources=sources, mixture=mixture, batch=batch, drop_last=True)
+        with ol.launch(job, runtime="inline", cache=cache) as service:
+            _check_pieces(delivered_pieces(service), lengths)
+
+
 def test_max_steps_ends_the_stream(ids_job, cache):
     with ol.launch(ids_job.replace(max_steps=3), runtime="inline", cache=cache) as service:
         client = service.client()

@@ -173,3 +173,76 @@ for step in service.client():
     subprocess.run([sys.executable, "-c", script, job, cache, str(tmp_path)], check=True)
     with ol.launch(ids_job, cache=cache, store=tmp_path, state="latest") as service, service.client() as client:
         assert 16 <= next(client).index <= 40
+
+
+@pytest.mark.parametrize("stopping", ["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"])
+def test_a_stream_that_has_ended_stays_ended(ids_job, cache, stopping):
+    job = ids_job.replace(mixture=ol.Mixture(stopping=stopping))
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        client = service.client()
+        assert len(list(client)) > 3
+        state = client.state_dict()
+    with ol.launch(job, runtime="inline", cache=cache, state=state) as service:
+        assert list(service.client()) == []
+
+
+def test_a_state_does_not_tell_how_far_somebody_looked_ahead(tmp_path, cache):
+    path = write_ids(tmp_path / "a.jsonl", [30, 19])
+    source = ol.Source("a", str(path), sample=ol.Text("ids", tokenized=True))
+    job = ol.Job([source], batch=ol.Batch(32, global_tokens=64))
+
+    def states(state=None, steps=6):
+        with ol.launch(job, runtime="inline", cache=cache, state=state) as service:
+            client = service.client()
+            found = [client.state_dict()]
+            for _ in range(steps):
+                next(client)
+                found.append(client.state_dict())
+        return found
+
+    whole = states()
+    for at in range(6):
+        assert states(whole[at], 6 - at) == whole[at:]
+
+
+def test_damaged_states_are_refused(ids_job, cache):
+    state = _state(ids_job, cache)
+    columns = state["columns"]
+
+    def with_cell(column, value):
+        rows = {name: list(row) for name, row in state["sources"].items()}
+        rows["a"][columns.index(column)] = value
+        return {**state, "sources": rows}
+
+    for column, value in (
+        ("offset", -1),
+        ("offset", 10**6),
+        ("group", -1),
+        ("group", -7),
+        ("group", 5),
+        ("group", 1 << 40),
+        ("epoch", 1 << 31),
+        ("epoch", -1),
+        ("deficit", 1 << 63),
+        ("finished", 2),
+        ("samples", 1.5),
+        ("tokens", "7"),
+        ("passed", None),
+    ):
+        assert "damaged" in _refusal(ids_job, with_cell(column, value), cache), (column, value)
+    for key, value in (
+        ("step", -1),
+        ("step", "3"),
+        ("fingerprint", None),
+        ("sources", []),
+        ("sources", {**state["sources"], "a": [1, 2]}),
+        ("sources", {**state["sources"], "a": 5}),
+        ("reports", []),
+        ("reports", {"x": {}}),
+        ("reports", {"0": 5}),
+        ("columns", []),
+    ):
+        assert "damaged" in _refusal(ids_job, {**state, key: value}, cache), (key, value)
+    for key in ("reports", "step", "sources"):
+        lacking = {k: v for k, v in state.items() if k != key}
+        assert "not a state of overlord" in _refusal(ids_job, lacking, cache)

@@ -19,6 +19,11 @@ def supply_of(lengths: list[np.ndarray]) -> Supply:
     )
 
 
+def test_huge_and_tiny_weights_keep_their_ratio():
+    for one in (1.7e308, 5e-324):
+        assert integer_weights([one, one], np.ones(2, bool)).tolist() == [SCALE // 2, SCALE // 2]
+
+
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
 def test_integer_weights_sum_exactly(weights):
     exact = integer_weights(weights, np.ones(len(weights), bool))

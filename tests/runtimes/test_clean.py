@@ -34,7 +34,15 @@ def wait_gone(pid: int) -> None:
 
 
 @pytest.fixture
-def nothing_left():
+def nothing_left(monkeypatch):
+    with tempfile.TemporaryDirectory() as alone:  # other services of this host have their folders in /tmp
+        monkeypatch.setenv("TMPDIR", alone)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield from check_nothing_left()
+        monkeypatch.undo()
+
+
+def check_nothing_left():
     before = (folders(), segments(), threading.active_count(), set(os.listdir("/proc/self/fd")))
     yield
     children = psutil.Process().children(recursive=True)

@@ -311,11 +311,14 @@ def _encode_all(
         return simplejpeg.encode_jpeg(pixels, quality=_JPEG_QUALITY, colorspace="RGB")
 
     images: list[bytes] = []
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
+    try:
         for image in pool.map(encode, range(len(sizes))):
             images.append(image)
             if progress is not None and (len(images) % 16 == 0 or len(images) == len(sizes)):
                 progress(name, len(images), len(sizes))
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for images that nobody will write
     return images
 
 

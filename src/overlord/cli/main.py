@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -118,7 +119,7 @@ def demo(
         Text.assemble(("numbers  ", "dim"), str(result.summary_file)),
         Text.assemble(("job      ", "dim"), str(result.job)),
         f"\nNext: open {result.report} in a browser; edit {result.job} and run it with\n\n"
-        f"    overlord run {result.job}\n",
+        f"    {_command_name()} run {result.job}\n",
     )
     screen.give(dataclasses.asdict(result.summary) | paths)
 
@@ -200,7 +201,9 @@ def serve(
 
 @app.command()
 def status(
-    address: Annotated[str, typer.Argument(help="What `overlord serve` shows, or its address file.")],
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="What `overlord serve` shows, or its address file.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Show what a running service is doing: mixture, buffers, bad samples, clients."""
@@ -239,7 +242,7 @@ def list_sources(
 @sources_app.command()
 def preview(
     job: JobPath,
-    source: Annotated[str | None, typer.Argument(help="Only this source.", show_default=False)] = None,
+    source: Annotated[str | None, typer.Argument(metavar="SOURCE", help="Only this one.", show_default=False)] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, max=1000, help="Samples of each source.")] = 3,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with pictures.")] = None,
     cache: Cache = _CACHE,
@@ -297,7 +300,9 @@ def lint(
 @sources_app.command()
 def measure(
     job: JobPath,
-    sources: Annotated[list[str] | None, typer.Argument(metavar="[SOURCE]...", show_default=False)] = None,
+    sources: Annotated[
+        list[str] | None, typer.Argument(metavar="SOURCE", help="Only these sources.", show_default=False)
+    ] = None,
     cache: Cache = _CACHE,
     as_json: AsJson = False,
 ) -> None:
@@ -351,6 +356,11 @@ def main() -> None:
 def _load(path: Path, screen: Screen) -> JobFile:
     with screen.user_code():
         return load_job_file(path)
+
+
+def _command_name() -> str:
+    """Return what the user has to type for this command: a name, or its path where it is not on the PATH."""
+    return "overlord" if shutil.which("overlord") or Path(sys.argv[0]).name != "overlord" else sys.argv[0]
 
 
 def _folder(cache: Path) -> str:

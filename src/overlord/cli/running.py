@@ -131,6 +131,7 @@ def _consume(
     clients: list[Client], options: RunOptions, collector: Collector, memory: MemoryWatch, tell: Tell
 ) -> tuple[float, float]:
     """Let every rank hold every microbatch; return when the first step was complete, and the seconds of all."""
+    tell("first step", 0, 1)  # the first one of an installation compiles, which takes some seconds
     began = first_s = time.perf_counter()
     heads = {options.mesh.rank(dp=dp): dp for dp in range(options.mesh.dp)}
     for number in range(options.steps):
@@ -148,6 +149,7 @@ def _consume(
             header = step
         if number == 0:
             first_s = time.perf_counter()
+            tell("first step", 1, 1)
         assert header is not None  # a mesh has at least one rank
         collector.add(header, [metas[dp] for dp in range(options.mesh.dp)], longest_s)
         memory.look()

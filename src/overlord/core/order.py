@@ -205,6 +205,11 @@ class SourceOrder:
         """Return the first group of an epoch, or NO_GROUP for a source without rows."""
         return self._first_group_from(epoch, 0)
 
+    def has_group(self, epoch: int, group: int) -> bool:
+        """Whether an epoch has a group of this number; may index its window."""
+        window, number = group >> _GROUP_BITS, group & ((1 << _GROUP_BITS) - 1)
+        return 0 <= window < len(self.windows(epoch)) and number < len(self._window_groups(epoch, window))
+
     def group(self, epoch: int, group: int) -> Group:
         """Return one group."""
         return self._window_groups(epoch, group >> _GROUP_BITS)[group & ((1 << _GROUP_BITS) - 1)]

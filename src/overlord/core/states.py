@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.order import BEGIN
+from overlord.core.order import BEGIN, NO_GROUP
 from overlord.core.samples import Cursor
 from overlord.errors import StateError
 
@@ -23,6 +23,11 @@ STATE_VERSION = 1
 Int64s = npt.NDArray[np.int64]
 
 _COLUMNS = ("epoch", "group", "offset", "deficit", "samples", "tokens", "skipped", "passed", "epoch_rows", "finished")
+
+
+_MOST = (1 << 63) - 1
+_RANGES = {"epoch": (0, (1 << 31) - 1), "group": (BEGIN, _MOST), "deficit": (-_MOST, _MOST), "finished": (0, 1)}
+"""Least and most of a column; the others count from 0 on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +90,32 @@ class StreamState:
     def from_json(cls, state: Mapping[str, Any], names: Sequence[str], parts: Mapping[str, Any]) -> StreamState:
         """Read a state; refuse one of another version or another job."""
         check_state(state, parts)
+        for name in names:
+            _check_row(name, state["sources"][name])
         rows = np.array([state["sources"][name] for name in names], np.int64)
-        return cls(int(state["step"]), *(rows[:, i].copy() for i in range(len(_COLUMNS))))
+        return cls(state["step"], *(rows[:, i].copy() for i in range(len(_COLUMNS))))
 
 
 def check_state(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
     """Raise StateError when a state cannot continue this job's stream."""
-    if not isinstance(state, Mapping) or not {"version", "fingerprint", "sources", "step"} <= set(state):
+    if not isinstance(state, Mapping) or not {"version", "fingerprint", "sources", "step", "reports"} <= set(state):
         raise StateError(
-            "this is not a state of overlord: it lacks version, step, fingerprint or sources; resuming from it would "
-            "start an unknown stream. Pass what client.state_dict() returned."
+            "this is not a state of overlord: it lacks version, step, fingerprint, sources or reports; resuming from "
+            "it would start an unknown stream. Pass what client.state_dict() returned."
         )
     if state["version"] != STATE_VERSION:
         raise StateError(
             f"the state has version {state['version']!r}, this overlord reads version {STATE_VERSION}; resuming would "
             "misread its cursors. Resume with the overlord that wrote it, or start anew without state."
         )
+    for key in ("fingerprint", "sources", "reports"):
+        if not isinstance(state[key], Mapping):
+            raise _damaged(f"{key} is {state[key]!r:.80}")
+    if not _whole(state["step"], 0, _MOST):
+        raise _damaged(f"step is {state['step']!r:.80}")
+    for step, report in state["reports"].items():
+        if not str(step).isdecimal() or not isinstance(report, Mapping):
+            raise _damaged(f"the report of step {step!r:.80} is {report!r:.80}")
     differences = describe_differences(state["fingerprint"], parts)
     if differences:
         raise StateError(
@@ -109,10 +124,27 @@ def check_state(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
             + ". Resuming would lose or repeat samples silently. Restore the job, or start anew without state."
         )
     if state.get("columns") != list(_COLUMNS) or set(state["sources"]) != set(parts.get("sources", state["sources"])):
-        raise StateError(
-            "the state's table of sources is damaged: its columns or names do not match the job; resuming would start "
-            "at wrong rows. Use an undamaged state."
-        )
+        raise _damaged("the columns or names of its table of sources do not match the job")
+
+
+def _check_row(name: str, row: Any) -> None:
+    if not isinstance(row, Sequence) or len(row) != len(_COLUMNS):
+        raise _damaged(f"the row of source {name!r} is {row!r:.80}, not {len(_COLUMNS)} numbers")
+    for column, value in zip(_COLUMNS, row, strict=True):
+        least, most = _RANGES.get(column, (0, _MOST))
+        if not _whole(value, least, most) or (column == "group" and value == NO_GROUP):
+            raise _damaged(f"{column} of source {name!r} is {value!r:.80}")
+
+
+def _whole(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _damaged(what: str) -> StateError:
+    return StateError(
+        f"the state is damaged: {what}; resuming would start at wrong rows. Use an undamaged state, as "
+        "client.state_dict() returned it."
+    )
 
 
 def describe_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

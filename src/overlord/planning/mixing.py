@@ -25,9 +25,12 @@ def integer_weights(weights: Sequence[float], active: npt.NDArray[np.bool_]) -> 
         (True, 0)
     """
     chosen = np.where(active, np.asarray(weights, np.float64), 0.0)
-    total = chosen.sum()
-    if total <= 0:
+    largest = chosen.max(initial=0.0)
+    if largest <= 0:
         return np.zeros(len(chosen), np.int64)
+    if largest > np.finfo(np.float64).max / len(chosen):
+        chosen = chosen / largest  # only ratios count, and the sum of huge weights has none
+    total = chosen.sum()
     exact = chosen / total * SCALE
     floor = np.floor(exact).astype(np.int64)
     missing = SCALE - int(floor.sum())

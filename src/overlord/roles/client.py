@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
-from overlord.errors import SpecError
+from overlord.errors import ClosedError, SpecError
 from overlord.roles.ports import Feed
 from overlord.roles.views import Batch, Microbatches, Step
 
@@ -18,14 +19,15 @@ class Client:
     """
 
     def __init__(self, feed: Feed, rank: int, first_step: int) -> None:
-        if not 0 <= rank < feed.world_size:
+        if not is_whole(rank) or not 0 <= rank < feed.world_size:
             raise SpecError(
-                f"rank {rank} is not in the mesh of {feed.world_size} ranks; it would wait for data for ever. "
+                f"rank {rank!r} is not in the mesh of {feed.world_size} ranks; it would wait for data for ever. "
                 f"Use a rank from 0 to {feed.world_size - 1}, or launch with a larger mesh."
             )
-        self.rank = rank
+        self.rank = int(rank)
         self._feed = feed
         self._next_step = first_step
+        self._closed = False
 
     @property
     def next_step(self) -> int:
@@ -36,7 +38,7 @@ class Client:
         return self
 
     def __next__(self) -> Step:
-        header = self._feed.open_step(self._next_step)  # (1) the client asks its DataConstructor
+        header = self._open_feed().open_step(self._next_step)  # (1) the client asks its DataConstructor
         if header is None:
             raise StopIteration
         self._next_step += 1
@@ -46,27 +48,51 @@ class Client:
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Tell the planner how training goes: `{"loss/web": 2.1}`. Takes effect at step + lag."""
+        if not is_whole(step) or step < 0:
+            raise SpecError(f"report: step is {step!r}; nobody could tell when it counts. Report `step.index`.")
+        if not isinstance(metrics, Mapping):
+            raise SpecError(f"report: metrics are {metrics!r:.80}, not a mapping. Report as in {{'loss/web': 2.1}}.")
         clean: dict[str, float] = {}
         for key, value in metrics.items():
-            number = float(value)
+            try:
+                number = float(value)
+            except (TypeError, ValueError, OverflowError):
+                number = math.nan
             if not math.isfinite(number):
                 raise SpecError(
-                    f"report: {key} at step {step} is {number}; a mixture that follows it would be lost. "
+                    f"report: {key} at step {step} is {value!r:.80}; a mixture that follows it would be lost. "
                     "Report finite numbers, or leave the metric out."
                 )
             clean[str(key)] = number
-        self._feed.report(step, clean)
+        self._open_feed().report(int(step), clean)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the stream at this position: small, JSON-able, the same on every rank."""
-        return self._feed.state(self._next_step)
+        return self._open_feed().state(self._next_step)
 
     def close(self) -> None:
         """Detach from the service."""
-        self._feed.close(self._next_step)
+        if not self._closed:
+            self._closed = True
+            self._feed.close(self._next_step)
+
+    def _open_feed(self) -> Feed:
+        if self._closed:
+            raise ClosedError(f"the client of rank {self.rank} is closed. Take another one from the service.")
+        return self._feed
 
     def __enter__(self) -> Client:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, of Python or of numpy.
+
+    Example:
+        >>> is_whole(3), is_whole(True), is_whole("3")
+        (True, False, False)
+    """
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -4,6 +4,7 @@ Rules of this file:
 1. What is drawn depends on the state, the job and the sources' metadata in their order, and on
    nothing else: how much metadata happens to be at hand only decides when loaders are asked.
 2. The mesh and the strategy are unknown here.
+3. A draw that fails leaves nothing behind: asked again, it begins where it began.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.messages import MetaRequest
+from overlord.core.order import BEGIN
 from overlord.core.plan import Draw
 from overlord.core.samples import META, OVERLONG, Cursor, MetaArray
 from overlord.core.specs import Job, Mixture
@@ -58,9 +60,9 @@ class Drawer:
         self._loaders = loaders
         self._base = base
         self._state = state
-        self._tracks = [_Track(state.cursor(i)) for i in range(len(self._names))]
-        self._stopped = bool(state.finished.all())
         self._awake: set[int] = set()
+        self._barren: set[int] = set()
+        self._begin_at(state)
         once = self._mixture.stopping in _ONCE
         self._most_epochs: float = 1 if once else self._mixture.max_repetition or math.inf
 
@@ -73,6 +75,18 @@ class Drawer:
         """Draw the next step, or return None at the end of the stream."""
         if self._stopped:
             return None
+        try:
+            return self._draw()
+        except BaseException:
+            self._begin_at(self._state)  # what was half drawn must not be missing when it is asked for again
+            raise
+
+    def _begin_at(self, state: StreamState) -> None:
+        self._tracks = [_Track(state.cursor(i)) for i in range(len(self._names))]
+        self._stopped = bool(state.finished.all())
+        self._barren.clear()
+
+    def _draw(self) -> DrawnStep | None:
         step = self._state.step
         work = self._state.copy()
         batch = self._job.batch
@@ -87,9 +101,11 @@ class Drawer:
             if self._stopped:
                 break
         source = np.concatenate([p[0] for p in parts]) if parts else np.empty(0, np.int64)
-        short = self._stopped
+        short = self._stopped and budget.samples < budget.max_samples and budget.tokens < budget.max_tokens
         if len(source) == 0 or (short and self._job.drop_last):
             return None
+        if self._stopped:
+            work.finished[:] = 1  # a stream that is resumed here has ended as well
         meta = np.concatenate([p[1] for p in parts])
         draw = Draw(step, self._names, source.astype(np.int32), meta, tuple(first))
         self._refuse_overlong(draw)
@@ -130,6 +146,7 @@ class Drawer:
             work.passed[:] += supply.taken - before
             if len(source):
                 parts.append((source, self._rows_of(supply, source, rows)))
+                self._barren.difference_update(np.unique(source).tolist())
             if pause is Pause.FULL:
                 break
             if pause is Pause.DRY:
@@ -209,6 +226,14 @@ class Drawer:
         supply.taken[:] = 0
 
     def _end_epoch(self, work: StreamState, source: int, drawn: npt.NDArray[np.bool_]) -> None:
+        if source in self._barren:
+            raise PlanError(
+                f"source {self._names[source]!r} has nothing to draw: all of its {int(work.passed[source])} rows are "
+                f"empty, filtered out or, with overlength={self._job.overlength!r}, too long for context_length="
+                f"{self._job.batch.context_length}; the mixture would look for a sample for ever. Set its weight to 0, "
+                "change overlength or mend its files."
+            )
+        self._barren.add(source)
         if not work.epoch_rows[source]:
             work.epoch_rows[source] = work.passed[source]
         work.passed[source] = 0
@@ -231,7 +256,8 @@ class Drawer:
                 if head is None
                 else Cursor(int(head["epoch"]), int(head["group"]), int(head["offset"]))
             )
-            work.epoch[i], work.group[i], work.offset[i] = cursor
+            # At the beginning of an epoch a state must not tell whether somebody has looked at its first rows.
+            work.epoch[i], work.group[i], work.offset[i] = cursor if work.passed[i] else (cursor.epoch, BEGIN, 0)
         work.samples[:] += np.bincount(draw.source, minlength=len(work.samples))
         np.add.at(work.tokens, draw.source, draw.meta["tokens"])
         return StreamState(self._state.step + 1, *(getattr(work, name) for name in StreamState.columns()))

@@ -29,6 +29,8 @@ Strategy = Callable[[Draw], LoadingPlan]
 CACHED_PLANS = 32
 KEPT_STATES = 256
 """States of this many recent steps are kept, and of every step that is a multiple of it."""
+KEPT_REPLAYED = 64
+"""Old states that were computed again are kept too: a client that comes late asks for one step after the other."""
 KEPT_DIGESTS = 1 << 14
 SNAPSHOT_EVERY = 16
 
@@ -60,6 +62,7 @@ class Planner:
         self._drawer = Drawer(job, loaders, state, base_weights)
         self._first_step = state.step
         self._states: dict[int, StreamState] = {state.step: state}
+        self._replayed: OrderedDict[int, StreamState] = OrderedDict()
         self._plans: OrderedDict[int, LoadingPlan] = OrderedDict()
         self._digests: dict[int, str] = {}
         self._end: int | None = None
@@ -99,7 +102,7 @@ class Planner:
 
     def ends(self, step: int) -> dict[int, Cursor]:
         """Return where a planned step leaves each source."""
-        after = self._states.get(step + 1) or self._state_before(step + 1)
+        after = self._state_before(step + 1)
         return {i: after.cursor(i) for i in range(len(self._names))}
 
     def state(self, step: int) -> dict[str, Any]:
@@ -108,7 +111,7 @@ class Planner:
             step = self._end
         if step > self._drawer.state.step:
             self.plan_raw(step - 1)
-        state = self._states.get(step) or self._state_before(step)
+        state = self._state_before(step)
         recent = {s: m for s, m in self._reports.items() if step - self._job.lag <= s < step}
         return state.to_json(self._names, self._parts, recent)
 
@@ -116,6 +119,11 @@ class Planner:
         """Take the trainer's metrics of a step; the first report of a step counts."""
         if step in self._reports:
             return
+        if step >= self.next_step:
+            raise SpecError(
+                f"report: step {step} has not been planned yet (the next one is {self.next_step}); it cannot have been "
+                "trained on. Report `step.index` of a step that was handed out."
+            )
         self._journal.append({"kind": "report", "step": step, "metrics": dict(metrics)}, durable=True)
         self._reports[step] = dict(metrics)
         for old in [s for s in self._reports if s < step - 2 * self._job.lag]:
@@ -143,12 +151,14 @@ class Planner:
         if self._job.max_steps is not None and step >= self._job.max_steps:
             self._end = step
             return
+        before = self._drawer.state
         drawn = self._drawer.draw()
         if drawn is None:
             self._end = step
             return
+        after = drawn.after
+        self._keep_state(after)
         plan = self._strategy(drawn.draw)
-        before, after = self._states[step], drawn.after
         moved = np.flatnonzero(
             (before.epoch != after.epoch) | (before.group != after.group) | (before.offset != after.offset)
         )
@@ -156,14 +166,16 @@ class Planner:
         record = {"kind": "plan", "step": step, "order": drawn.draw.digest, "plan": plan.digest, "cursors": cursors}
         self._journal.append(record, durable=False)
         self._digests[step] = plan.digest
-        self._keep_state(after)
         self._remember(plan)
 
     def _plan_again(self, step: int) -> LoadingPlan:
         """Make an old plan again from the nearest state before it."""
         drawer = Drawer(self._job, self._loaders, self._state_before(step), self._base)
         drawn = drawer.draw()
-        plan = None if drawn is None else self._strategy(drawn.draw)
+        plan = None
+        if drawn is not None:
+            self._keep_replayed(drawn.after)
+            plan = self._strategy(drawn.draw)
         if plan is None or self._digests.get(step, plan.digest) != plan.digest:
             raise PlanError(
                 f"step {step} was planned again and came out differently; ranks would see different data. A file "
@@ -172,12 +184,25 @@ class Planner:
         return plan
 
     def _state_before(self, step: int) -> StreamState:
-        start = max(s for s in self._states if s <= step)
-        drawer = Drawer(self._job, self._loaders, self._states[start], self._base)
+        known = self._states.get(step) or self._replayed.get(step)
+        if known is not None:
+            return known
+        start = max(s for s in (*self._states, *self._replayed) if s <= step)
+        begin = self._states.get(start) or self._replayed[start]
+        drawer = Drawer(self._job, self._loaders, begin, self._base)
         while drawer.state.step < step:
-            if drawer.draw() is None:
+            drawn = drawer.draw()
+            if drawn is None:
                 break
+            self._keep_replayed(drawn.after)
         return drawer.state
+
+    def _keep_replayed(self, state: StreamState) -> None:
+        if state.step not in self._states:
+            self._replayed[state.step] = state
+            self._replayed.move_to_end(state.step)
+            while len(self._replayed) > KEPT_REPLAYED:
+                self._replayed.popitem(last=False)
 
     def _keep_state(self, state: StreamState) -> None:
         self._states[state.step] = state

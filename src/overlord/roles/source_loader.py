@@ -19,7 +19,7 @@ from overlord.core.order import BEGIN, NO_GROUP, SourceOrder
 from overlord.core.ragged import RowBatch
 from overlord.core.samples import BAD, ENDS_EPOCH, META, Cursor, MetaArray, SampleId, apply_overlength
 from overlord.core.specs import Source
-from overlord.errors import SourceError, ToleranceError
+from overlord.errors import SourceError, StateError, ToleranceError
 from overlord.roles.buffer import Chunk, ReadBuffer, gather
 from overlord.roles.group_reader import Blocks, GroupReader
 from overlord.roles.ports import Telemetry, Workers
@@ -160,6 +160,7 @@ class SourceLoader:
 
     def _resolve(self, cursor: Cursor) -> Cursor:
         if cursor.group != BEGIN:
+            self._check_inside(cursor)
             return cursor
         group = self._order.first_group(cursor.epoch)
         if group == NO_GROUP:
@@ -168,6 +169,14 @@ class SourceLoader:
                 "for it for ever. Remove the source or mend its path."
             )
         return Cursor(cursor.epoch, group, 0)
+
+    def _check_inside(self, cursor: Cursor) -> None:
+        epoch, group, offset = cursor
+        if not self._order.has_group(epoch, group) or offset >= self._order.group(epoch, group).num_rows:
+            raise StateError(
+                f"source {self._source.name!r} has no row at epoch {epoch}, group {group}, offset {offset}, where the "
+                "state says it stands; resuming would lose or repeat samples. Use an undamaged state."
+            )
 
     def _pick(self, meta: MetaArray) -> list[tuple[Chunk, npt.NDArray[np.int64]]]:
         """Find the chunks of planned rows, which are in the source's order."""

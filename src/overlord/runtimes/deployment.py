@@ -37,7 +37,7 @@ class LaunchOptions:
     mesh: ClientPlaceTree
     prefetch: int = 2
     loaders_per_source: int = 1
-    budget_bytes: int = 256 << 20
+    budget_bytes: int = 512 << 20
     """Most bytes of payloads and views held ahead of the trainers."""
     threads: int = 2
     """Threads for decoding and other heavy work."""

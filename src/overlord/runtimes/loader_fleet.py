@@ -93,9 +93,11 @@ class LoaderFleet:
         count = len(self._loaders[order.source])
         owners = np.maximum(order.meta["group"], 0) % count
         bounds = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
+        # A run must not let go of the later runs of its own loader: it ends where the next run begins.
+        ends = [Cursor(*(int(order.meta[name][b]) for name in Cursor._fields)) for b in bounds[1:-1]] + [order.end]
         return [
-            (int(owners[a]), LoaderOrder(order.step, order.source, order.meta[a:b], order.end))
-            for a, b in itertools.pairwise(bounds)
+            (int(owners[a]), LoaderOrder(order.step, order.source, order.meta[a:b], end))
+            for (a, b), end in zip(itertools.pairwise(bounds), ends, strict=True)
         ]
 
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from overlord.core.specs import Job
 from overlord.errors import ClosedError, ServiceLost, SpecError, error_named
-from overlord.roles.client import Client
+from overlord.roles.client import Client, is_whole
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.opening import Progress
@@ -35,7 +36,14 @@ class LocalService:
     """A service process of this host, started by this process."""
 
     def __init__(self, job: Job, options: LaunchOptions, progress: Progress | None) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="overlord-"))
+        try:
+            bundle = cloudpickle.dumps((job, options))
+        except Exception as error:  # whatever a user's object raises when it is pickled
+            raise SpecError(
+                f"the job cannot be sent to the service process ({type(error).__name__}: {error}); nothing could run. "
+                "Let a Custom function hold only what pickles (open files and locks do not), or use runtime='inline'."
+            ) from error
+        self._folder = _service_folder()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "overlord.runtimes.local_service"],
             stdin=subprocess.PIPE,
@@ -46,10 +54,13 @@ class LocalService:
         )
         self._finalizer = weakref.finalize(self, _end_process, self._process, self._folder)
         try:
-            body = cloudpickle.dumps((job, options, self._folder))
             assert self._process.stdin is not None
-            self._process.stdin.write(struct.pack("<Q", len(body)) + body)
-            self._process.stdin.flush()
+            try:
+                for part in (os.fsencode(self._folder), bundle):
+                    self._process.stdin.write(struct.pack("<Q", len(part)) + part)
+                self._process.stdin.flush()
+            except BrokenPipeError:
+                pass  # it died while starting; the wait below says how
             self.address = self._wait_until_ready(progress)
         except BaseException:
             self.close()
@@ -93,6 +104,15 @@ class LocalService:
         )
 
 
+def _service_folder() -> Path:
+    """Make a folder whose socket has a short path: the kernel takes no more than 107 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="overlord-"))
+    if len(os.fsencode(folder / "socket")) <= 107:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="overlord-", dir="/tmp"))
+
+
 def _end_process(process: subprocess.Popen[bytes], folder: Path) -> None:
     """Close the pipe that keeps a service alive; kill it if it does not go."""
     for pipe in (process.stdin, process.stdout):
@@ -111,7 +131,9 @@ def _end_process(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 def connect_local(address: str, rank: int) -> Client:
     """Attach to a running service as one rank."""
-    feed = LocalFeed(address, rank)
+    if not is_whole(rank):
+        raise SpecError(f"rank is {rank!r:.80}, not a whole number; it has no data. Give the trainer's global rank.")
+    feed = LocalFeed(address, int(rank))
     try:
         return Client(feed, rank, feed.first_step)
     except BaseException:
@@ -136,9 +158,9 @@ class LocalFeed:
         self._address = address
         self._connection = _open(address)
         self._finalizer = weakref.finalize(self, self._connection.close)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._maps: dict[int, mmap.mmap] = {}
-        self._released: list[int] = []
+        self._released: deque[int] = deque()
         self._leased: dict[int, int] = {}
         facts = self._ask({"op": "hello", "rank": rank})[0]
         self.names: tuple[str, ...] = tuple(facts["names"])
@@ -154,14 +176,15 @@ class LocalFeed:
 
     def microbatch(self, step: int, microbatch: int) -> RankView:
         """Return one microbatch; waits until it is built."""
-        reply, fds = self._ask({"op": "microbatch", "step": step, "microbatch": microbatch})
-        number, capacity = reply["segment"], reply["capacity"]
-        if fds:
-            self._maps[number] = mmap.mmap(fds[0], capacity, prot=mmap.PROT_READ)
-            os.close(fds[0])
-        root = np.frombuffer(self._maps[number], np.uint8)
-        for old in reply["gone"]:
-            self._maps.pop(old, None)
+        with self._lock:  # a segment's descriptor comes once: who asks next must find it mapped
+            reply, fds = self._ask({"op": "microbatch", "step": step, "microbatch": microbatch})
+            number, capacity = reply["segment"], reply["capacity"]
+            if fds:
+                self._maps[number] = mmap.mmap(fds[0], capacity, prot=mmap.PROT_READ)
+                os.close(fds[0])
+            root = np.frombuffer(self._maps[number], np.uint8)
+            for old in reply["gone"]:
+                self._maps.pop(old, None)
         # Every array below is a view of `root`: the lease ends when the last of them is gone.
         arrays = {k: _view(root, dtype, shape, offset) for k, dtype, shape, offset in reply["arrays"]}
         nbytes = sum(a.nbytes for a in arrays.values())
@@ -194,7 +217,10 @@ class LocalFeed:
 
     def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
-            released, self._released[:] = list(self._released), []
+            if not self._finalizer.alive:
+                raise ClosedError("the client is closed. Take another one from the service.")
+            # One by one: an array that goes while this runs must not be forgotten.
+            released = [self._released.popleft() for _ in range(len(self._released))]
             try:
                 send(self._connection, {**message, "release": released})
                 reply, fds = receive(self._connection)
@@ -213,13 +239,13 @@ def _view(root: Any, dtype: str, shape: list[int], offset: int) -> Any:
     return root[offset : offset + count].view(dtype).reshape(shape)
 
 
-def _let_go(leased: dict[int, int], released: list[int], lease: int) -> None:
+def _let_go(leased: dict[int, int], released: deque[int], lease: int) -> None:
     leased.pop(lease, None)
     released.append(lease)
 
 
 def _open(address: str) -> socket.socket:
-    path = address.removeprefix("unix://")
+    path = address.removeprefix("unix://") if isinstance(address, str) else ""
     if path == address or not path:
         raise SpecError(
             f"address: {address!r} is not one; nobody could be reached. Use what `service.address` or `overlord serve` "

@@ -7,6 +7,7 @@ folder that it removes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -68,12 +69,11 @@ class LocalHost:
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
 
     def close(self) -> None:
-        """End all threads and let go of everything."""
-        self.server.close()
-        self._callers.close()
-        self._workers.close()
-        self.roles.close()
-        self._arena.close()
+        """End all threads and let go of everything, whatever of it fails."""
+        with contextlib.ExitStack() as ends:
+            for end in (self._arena.close, self.roles.close, self._workers.close, self._callers.close):
+                ends.callback(end)
+            self.server.close()
 
     def status(self) -> dict[str, Any]:
         """Return the service's picture of itself."""
@@ -116,6 +116,9 @@ class _Conversation:
                 reply, fds = self._answer(message)
             except OverlordError as error:
                 reply, fds = {"error": type(error).__name__, "message": str(error)}, []
+            except Exception as error:  # the border to the client: it must learn what became of its question
+                logger.exception("the message %r failed", message.get("op"))
+                reply, fds = {"error": "OverlordError", "message": f"{type(error).__name__}: {error}"}, []
             send(self._connection, reply, fds)
 
     def close(self) -> None:
@@ -215,7 +218,11 @@ def main() -> None:
         tell({"error": type(error).__name__, "message": str(error)})
         shutil.rmtree(folder, ignore_errors=True)
         return
-    _serve_until_closed(host, folder, tell)
+    try:
+        _serve_until_closed(host, folder, tell)
+    finally:  # also when the socket cannot be had: its threads would keep the process for ever
+        host.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _serve_until_closed(host: LocalHost, folder: Path, tell: Any) -> None:
@@ -230,23 +237,26 @@ def _serve_until_closed(host: LocalHost, folder: Path, tell: Any) -> None:
         tell({"ready": f"unix://{address}", "pid": os.getpid()})
         stop.wait()
         listener.shutdown(socket.SHUT_RDWR)
-    host.close()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _watch_launcher(stop: threading.Event) -> None:
-    while sys.stdin.buffer.read(1):
+    # The descriptor, not sys.stdin: a thread inside its lock would abort the interpreter's end after a SIGTERM.
+    while os.read(0, 1):
         pass
     stop.set()
 
 
 def _read_bundle(pipe: BinaryIO) -> tuple[Job, LaunchOptions, Path] | None:
-    """Read the job; code travels from the launching process to its own roles only."""
-    head = pipe.read(8)
-    if len(head) < 8:
-        return None
-    body = pipe.read(struct.unpack("<Q", head)[0])
-    return cloudpickle.loads(body)
+    """Read the folder and the job; code travels from the launching process to its own roles only."""
+    parts: list[bytes] = []
+    for _ in range(2):
+        head = pipe.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        parts.append(pipe.read(length))
+        if not length or len(parts[-1]) < length:
+            return None  # the launcher is gone
+    job, options = cloudpickle.loads(parts[1])
+    return job, options, Path(os.fsdecode(parts[0]))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ Rules of this file:
 1. A step is wanted when it lies in a client's window [its step, its step + prefetch], or when
    somebody waits for it. What is not wanted is dropped; whoever asks for it later gets it built again.
 2. Work goes to the lowest wanted step first. Beyond the byte budget only what a client needs now is built.
-3. A failure belongs to its step: steps before it are still served.
+3. A failure belongs to its step: nothing is built from there on, and steps before it are still served,
+   also to a client that comes later.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class StepServer:
         self._closing = False
         self._ever_attached = False
         self._gathering: dict[int, tuple[LoadingPlan, dict[int, Cursor]]] = {}
+        self._last_bytes = 0
         self._turn = threading.Lock()
         # Two gather threads: while one waits for the last decodes of its step, the other's keep the workers busy.
         loops = (self._plan_loop, self._gather_loop, self._gather_loop, self._pack_loop)
@@ -163,7 +165,8 @@ class StepServer:
         if not self._ever_attached:
             first = self._roles.planner.first_step
             wanted = {step: set() for step in range(first, first + self._prefetch)}
-        return {step: wanted[step] for step in sorted(wanted) if not self._past_end(step)}
+        failed = self._failed[0] if self._failed is not None else None
+        return {s: wanted[s] for s in sorted(wanted) if not self._past_end(s) and (failed is None or s < failed)}
 
     def _drop_unwanted(self) -> None:
         wanted = self._wanted_bins()
@@ -193,7 +196,9 @@ class StepServer:
         if any(step == seat.step for seat in self._seats.values()):
             return True
         held = sum(samples.nbytes for samples in self._samples.values())
-        return held + self._arena.used_bytes + self._roles.fleet.buffer_bytes < self._budget
+        held += self._arena.used_bytes + self._roles.fleet.buffer_bytes
+        # Steps are much alike: what is being gathered, and what would come now, will be like the last.
+        return held + (len(self._gathering) + 1) * self._last_bytes <= self._budget
 
     # -- waiting and failing -------------------------------------------------------------------
 
@@ -219,20 +224,23 @@ class StepServer:
     def _run(self, choose: Callable[[], T | None], work: Callable[[T], None], step_of: Callable[[T], int]) -> None:
         while True:
             task = self._next_task(choose)
-            if task is None or not self._attempt(step_of(task), partial(work, task)):
+            if task is None:
                 return
+            self._attempt(step_of(task), partial(work, task))
 
     def _attempt(self, step: int, work: Callable[[], None]) -> bool:
         """Do some work for a step; a failure is kept for whoever waits for that step."""
         try:
             work()
-        except Exception as error:  # the border of the roles: every failure must reach the waiting clients
-            if not isinstance(error, OverlordError):
+        except BaseException as error:  # the border of the roles: also a decoder's panic must reach who waits
+            known = error if isinstance(error, OverlordError) else None
+            if known is None:
                 logger.exception("step %d failed", step)
-                error = OverlordError(f"step {step} failed: {type(error).__name__}: {error}")
+                known = OverlordError(f"step {step} failed: {type(error).__name__}: {error}")
             with self._changed:
                 if self._failed is None or step < self._failed[0]:
-                    self._failed = (step, error)
+                    self._failed = (step, known)
+                self._drop_unwanted()
                 self._changed.notify_all()
             return False
         return True
@@ -276,10 +284,9 @@ class StepServer:
                 if step is None:
                     return
                 collecting: list[Callable[[], StepSamples]] = []
-                if not self._attempt(step, partial(self._pop, step, collecting)):
-                    return
-            if not self._attempt(step, partial(self._collect, step, collecting)):
-                return
+                popped = self._attempt(step, partial(self._pop, step, collecting))
+            if popped:
+                self._attempt(step, partial(self._collect, step, collecting))
 
     def _pop(self, step: int, collecting: list[Callable[[], StepSamples]]) -> None:
         collecting.append(self._roles.constructor.gather(*self._gathering[step]))
@@ -287,6 +294,7 @@ class StepServer:
     def _collect(self, step: int, collecting: list[Callable[[], StepSamples]]) -> None:
         samples = collecting.pop()()
         with self._changed:
+            self._last_bytes = samples.nbytes
             self._samples[step] = samples
             del self._gathering[step]
             self._drop_unwanted()

@@ -107,17 +107,21 @@ class TextTransform:
         faults: list[Fault] = [(int(r), "the row cannot be parsed or lacks its column") for r in np.flatnonzero(bad)]
         column = _ragged(rows, self._spec.column)
         if lengths is not None:
-            tokens, empty = np.where(bad, 1, np.maximum(lengths, 1)), lengths <= 0
-            kept: RowBatch = {"raw": column, "claimed": tokens}
+            claimed, empty = np.where(bad, 1, np.maximum(lengths, 1)), lengths <= 0
+            kept: RowBatch = {"raw": column, "claimed": claimed}
+            # No text has that many tokens: a wild claim must not cost memory, nor leave 32 bits.
+            tokens = np.minimum(claimed, np.minimum(16 * column.lengths + 1024, np.iinfo(np.int32).max))
         else:
             encoded, empty = self._encode(column, bad, faults)
             tokens, kept = encoded.lengths, {"tokens": encoded}
+        kept["empty"] = empty
         return _measured(tokens, np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0), kept, faults)
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: npt.NDArray[np.bool_], workers: Workers) -> Finished:
         faults: list[Fault] = []
         tokens, lies = _text_tokens(kept, bad, faults, self._encode)
-        loss = np.repeat(~bad, planned).astype(np.uint8)
+        # The stand-in of an empty text (beside an image) is there for its place only.
+        loss = np.repeat(~bad & ~np.asarray(kept["empty"], np.bool_), planned).astype(np.uint8)
         fitted, padding = fit_rows(tokens, planned)
         loss[padding] = 0
         _mask_rows(loss, fitted.offsets, [row for row, _ in faults])
@@ -293,7 +297,8 @@ def count_loss_tokens(measured: Measured, delivered: npt.NDArray[np.integer], co
     if "loss" not in measured.kept:
         # Text counts, images do not; an image at the front already covers the first piece's first token.
         counted = delivered - measured.image_tokens - pieces + (measured.image_tokens > 0)
-        return np.where(measured.flags & BAD, 0, np.maximum(counted, 0))
+        silent = (measured.flags & BAD > 0) | np.asarray(measured.kept["empty"], np.bool_)
+        return np.where(silent, 0, np.maximum(counted, 0))
     loss = _ragged(measured.kept, "loss")
     sums = np.concatenate([[0], np.cumsum(loss.values, dtype=np.int64)])
     first = loss.offsets[:-1]
@@ -370,7 +375,7 @@ def _mask_rows(loss: npt.NDArray[np.uint8], offsets: Int64s, rows: Sequence[int]
 
 def _checked_custom(made: Any) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     tokens = np.asarray(made["tokens"], np.int32)
-    mask = np.asarray(made.get("loss_mask", np.ones(len(tokens))), np.uint8)
+    mask = (np.asarray(made.get("loss_mask", np.ones(len(tokens)))) != 0).astype(np.uint8)  # counted as ones
     if tokens.ndim != 1 or len(tokens) == 0 or mask.shape != tokens.shape:
         raise ValueError(f"tokens must be a non-empty list and loss_mask as long, got {tokens.shape} and {mask.shape}")
     return tokens, mask

@@ -1,0 +1,189 @@
+"""Runs every benchmark, each in a process of its own, and writes REPORT.md and plots: `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring import machine
+from benchmarks.plots import Bar, draw_bars
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A module of this package, and how its figures are shown."""
+
+    name: str
+    what: str
+    against: str
+    figure: str
+    """The figure that is held against its bar."""
+    bar: str
+    """The figure that is the bar."""
+    at_least: bool
+    """Whether the figure must be at least or at most the bar."""
+    unit: str
+    plot_title: str
+    plot_unit: str
+    plotted: tuple[tuple[str, str, str], ...]
+    """Of each bar in the plot: its name, its figure, and the figure that holds its rounds."""
+    quick: tuple[str, ...]
+    """Arguments for a run that only shows that the benchmark works."""
+    log: bool = False
+    limit_of: str | None = None
+    """The figure that the bar is a share of in the plot; none where the bar is in the plot's unit."""
+
+    def passed(self, figures: dict[str, Any]) -> bool:
+        """Tell whether the bar is reached."""
+        value, bar = figures[self.figure], figures[self.bar]
+        return value >= bar if self.at_least else value <= bar
+
+    def plot(self, figures: dict[str, Any]) -> str:
+        """Return the plot of its figures."""
+        bars = [Bar(name, figures[key], figures.get(rounds, ())) for name, key, rounds in self.plotted]
+        scale = figures[self.limit_of] if self.limit_of else 1.0
+        words = f"{'at least' if self.at_least else 'at most'} {figures[self.bar]:g}{self.unit}"
+        return draw_bars(self.plot_title, self.plot_unit, bars, (words, figures[self.bar] * scale), log=self.log)
+
+
+BENCHMARKS = (
+    Benchmark(
+        "feed",
+        what="image-text samples/s of a `local` service: read, tokenized, decoded, resized, packed, handed to a client",
+        against="a bare loop of two threads with the same decoder, sizes and resize, its bytes in memory already",
+        figure="ratio",
+        bar="bar",
+        at_least=True,
+        unit="×",
+        plot_title="Image-text samples per second, two threads",
+        plot_unit="samples/s; line across the end: from the slowest to the fastest round",
+        plotted=(
+            ("overlord, the whole way", "overlord_samples_per_s", "overlord_rounds"),
+            ("bare decode loop", "bare_loop_samples_per_s", "bare_loop_rounds"),
+        ),
+        quick=("--seconds", "0.5", "--rounds", "1"),
+        limit_of="bare_loop_samples_per_s",
+    ),
+    Benchmark(
+        "idle",
+        what="memory (PSS) of each further idle source with 1,000 row groups × 20 columns",
+        against="pyarrow's footer of the same file, held open: what a loader that keeps its files open pays",
+        figure="mb_each_further_source",
+        bar="bar_mb",
+        at_least=False,
+        unit=" MB",
+        plot_title="Memory of each further open source that is not drawn",
+        plot_unit="MB",
+        plotted=(
+            ("overlord", "mb_each_further_source", ""),
+            ("pyarrow's footer, held open", "mb_each_footer_held", ""),
+        ),
+        quick=("--sources", "20"),
+        log=True,
+    ),
+)
+
+
+def main() -> int:
+    """Run all, write the report, and return 1 if one failed or missed its bar."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print all figures as one JSON object on the last line")
+    parser.add_argument("--quick", action="store_true", help="only see that all of them work; the figures mean nothing")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the report (default: benchmarks, or benchmarks/data if quick)"
+    )
+    options = parser.parse_args()
+    out: Path = options.out or (HERE / "data" if options.quick else HERE)
+    found: dict[str, dict[str, Any] | None] = {}
+    for benchmark in BENCHMARKS:
+        found[benchmark.name] = run(benchmark, options.quick)
+    report = write_report(out, found, options.quick)
+    done = all(figures is not None for figures in found.values())
+    passed = done and all(b.passed(found[b.name] or {}) for b in BENCHMARKS)
+    print(f"report: {report}", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"machine": machine(), "quick": options.quick, "passed": passed, "figures": found}))
+    return 0 if passed or (done and options.quick) else 1
+
+
+def run(benchmark: Benchmark, quick: bool) -> dict[str, Any] | None:
+    """Run one benchmark and return its figures, or None if it failed; what it says on stderr is shown."""
+    command = [sys.executable, "-m", f"benchmarks.{benchmark.name}", "--json", *(benchmark.quick if quick else ())]
+    print(f"{benchmark.name}: {' '.join(command[1:])}", file=sys.stderr, flush=True)
+    began = time.perf_counter()
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parent, check=False)
+    if ended.returncode:
+        print(f"{benchmark.name}: failed with exit code {ended.returncode}", file=sys.stderr)
+        return None
+    figures: dict[str, Any] = json.loads(ended.stdout.strip().splitlines()[-1])
+    value = f"{figures[benchmark.figure]:.3g}{benchmark.unit}"
+    verdict = _verdict(benchmark, figures, quick)
+    print(f"{benchmark.name}: {value} ({verdict}), {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return figures
+
+
+def write_report(out: Path, found: dict[str, dict[str, Any] | None], quick: bool) -> Path:
+    """Write REPORT.md and the plots beside it; return the path of the report."""
+    plots = out / "plots"
+    plots.mkdir(parents=True, exist_ok=True)
+    lines = ["# Benchmarks", "", _where(), ""]
+    if quick:
+        lines += ["**A quick run: it shows that the benchmarks work. Its figures mean nothing.**", ""]
+    lines += ["Both sides of every figure were measured in one run. `make bench` measures them again.", ""]
+    lines += ["| benchmark | measured | bar | verdict |", "|---|---|---|---|"]
+    lines += [_table_row(benchmark, found[benchmark.name], quick) for benchmark in BENCHMARKS]
+    for benchmark in BENCHMARKS:
+        figures = found[benchmark.name]
+        lines += ["", f"## {benchmark.name}", "", f"Measured: {benchmark.what}.", "", f"Against: {benchmark.against}."]
+        if figures is None:
+            lines += ["", "It failed; there are no figures."]
+            continue
+        (plots / f"{benchmark.name}.svg").write_text(benchmark.plot(figures), encoding="utf-8")
+        lines += ["", f"![{benchmark.plot_title}](plots/{benchmark.name}.svg)", "", "| figure | value |", "|---|---|"]
+        lines += [f"| {key} | {_value(figures[key])} |" for key in figures if key not in ("benchmark", "machine")]
+    report = out / "REPORT.md"
+    report.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return report
+
+
+def _where() -> str:
+    here = machine()
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("overlord-data", "pyarrow", "numpy"))
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    cores = f"{here['cpus']} cores ({here['machine']}), {here['memory_gb']} GB"
+    return f"{today} · {cores} · {here['system']} · Python {here['python']} · {versions}"
+
+
+def _table_row(benchmark: Benchmark, figures: dict[str, Any] | None, quick: bool) -> str:
+    link = f"[{benchmark.name}](#{benchmark.name})"
+    if figures is None:
+        return f"| {link} | – | – | failed |"
+    bar = f"{'at least' if benchmark.at_least else 'at most'} {figures[benchmark.bar]:g}{benchmark.unit}"
+    value = f"{figures[benchmark.figure]:.3g}{benchmark.unit}"
+    return f"| {link} | {value} | {bar} | {_verdict(benchmark, figures, quick)} |"
+
+
+def _verdict(benchmark: Benchmark, figures: dict[str, Any], quick: bool) -> str:
+    if quick:
+        return "not judged"
+    return "reached" if benchmark.passed(figures) else "**missed**"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(_value(one) for one in value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

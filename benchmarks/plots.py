@@ -1,0 +1,74 @@
+"""Bars as SVG files that a page can show as images: their colours follow the reader's light or dark mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from overlord.cli.charts import PALETTE, Frame, log_ticks, nice_ticks, rectangle, segment, text
+
+WIDTH, ROW, TOP, BOTTOM, LEFT, RIGHT = 760.0, 44.0, 58.0, 44.0, 230.0, 90.0
+
+_STYLE = """
+text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:#5d636e}
+.title{font-size:15px;font-weight:650;fill:#1b1e23}.value{font-weight:600;fill:#1b1e23}
+.grid{stroke:#e3e3de}.spread{stroke:#1b1e23;stroke-width:1.5}
+.bar{stroke:#c14a00;stroke-width:1.6;stroke-dasharray:5 4}.limit{fill:#c14a00}
+@media(prefers-color-scheme:dark){text{fill:#a0a7b3}.title,.value{fill:#eceef1}.grid{stroke:#30353d}
+.spread{stroke:#eceef1}.bar{stroke:#f0884a}.limit{fill:#f0884a}}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One thing measured."""
+
+    name: str
+    value: float
+    rounds: Sequence[float] = ()
+    """What single rounds gave, where there were several: shown as a line from the least to the most."""
+
+
+def draw_bars(title: str, unit: str, bars: Sequence[Bar], limit: tuple[str, float], *, log: bool = False) -> str:
+    """Return an SVG file: a bar for each thing, and a dashed line at the bar to reach.
+
+    Args:
+        title: What is shown.
+        unit: What the values are in.
+        bars: The things, from top to bottom.
+        limit: The words beside the dashed line, and where it is.
+        log: Whether the scale is logarithmic: for things that differ by orders of magnitude.
+    """
+    height = TOP + ROW * len(bars) + BOTTOM
+    values = [limit[1], *(one for bar in bars for one in (bar.value, *bar.rounds))]
+    above_zero = min(value for value in values if value > 0)
+    low, high = (above_zero / 4, max(values) * 1.3) if log else (0.0, max(values) * 1.05)
+    frame = Frame(WIDTH, height, (low, high), (0, 1), left=LEFT, right=RIGHT, top=TOP, bottom=BOTTOM, x_log=log)
+    ticks = log_ticks(low, high, 10) if log else nice_ticks(low, high, 5)
+    parts = [text(0, 18, title, kind="title")]
+    for tick in ticks:
+        parts.append(segment(frame.x(tick), TOP - 6, frame.x(tick), height - BOTTOM, "grid"))
+        parts.append(text(frame.x(tick), height - BOTTOM + 18, f"{tick:g}", anchor="middle"))
+    parts.append(text((LEFT + WIDTH - RIGHT) / 2, height - 6, unit + (", logarithmic" if log else ""), anchor="middle"))
+    for number, bar in enumerate(bars):
+        parts += _row(frame, bar, TOP + number * ROW, PALETTE[0] if number == 0 else PALETTE[7])
+    at = frame.x(limit[1])
+    parts.append(segment(at, TOP - 8, at, height - BOTTOM, "bar"))
+    parts.append(text(at, TOP - 14, limit[0], kind="limit", anchor="middle"))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{WIDTH:g}" '
+        f'height="{height:g}" role="img"><title>{escape(title)}</title><style>{_STYLE}</style>{"".join(parts)}</svg>\n'
+    )
+
+
+def _row(frame: Frame, bar: Bar, top: float, colour: str) -> list[str]:
+    middle, end = top + ROW / 2, frame.x(bar.value)
+    parts = [
+        text(LEFT - 12, middle + 4, bar.name, anchor="end"),
+        rectangle(LEFT, top + 8, end - LEFT, ROW - 16, f'fill="{colour}" rx="2"'),
+    ]
+    if len(bar.rounds) > 1:
+        parts.append(segment(frame.x(min(bar.rounds)), middle, frame.x(max(bar.rounds)), middle, "spread"))
+        end = max(end, frame.x(max(bar.rounds)))
+    return [*parts, text(end + 8, middle + 4, f"{bar.value:.3g}", kind="value")]

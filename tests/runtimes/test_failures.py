@@ -1,0 +1,194 @@
+"""Failures and misuse: what fails belongs to its step, reaches whoever waits, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+
+import pytest
+from tests.conftest import write_ids
+
+import overlord as ol
+from overlord.runtimes.local import LocalFeed
+
+
+def ids_source(path, **options) -> ol.Source:
+    return ol.Source("a", str(path), sample=ol.Text("ids", tokenized=True), shuffle_bytes=0, **options)
+
+
+@pytest.fixture
+def failing_job(tmp_path) -> ol.Job:
+    """Six steps are fine; the seventh holds a sample that overlength="error" refuses."""
+    path = write_ids(tmp_path / "a.jsonl", [3] * 20 + [50] + [3] * 8)
+    return ol.Job([ids_source(path)], batch=ol.Batch(32, global_samples=3), overlength="error")
+
+
+def rows_until_failure(client) -> tuple[list[int], str]:
+    rows: list[int] = []
+    try:
+        for step in client:
+            rows += [s.row for batch in step.microbatches for s in batch.meta.sample_ids]
+    except ol.OverlordError as error:
+        return sorted(rows), str(error)
+    return sorted(rows), ""
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_a_failure_belongs_to_its_step_also_for_late_clients(failing_job, cache, runtime):
+    with ol.launch(failing_job, runtime=runtime, cache=cache) as service:
+        for _ in range(2):
+            rows, message = rows_until_failure(service.client())
+            assert rows == list(range(18))
+            assert "has 50 tokens" in message
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_asking_again_after_a_failure_loses_nothing(failing_job, cache, runtime):
+    with ol.launch(failing_job, runtime=runtime, cache=cache) as service:
+        client = service.client()
+        assert rows_until_failure(client)[0] == list(range(18))
+        state = client.state_dict()
+        assert rows_until_failure(client) == ([], rows_until_failure(client)[1])
+        assert client.state_dict() == state
+    with ol.launch(failing_job.replace(max_steps=6), runtime=runtime, cache=cache, state=state) as service:
+        assert list(service.client()) == []
+
+
+def test_a_panic_below_python_reaches_the_clients(tmp_path, cache):
+    class Panic(BaseException):
+        """As a Rust library raises it: not an Exception."""
+
+    def fn(row):
+        if row["n"] == 50:
+            raise Panic("at the disco")
+        return {"tokens": [1, 2]}
+
+    path = write_ids(tmp_path / "a.jsonl", [3] * 300 + [50])
+    source = ol.Source("a", str(path), sample=ol.Custom(fn, columns=["n"]), shuffle_bytes=0)
+    job = ol.Job([source], batch=ol.Batch(32, global_samples=10))
+    with (
+        ol.launch(job, cache=cache) as service,
+        pytest.raises(ol.OverlordError, match="Panic: at the disco"),
+    ):
+        list(service.client())
+
+
+def test_a_source_with_nothing_to_draw_is_an_error_and_not_a_search(tmp_path, cache):
+    path = write_ids(tmp_path / "a.jsonl", [50] * 5)
+    job = ol.Job([ids_source(path)], batch=ol.Batch(32, global_samples=3), overlength="drop")
+    with pytest.raises(ol.PlanError, match=r"source 'a' has nothing to draw: all of its 5 rows"):
+        ol.launch(job, runtime="inline", cache=cache)
+
+
+def test_a_late_client_replays_each_old_step_once(tmp_path, cache, monkeypatch):
+    from overlord.roles import planner
+
+    draws = []
+    draw = planner.Drawer.draw
+    monkeypatch.setattr(planner, "KEPT_STATES", 4)
+    monkeypatch.setattr(planner, "CACHED_PLANS", 2)
+    monkeypatch.setattr(planner.Drawer, "draw", lambda self: draws.append(self.state.step) or draw(self))
+    path = write_ids(tmp_path / "a.jsonl", [3] * 20)
+    job = ol.Job([ids_source(path)], batch=ol.Batch(32, global_samples=3), max_steps=60)
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        first = [step.plan_digest for step in service.client()]
+        draws.clear()
+        assert [step.plan_digest for step in service.client()] == first
+    assert len(draws) <= 60
+
+
+def test_sigterm_ends_the_service_quietly(ids_job, cache, capfd):
+    service = ol.launch(ids_job, cache=cache)
+    next(service.client())
+    process = service._runtime._process
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(20) == 0
+    service.close()
+    assert "Fatal" not in capfd.readouterr().err
+
+
+def test_a_long_temporary_folder_has_room_for_the_socket(ids_job, cache, tmp_path, monkeypatch):
+    deep = tmp_path / ("x" * 60) / ("y" * 60)
+    deep.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with ol.launch(ids_job, cache=cache) as service:
+        assert next(service.client()).index == 0
+    assert list(deep.iterdir()) == []
+
+
+def test_a_job_that_cannot_be_sent_is_refused(tmp_path, cache):
+    lock = threading.Lock()
+    path = write_ids(tmp_path / "a.jsonl", [3])
+    source = ol.Source("a", str(path), sample=ol.Custom(lambda row: {"tokens": [lock.locked()]}))
+    with pytest.raises(ol.SpecError, match="cannot be sent to the service process"):
+        ol.launch(ol.Job([source], batch=ol.Batch(32, global_samples=3)), cache=cache)
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_a_closed_client_says_so(ids_job, cache, runtime):
+    with ol.launch(ids_job, runtime=runtime, cache=cache) as service:
+        client = service.client()
+        next(client)
+        client.close()
+        client.close()
+        for use in (client.state_dict, lambda: next(client), lambda: client.report(0, {"loss": 1.0})):
+            with pytest.raises(ol.ClosedError):
+                use()
+
+
+def test_an_array_that_goes_while_a_client_asks_is_given_back(ids_job, cache):
+    """Many threads take and drop microbatches of one client: every lease but the living ones is returned."""
+    with ol.launch(ids_job, cache=cache) as service, service.client() as client:
+        steps = [next(client) for _ in range(3)]
+        feed = client._feed
+        assert isinstance(feed, LocalFeed)
+        failures: list[BaseException] = []
+
+        def take() -> None:
+            try:
+                for _ in range(40):
+                    for step in steps[-2:]:
+                        feed.microbatch(step.index, 0)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=take) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert feed._leased == {}
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_wrong_arguments_are_spec_errors(ids_job, cache, runtime):
+    def refused(**options) -> str:
+        with pytest.raises(ol.SpecError) as caught:
+            ol.launch(ids_job, **{"runtime": runtime, "cache": cache, **options})
+        return str(caught.value)
+
+    assert "mesh is 'dp=2'" in refused(mesh="dp=2")
+    assert "prefetch is '2'" in refused(prefetch="2")
+    assert "prefetch is 1.5" in refused(prefetch=1.5)
+    assert "threads is -1" in refused(threads=-1)
+    assert "budget is '1GB'" in refused(budget="1GB")
+    assert "loaders_per_source is True" in refused(loaders_per_source=True)
+    assert "store is 5" in refused(store=5)
+    assert "cache is None" in refused(cache=None)
+    assert "runtime is ['local']" in refused(runtime=["local"])
+    with ol.launch(ids_job, runtime=runtime, cache=cache) as service:
+        for rank in ("0", 0.5, None, True, -1, 10**9):
+            with pytest.raises(ol.SpecError, match="rank"):
+                service.client(rank=rank)
+        with service.client(rank=0) as client:
+            next(client)
+            client.report(0, {"loss": 1})
+            for step, metrics in ((0, "loss"), ("0", {}), (-1, {}), (0.5, {}), (0, {"loss": "much"}), (10**9, {})):
+                with pytest.raises(ol.SpecError, match="report"):
+                    client.report(step, metrics)
+    for address in (None, 5, ""):
+        with pytest.raises(ol.SpecError, match="address"):
+            ol.connect(address, 0)

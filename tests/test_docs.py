@@ -1,0 +1,194 @@
+"""What the documents show must be true: examples load, fields are described as they are, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+import overlord as ol
+from overlord.cli.job_files import LaunchOptions, load_job_file
+from overlord.cli.manifests import read_manifest
+from overlord.core.spec_model import Spec, as_bytes
+from overlord.readers.filesystems import filesystem_of
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+JOB_FILES = ROOT / "docs" / "job-files.md"
+
+# What a block of docs/job-files.md that shows only a part of a job is completed with.
+REST = {
+    "sources": "sources: [{name: web, path: web/}, {name: code, path: code/}]",
+    "tokenizer": "tokenizer: tokenizer.json",
+    "batch": "batch: {context_length: 512, global_samples: 8}",
+}
+SECTIONS: dict[str, type[Spec]] = {
+    "Job": ol.Job,
+    "Source": ol.Source,
+    "Text": ol.Text,
+    "Image and text": ol.ImageText,
+    "Custom": ol.Custom,
+    "Mixture": ol.Mixture,
+    "Batch": ol.Batch,
+    "Launch": LaunchOptions,
+}
+DESCRIBED = {"equal": ol.Mixture(), "{text: text}": ol.Text(), "one rank": ol.ClientPlaceTree(), "–": (None, "", {})}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def section(page: Path, title: str) -> str:
+    found = re.search(rf"^#+ {title}\n(.*?)(?=^#|\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert found, f"{page.name} has no section {title!r}"
+    return found[1]
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """Return the cells of the first table, without its head."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
+
+
+def in_folder(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def demo_folder(demo_files, tmp_path) -> Path:
+    """A folder like the one that `make demo` writes."""
+    return Path(shutil.copytree(demo_files.folder, tmp_path / "overlord-demo"))
+
+
+@pytest.mark.parametrize("text", blocks(JOB_FILES, "yaml"))
+def test_yaml_examples_load(text, tmp_path):
+    given = yaml.safe_load(text)
+    rest = "\n".join(line for key, line in REST.items() if key not in given)
+    loaded = load_job_file(in_folder(tmp_path, "job.yaml", f"{text}\n{rest}\n"))
+    for source in loaded.job.sources:
+        for path in source.path:
+            filesystem_of(path, source.storage_options)  # a wrong storage option is refused here
+
+
+def run_steps(path: Path, cache: str) -> list[int]:
+    loaded = load_job_file(path)
+    options = {"mesh": loaded.launch.mesh, "runtime": "inline", "cache": cache, "store": loaded.launch.store}
+    with ol.launch(loaded.job, **options) as service:
+        client = service.client(0)
+        return [next(client).index for _ in range(2)]
+
+
+def test_the_whole_job_runs_on_the_demos_data(demo_folder, cache):
+    whole = blocks(JOB_FILES, "yaml")[0]
+    assert run_steps(in_folder(demo_folder, "my-job.yaml", whole), cache) == [0, 1]
+    schema = re.search(r"\$schema=(\S+)", whole)
+    assert schema and (ROOT / "overlord-demo" / schema[1]).resolve().is_file()
+
+
+def test_the_job_in_python_runs_on_the_demos_data(demo_folder, cache):
+    assert run_steps(in_folder(demo_folder, "my_job.py", blocks(JOB_FILES, "python")[0]), cache) == [0, 1]
+
+
+@pytest.mark.parametrize("language", ["jsonl", "csv"])
+def test_manifests_load(language, tmp_path):
+    (text,) = blocks(JOB_FILES, language)
+    assert [source.name for source in read_manifest(in_folder(tmp_path, f"sources.{language}", text))] == [
+        "web",
+        "coyo",
+    ]
+
+
+@pytest.mark.parametrize("page", [JOB_FILES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_python_examples_compile(page):
+    assert blocks(page, "python")
+    for text in blocks(page, "python"):
+        compile(text, str(page), "exec")
+
+
+def test_the_readmes_job_can_be_built(tmp_path):
+    """Building a job reads nothing, so the data need not be there."""
+    tree = ast.parse(blocks(ROOT / "README.md", "python")[0])
+    tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.Assign)]
+    loaded = load_job_file(in_folder(tmp_path, "job.py", ast.unparse(tree)))
+    assert loaded.job.names == ["web", "coyo"]
+
+
+@pytest.mark.parametrize(("title", "spec"), SECTIONS.items(), ids=SECTIONS)
+def test_every_field_is_described_with_its_default(title, spec):
+    rows = rows_of(section(JOB_FILES, title))
+    fields = {field.alias or name: field for name, field in spec.model_fields.items() if name != "kind"}
+    assert [row[0].strip("`") for row in rows] == list(fields)
+    for (_, default, meaning), field in zip(rows, fields.values(), strict=True):
+        assert meaning
+        if field.is_required():
+            assert default == "required"
+            continue
+        shown, value = default.strip("`"), field.get_default()
+        wanted = DESCRIBED.get(shown)
+        if isinstance(wanted, tuple):
+            assert value in wanted
+        elif wanted is not None:
+            assert value == wanted
+        else:
+            assert value == (as_bytes(shown) if shown.endswith("iB") else yaml.safe_load(shown))
+
+
+def test_the_table_of_temperatures_is_right():
+    text = section(JOB_FILES, "Weights")
+    table = rows_of(text[text.index("| T |") :])
+    names, sizes = ["web", "code", "wiki"], {"web": 90.0, "code": 9.0, "wiki": 1.0}
+    assert len(table) == 4
+    for temperature, *shares in table:
+        weights = ol.Mixture(temperature=float(temperature)).weights_at(0, names, sizes)
+        assert [float(share.strip("% ")) for share in shares] == pytest.approx(
+            [100 * weight / sum(weights) for weight in weights], abs=0.051
+        )
+
+
+def test_the_table_of_schedules_is_right():
+    text = section(JOB_FILES, "Schedules")
+    forms = [yaml.safe_load(block)["mixture"] for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    mixtures = [ol.Mixture.model_validate(form) for form in forms]
+    assert [mixture.schedule for mixture in mixtures] == ["stages", "linear", "step"]
+    for step, *cells in rows_of(text):
+        for mixture, cell in zip(mixtures, cells, strict=True):
+            assert mixture.weights_at(float(step), ["web", "code"], {}) == pytest.approx(yaml.safe_load(f"[{cell}]"))
+
+
+def test_the_table_of_stopping_is_right(tmp_path, cache):
+    for name, count in (("a", 4), ("b", 2)):
+        in_folder(tmp_path, f"{name}.jsonl", '{"ids": [1, 2, 3]}\n' * count)
+    sample = ol.Text("ids", tokenized=True)
+    sources = [ol.Source(name, str(tmp_path / f"{name}.jsonl"), sample=sample) for name in "ab"]
+    for stopping, drawn, _ in rows_of(section(JOB_FILES, "Stopping")):
+        mixture = ol.Mixture(stopping=stopping.strip("`"))
+        job = ol.Job(sources, mixture, batch=ol.Batch(8, global_samples=1), max_steps=10)
+        with ol.launch(job, runtime="inline", cache=cache) as service:
+            found = [b.meta.sample_ids[0].source for step in service.client() for b in step.microbatches]
+        assert " ".join(found) == drawn.removesuffix(" ..")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}, target
+
+
+def test_files_named_in_the_architecture_exist():
+    named = re.findall(r"`((?:src|tests)/[\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert named
+    assert [path for path in named if not (ROOT / path).is_file()] == []
