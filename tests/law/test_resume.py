@@ -246,3 +246,21 @@ def test_damaged_states_are_refused(ids_job, cache):
     for key in ("reports", "step", "sources"):
         lacking = {k: v for k, v in state.items() if k != key}
         assert "not a state of overlord" in _refusal(ids_job, lacking, cache)
+
+
+def test_a_rank_that_left_long_ago_holds_the_snapshot_where_it_was(ids_job, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("overlord.roles.planner.KEPT_STATES", 8)
+    for runtime in ("inline", "local"):
+        store = tmp_path / runtime
+        with (
+            ol.launch(ids_job, runtime=runtime, cache=cache, store=store, mesh=ol.ClientPlaceTree(dp=2)) as service,
+            service.client(0) as gone,
+            service.client(1) as going,
+        ):
+            for _ in range(3):
+                next(gone)
+            gone.close()
+            for _ in range(30):
+                next(going)
+        with ol.launch(ids_job, runtime=runtime, cache=cache, store=store, state="latest") as service:
+            assert next(service.client()).index == 3

@@ -208,7 +208,7 @@ class Planner:
         self._states[state.step] = state
         self._digests.pop(state.step - KEPT_DIGESTS, None)
         old = state.step - KEPT_STATES
-        if old in self._states and old % KEPT_STATES and old != self._first_step:
+        if old in self._states and old % KEPT_STATES and old not in (self._first_step, self._passed):
             del self._states[old]
 
     def _remember(self, plan: LoadingPlan) -> LoadingPlan:

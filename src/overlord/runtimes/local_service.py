@@ -71,7 +71,8 @@ class LocalHost:
     def close(self) -> None:
         """End all threads and let go of everything, whatever of it fails."""
         with contextlib.ExitStack() as ends:
-            for end in (self._arena.close, self.roles.close, self._workers.close, self._callers.close):
+            # The roles end first of these: a last snapshot may have to ask the loaders.
+            for end in (self._arena.close, self._workers.close, self._callers.close, self.roles.close):
                 ends.callback(end)
             self.server.close()
 
