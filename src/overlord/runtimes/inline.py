@@ -35,6 +35,7 @@ class InlineService:
         self._samples: OrderedDict[int, StepSamples] = OrderedDict()
         self._packed: OrderedDict[tuple[int, int, int], PackedMicrobatch] = OrderedDict()
         self._positions: dict[int, int] = {}
+        self._reached: dict[int, int] = {}
         self._roles: Roles | None = None
         workers = SerialWorkers()
         try:
@@ -94,9 +95,9 @@ class InlineService:
 
     def moved(self, rank: int, step: int) -> None:
         """Note a rank's position, and forget microbatches that every client has passed."""
-        self._positions[rank] = step
+        self._positions[rank] = self._reached[rank] = step
         slowest = min(self._positions.values())
-        self.roles.planner.passed(slowest)
+        self.roles.planner.passed(min(self._reached.values()))
         for key in [k for k in self._packed if k[0] < slowest]:
             del self._packed[key]
 
