@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ from hypothesis import settings
 
 import overlord as ol
 from overlord.cli.demo_data import demo_job, write_demo
+
+# A shell that runs the suite in the background ignores Ctrl-C, and so would every process the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True)
