@@ -159,9 +159,9 @@ def test_trainer_is_killed_and_another_takes_its_rank(ids_job, cache, nothing_le
         end(trainer)
         with service.client(rank=1) as client:
             assert [next(client).index for _ in range(6)] == list(range(6))
-        status = service.status()
-        assert status["clients"] == {}
-        assert status["buffers"]["views_bytes"] == 0
+        # A client goes when the service has seen its socket close, and a microbatch in the making is dropped when made.
+        seen = (service.status() for _ in range(2000))
+        assert any(not status["clients"] and status["buffers"]["views_bytes"] == 0 for status in seen)
 
 
 def test_arrays_outlive_the_client_and_the_service(ids_job, cache, nothing_left):
