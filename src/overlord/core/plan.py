@@ -79,8 +79,6 @@ class LoadingPlan:
     pad_multiple: int
     """Every piece is padded to a multiple of this, so that CP ranks can slice it."""
     global_loss_tokens: int
-    last: bool = False
-    """True for the final step of a finite stream."""
 
     @property
     def step(self) -> int:
@@ -102,10 +100,6 @@ class LoadingPlan:
         for column in (self.pieces.sample, self.pieces.start, self.pieces.length, self.bin_offsets):
             digest.update(np.ascontiguousarray(column).tobytes())
         return digest.hexdigest()
-
-    def sample_ids(self, samples: npt.NDArray[np.integer]) -> list[SampleId]:
-        """Return the ids of some drawn samples."""
-        return [self.draw.sample_id(int(s)) for s in samples]
 
     def loads(self, costs: Int64s) -> Int64s:
         """Sum piece costs per bin: an array [bucket, microbatch]."""

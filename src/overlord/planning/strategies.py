@@ -30,7 +30,7 @@ class Limits:
     pad_multiple: int
 
 
-def greedy_balance(draw: Draw, limits: Limits, *, last: bool = False) -> LoadingPlan:
+def greedy_balance(draw: Draw, limits: Limits) -> LoadingPlan:
     """Give every bucket an equal share of cost in every microbatch."""
     pieces, padded, costs = _measure(draw, limits)
     for count in _microbatch_counts(padded, limits):
@@ -38,11 +38,11 @@ def greedy_balance(draw: Draw, limits: Limits, *, last: bool = False) -> Loading
         if bins is not None:
             load = np.bincount(bins, weights=costs.astype(np.float64), minlength=limits.num_buckets * count)
             places = slabs(load.astype(np.int64), limits.num_buckets, count)[bins]
-            return _finish(draw, pieces, places, count, limits, last)
+            return _finish(draw, pieces, places, count, limits)
     raise _no_room(draw, padded, limits)
 
 
-def round_robin(draw: Draw, limits: Limits, *, last: bool = False) -> LoadingPlan:
+def round_robin(draw: Draw, limits: Limits) -> LoadingPlan:
     """Deal pieces to buckets in drawing order and fill microbatches one after the other: what loaders do today."""
     pieces, padded, _ = _measure(draw, limits)
     bucket = np.arange(len(padded)) % limits.num_buckets
@@ -54,7 +54,7 @@ def round_robin(draw: Draw, limits: Limits, *, last: bool = False) -> LoadingPla
     if limits.microbatches is not None and count > limits.microbatches:
         raise _no_room(draw, padded, limits)
     count = limits.microbatches or count
-    return _finish(draw, pieces, bucket * count + microbatch, count, limits, last)
+    return _finish(draw, pieces, bucket * count + microbatch, count, limits)
 
 
 def pad_lengths(lengths: npt.NDArray[np.integer], multiple: int) -> Int64s:
@@ -94,7 +94,7 @@ def _next_fit(padded: Int64s, capacity: int) -> Int64s:
     return out
 
 
-def _finish(draw: Draw, pieces: Pieces, places: Int64s, count: int, limits: Limits, last: bool) -> LoadingPlan:
+def _finish(draw: Draw, pieces: Pieces, places: Int64s, count: int, limits: Limits) -> LoadingPlan:
     # Inside a microbatch the drawing order is kept.
     order = np.argsort(places, kind="stable")
     offsets = np.zeros(limits.num_buckets * count + 1, np.int64)
@@ -107,7 +107,6 @@ def _finish(draw: Draw, pieces: Pieces, places: Int64s, count: int, limits: Limi
         num_microbatches=count,
         pad_multiple=limits.pad_multiple,
         global_loss_tokens=int(draw.meta["loss_tokens"].sum()),
-        last=last,
     )
 
 

@@ -92,9 +92,10 @@ def deploy(
     cache = IndexCache(Path(options.cache) / "index")
     files = open_sources(job.sources, transforms, cache, callers, progress)
     listings = {s.name: f for s, f in zip(job.sources, files, strict=True)}
+    digest = tokenizer.digest if tokenizer else ""
     parts = stream_parts(
         job,
-        tokenizer_digest=tokenizer.digest if tokenizer else "",
+        tokenizer_digest=digest,
         listings={name: f.listing_digest() for name, f in listings.items()},
     )
     names = [s.name for s in job.sources]
@@ -103,29 +104,28 @@ def deploy(
     if options.state is not None:
         state = StreamState.from_json(options.state, names, parts)
         reports = {int(k): v for k, v in options.state["reports"].items()}
+    base = base_weights(job, listings)
     sidecars = LengthSidecars(Path(options.cache) / "lengths")
-    digest = tokenizer.digest if tokenizer else ""
-    loaders = [
-        [
-            SourceLoader(
-                number,
-                source,
-                opened,
-                order_of(job, source, opened),
-                transform,
-                context_length=job.batch.context_length,
-                overlength=job.overlength,
-                lengths=known_lengths(source, opened, sidecars, digest),
-                workers=workers,
-                telemetry=FaultLog(),
-            )
-            for _ in range(options.loaders_per_source)
-        ]
-        for number, (source, opened, transform) in enumerate(zip(job.sources, files, transforms, strict=True))
-    ]
-    weights = job.mixture.weights_at(float(state.step), names, base_weights(job, listings))
-    index_first_windows(job, files, state, weights, callers, progress)
-    fleet = LoaderFleet(loaders, callers)
+    lengths = [known_lengths(source, listings[source.name], sidecars, digest) for source in job.sources]
+    index_first_windows(job, files, state, job.mixture.weights_at(float(state.step), names, base), callers, progress)
+
+    def make_loader(number: int) -> SourceLoader:
+        source, opened = job.sources[number], files[number]
+        return SourceLoader(
+            number,
+            source,
+            opened,
+            order_of(job, source, opened),
+            transforms[number],
+            context_length=job.batch.context_length,
+            overlength=job.overlength,
+            lengths=lengths[number],
+            workers=workers,
+            telemetry=FaultLog(),
+        )
+
+    count = options.loaders_per_source
+    fleet = LoaderFleet([[make_loader(n) for _ in range(count)] for n in range(len(names))], callers)
     limits = limits_of(job, options.mesh)
     checkpoints = CheckpointFolder(store)
     checkpoints.set_aside(state.step)
@@ -138,7 +138,7 @@ def deploy(
         state=state,
         reports=reports,
         parts=parts,
-        base_weights=base_weights(job, listings),
+        base_weights=base,
         journal=journal,
         checkpoints=checkpoints,
     )

@@ -54,12 +54,6 @@ class Arena:
         with self._lock:
             return sum(segment.capacity for segment, _ in self._used.values())
 
-    @property
-    def idle_bytes(self) -> int:
-        """Capacity of the segments waiting for reuse."""
-        with self._lock:
-            return sum(segment.capacity for segment in self._idle)
-
     def take(self, nbytes: int) -> Segment:
         """Return a segment of at least so many bytes, held once."""
         capacity = round_up(nbytes)
