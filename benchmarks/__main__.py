@@ -17,6 +17,8 @@ from benchmarks.measuring import machine
 from benchmarks.plots import Bar, draw_bars
 
 HERE = Path(__file__).parent
+_LONG = ("benchmark", "machine", "rows")
+"""Not shown in a report's table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,44 @@ BENCHMARKS = (
         quick=("--sources", "20"),
         log=True,
     ),
+    Benchmark(
+        "balance",
+        what="largest bin, lockstep time under a token cap, largest rank of hybrid data parallelism, each over a lower "
+        "bound; the figure is the worst of them as a share of what its bar allows (1.001, 1.01, 1.02)",
+        against="round robin, next fit, equal counts, argmin, dense Karmarkar-Karp and groups with barriers",
+        figure="worst_share_of_what_the_bars_allow",
+        bar="bar",
+        at_least=False,
+        unit="×",
+        plot_title="Lockstep time over the bound: lognormal lengths, cap 2 × the mean",
+        plot_unit="× the bound",
+        plotted=(
+            ("overlord", "lockstep_overlord", ""),
+            ("equal counts", "lockstep_equal_counts", ""),
+            ("next fit in order", "lockstep_next_fit", ""),
+            ("round robin", "lockstep_round_robin", ""),
+        ),
+        quick=("--quick",),
+    ),
+    Benchmark(
+        "planning",
+        what="a step of 300,000 samples of 306 sources for 4,096 ranks × 8 microbatches: drawn, balanced, "
+        "checked, digested, journaled, written as one block, and every loader's and constructor's part cut",
+        against="numpy's argsort of the costs and a bare heap of the bins in numba",
+        figure="ratio",
+        bar="bar",
+        at_least=False,
+        unit="×",
+        plot_title="Planning 300,000 samples, in units of argsort and a bare heap",
+        plot_unit="× argsort + bare longest-first",
+        plotted=(
+            ("everything", "ratio", ""),
+            ("draw and plan", "plan_over_baseline", ""),
+            ("one block", "blob_over_baseline", ""),
+            ("all parts cut", "cut_over_baseline", ""),
+        ),
+        quick=("--quick", "--rounds", "1"),
+    ),
 )
 
 
@@ -150,7 +190,7 @@ def write_report(out: Path, found: dict[str, dict[str, Any] | None], quick: bool
             continue
         (plots / f"{benchmark.name}.svg").write_text(benchmark.plot(figures), encoding="utf-8")
         lines += ["", f"![{benchmark.plot_title}](plots/{benchmark.name}.svg)", "", "| figure | value |", "|---|---|"]
-        lines += [f"| {key} | {_value(figures[key])} |" for key in figures if key not in ("benchmark", "machine")]
+        lines += [f"| {key} | {_value(figures[key])} |" for key in figures if key not in _LONG]
     report = out / "REPORT.md"
     report.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return report

@@ -1,13 +1,15 @@
 """overlord: a disaggregated data loader for large-model training from many sources."""
 
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import LoadingPlan
 from overlord.core.samples import SampleId
-from overlord.core.specs import Batch, Custom, ImageText, Job, Mixture, Source, Text
+from overlord.core.specs import Batch, Custom, ImageText, Job, Learn, Mixture, Source, Text
 from overlord.errors import (
     ClosedError,
     OverlordError,
     PlanError,
     ReaderError,
+    ReportMissing,
     ServiceLost,
     SourceError,
     SpecError,
@@ -15,7 +17,10 @@ from overlord.errors import (
     StoreError,
     ToleranceError,
 )
+from overlord.planning import costs, strategies
 from overlord.planning.balancing import balance
+from overlord.planning.dgraph import DGraph
+from overlord.planning.low_level import constructor_do_plan, loader_do_plan, plan_raw, summary_buffer
 from overlord.roles.client import Client
 from overlord.session import Service, connect, launch
 
@@ -27,12 +32,16 @@ __all__ = [
     "ClientPlaceTree",
     "ClosedError",
     "Custom",
+    "DGraph",
     "ImageText",
     "Job",
+    "Learn",
+    "LoadingPlan",
     "Mixture",
     "OverlordError",
     "PlanError",
     "ReaderError",
+    "ReportMissing",
     "SampleId",
     "Service",
     "ServiceLost",
@@ -45,5 +54,11 @@ __all__ = [
     "ToleranceError",
     "balance",
     "connect",
+    "constructor_do_plan",
+    "costs",
     "launch",
+    "loader_do_plan",
+    "plan_raw",
+    "strategies",
+    "summary_buffer",
 ]

@@ -5,6 +5,7 @@
     |   |-- SourceError   a source is missing, empty or unreadable before the run starts
     |   `-- StateError    a saved state belongs to another job or another version
     |-- PlanError         a step cannot be planned as the job asks
+    |   `-- ReportMissing a step follows a report of the trainer that has not come
     |-- ReaderError       a file that worked before cannot be read any more
     |-- ToleranceError    a source has more bad samples than its tolerance allows
     |-- StoreError        the journal or a snapshot cannot be written or read
@@ -21,6 +22,7 @@ __all__ = [
     "OverlordError",
     "PlanError",
     "ReaderError",
+    "ReportMissing",
     "ServiceLost",
     "SourceError",
     "SpecError",
@@ -49,6 +51,10 @@ class StateError(SpecError):
 
 class PlanError(OverlordError):
     """A step cannot be planned under the job's limits."""
+
+
+class ReportMissing(PlanError):
+    """A step's mixture follows the report of an earlier step, and nobody has reported it."""
 
 
 class ReaderError(OverlordError):

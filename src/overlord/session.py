@@ -9,10 +9,13 @@ from types import TracebackType
 from typing import Any, Literal
 
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.specs import Job
+from overlord.core.plan import Buffer, Limits, LoadingPlan
+from overlord.core.specs import Job, Mixture
 from overlord.errors import SpecError, StateError
+from overlord.planning.checking import Strategy
 from overlord.roles.client import Client, is_whole
-from overlord.runtimes.deployment import LaunchOptions
+from overlord.roles.inputs import FIXED_WHILE_RUNNING
+from overlord.runtimes.deployment import LaunchOptions, limits_of
 from overlord.runtimes.inline import InlineService
 from overlord.runtimes.local import LocalService, connect_local
 from overlord.runtimes.opening import Progress
@@ -24,8 +27,9 @@ DEFAULT_CACHE = "~/.cache/overlord"
 class Service:
     """A running data service. Close it, or use it as a context manager."""
 
-    def __init__(self, runtime: InlineService | LocalService, mesh: ClientPlaceTree) -> None:
+    def __init__(self, runtime: InlineService | LocalService, mesh: ClientPlaceTree, limits: Limits) -> None:
         self._runtime = runtime
+        self._limits = limits
         self.mesh = mesh
 
     @property
@@ -41,6 +45,34 @@ class Service:
         """Return roles, positions, buffers, and the planned and realised mixture."""
         return self._runtime.status()
 
+    def set_mixture(self, mixture: Mixture | Mapping[str, Any], at_step: int | None = None) -> int:
+        """Change weights or schedule while the stream runs; return the first step it holds for.
+
+        The change is written down first, so a resumed run repeats it. Steps that are planned already (the trainers'
+        prefetch) stay as they are.
+
+        Args:
+            mixture: The new mixture, or bare weights {source: weight}; its level, stopping and order must stay.
+            at_step: A step that is not planned yet; by default the next such step.
+        """
+        given = mixture if isinstance(mixture, Mixture) else _mixture_of(mixture, self._runtime.mixture())
+        return self._runtime.set_mixture(given, _step_or_none("set_mixture", at_step))
+
+    def skip_steps(self, count: int, at_step: int | None = None) -> int:
+        """Pass over so many global batches, as after a loss spike; return the step before which they are left out."""
+        if not is_whole(count) or count < 1:
+            raise SpecError(f"skip_steps: count is {count!r}; nothing would be skipped. Give a number of steps.")
+        return self._runtime.skip_steps(int(count), _step_or_none("skip_steps", at_step))
+
+    def plan_raw(self, step: int) -> LoadingPlan | None:
+        """Return the plan of a step, or None past the end; planning it now if need be."""
+        return self._runtime.plan_raw(_step("plan_raw", step))
+
+    def summary_buffer(self, step: int) -> Buffer | None:
+        """Return what a strategy sees of a step: its draw with the metadata and the job's limits."""
+        plan = self.plan_raw(step)
+        return None if plan is None else Buffer(plan.draw, self._limits)
+
     def close(self) -> None:
         """End the service; nothing of it is left behind."""
         self._runtime.close()
@@ -54,10 +86,11 @@ class Service:
         self.close()
 
 
-def launch(
+def launch(  # noqa: PLR0913 - the front door: everything has a default and a name
     job: Job,
     *,
     mesh: ClientPlaceTree | None = None,
+    strategy: Strategy | None = None,
     runtime: Literal["local", "inline"] = "local",
     layout: Literal["hf"] = "hf",
     prefetch: int = 2,
@@ -67,6 +100,7 @@ def launch(
     store: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
     state: Mapping[str, Any] | Literal["latest"] | None = None,
+    skip_steps: int = 0,
     progress: Progress | None = None,
 ) -> Service:
     r"""Start a service for a job and return it; everything that can be checked is checked first.
@@ -74,6 +108,8 @@ def launch(
     Args:
         job: What to read and how to mix it.
         mesh: The trainer's mesh (default: one rank).
+        strategy: Where samples go: one of `ol.strategies`, or a function (buffer, tree) -> plan. By default
+            `ol.strategies.backbone_balance()`.
         runtime: "local": one service process, trainers attach from any process of this host.
             "inline": everything in this process, single-threaded, for tests and debugging.
         layout: The keys of a batch: "hf", what Hugging Face models take.
@@ -84,6 +120,7 @@ def launch(
         store: Folder for the journal and snapshots (default: a temporary one).
         cache: Folder for the indices of files.
         state: What `client.state_dict()` returned; "latest" takes the newest snapshot of the store.
+        skip_steps: Global batches to pass over before the first step, as after a loss spike.
         progress: Called with (what, done, of) while sources are opened.
 
     Raises:
@@ -102,14 +139,11 @@ def launch(
         >>> step.index, step.global_samples
         (0, 8)
     """
-    if not isinstance(job, Job):
-        raise SpecError(f"launch: job is a {type(job).__name__}, not an ol.Job; there is nothing to read. Build one.")
-    if mesh is not None and not isinstance(mesh, ClientPlaceTree):
-        raise SpecError(f"launch: mesh is {mesh!r:.80}, not a mesh. Write ol.ClientPlaceTree(dp=2, tp=4).")
+    _check_job(job, mesh, strategy)
     _check_numbers(prefetch=prefetch, loaders_per_source=loaders_per_source, threads=threads, budget=budget)
     _check_folders(store=store, cache=cache)
-    if layout != "hf":
-        raise SpecError(f"launch: layout is {layout!r}; batches would have unknown keys. Use 'hf'.")
+    _step("launch: skip_steps", skip_steps)
+    _check_layout(layout)
     runtimes: dict[str, type[InlineService] | type[LocalService]] = {"local": LocalService, "inline": InlineService}
     if not isinstance(runtime, str) or runtime not in runtimes:
         raise SpecError(f"launch: runtime is {runtime!r}; nothing could run. Use {' or '.join(map(repr, runtimes))}.")
@@ -123,8 +157,11 @@ def launch(
         store=None if store is None else str(Path(store).absolute()),
         cache=str(Path(cache).expanduser().absolute()),
         state=_resolve_state(state, store),
+        latest=isinstance(state, str),
+        strategy=strategy,
+        skip_steps=int(skip_steps),
     )
-    return Service(runtimes[runtime](job, options, progress), tree)
+    return Service(runtimes[runtime](job, options, progress), tree, limits_of(job))
 
 
 def connect(address: str, rank: int) -> Client:
@@ -135,6 +172,23 @@ def connect(address: str, rank: int) -> Client:
         rank: The trainer's global rank in the service's mesh.
     """
     return connect_local(address, rank)
+
+
+def _check_job(job: object, mesh: object, strategy: object) -> None:
+    if not isinstance(job, Job):
+        raise SpecError(f"launch: job is a {type(job).__name__}, not an ol.Job; there is nothing to read. Build one.")
+    if mesh is not None and not isinstance(mesh, ClientPlaceTree):
+        raise SpecError(f"launch: mesh is {mesh!r:.80}, not a mesh. Write ol.ClientPlaceTree(dp=2, tp=4).")
+    if strategy is not None and not callable(strategy):
+        raise SpecError(
+            f"launch: strategy is {strategy!r:.80}, not a function of (buffer, tree); nobody would say where samples "
+            "go. Use one of ol.strategies, such as ol.strategies.backbone_balance()."
+        )
+
+
+def _check_layout(layout: object) -> None:
+    if layout != "hf":
+        raise SpecError(f"launch: layout is {layout!r:.80}; batches would have unknown keys. Use 'hf'.")
 
 
 def _check_numbers(**given: int | None) -> None:
@@ -152,6 +206,26 @@ def _check_folders(**given: str | os.PathLike[str] | None) -> None:
     for name, value in given.items():
         if not isinstance(value, (str, os.PathLike)) and not (name == "store" and value is None):
             raise SpecError(f"launch: {name} is {value!r:.80}, not a folder; nothing could be kept. Give a path.")
+
+
+def _step(what: str, step: int) -> int:
+    if not is_whole(step) or step < 0:
+        raise SpecError(f"{what}: {step!r:.80} is not a number of steps. Give a whole number of 0 or more.")
+    return int(step)
+
+
+def _step_or_none(what: str, step: int | None) -> int | None:
+    return None if step is None else _step(what, step)
+
+
+def _mixture_of(given: Mapping[str, Any], now: Mixture) -> Mixture:
+    """Return the running mixture with other weights; or a mixture from its fields."""
+    if not isinstance(given, Mapping) or not given:
+        raise SpecError(f"set_mixture: {given!r:.80} is not a mixture. Give ol.Mixture(..), or {{source: weight}}.")
+    if set(given) & set(Mixture.known_keys()):
+        return Mixture.from_mapping(given)
+    fixed = {name: getattr(now, name) for name in FIXED_WHILE_RUNNING}
+    return Mixture.from_mapping({"weights": given, **fixed, "temperature": now.temperature})
 
 
 def _resolve_state(

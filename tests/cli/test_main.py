@@ -241,5 +241,5 @@ def test_schema_goes_into_a_file(tmp_path: Path) -> None:
 def test_help_shows_the_commands() -> None:
     outcome = call("--help")
     assert outcome.exit_code == 0
-    for name in ("demo", "run", "serve", "status", "sources", "schema", "version"):
+    for name in ("demo", "explain", "run", "serve", "status", "sources", "schema", "version"):
         assert name in outcome.stdout

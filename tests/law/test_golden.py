@@ -17,18 +17,18 @@ MESH = ol.ClientPlaceTree(dp=2, cp=2)
 GOLDEN = {
     "whole": (
         "a3f197a9084ff4fac6b306b72f86b081",
-        "2146f4413533f32abc293b692b540894",
-        "2291f9eeb7f9010025d68ec010f78048",
+        "75421052f16bb1f77150def7581b143b",
+        "8824bdc75cf80667acc4dd3d190b3f42",
     ),
     "streamed": (
         "6a96139d99daa17af3697958af5e1aeb",
-        "151d557a76e66dcd0dae2dc8e64f539b",
-        "96a29804ac17c27f709e374ebc284c61",
+        "a1de59d9ee41e0d5b791e3aa1579e633",
+        "b59ce1e5db43997553a8a34c42cb31e1",
     ),
     "tokens": (
         "001be76f9193aaf270c9751385adee3a",
-        "1c875fce0a497009da954490cf3f90b3",
-        "770ad9f5a25681172dbf89ba71b7da8a",
+        "863cebc5ea758f2f679c9e6648cbd237",
+        "1ed0e69e51e3da09a263a485c770ea3d",
     ),
 }
 

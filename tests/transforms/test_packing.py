@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from overlord.core.messages import Payload
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import Draw
+from overlord.core.plan import Buffer, Draw, Limits
 from overlord.core.ragged import Ragged
 from overlord.core.samples import META
-from overlord.planning.strategies import Limits, greedy_balance
+from overlord.planning.strategies import backbone_balance
 from overlord.roles.data_constructor import DataConstructor
 from overlord.transforms.images import decode_image, image_size, patchify_into
 from overlord.transforms.per_microbatch import join_payloads, pack_microbatch
@@ -24,8 +24,7 @@ def packed_of(lengths, dp=1, cp=1, context=16, cap=64):
     meta = np.zeros(len(lengths), META)
     meta["tokens"], meta["row"] = lengths, np.arange(len(lengths))
     draw = Draw(0, ("a",), np.zeros(len(lengths), np.int32), meta, (1.0,))
-    multiple = 2 * cp if cp > 1 else 1
-    plan = greedy_balance(draw, Limits(dp, context, cap, None, multiple))
+    plan = backbone_balance()(Buffer(draw, Limits(context, cap)), ClientPlaceTree(dp=dp, cp=cp))
     tokens = Ragged.from_rows([100 * (i + 1) + np.arange(n) for i, n in enumerate(lengths)], np.int32)
     loss = Ragged(np.ones(len(tokens.values), np.uint8), tokens.offsets)
     payload = Payload(0, 0, tokens, loss, None, None, np.zeros(len(lengths), bool))
@@ -50,7 +49,7 @@ def test_packed_sequence_as_a_hugging_face_model_takes_it():
     assert arrays["labels"].tolist() == [[-100, 101, 102, -100, 201]]
     assert arrays["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert arrays["cu_seq_lens_q"].tolist() == [0, 3, 5]
-    assert packed.scalars == {"max_length_q": 3, "max_length_k": 3}
+    assert packed.scalars == {"max_length_q": 3, "max_length_k": 3, "meta.local_cp_size": 1}
     assert {arrays[k].dtype.str for k in ("input_ids", "labels", "position_ids")} == {"<i8"}
     assert arrays["cu_seq_lens_q"].dtype == np.int32
 
@@ -105,8 +104,8 @@ def test_more_ranks_than_samples_get_dummies():
 )
 def test_pipeline_stages_get_only_what_they_need(pp_rank, present, absent):
     tree = ClientPlaceTree(pp=3, cp=2)
-    _, [[packed]] = packed_of([3, 2], cp=2)
-    keys = set(DataConstructor(tree, None, patch_bytes=0).view_names(tree.rank(pp=pp_rank, cp=1), packed))
+    plan, [[packed]] = packed_of([3, 2], cp=2)
+    keys = set(DataConstructor(tree, None, patch_bytes=0).view_names(tree.rank(pp=pp_rank, cp=1), plan, packed))
     assert present <= keys
     assert not absent & keys
 

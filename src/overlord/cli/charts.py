@@ -68,6 +68,11 @@ def rectangle(x: float, y: float, width: float, height: float, style: str) -> st
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" {style}/>'
 
 
+def tip(words: str) -> str:
+    """Return what a browser shows when the pointer rests on the group that this stands in."""
+    return f"<title>{escape(words)}</title>"
+
+
 def polyline(points: Sequence[Point], style: str) -> str:
     """Return a line through the points, or a dot where there is only one."""
     if len(points) == 1:
@@ -247,14 +252,20 @@ def side_labels(
 
 
 def heat_map(
-    left: float, width: float, title: str, rows: Sequence[Sequence[float]], mean: float, loudest: float
+    left: float,
+    width: float,
+    title: str,
+    rows: Sequence[Sequence[float]],
+    mean: float,
+    loudest: float,
+    row_name: str = "dp",
 ) -> tuple[list[str], float]:
     """Return a grid of ranks by microbatches and the height it takes.
 
     A cell at the mean has no colour; orange is above, blue below, so a balanced step looks calm.
     """
     columns = max((len(row) for row in rows), default=0)
-    top, gutter = 44.0, 34.0
+    top, gutter = 44.0, 34.0 if len(row_name) < 3 else 56.0
     cell = min(112.0, (width - gutter) / max(columns, 1))
     tall = min(34.0, max(6.0, 420.0 / max(len(rows), 1)))
     labelled = tall >= 15
@@ -262,14 +273,14 @@ def heat_map(
     for row, costs in enumerate(rows):
         y = top + row * tall
         if labelled or row % 8 == 0:
-            parts.append(text(left + gutter - 6, y + tall / 2 + 4, f"dp{row}", anchor="end"))
+            parts.append(text(left + gutter - 6, y + tall / 2 + 4, f"{row_name}{row}", anchor="end"))
         for column, cost in enumerate(costs):
             ratio = cost / mean if mean > 0 else 1.0
             strength = min(1.0, abs(ratio - 1) / loudest) * 0.8
             colour = PALETTE[5] if ratio > 1 else PALETTE[0]
             x = left + gutter + column * cell
             style = f'fill="{colour}" fill-opacity="{strength:.2f}" class="cell"'
-            tip = f"<title>dp {row}, microbatch {column}: {ratio:.3f} of the mean</title>"
+            tip = f"<title>{row_name.strip()} {row}, microbatch {column}: {ratio:.3f} of the mean</title>"
             parts.append(f"<g>{tip}{rectangle(x + 1, y + 1, cell - 2, tall - 2, style)}</g>")
             if labelled and cell >= 34:
                 parts.append(text(x + cell / 2, y + tall / 2 + 4, f"{ratio:.2f}", kind="value", anchor="middle"))

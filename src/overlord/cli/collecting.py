@@ -1,24 +1,21 @@
-"""From the steps that clients received to a RunSummary: counts, mixture, padding, balance. No I/O."""
+"""From the plans of steps to the figures of a run: counts, mixture, padding, balance. No I/O."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from overlord.cli.loads import over_ranks, positions, rank_loads
 from overlord.cli.summary import LoadHeatmap, StepSummary
-from overlord.core.plan import Draw
-from overlord.core.samples import META
-from overlord.core.seeds import derive, hash64
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import Buffer, Limits, LoadingPlan
 from overlord.core.specs import Job
-from overlord.planning.costs import sequence_cost
-from overlord.planning.strategies import Limits, pad_lengths, round_robin
-from overlord.roles.views import BatchMeta, Step
+from overlord.planning.costs import CostFunction, sequence_cost
+from overlord.planning.strategies import vanilla
 
 MOST_POINTS = 1024
 """Beyond twice this many steps the per-step figures are means over several, so that memory stays bounded."""
@@ -32,68 +29,23 @@ Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """All segments of one step over all data-parallel ranks, as columns; dummies are left out."""
-
-    source: Int64s
-    row: Int64s
-    epoch: Int64s
-    offset: Int64s
-    length: Int64s
-    padded: Int64s
-    place: Int64s
-    """dp rank * microbatches + microbatch."""
-    positions: int
-    """Delivered positions: padding and dummies included."""
-
-    @classmethod
-    def of(cls, metas: Sequence[Sequence[BatchMeta]]) -> Segments:
-        """Join the provenance of [dp rank][microbatch]; nothing keeps shared memory alive."""
-        flat = [meta for of_rank in metas for meta in of_rank]
-        ids = [np.array([(i.row, i.epoch) for i in m.sample_ids], np.int64).reshape(-1, 2) for m in flat]
-        table = np.concatenate(ids)
-        source = np.concatenate([m.source_ids for m in flat]).astype(np.int64)
-        real = source >= 0
-        return cls(
-            source=source[real],
-            row=table[real, 0],
-            epoch=table[real, 1],
-            offset=np.concatenate([m.segment_offsets for m in flat]).astype(np.int64)[real],
-            length=np.concatenate([m.segment_lengths for m in flat]).astype(np.int64)[real],
-            padded=np.concatenate([np.diff(m.cu_seqlens) for m in flat]).astype(np.int64)[real],
-            place=np.repeat(np.arange(len(flat)), [len(m.source_ids) for m in flat])[real],
-            positions=sum(int(m.cu_seqlens[-1]) for m in flat),
-        )
-
-    def samples(self, step: int, names: tuple[str, ...]) -> Draw:
-        """Join the pieces of split samples again; the samples come in a keyed random order.
-
-        Clients do not see the drawing order, which round-robin would follow; any order that does not look
-        at lengths stands for it as well.
-        """
-        first = np.flatnonzero(self.offset == 0)
-        keys = np.stack([self.source, self.row, self.epoch], axis=1)
-        _, inverse = np.unique(keys, axis=0, return_inverse=True)
-        tokens = np.bincount(inverse.reshape(-1), weights=self.length)[inverse.reshape(-1)[first]]
-        key = derive(0, "round-robin", step)
-        order = np.argsort(hash64(key, hash64(key, self.row[first]) ^ hash64(key + 1, self.source[first])))
-        meta = np.zeros(len(first), META)
-        for column, values in (("row", self.row[first]), ("epoch", self.epoch[first]), ("tokens", tokens)):
-            meta[column] = values
-        return Draw(step, names, self.source[first][order].astype(np.int32), meta[order], ())
-
-
 class Collector:
-    """Adds up what the clients of a run received, in memory that does not grow with the steps."""
+    """Adds up what the steps of a run hold, in memory that does not grow with the steps."""
 
-    def __init__(self, job: Job, names: tuple[str, ...], limits: Limits, static_weights: Sequence[float]) -> None:
-        self._job = job
+    def __init__(
+        self,
+        job: Job,
+        names: tuple[str, ...],
+        limits: Limits,
+        tree: ClientPlaceTree,
+        cost: CostFunction = sequence_cost,
+    ) -> None:
         self._names = names
+        self._tree = tree
+        self._cost = cost
         self._by_tokens = job.mixture.level == "token"
         # What round-robin needs is its own business: it must not fail where the plan did not.
         self._limits = dataclasses.replace(limits, microbatches=None)
-        self._static_weights = static_weights
         self._rows = _Rows()
         self._loads: dict[int, tuple[float, LoadHeatmap]] = {}
         self.samples: Int64s = np.zeros(len(names), np.int64)
@@ -105,34 +57,36 @@ class Collector:
         self._digests = {name: hashlib.blake2b(digest_size=16) for name in ("order", "plan")}
         self.steps = 0
 
-    def add(self, step: Step, metas: Sequence[Sequence[BatchMeta]], wait_s: float) -> None:
-        """Count one step; `metas` is [dp rank][microbatch]."""
-        found = Segments.of(metas)
-        draw = found.samples(step.index, self._names)
-        buckets, microbatches = len(metas), len(metas[0])
-        costs = sequence_cost(found.padded)
-        ours = np.bincount(found.place, weights=costs, minlength=buckets * microbatches).reshape(buckets, -1)
-        dealt = round_robin(draw, self._limits)
-        theirs = dealt.loads(sequence_cost(pad_lengths(dealt.pieces.length, self._limits.pad_multiple)))
-        tokens = np.bincount(found.source, weights=found.length, minlength=len(self._names))
+    def add(self, plan: LoadingPlan, wait_s: float = 0.0) -> LoadingPlan:
+        """Count one step; return how round-robin would have dealt it."""
+        draw = plan.draw
+        dealt = vanilla()(Buffer(draw, self._limits), self._tree)
+        assert isinstance(dealt, LoadingPlan)
+        ours, theirs = (rank_loads(one, self._tree, self._cost) for one in (plan, dealt))
+        tokens = np.bincount(draw.source, draw.meta["tokens"], len(self._names))
         samples = np.bincount(draw.source, minlength=len(self._names))
-        weights = np.asarray(self._weights(step.index))
+        weights = np.asarray(draw.weights) / (sum(draw.weights) or 1.0)
         counted = tokens if self._by_tokens else samples.astype(np.float64)
-        imbalance = (imbalance_of(ours), imbalance_of(theirs))
-        padding = 1 - tokens.sum() / max(found.positions, 1)
-        scalars = (tokens.sum(), samples.sum(), step.global_loss_tokens, microbatches, *imbalance, padding, wait_s)
-        self._rows.add(step.index, np.concatenate([scalars, weights, counted / max(counted.sum(), 1)]))
-        self._keep_load(step.index, imbalance[1], ours, theirs)
+        imbalance = (over_ranks(ours), over_ranks(theirs))
+        delivered = positions(plan)
+        padding = 1 - tokens.sum() / max(delivered, 1)
+        counts = (tokens.sum(), samples.sum(), plan.global_loss_tokens, plan.num_microbatches)
+        self._rows.add(
+            plan.step,
+            np.concatenate([(*counts, *imbalance, padding, wait_s), weights, counted / max(counted.sum(), 1)]),
+        )
+        self._keep_load(plan, imbalance[1], ours, theirs)
         self.steps += 1
         self.samples += samples
         self.tokens += tokens.astype(np.int64)
-        self.positions += found.positions
+        self.positions += delivered
         self._planned += weights
         self._imbalance += imbalance
         self._histogram += np.histogram(draw.meta["tokens"], _EDGES)[0]
-        for name, digest in (("order", step.order_digest), ("plan", step.plan_digest)):
+        for name, digest in (("order", draw.digest), ("plan", plan.digest)):
             # What `core.plan.chain_digest` gives for the list of them.
             self._digests[name].update(f"{chr(10) if self.steps > 1 else ''}{digest}".encode())
+        return dealt
 
     @property
     def planned(self) -> list[float]:
@@ -183,29 +137,11 @@ class Collector:
         )
         return every, steps, planned, realised
 
-    def _weights(self, step: int) -> Sequence[float]:
-        mixture = self._job.mixture
-        if mixture.schedule == "static":
-            return self._static_weights
-        weights = mixture.weights_at(float(step), self._names, {})
-        return [weight / (sum(weights) or 1.0) for weight in weights]
-
-    def _keep_load(self, step: int, rank_by: float, ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> None:
+    def _keep_load(self, plan: LoadingPlan, rank_by: float, ours: Floats, theirs: Floats) -> None:
         if len(self._loads) < MOST_POINTS:
-            load = LoadHeatmap(step, ours.astype(float).tolist(), theirs.astype(float).tolist())
-            self._loads[step] = (rank_by, load)
-
-
-def imbalance_of(loads: npt.NDArray[Any]) -> float:
-    """Return the largest cost of a rank over the mean of all, from costs [rank, microbatch].
-
-    Example:
-        >>> imbalance_of(np.array([[2.0, 1.0], [1.0, 0.0]]))
-        1.5
-    """
-    ranks = loads.sum(axis=1)
-    mean = float(ranks.mean())
-    return float(ranks.max()) / mean if mean > 0 else 1.0
+            if plan.axis == "CP":  # beside single ranks stand the ranks of each group, which share its load
+                theirs = np.repeat(theirs, self._tree.cp, axis=0)
+            self._loads[plan.step] = (rank_by, LoadHeatmap(plan.step, ours.tolist(), theirs.tolist(), plan.axis))
 
 
 class _Rows:

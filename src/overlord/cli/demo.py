@@ -48,6 +48,7 @@ def run_demo(
             steps=steps,
             cache=cache,
             prefetch=loaded.launch.prefetch,
+            strategy=loaded.strategy,
         )
         summary = run_job(loaded.job, str(job_path), options, tell)
     report, numbers = folder / "report.html", folder / "summary.json"

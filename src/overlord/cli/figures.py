@@ -12,6 +12,7 @@ from overlord.cli import charts
 from overlord.cli.charts import PALETTE, Frame
 from overlord.cli.summary import (
     NARROW_SPACE,
+    LoadHeatmap,
     RunSummary,
     count,
     excess,
@@ -21,7 +22,7 @@ from overlord.cli.summary import (
     without_zeros,
 )
 
-_OURS, _THEIRS = "var(--blue)", "var(--red)"
+OURS, THEIRS = "var(--blue)", "var(--red)"
 """Set by the page, lighter in the dark."""
 _MAX_POINTS = 180
 _MAX_LAYERS = len(PALETTE)
@@ -44,8 +45,8 @@ def all_figures(summary: RunSummary) -> list[Figure]:
     return [
         mixture_figure(summary),
         imbalance_figure(summary),
-        length_figure(summary),
-        heat_map_figure(summary),
+        length_figure(summary.length_histogram),
+        heat_map_figure(summary.load_heatmap),
         token_figure(summary),
         wait_figure(summary),
     ]
@@ -66,7 +67,9 @@ def mixture_figure(summary: RunSummary) -> Figure:
 
     def draw(width: float) -> str:
         limit = 20 if width > 500 else 9
-        labels = [f"{_short(n, limit)} {percent(layer[-1])}" for n, layer in zip(names, realised, strict=True) if layer]
+        labels = [
+            f"{short_name(n, limit)} {percent(layer[-1])}" for n, layer in zip(names, realised, strict=True) if layer
+        ]
         margin = 26 + 8 * max(map(len, labels), default=0)
         frame = charts.step_frame(width, 340 if width > 500 else 300, starts, (0, 1), right=margin)
         parts = charts.step_axes(frame, starts, f"share of {summary.mixture_level}s", [0, 0.25, 0.5, 0.75, 1], percent)
@@ -80,7 +83,7 @@ def mixture_figure(summary: RunSummary) -> Figure:
         parts += charts.side_labels(frame, labels, centres, PALETTE[: len(names)])
         tips = [
             f"step {x:.0f} · "
-            + " · ".join(f"{_short(n, 8)} {100 * r[i]:.0f}" for n, r in zip(names, realised, strict=True))
+            + " · ".join(f"{short_name(n, 8)} {100 * r[i]:.0f}" for n, r in zip(names, realised, strict=True))
             for i, x in enumerate(starts)
         ]
         parts += charts.hover_bands(frame, starts, tips if width > 500 else [t.split(" · ")[0] for t in tips])
@@ -99,41 +102,53 @@ def imbalance_figure(summary: RunSummary) -> Figure:
     starts, (ours, theirs) = _series(summary, [s.imbalance for s in summary.per_step],
                                      [s.imbalance_round_robin for s in summary.per_step])  # fmt: skip
 
+    ends = (f"overlord {ratio(summary.imbalance_planned)}", f"round-robin {ratio(summary.imbalance_round_robin)}")
+    caption = "1× is perfect: all ranks finish together. Labels: means over the run."
+    draw = two_lines(title, "largest ÷ mean cost of a rank", starts, ours, theirs, ends)
+    return Figure("imbalance", title, caption + _window_note(summary), draw)
+
+
+def two_lines(
+    title: str,
+    label: str,
+    starts: Sequence[float],
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    ends: tuple[str, str],
+) -> Callable[[float], str]:
+    """Return the drawing of two ratios to one over steps, each with its own words at the end."""
+
     def draw(width: float) -> str:
         high = max([1.1, *ours, *theirs])
-        frame = charts.step_frame(width, 270, starts, (1.0, high + (high - 1) * 0.08), right=146)
-        ticks = charts.nice_ticks(1.0, frame.y_range[1])
-        parts = charts.step_axes(
-            frame, starts, "largest ÷ mean cost of a rank", ticks, without_zeros(lambda v: f"{v:.2f}×")
+        frame = charts.step_frame(
+            width, 270, starts, (1.0, high + (high - 1) * 0.08), right=30 + 8 * max(map(len, ends))
         )
+        ticks = charts.nice_ticks(1.0, frame.y_range[1])
+        parts = charts.step_axes(frame, starts, label, ticks, without_zeros(lambda v: f"{v:.2f}×"))
         if starts:
-            for values, colour in ((theirs, _THEIRS), (ours, _OURS)):
+            lines = [(theirs, ends[1], THEIRS), (ours, ends[0], OURS)]
+            for values, _, colour in lines:
                 line = [(frame.x(x), frame.y(y)) for x, y in zip(starts, values, strict=True)]
                 parts.append(charts.polyline(line, f'stroke="{colour}" class="line"'))
-            ends = [
-                (
-                    statistics.fmean(theirs[-3:]),
-                    f"round-robin {ratio(summary.imbalance_round_robin)}",
-                    _THEIRS,
-                ),
-                (statistics.fmean(ours[-3:]), f"overlord {ratio(summary.imbalance_planned)}", _OURS),
-            ]
-            ends.sort(key=lambda end: -end[0])
-            parts += charts.side_labels(frame, [e[1] for e in ends], [e[0] for e in ends], [e[2] for e in ends])
+            lines.sort(key=lambda line: -statistics.fmean(line[0][-3:]))
+            centres = [statistics.fmean(values[-3:]) for values, _, _ in lines]
+            parts += charts.side_labels(frame, [words for _, words, _ in lines], centres, [c for _, _, c in lines])
             tips = [
-                f"step {x:.0f}: overlord {ratio(a)}, round-robin {ratio(b)}"
+                f"step {x:.0f}: {_first(ends[0])} {ratio(a)}, {_first(ends[1])} {ratio(b)}"
                 for x, a, b in zip(starts, ours, theirs, strict=True)
             ]
             parts += charts.hover_bands(frame, starts, tips)
         return charts.svg(width, frame.height, title, parts)
 
-    caption = "1× is perfect: all ranks finish together. Labels: means over the run."
-    return Figure("imbalance", title, caption + _window_note(summary), draw)
+    return draw
 
 
-def heat_map_figure(summary: RunSummary) -> Figure:
+def _first(words: str) -> str:
+    return words.rsplit(" ", 1)[0]
+
+
+def heat_map_figure(loads: LoadHeatmap | None, name: str = "overlord") -> Figure:
     """Return the cost of every microbatch of one step, planned beside round-robin."""
-    loads = summary.load_heatmap
     ours = loads.overlord[:_MAX_RANKS] if loads else []
     theirs = loads.round_robin[:_MAX_RANKS] if loads else []
     cells, other = ([cost for row in rows for cost in row] for rows in (ours, theirs))
@@ -144,6 +159,9 @@ def heat_map_figure(summary: RunSummary) -> Figure:
         f"Waiting for each other after every microbatch, ranks take {_lockstep(ours)} longer than with perfect "
         f"balance in step {loads.step}; dealt round-robin, {_lockstep(theirs)}"
     )
+    if loads.axis == "CP":  # single ranks run through their microbatches without waiting after each
+        busiest, dealt = (excess(_busiest(rows)) for rows in (ours, theirs))
+        title = f"In step {loads.step} the busiest rank carries {busiest}; dealt round-robin, {dealt}"
     deviations = [abs(c / mean - 1) for c in cells + other] if mean > 0 else [0.0]
     # Below a quarter the colour stays pale, so that rounding noise does not look like imbalance.
     loudest = max(0.25, *deviations)
@@ -151,8 +169,11 @@ def heat_map_figure(summary: RunSummary) -> Figure:
     def draw(width: float) -> str:
         beside = width > 500
         share = (width - 32) / 2 if beside else width
-        parts, tall = charts.heat_map(0, share, "overlord", ours, mean, loudest)
-        more, other_tall = charts.heat_map(share + 32 if beside else 0, share, "round-robin", theirs, mean, loudest)
+        row = "rank " if loads.axis == "CP" else "dp"
+        parts, tall = charts.heat_map(0, share, name, ours, mean, loudest, row)
+        more, other_tall = charts.heat_map(
+            share + 32 if beside else 0, share, "round-robin", theirs, mean, loudest, row
+        )
         if beside:
             return charts.svg(width, max(tall, other_tall) + 4, title, parts + more)
         moved = f'<g transform="translate(0 {tall + 22:.0f})">{"".join(more)}</g>'
@@ -172,9 +193,14 @@ def _lockstep(loads: Sequence[Sequence[float]]) -> str:
     return percent(max(slowest / mean - 1, 0.0)) if mean > 0 else percent(0.0)
 
 
-def length_figure(summary: RunSummary) -> Figure:
+def _busiest(loads: Sequence[Sequence[float]]) -> float:
+    sums = [sum(row) for row in loads]
+    return max(sums) / statistics.fmean(sums) if sums and any(sums) else 1.0
+
+
+def length_figure(histogram: Sequence[tuple[int, int, int]]) -> Figure:
     """Return the distribution of sample lengths, by samples and by tokens."""
-    bins = [(max(low, 1), max(high, low + 1, 2), n) for low, high, n in summary.length_histogram if n > 0]
+    bins = [(max(low, 1), max(high, low + 1, 2), n) for low, high, n in histogram if n > 0]
     total = sum(n for _, _, n in bins)
     # The histogram does not hold the tokens of a bin; its geometric middle stands for each sample in it.
     tokens = [n * math.sqrt(low * high) for low, high, n in bins]
@@ -205,7 +231,7 @@ def length_figure(summary: RunSummary) -> Figure:
         for (left, right, n), share, weight in zip(bins, shares, weights, strict=True):
             x, end, base = frame.x(left), frame.x(right), frame.y(0)
             words = f"{left:,} to {right - 1:,} tokens: {n:,} samples, about {percent(weight)} of the tokens"
-            bar = charts.rectangle(x + 0.5, frame.y(share), end - x - 1, base - frame.y(share), f'fill="{_OURS}"')
+            bar = charts.rectangle(x + 0.5, frame.y(share), end - x - 1, base - frame.y(share), f'fill="{OURS}"')
             hull = charts.rectangle(x + 0.5, frame.y(weight), end - x - 1, base - frame.y(weight), 'class="hull"')
             parts.append(f"<g><title>{words}</title>{bar}{hull}</g>")
         parts += _length_labels(frame, bins, shares, weights)
@@ -232,14 +258,14 @@ def token_figure(summary: RunSummary) -> Figure:
         parts = charts.step_axes(frame, starts, "tokens in a step", charts.nice_ticks(0, high), without_zeros(count))
         for x, whole, pad in zip(starts, tokens, padding, strict=True):
             left, top, cap = frame.x(x) - inset, frame.y(whole), frame.y(whole + pad)
-            parts.append(charts.rectangle(left, top, 2 * inset, frame.y(0) - top, f'fill="{_OURS}"'))
-            parts.append(charts.rectangle(left, cap, 2 * inset, top - cap, f'fill="{_THEIRS}"'))
+            parts.append(charts.rectangle(left, top, 2 * inset, frame.y(0) - top, f'fill="{OURS}"'))
+            parts.append(charts.rectangle(left, cap, 2 * inset, top - cap, f'fill="{THEIRS}"'))
         if starts:
             loss_line = [(frame.x(x), frame.y(y)) for x, y in zip(starts, losses, strict=True)]
             parts.append(charts.polyline(loss_line, 'class="loss"'))
             names = ["padding", "tokens", "in the loss"]
             centres = [tokens[-1] + padding[-1] / 2, tokens[-1] * 0.86, min(losses[-1], tokens[-1] * 0.8)]
-            parts += charts.side_labels(frame, names, centres, (_THEIRS, _OURS, "var(--ink)"))
+            parts += charts.side_labels(frame, names, centres, (THEIRS, OURS, "var(--ink)"))
             tips = [
                 f"step {x:.0f}: {t:,.0f} tokens, {p:,.0f} padding, {loss:,.0f} in the loss"
                 for x, t, p, loss in zip(starts, tokens, padding, losses, strict=True)
@@ -273,7 +299,7 @@ def wait_figure(summary: RunSummary) -> Figure:
             parts.append(charts.segment(frame.left, at, width - frame.right, at, "median"))
             parts += charts.side_labels(frame, [f"median {seconds(typical)}"], [typical], ["var(--soft)"])
             parts += [
-                f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3.5" fill="{_OURS}" class="dot"/>'
+                f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3.5" fill="{OURS}" class="dot"/>'
                 for x, y in zip(starts, values, strict=True)
             ]
             tips = [f"step {x:.0f}: {seconds(y)}" for x, y in zip(starts, values, strict=True)]
@@ -366,6 +392,6 @@ def _length_labels(
     return parts
 
 
-def _short(name: str, limit: int) -> str:
+def short_name(name: str, limit: int) -> str:
     """Return the name, cut in the middle if long: names of many sources often differ at the end."""
     return name if len(name) <= limit else f"{name[: limit // 2]}…{name[limit // 2 + 1 - limit :]}"

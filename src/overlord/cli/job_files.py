@@ -5,12 +5,14 @@ Relative paths are taken from the file they stand in. YAML is data only: no tags
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import runpy
 import sys
+import textwrap
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -19,11 +21,13 @@ import yaml
 from pydantic import BeforeValidator, InstanceOf, field_serializer
 
 from overlord.cli.manifests import read_manifest, read_manifest_lines, read_text, resolve_path, resolve_source
-from overlord.core.place_tree import AXES, ClientPlaceTree
-from overlord.core.spec_errors import Fault, Loc, did_you_mean
+from overlord.cli.strategy_specs import AnyStrategy, StrategyChoice
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.spec_errors import Fault, Loc, did_you_mean, follow
 from overlord.core.spec_model import Spec, Word, describe_schema, whole
 from overlord.core.specs import Custom, Job
 from overlord.errors import SpecError
+from overlord.planning.checking import Strategy
 
 __all__ = [
     "JobFile",
@@ -49,16 +53,22 @@ def _as_tree(value: object) -> object:
     raise Fault("this must give the size of each axis, such as {dp: 2, tp: 2}; ranks would get no data")
 
 
+_Mesh = dict[
+    Literal["pp", "dp", "cp", "tp", "dp_replicate", "ep", "vpp", "microbatch_group", "order", "modules"],
+    int | str | dict[str, dict[str, int | str] | str],
+]
+
+
 class LaunchOptions(Spec):
     """How a job is run: everything a job file may say that does not change the stream."""
 
     mesh: Annotated[
         InstanceOf[ClientPlaceTree],
-        BeforeValidator(
-            _as_tree, json_schema_input_type=dict[Literal["pp", "dp", "cp", "tp", "order"], int | str] | str
-        ),
+        BeforeValidator(_as_tree, json_schema_input_type=_Mesh | str),
     ] = ClientPlaceTree()
     """Sizes of the trainer's axes: pp, dp, cp, tp."""
+    strategy: AnyStrategy | None = None
+    """Where samples go: a strategy's name, or {name: {options}}; backbone_balance by default."""
     layout: Literal["hf"] = "hf"
     """Keys of a batch, by the framework that eats it."""
     prefetch: Annotated[int, whole(1, "every step would wait for its data. Write 2 or more")] = 2
@@ -72,8 +82,11 @@ class LaunchOptions(Spec):
 
     @field_serializer("mesh")
     def _mesh_sizes(self, tree: ClientPlaceTree) -> dict[str, Any]:
-        sizes: dict[str, Any] = {axis: getattr(tree, axis) for axis in AXES}
-        return sizes if tree.order == ClientPlaceTree().order else sizes | {"order": tree.order}
+        return tree.sizes()
+
+    @field_serializer("strategy")
+    def _short_strategy(self, strategy: StrategyChoice | None) -> object:
+        return None if strategy is None else strategy.written()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,22 @@ class JobFile:
 
     job: Job
     launch: LaunchOptions
+    function: Strategy | None = None
+    """The strategy of a Python file that is a function of its own."""
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The strategy, if the file has one."""
+        if self.function is not None or self.launch.strategy is None:
+            return self.function
+        return self.launch.strategy.build()
+
+    @property
+    def strategy_name(self) -> str | None:
+        """What the strategy is called."""
+        if self.function is not None:
+            return getattr(self.function, "__name__", type(self.function).__name__)
+        return None if self.launch.strategy is None else self.launch.strategy.name
 
 
 def load_job_file(path: str | os.PathLike[str]) -> JobFile:
@@ -131,12 +160,23 @@ def _load_yaml(file: Path) -> JobFile:
             return f"{manifest}:{lines[loc[1]]}"
         return f"{file}:{_line_of(root, loc)}"
 
+    _refuse_function(data.get("mixture"), locate)
     job = Job.from_mapping(data, locate)
     launch = LaunchOptions.from_mapping(
         {} if launch_data is None else launch_data,
         lambda loc: f"{file}:{_line_of(root, ('launch', *loc))}: launch",
     )
     return _resolved(job, launch, file.parent)
+
+
+def _refuse_function(mixture: object, locate: Callable[[Loc], str]) -> None:
+    learn = follow(mixture, ("learn",))
+    if learn == "function" or follow(learn, ("method",)) == "function" or follow(learn, ("fn",)) is not None:
+        raise SpecError(
+            f"{locate(('mixture', 'learn'))}: mixture.learn: a rule of your own is a Python function, which this file "
+            'cannot hold. Keep the job in a Python file with ol.Learn("function", fn=rule), or name one of the rules '
+            "odm, ado, doremi, skill_it."
+        )
 
 
 def _parse_yaml(file: Path) -> tuple[dict[Any, Any], yaml.Node]:
@@ -249,9 +289,15 @@ def _load_python(file: Path) -> JobFile:
         raise SpecError(
             f"{file}: the file {found}; there is nothing to run. Write job = ol.Job(..) at the top level of it."
         )
-    mesh = {} if names.get("mesh") is None else {"mesh": names["mesh"]}
-    launch = LaunchOptions.from_mapping(mesh, lambda _: str(file))
-    return _resolved(job, launch, file.parent)
+    given = {name: names[name] for name in ("mesh", "strategy") if names.get(name) is not None}
+    function = given.pop("strategy") if callable(given.get("strategy")) else None
+    if not isinstance(given.get("strategy", ""), (str, Mapping, StrategyChoice)):
+        raise SpecError(
+            f"{file}: strategy is a {type(given['strategy']).__name__}, not a function of (buffer, tree); nobody would "
+            "say where samples go. Use one of ol.strategies, such as strategy = ol.strategies.hdp()."
+        )
+    launch = LaunchOptions.from_mapping(given, lambda _: str(file))
+    return dataclasses.replace(_resolved(job, launch, file.parent), function=function)
 
 
 def _line_in(file: Path, error: BaseException) -> int | None:
@@ -275,7 +321,7 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
     """Return a job as a YAML file to edit, with a comment on each key; reading it gives the same job.
 
     Raises:
-        SpecError: A sample is a Python function, which YAML cannot hold.
+        SpecError: A sample or the mixture's rule is a Python function, which YAML cannot hold.
     """
     for source in job.sources:
         if isinstance(source.sample, Custom):
@@ -283,6 +329,11 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
                 f"source {source.name!r}: its sample is the Python function {source.sample.name!r}, which "
                 "YAML cannot hold; the file would not give the same job. Keep this job in a Python file."
             )
+    if job.mixture.learn is not None and job.mixture.learn.fn is not None:
+        raise SpecError(
+            f"mixture.learn: its rule is the Python function {job.mixture.learn.name!r}, which YAML cannot hold; the "
+            "file would not give the same job. Keep this job in a Python file."
+        )
     out = ["# A job of overlord. Run it with: overlord run FILE", ""]
     for name, field in Job.model_fields.items():
         value = getattr(job, name)
@@ -296,7 +347,7 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
     out += ["# How the job is run; nothing here changes the stream.", "launch:"]
     for name, field in LaunchOptions.model_fields.items():
         value = (launch or LaunchOptions()).model_dump(mode="json")[name]
-        out += [f"  # {field.description}", f"  {_yaml(name, value)}"]
+        out += [f"  # {field.description}", textwrap.indent(_yaml(name, value), "  ")]
     return "\n".join(out) + "\n"
 
 

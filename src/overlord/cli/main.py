@@ -1,4 +1,4 @@
-"""The command line: `overlord demo`, `run`, `serve`, `status`, `sources`, `schema`, `version`.
+"""The command line: `overlord demo`, `explain`, `run`, `serve`, `status`, `sources`, `schema`, `version`.
 
 Exit codes: 0 done; 1 the run failed, or lint found errors; 2 what was asked for cannot be done; 130 Ctrl-C.
 """
@@ -9,9 +9,8 @@ import dataclasses
 import json
 import shutil
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -20,12 +19,33 @@ from typer.core import TyperGroup
 
 from overlord import __version__
 from overlord.cli.demo import run_demo, write_report, write_text
-from overlord.cli.job_files import JobFile, job_file_schema, load_job_file
+from overlord.cli.job_files import job_file_schema
 from overlord.cli.lint import count_errors, lint_job
+from overlord.cli.options import (
+    AS_JSON,
+    CACHE,
+    DEFAULT_STEPS,
+    AsJson,
+    Cache,
+    JobPath,
+    Loaders,
+    Mesh,
+    Prefetch,
+    Resume,
+    Runtime,
+    RuntimeName,
+    Store,
+    StrategyName,
+    folder_of,
+    load,
+    options_of,
+    runtime_of,
+)
 from overlord.cli.output import Screen, check_writable, show_error
+from overlord.cli.planning_commands import explain
 from overlord.cli.preview import preview_page, preview_source, show_previews
 from overlord.cli.report import source_table, summary_table
-from overlord.cli.running import RunOptions, launch_for, run_job
+from overlord.cli.running import launch_for, run_job
 from overlord.cli.serving import find_status, serve_until_stopped, status_tables
 from overlord.cli.sources import (
     choose_sources,
@@ -39,10 +59,6 @@ from overlord.cli.sources import (
 from overlord.cli.summary import RunSummary, count
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError
-from overlord.session import DEFAULT_CACHE
-
-DEFAULT_STEPS = 100
-_AS_JSON = "overlord.as_json"
 
 
 class _Commands(TyperGroup):
@@ -53,37 +69,11 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except OverlordError as error:
-            raise typer.Exit(show_error(error, as_json=ctx.meta.get(_AS_JSON, False))) from error
+            raise typer.Exit(show_error(error, as_json=ctx.meta.get(AS_JSON, False))) from error
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(130) from None
 
-
-def _remember_json(ctx: typer.Context, value: bool) -> bool:
-    ctx.meta[_AS_JSON] = value
-    return value
-
-
-class RuntimeName(StrEnum):
-    """Where the roles run."""
-
-    local = "local"
-    inline = "inline"
-
-
-AsJson = Annotated[
-    bool,
-    typer.Option("--json", callback=_remember_json, is_eager=True, help="One JSON object on standard output."),
-]
-JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="A job file: YAML, JSON or Python.", show_default=False)]
-Mesh = Annotated[str | None, typer.Option("--mesh", help="Sizes of the axes, such as dp=2,cp=2,tp=2.")]
-Store = Annotated[Path | None, typer.Option("--store", help="Folder for the journal and snapshots.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot in the store.")]
-Cache = Annotated[Path, typer.Option("--cache", envvar="OVERLORD_CACHE", help="Folder of indices and length sidecars.")]
-Prefetch = Annotated[int | None, typer.Option("--prefetch", help="Steps built ahead.", show_default=False)]
-Loaders = Annotated[int | None, typer.Option("--loaders", help="SourceLoaders of each source.", show_default=False)]
-Runtime = Annotated[RuntimeName, typer.Option("--runtime", help="A service process, or everything in this one.")]
-_CACHE = Path(DEFAULT_CACHE)
 
 app = typer.Typer(
     name="overlord",
@@ -95,6 +85,7 @@ app = typer.Typer(
 )
 sources_app = typer.Typer(help="Look at the sources of a job.", no_args_is_help=True)
 app.add_typer(sources_app, name="sources")
+app.command()(explain)
 
 
 @app.command()
@@ -105,13 +96,13 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 30,
     runtime: Runtime = RuntimeName.local,
     mesh: Annotated[str, typer.Option(help="Sizes of the axes.")] = "dp=2,cp=2,tp=2",
-    cache: Cache = _CACHE,
+    cache: Cache = CACHE,
     scale: Annotated[float, typer.Option(hidden=True, help="Samples relative to the full demo.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Write eight small sources, run a VLM-shaped job on them, and show what came out."""
     screen = Screen(as_json=as_json)
-    result = run_demo(folder, ClientPlaceTree.parse(mesh), _runtime_of(runtime), steps, _folder(cache), screen, scale)
+    result = run_demo(folder, ClientPlaceTree.parse(mesh), runtime_of(runtime), steps, folder_of(cache), screen, scale)
     paths = {"job": str(result.job), "report": str(result.report), "summary_file": str(result.summary_file)}
     _show_run(screen, result.summary)
     screen.show(
@@ -128,6 +119,7 @@ def demo(
 def run(
     job: JobPath,
     mesh: Mesh = None,
+    strategy: StrategyName = None,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help=f"Steps to run; else launch.steps of the job file, else {DEFAULT_STEPS}."),
@@ -138,19 +130,19 @@ def run(
     store: Store = None,
     resume: Resume = False,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
-    cache: Cache = _CACHE,
+    cache: Cache = CACHE,
     as_json: AsJson = False,
 ) -> None:
     """Run a job with every rank of its mesh in this process, and show what came out."""
     screen = Screen(as_json=as_json)
     if report is not None:
         check_writable("--report", report)
-    loaded = _load(job, screen)
+    loaded = load(job, screen, strategy)
     chosen = steps or loaded.launch.steps
     if chosen is None:
         screen.note(f"neither --steps nor launch.steps is given; running {DEFAULT_STEPS} steps")
-    options = _options(loaded, mesh, cache, prefetch, loaders, store, resume)
-    options = dataclasses.replace(options, steps=chosen or DEFAULT_STEPS, runtime=_runtime_of(runtime))
+    options = options_of(loaded, mesh, cache, prefetch, loaders, store, resume)
+    options = dataclasses.replace(options, steps=chosen or DEFAULT_STEPS, runtime=runtime_of(runtime))
     with screen.progress() as tell, screen.user_code():
         summary = run_job(loaded.job, str(job), options, tell)
     _show_run(screen, summary)
@@ -165,6 +157,7 @@ def serve(
     ctx: typer.Context,
     job: JobPath,
     mesh: Mesh = None,
+    strategy: StrategyName = None,
     prefetch: Prefetch = None,
     loaders: Loaders = None,
     store: Store = None,
@@ -172,15 +165,15 @@ def serve(
     address_file: Annotated[
         Path | None, typer.Option("--address-file", help="Write the address to this file while the service is up.")
     ] = None,
-    cache: Cache = _CACHE,
+    cache: Cache = CACHE,
     as_json: AsJson = False,
 ) -> None:
     """Serve a job to trainers in other processes of this host, until Ctrl-C or SIGTERM."""
     screen = Screen(as_json=as_json)
     if address_file is not None:
         check_writable("--address-file", address_file)
-    loaded = _load(job, screen)
-    options = _options(loaded, mesh, cache, prefetch, loaders, store, resume)
+    loaded = load(job, screen, strategy)
+    options = options_of(loaded, mesh, cache, prefetch, loaders, store, resume)
     with screen.progress() as tell:
         service = launch_for(loaded.job, options, tell, any_mesh=True)
     ranks = f"{options.mesh.world_size} rank{'' if options.mesh.world_size == 1 else 's'}"
@@ -193,7 +186,7 @@ def serve(
             f'    client = ol.connect("{service.address}", rank=RANK)\n\nCtrl-C ends the service.',
         )
         screen.give({"address": service.address, "pid": service.status()["pid"], "mesh": str(options.mesh)})
-        ctx.meta[_AS_JSON] = False  # the one object is out
+        ctx.meta[AS_JSON] = False  # the one object is out
 
     with service:
         serve_until_stopped(service, screen, address_file, announce)
@@ -217,14 +210,14 @@ def status(
 def list_sources(
     job: JobPath,
     rows: Annotated[bool, typer.Option("--rows", help="Index all files now, to know their rows.")] = False,
-    cache: Cache = _CACHE,
+    cache: Cache = CACHE,
     as_json: AsJson = False,
 ) -> None:
     """List the sources of a job: format, files, bytes, and rows where they are known."""
     screen = Screen(as_json=as_json)
-    loaded = _load(job, screen)
+    loaded = load(job, screen)
     with screen.progress() as tell:
-        opened = open_each(loaded.job, loaded.job.sources, Path(_folder(cache)), tell)
+        opened = open_each(loaded.job, loaded.job.sources, Path(folder_of(cache)), tell)
         if rows:
             count_rows(opened, tell)
     found = [describe_source(one) for one in opened]
@@ -245,17 +238,17 @@ def preview(
     source: Annotated[str | None, typer.Argument(metavar="SOURCE", help="Only this one.", show_default=False)] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, max=1000, help="Samples of each source.")] = 3,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with pictures.")] = None,
-    cache: Cache = _CACHE,
+    cache: Cache = CACHE,
     as_json: AsJson = False,
 ) -> None:
     """Show the first samples of each source: text, token counts and thumbnails."""
     screen = Screen(as_json=as_json)
-    loaded = _load(job, screen)
+    loaded = load(job, screen)
     chosen = choose_sources(loaded.job, [] if source is None else [source])
     if html is not None:
         check_writable("--html", html)
     with screen.progress() as tell, screen.user_code():
-        opened = open_each(loaded.job, chosen, Path(_folder(cache)), tell)
+        opened = open_each(loaded.job, chosen, Path(folder_of(cache)), tell)
         found = [(one, preview_source(one, rows)) for one in opened]
     for one, previews in found:
         screen.show(show_previews(one, previews, pictures=screen.out.color_system is not None))
@@ -269,14 +262,14 @@ def preview(
 def lint(
     job: JobPath,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of every file that are measured and decoded.")] = 200,
-    cache: Cache = _CACHE,
+    cache: Cache = CACHE,
     as_json: AsJson = False,
 ) -> None:
     """Look into every file of every source and say what is wrong; exit code 1 if there are errors."""
     screen = Screen(as_json=as_json)
-    loaded = _load(job, screen)
+    loaded = load(job, screen)
     with screen.progress() as tell, screen.user_code():
-        findings = lint_job(loaded.job, Path(_folder(cache)), rows, tell)
+        findings = lint_job(loaded.job, Path(folder_of(cache)), rows, tell)
     errors = count_errors(findings)
     for finding in findings:
         colour = "bold red" if finding.severity == "error" else "yellow"
@@ -303,14 +296,14 @@ def measure(
     sources: Annotated[
         list[str] | None, typer.Argument(metavar="SOURCE", help="Only these sources.", show_default=False)
     ] = None,
-    cache: Cache = _CACHE,
+    cache: Cache = CACHE,
     as_json: AsJson = False,
 ) -> None:
     """Count the tokens of every row once and keep them, for sources with lengths: sidecar or the named ones."""
     screen = Screen(as_json=as_json)
-    loaded = _load(job, screen)
+    loaded = load(job, screen)
     chosen = sources_to_measure(loaded.job, sources or [])
-    folder = Path(_folder(cache))
+    folder = Path(folder_of(cache))
     with screen.progress() as tell, screen.user_code():
         totals = measure_sources(loaded.job, chosen, folder, tell)
     table = Table("source", title="measured", title_justify="left")
@@ -353,44 +346,9 @@ def main() -> None:
     app()
 
 
-def _load(path: Path, screen: Screen) -> JobFile:
-    with screen.user_code():
-        return load_job_file(path)
-
-
 def _command_name() -> str:
     """Return what the user has to type for this command: a name, or its path where it is not on the PATH."""
     return "overlord" if shutil.which("overlord") or Path(sys.argv[0]).name != "overlord" else sys.argv[0]
-
-
-def _folder(cache: Path) -> str:
-    return str(cache.expanduser().absolute())
-
-
-def _options(
-    loaded: JobFile,
-    mesh: str | None,
-    cache: Path,
-    prefetch: int | None,
-    loaders: int | None,
-    store: Path | None,
-    resume: bool,
-) -> RunOptions:
-    """Return how to run: what stands in the job file, unless the command line says otherwise."""
-    launch = loaded.launch
-    return RunOptions(
-        mesh=launch.mesh if mesh is None else ClientPlaceTree.parse(mesh),
-        steps=launch.steps or DEFAULT_STEPS,
-        cache=_folder(cache),
-        prefetch=launch.prefetch if prefetch is None else prefetch,
-        loaders_per_source=launch.loaders_per_source if loaders is None else loaders,
-        store=launch.store if store is None else str(store),
-        resume=resume,
-    )
-
-
-def _runtime_of(name: RuntimeName) -> Literal["local", "inline"]:
-    return "inline" if name is RuntimeName.inline else "local"
 
 
 def _show_run(screen: Screen, summary: RunSummary) -> None:

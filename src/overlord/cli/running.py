@@ -17,8 +17,8 @@ from overlord.cli.summary import RunSummary, SourceSummary
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Job
 from overlord.errors import SpecError
+from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
-from overlord.roles.views import BatchMeta, Step
 from overlord.runtimes.deployment import limits_of
 from overlord.session import Service, launch
 
@@ -39,6 +39,7 @@ class RunOptions:
     loaders_per_source: int = 1
     store: str | None = None
     resume: bool = False
+    strategy: Strategy | None = None
 
 
 def run_job(job: Job, name: str, options: RunOptions, tell: Tell) -> RunSummary:
@@ -47,16 +48,21 @@ def run_job(job: Job, name: str, options: RunOptions, tell: Tell) -> RunSummary:
     Raises:
         OverlordError: as `launch` and the clients raise it; the service is closed.
     """
+    if job.mixture.learn is not None:
+        raise SpecError(
+            f"mixture.learn is {job.mixture.learn.method!r}: the weights follow the losses that a trainer reports, and "
+            "`overlord run` trains nothing, so it would wait for the first report for ever. Use `overlord serve` with "
+            "a trainer, or `overlord explain`, which shows the mixture that the run begins with."
+        )
     began = time.perf_counter()
     with launch_for(job, options, tell) as service:
         clients = [service.client(rank) for rank in range(options.mesh.world_size)]
         before = clients[0].state_dict()
         status = service.status()
         names = tuple(before["sources"])
-        static = [status["sources"][one]["planned_share"] for one in names]
-        collector = Collector(job, names, limits_of(job, options.mesh), static)
+        collector = Collector(job, names, limits_of(job), options.mesh)
         memory = MemoryWatch({os.getpid(), int(status["pid"])})
-        first_s, wall_s = _consume(clients, options, collector, memory, tell)
+        first_s, wall_s = _consume(service, clients, options, collector, memory, tell)
         after, status = clients[0].state_dict(), service.status()
         memory.look(now=True)
         for client in clients:
@@ -83,6 +89,7 @@ def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = Fa
     return launch(
         job,
         mesh=options.mesh,
+        strategy=options.strategy,
         runtime=options.runtime,
         prefetch=options.prefetch,
         loaders_per_source=options.loaders_per_source,
@@ -128,30 +135,32 @@ def _proportional(process: psutil.Process) -> int:
 
 
 def _consume(
-    clients: list[Client], options: RunOptions, collector: Collector, memory: MemoryWatch, tell: Tell
+    service: Service,
+    clients: list[Client],
+    options: RunOptions,
+    collector: Collector,
+    memory: MemoryWatch,
+    tell: Tell,
 ) -> tuple[float, float]:
     """Let every rank hold every microbatch; return when the first step was complete, and the seconds of all."""
     tell("first step", 0, 1)  # the first one of an installation compiles, which takes some seconds
     began = first_s = time.perf_counter()
-    heads = {options.mesh.rank(dp=dp): dp for dp in range(options.mesh.dp)}
     for number in range(options.steps):
-        metas: dict[int, list[BatchMeta]] = {}
-        longest_s, header = 0.0, None
+        longest_s, index = 0.0, 0
         for client in clients:
             asked = time.perf_counter()
-            step: Step | None = next(client, None)
+            step = next(client, None)
             if step is None:
                 return first_s, time.perf_counter() - began
-            batches = list(step.microbatches)
+            index = step.index
+            for _ in step.microbatches:
+                pass  # a rank may have fewer than another, or empty ones that it gets by broadcast
             longest_s = max(longest_s, time.perf_counter() - asked)
-            if client.rank in heads:
-                metas[heads[client.rank]] = [batch.meta for batch in batches]
-            header = step
         if number == 0:
             first_s = time.perf_counter()
-            tell("first step", 1, 1)
-        assert header is not None  # a mesh has at least one rank
-        collector.add(header, [metas[dp] for dp in range(options.mesh.dp)], longest_s)
+        plan = service.plan_raw(index)
+        assert plan is not None  # every mesh has at least one rank, which has just received it
+        collector.add(plan, longest_s)
         memory.look()
         tell("steps", number + 1, options.steps)
     return first_s, time.perf_counter() - began

@@ -31,6 +31,8 @@ from overlord.transforms.tokenize import TextTokenizer
 LISTING_THREADS = 16
 """Opening a source mostly waits for storage."""
 MEASURE_ROWS = 256
+INDEX_ARRAYS = 5
+"""Numbers that an index holds of each block: rows, bytes, where it starts and stops, its first row."""
 
 T = TypeVar("T")
 
@@ -128,12 +130,19 @@ def cores() -> int:
 
 def indexed_rows(files: SourceFiles) -> float | None:
     """Return the rows of a source as far as its files are indexed, scaled up by bytes; None if none is."""
+    return count_indexed(files)[0]
+
+
+def count_indexed(files: SourceFiles) -> tuple[float | None, bool, int]:
+    """Return the rows of a source (None if none of its files is indexed), whether all are, and the index's bytes."""
     found = [(files.indexed(number), file.size) for number, file in enumerate(files.files)]
-    known = [(int(blocks.rows.sum()), size) for blocks, size in found if blocks is not None]
+    known = [(blocks, size) for blocks, size in found if blocks is not None]
+    index_bytes = sum(INDEX_ARRAYS * blocks.rows.nbytes for blocks, _ in known)
     if not known:
-        return None
-    rows, size = sum(rows for rows, _ in known), sum(size for _, size in known)
-    return float(rows) if len(known) == len(found) else rows * files.total_bytes / size
+        return None, False, index_bytes
+    rows, size = sum(int(blocks.rows.sum()) for blocks, _ in known), sum(size for _, size in known)
+    exact = len(known) == len(found)
+    return float(rows) if exact else rows * files.total_bytes / max(size, 1), exact, index_bytes
 
 
 def count_rows(opened: Sequence[OpenSource], tell: Tell) -> None:

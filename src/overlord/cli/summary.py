@@ -51,11 +51,13 @@ class StepSummary:
 
 @dataclass(frozen=True, slots=True)
 class LoadHeatmap:
-    """The planned cost of every microbatch of one step, [dp rank][microbatch]."""
+    """The planned cost of every microbatch of one step, [bucket][microbatch]."""
 
     step: int
     overlord: list[list[float]]
     round_robin: list[list[float]]
+    axis: str = "DP"
+    """What a bucket is: a data-parallel group, or with "CP" a single rank of one."""
 
 
 @dataclass(frozen=True, slots=True)

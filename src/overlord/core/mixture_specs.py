@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, 
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from overlord.core.learn_specs import Learn
 from overlord.core.spec_errors import Fault, Loc, conflict
 from overlord.core.spec_model import Spec, as_finite, as_position, whole
 
@@ -30,6 +31,7 @@ class MixtureOptions(TypedDict, total=False):
     temperature: float | None
     granularity: Literal["step", "substep"]
     order: Literal["interleaved", "sequential"]
+    learn: Learn | None
 
 
 def _inside(at: Loc, fault: Fault) -> Fault:
@@ -113,6 +115,10 @@ def _as_temperature(value: object) -> float:
     return number
 
 
+def _as_learn(value: object) -> object:
+    return Learn.nested({"method": value}) if isinstance(value, str) else value
+
+
 class Mixture(Spec):
     """How much of each source goes into a step.
 
@@ -170,6 +176,8 @@ class Mixture(Spec):
     """Whether a schedule is looked at once a step or at every draw inside it."""
     order: Literal["interleaved", "sequential"] = "interleaved"
     """Whether sources are mixed or read one after another."""
+    learn: Annotated[Learn, BeforeValidator(_as_learn, json_schema_input_type=Learn | str)] | None = None
+    """How the weights follow the trainer's reports; without it they do not."""
 
     if TYPE_CHECKING:
 
@@ -183,6 +191,7 @@ class Mixture(Spec):
             temperature: float | None = None,
             granularity: Literal["step", "substep"] = "step",
             order: Literal["interleaved", "sequential"] = "interleaved",
+            learn: Learn | Mapping[str, Any] | str | None = None,
         ) -> None: ...
 
     @classmethod
@@ -252,6 +261,8 @@ class Mixture(Spec):
         for key, curves in (("linear", self.linear_points), ("step", self.step_points)):
             for name in curves or {}:
                 yield (key, name), name
+        for loc, name in self.learn.places() if self.learn else ():
+            yield ("learn", *loc), name
 
     @model_validator(mode="after")
     def _check_together(self) -> Mixture:
@@ -272,6 +283,13 @@ class Mixture(Spec):
                 f"with stopping={self.stopping!r} a sequential order would repeat or never leave its first "
                 'source. Add stopping="all_exhausted_without_replacement"',
                 "order",
+            )
+        if self.learn is not None and (self.schedule != "static" or self.order == "sequential"):
+            other = "order='sequential'" if self.order == "sequential" else f"a schedule ({self.schedule})"
+            raise conflict(
+                f"the reports decide the weights, and so does {other}; only one can. Keep constant weights as the "
+                "beginning, or leave learn out",
+                "learn",
             )
         self._check_not_zero()
         return self

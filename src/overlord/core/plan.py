@@ -6,21 +6,41 @@ order: mesh and strategy do not matter) and `plan` (where every piece goes).
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.samples import MetaArray, SampleId
+from overlord.core.messages import LoaderOrder
+from overlord.core.samples import Cursor, MetaArray, SampleId, take_meta
+from overlord.errors import PlanError
+
+if TYPE_CHECKING:
+    from overlord.core.routing import Routing
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every plan of a job must respect, whatever the mesh."""
+
+    context_length: int
+    microbatch_tokens: int
+    """Most tokens (padding included) in a microbatch of one rank: the memory cap."""
+    microbatches: int | None = None
+    """Microbatches of a step; chosen by the plan when None."""
+    patches_per_token: int = 4
+    """Image patches behind one image token."""
+
+
+@dataclass(frozen=True, eq=False)
 class Draw:
     """The samples of one global batch in drawing order, before any mesh or strategy is looked at."""
 
@@ -31,6 +51,13 @@ class Draw:
     meta: MetaArray
     weights: tuple[float, ...]
     """The mixture that was in force (at the beginning of the step)."""
+    mixture_version: int = 0
+    """Which mixture that was: it grows with every report that counted and every live change."""
+
+    def __post_init__(self) -> None:
+        # A strategy sees the draw and must not change it: the order would then depend on the strategy.
+        for column in (self.source, self.meta):
+            column.flags.writeable = False
 
     def __len__(self) -> int:
         return len(self.source)
@@ -41,13 +68,58 @@ class Draw:
         digest = hashlib.blake2b(digest_size=16)
         digest.update("\n".join(self.names).encode())
         for column in (self.source, self.meta["row"], self.meta["epoch"]):
-            digest.update(np.ascontiguousarray(column).tobytes())
+            digest.update(np.ascontiguousarray(column).data)
         return digest.hexdigest()
 
     def sample_id(self, sample: int) -> SampleId:
         """Return the id of one drawn sample."""
         meta = self.meta[sample]
         return SampleId(self.names[self.source[sample]], int(meta["row"]), int(meta["epoch"]))
+
+    @cached_property
+    def by_source(self) -> tuple[Int32s, Int64s]:
+        """The samples sorted by source (drawing order inside), and where each source begins."""
+        narrow = self.source.astype(np.uint16) if len(self.names) < 1 << 16 else self.source
+        order = np.argsort(narrow, kind="stable")  # 16 bits wide, numpy sorts by radix: ten times as fast
+        offsets = np.zeros(len(self.names) + 1, np.int64)
+        np.cumsum(np.bincount(self.source, minlength=len(self.names)), out=offsets[1:])
+        return order.astype(np.int32), offsets
+
+    def samples_of(self, source: int) -> Int32s:
+        """Return the drawn samples of one source, in their order."""
+        order, offsets = self.by_source
+        return order[int(offsets[source]) : int(offsets[source + 1])]
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """What a strategy sees: exactly one step's draw with its metadata, and the job's limits."""
+
+    draw: Draw
+    limits: Limits
+
+    @property
+    def step(self) -> int:
+        """The step."""
+        return self.draw.step
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The job's sources."""
+        return self.draw.names
+
+    @property
+    def source(self) -> Int32s:
+        """The source of each drawn sample, as an index into `names`."""
+        return self.draw.source
+
+    @property
+    def meta(self) -> MetaArray:
+        """Metadata of each drawn sample: tokens, loss_tokens, image_tokens, images, bytes, row, epoch."""
+        return self.draw.meta
+
+    def __len__(self) -> int:
+        return len(self.draw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +129,18 @@ class Pieces:
     sample: Int32s
     """Index into the draw."""
     start: Int32s
-    """First token of the piece inside its sample."""
+    """First token of the piece inside its sample (or of a piece of an image inside its image)."""
     length: Int32s
 
-    def take(self, order: npt.NDArray[np.integer]) -> Pieces:
-        """Return the pieces in another order."""
+    def __len__(self) -> int:
+        return len(self.sample)
+
+    def take(self, order: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Pieces:
+        """Return some of the pieces, or all in another order."""
         return Pieces(self.sample[order], self.start[order], self.length[order])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoadingPlan:
     """Where every piece of one step goes."""
 
@@ -76,37 +151,191 @@ class LoadingPlan:
     """Pieces of bucket d, microbatch m are bin_offsets[d * M + m] .. bin_offsets[d * M + m + 1]."""
     num_buckets: int
     num_microbatches: int
-    pad_multiple: int
+    """Microbatches of the bucket that has most; the bins of the others are empty from their count on."""
+    pad_multiple: int = 1
     """Every piece is padded to a multiple of this, so that CP ranks can slice it."""
-    global_loss_tokens: int
+    axis: str = "DP"
+    """Which consumers the buckets are: "DP", "CP" (data parallel x context parallel ranks alike) or "WORLD"."""
+    modality: str = "tokens"
+    """What a length counts: "tokens", or the image tokens of "images"."""
+    broadcast: tuple[str, ...] = ()
+    """Axes along which the trainer broadcasts: there only coordinate 0 fetches."""
+    cp_sizes: Int32s | None = None
+    """Hybrid data parallelism: over how many ranks each piece is spread (uniform inside a microbatch)."""
+    first_ranks: Int32s | None = None
+    """The first bucket of the aligned block that shares each piece."""
+    counts: Int32s | None = None
+    """Microbatches of each bucket where they differ; otherwise all have `num_microbatches`."""
+    encoder: LoadingPlan | None = None
+    """Where the images are encoded, when that is not where their tokens are."""
+    routing: Routing | None = None
+    """How encoded images reach the ranks of their tokens."""
+    ends: Int64s | None = None
+    """Where the step leaves each source: rows of (epoch, group, offset); set by the planner."""
 
     @property
     def step(self) -> int:
         """The step this plan is for."""
         return self.draw.step
 
+    @cached_property
+    def global_loss_tokens(self) -> int:
+        """Labels of the whole step: what every rank divides its summed loss by."""
+        return int(self.draw.meta["loss_tokens"].sum(dtype=np.int64))
+
+    @cached_property
+    def total_tokens(self) -> int:
+        """T: delivered tokens of the step, without padding."""
+        return int(self._once("length").sum(dtype=np.int64))
+
+    @cached_property
+    def squared_tokens(self) -> int:
+        """Q: the sum of squared piece lengths, which attention pays for."""
+        length = self._once("length").astype(np.int64)
+        return int(np.dot(length, length))
+
+    @property
+    def microbatch_counts(self) -> Int32s:
+        """Microbatches of each bucket."""
+        return self.counts if self.counts is not None else np.full(self.num_buckets, self.num_microbatches, np.int32)
+
+    def _once(self, column: str) -> Int32s:
+        """Return a column of the pieces, each piece once also where several ranks share it."""
+        values: Int32s = getattr(self.pieces, column)
+        if self.first_ranks is None:
+            return values
+        return values[self.first_ranks == self.buckets]
+
+    @cached_property
+    def buckets(self) -> Int32s:
+        """The bucket of each piece."""
+        per_bucket = np.diff(self.bin_offsets[:: self.num_microbatches])
+        return np.repeat(np.arange(self.num_buckets, dtype=np.int32), per_bucket)
+
+    @cached_property
+    def padded(self) -> Int64s:
+        """The length of each piece with its padding."""
+        if self.cp_sizes is None:
+            return pad_lengths(self.pieces.length, self.pad_multiple)
+        return pad_lengths(self.pieces.length, np.where(self.cp_sizes > 1, 2 * self.cp_sizes.astype(np.int64), 1))
+
+    def bin_range(self, bucket: int, microbatch: int) -> slice:
+        """Return which pieces are in one microbatch of one bucket."""
+        at = bucket * self.num_microbatches + microbatch
+        return slice(int(self.bin_offsets[at]), int(self.bin_offsets[at + 1]))
+
     def bin(self, bucket: int, microbatch: int) -> Pieces:
         """Return the pieces of one microbatch of one bucket, in their order."""
-        at = bucket * self.num_microbatches + microbatch
-        chosen = slice(int(self.bin_offsets[at]), int(self.bin_offsets[at + 1]))
+        chosen = self.bin_range(bucket, microbatch)
         return Pieces(self.pieces.sample[chosen], self.pieces.start[chosen], self.pieces.length[chosen])
+
+    def part_of(self, buckets: range) -> tuple[Pieces, Int64s]:
+        """Return a constructor's part: the pieces of neighbouring buckets, and where each microbatch begins in them."""
+        offsets = self.bin_offsets[buckets.start * self.num_microbatches : buckets.stop * self.num_microbatches + 1]
+        chosen = slice(int(offsets[0]), int(offsets[-1]))
+        pieces = self.pieces
+        return Pieces(pieces.sample[chosen], pieces.start[chosen], pieces.length[chosen]), offsets - offsets[0]
+
+    def order_of(self, source: int) -> LoaderOrder:
+        """Return the loaders' part: the samples of one source, and where the step leaves it."""
+        if self.ends is None:
+            raise ValueError("the planner has not set where this plan leaves its sources")
+        end = Cursor(*(int(n) for n in self.ends[source]))
+        return LoaderOrder(self.step, source, take_meta(self.draw.meta, self.draw.samples_of(source)), end)
 
     @cached_property
     def digest(self) -> str:
         """The plan digest of the step."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(self.draw.digest.encode())
-        digest.update(b"%d %d %d" % (self.num_buckets, self.num_microbatches, self.pad_multiple))
-        for column in (self.pieces.sample, self.pieces.start, self.pieces.length, self.bin_offsets):
-            digest.update(np.ascontiguousarray(column).tobytes())
+        shape = f"{self.num_buckets} {self.num_microbatches} {self.pad_multiple} {self.axis} {self.modality}"
+        digest.update(f"{shape} {' '.join(self.broadcast)}".encode())
+        # Most samples are one piece, whose start and length follow from the draw; only the others are told.
+        cut = np.flatnonzero((self.pieces.start > 0) | (self.pieces.length != self._drawn_lengths))
+        columns = (self.pieces.sample, self.bin_offsets, cut, self.pieces.start[cut], self.pieces.length[cut])
+        optional = (self.cp_sizes, self.first_ranks, self.counts)
+        for column in (*columns, *(c for c in optional if c is not None)):
+            digest.update(np.ascontiguousarray(column).data)
+        if self.encoder is not None:
+            digest.update(self.encoder.digest.encode())
         return digest.hexdigest()
+
+    @property
+    def _drawn_lengths(self) -> Int32s:
+        column = "tokens" if self.modality == "tokens" else "image_tokens"
+        return np.ascontiguousarray(self.draw.meta[column])[self.pieces.sample]
 
     def loads(self, costs: Int64s) -> Int64s:
         """Sum piece costs per bin: an array [bucket, microbatch]."""
         sums = np.zeros(len(self.bin_offsets) - 1, np.int64)
-        bins = np.repeat(np.arange(len(sums)), np.diff(self.bin_offsets))
-        np.add.at(sums, bins, costs)
+        filled = np.flatnonzero(np.diff(self.bin_offsets))
+        if len(filled):
+            sums[filled] = np.add.reduceat(costs, self.bin_offsets[filled])
         return sums.reshape(self.num_buckets, self.num_microbatches)
+
+    def then(self, other: LoadingPlan) -> LoadingPlan:
+        """Return the plan whose microbatches are this plan's, followed by another's for the same buckets."""
+        if (self.num_buckets, self.axis, self.pad_multiple, self.modality) != (
+            other.num_buckets,
+            other.axis,
+            other.pad_multiple,
+            other.modality,
+        ):
+            raise PlanError(
+                f"a plan of {self.num_buckets} buckets over {self.axis} cannot go on with one of another "
+                "kind; ranks would get different numbers of microbatches. Join plans of one mesh and axis."
+            )
+        both, counts = (self, other), (self.num_microbatches, other.num_microbatches)
+        sizes = np.concatenate(
+            [np.diff(p.bin_offsets).reshape(p.num_buckets, n) for p, n in zip(both, counts, strict=True)], axis=1
+        )
+        offsets = np.concatenate([[0], np.cumsum(sizes.reshape(-1))]).astype(np.int64)
+        order = np.argsort(np.concatenate([self.buckets, other.buckets]), kind="stable")
+        joined = Pieces(
+            *(
+                np.concatenate([getattr(self.pieces, name), getattr(other.pieces, name)])[order]
+                for name in ("sample", "start", "length")
+            )
+        )
+        return dataclasses.replace(self, pieces=joined, bin_offsets=offsets, num_microbatches=sum(counts))
+
+
+def order_in_bins(places: Int64s, priority: Int64s | None = None) -> Int64s:
+    """Return the items sorted by bin; inside a bin as they came, or the largest priority first.
+
+    Example:
+        >>> places = np.array([1, 0, 1])
+        >>> order_in_bins(places).tolist(), order_in_bins(places, np.array([1, 5, 9])).tolist()
+        ([1, 0, 2], [1, 2, 0])
+    """
+    order = np.argsort(places.astype(np.uint16), kind="stable") if priority is None else None
+    if order is None:
+        first = np.argsort(-priority, kind="stable")  # type: ignore[operator]
+        order = first[np.argsort(places[first].astype(np.uint16), kind="stable")]
+    if len(places) and int(places.max()) >= 1 << 16:
+        # 16 bits wide, numpy sorts by radix: two such passes are several times as fast as one of 64 bits.
+        order = order[np.argsort((places[order] >> 16).astype(np.uint16), kind="stable")]
+    return order
+
+
+def lay_out(
+    draw: Draw,
+    pieces: Pieces,
+    places: Int64s,
+    num_buckets: int,
+    num_microbatches: int,
+    *,
+    order: Int64s | None = None,
+    pad_multiple: int = 1,
+) -> LoadingPlan:
+    """Return the plan in which piece i goes to bin `places[i]` = bucket * M + microbatch.
+
+    `order` is what `order_in_bins` gave; by default pieces of a bin stay in the order they came.
+    """
+    offsets = np.zeros(num_buckets * num_microbatches + 1, np.int64)
+    np.cumsum(np.bincount(places, minlength=num_buckets * num_microbatches), out=offsets[1:])
+    laid = pieces.take(order_in_bins(places) if order is None else order)
+    return LoadingPlan(draw, laid, offsets, num_buckets, num_microbatches, pad_multiple)
 
 
 def cut_pieces(tokens: npt.NDArray[np.integer], context_length: int) -> Pieces:
@@ -117,12 +346,26 @@ def cut_pieces(tokens: npt.NDArray[np.integer], context_length: int) -> Pieces:
         >>> pieces.sample.tolist(), pieces.start.tolist(), pieces.length.tolist()
         ([0, 1, 1, 1], [0, 0, 4, 8], [3, 4, 4, 2])
     """
+    if not len(tokens) or int(tokens.max()) <= context_length:
+        count = np.arange(len(tokens), dtype=np.int32)
+        return Pieces(count, np.zeros(len(tokens), np.int32), tokens.astype(np.int32))
     counts = np.maximum(-(-tokens.astype(np.int64) // context_length), 1)
     sample = np.repeat(np.arange(len(tokens)), counts)
     first = np.cumsum(counts) - counts
     start = (np.arange(len(sample)) - first[sample]) * context_length
     length = np.minimum(tokens[sample] - start, context_length)
     return Pieces(sample.astype(np.int32), start.astype(np.int32), length.astype(np.int32))
+
+
+def pad_lengths(lengths: npt.NDArray[np.integer], multiple: int | Int64s) -> Int64s:
+    """Round lengths up to a multiple.
+
+    Example:
+        >>> pad_lengths(np.array([1, 4, 5]), 4).tolist()
+        [4, 4, 8]
+    """
+    wide = lengths.astype(np.int64)
+    return wide if isinstance(multiple, int) and multiple == 1 else -(-wide // multiple) * multiple
 
 
 def chain_digest(digests: Sequence[str]) -> str:

@@ -41,6 +41,15 @@ OVERLONG = 8
 """Longer than the context under overlength="error"."""
 
 
+def take_meta(meta: MetaArray, rows: npt.NDArray[np.integer]) -> MetaArray:
+    """Return some rows of an array of dtype META.
+
+    Rows are moved as whole words: numpy's own indexing copies a record field by field, several times as slow.
+    """
+    words = np.ascontiguousarray(meta).view(np.int64).reshape(len(meta), -1)
+    return words.take(rows, axis=0).view(META).reshape(-1)
+
+
 class SampleId(NamedTuple):
     """One sample of one epoch.
 

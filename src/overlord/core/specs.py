@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, model_validator
 
+from overlord.core.learn_specs import Learn
 from overlord.core.mixture_specs import Mixture
 from overlord.core.sample_specs import Custom, ImageText, Sample, Text, image_grid, image_tokens
 from overlord.core.source_specs import Source
@@ -25,6 +26,7 @@ __all__ = [
     "Custom",
     "ImageText",
     "Job",
+    "Learn",
     "Mixture",
     "Sample",
     "Source",
@@ -36,7 +38,7 @@ __all__ = [
     "stream_parts",
 ]
 
-FINGERPRINT_VERSION = 1
+FINGERPRINT_VERSION = 2
 
 Overlength = Literal["truncate", "split", "drop", "error"]
 

@@ -7,6 +7,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from overlord.core.order import BEGIN, NO_GROUP
 from overlord.core.samples import Cursor
 from overlord.errors import StateError
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 Int64s = npt.NDArray[np.int64]
 
@@ -51,13 +52,20 @@ class StreamState:
     """Rows of a whole epoch; 0 until the first one ended."""
     finished: Int64s
     """1 when the source has left the mixture."""
+    mixer: Mapping[str, Any] | None = None
+    """What a mixture that learns, or was changed, has come to; JSON."""
 
     @classmethod
     def begin(cls, num_sources: int) -> StreamState:
         """Return the state of a stream that has not begun."""
         columns = {name: np.zeros(num_sources, np.int64) for name in _COLUMNS}
         columns["group"][:] = BEGIN
-        return cls(step=0, **columns)
+        return cls.of(0, [columns[name] for name in _COLUMNS], None)
+
+    @classmethod
+    def of(cls, step: int, columns: Sequence[Int64s], mixer: Mapping[str, Any] | None) -> StreamState:
+        """Return a state from its arrays, in the order of `columns()`."""
+        return cls(step, **dict(zip(_COLUMNS, columns, strict=True)), mixer=mixer)  # type: ignore[arg-type]
 
     @staticmethod
     def columns() -> tuple[str, ...]:
@@ -70,9 +78,15 @@ class StreamState:
 
     def copy(self) -> StreamState:
         """Return a copy whose arrays may be changed."""
-        return StreamState(self.step, *(getattr(self, name).copy() for name in _COLUMNS))
+        return StreamState.of(self.step, [getattr(self, name).copy() for name in _COLUMNS], self.mixer)
 
-    def to_json(self, names: Sequence[str], parts: Mapping[str, Any], reports: Mapping[int, Any]) -> dict[str, Any]:
+    def to_json(
+        self,
+        names: Sequence[str],
+        parts: Mapping[str, Any],
+        reports: Mapping[int, Any],
+        changes: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
         """Return the state as a JSON-able dictionary."""
         table = np.stack([getattr(self, name) for name in _COLUMNS], axis=1).tolist()
         return {
@@ -82,7 +96,8 @@ class StreamState:
             "columns": list(_COLUMNS),
             "sources": dict(zip(names, table, strict=True)),
             "reports": {str(step): report for step, report in reports.items()},
-            "changes": [],
+            "changes": list(changes),
+            "mixer": self.mixer,
             "verdicts": [],
         }
 
@@ -93,28 +108,33 @@ class StreamState:
         for name in names:
             _check_row(name, state["sources"][name])
         rows = np.array([state["sources"][name] for name in names], np.int64)
-        return cls(state["step"], *(rows[:, i].copy() for i in range(len(_COLUMNS))))
+        return cls.of(state["step"], [rows[:, i].copy() for i in range(len(_COLUMNS))], state["mixer"])
 
 
 def check_state(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
     """Raise StateError when a state cannot continue this job's stream."""
-    if not isinstance(state, Mapping) or not {"version", "fingerprint", "sources", "step", "reports"} <= set(state):
-        raise StateError(
-            "this is not a state of overlord: it lacks version, step, fingerprint, sources or reports; resuming from "
-            "it would start an unknown stream. Pass what client.state_dict() returned."
-        )
+    if not isinstance(state, Mapping) or "version" not in state:
+        raise _no_state("version")
     if state["version"] != STATE_VERSION:
         raise StateError(
             f"the state has version {state['version']!r}, this overlord reads version {STATE_VERSION}; resuming would "
             "misread its cursors. Resume with the overlord that wrote it, or start anew without state."
         )
+    for key in ("step", "fingerprint", "sources", "reports", "changes", "mixer"):
+        if key not in state:
+            raise _no_state(key)
     for key in ("fingerprint", "sources", "reports"):
         if not isinstance(state[key], Mapping):
             raise _damaged(f"{key} is {state[key]!r:.80}")
     if not _whole(state["step"], 0, _MOST):
         raise _damaged(f"step is {state['step']!r:.80}")
+    if state["mixer"] is not None and not isinstance(state["mixer"], Mapping):
+        raise _damaged(f"mixer is {state['mixer']!r:.80}")
     for step, report in state["reports"].items():
-        if not str(step).isdecimal() or not isinstance(report, Mapping):
+        known = isinstance(report, Mapping) and all(
+            isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in report.values()
+        )
+        if not str(step).isdecimal() or not known:
             raise _damaged(f"the report of step {step!r:.80} is {report!r:.80}")
     differences = describe_differences(state["fingerprint"], parts)
     if differences:
@@ -125,6 +145,13 @@ def check_state(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
         )
     if state.get("columns") != list(_COLUMNS) or set(state["sources"]) != set(parts.get("sources", state["sources"])):
         raise _damaged("the columns or names of its table of sources do not match the job")
+
+
+def _no_state(missing: str) -> StateError:
+    return StateError(
+        f"this is not a state of overlord: it has no {missing!r}; resuming from it would start an unknown stream. Pass "
+        "what client.state_dict() returned."
+    )
 
 
 def _check_row(name: str, row: Any) -> None:

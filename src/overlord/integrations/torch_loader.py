@@ -13,6 +13,7 @@ import torch.distributed as dist
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Job
 from overlord.errors import SpecError, StateError
+from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.views import Batch, BatchMeta, Step
 from overlord.session import DEFAULT_CACHE, Service, connect, launch
@@ -57,6 +58,10 @@ class TorchStep:
         self.index = step.index
         self.global_loss_tokens = step.global_loss_tokens
         self.global_samples = step.global_samples
+        self.mixture_version = step.mixture_version
+        self.weights = step.weights
+        self.fetches = step.fetches
+        """False where the trainer broadcasts to this rank: its batches are empty."""
         self.microbatches = TorchMicrobatches(step.microbatches)
 
 
@@ -82,6 +87,7 @@ class DataLoader:
         *,
         mesh: ClientPlaceTree | None = None,
         rank: int | None = None,
+        strategy: Strategy | None = None,
         runtime: str = "local",
         prefetch: int = 2,
         store: str | None = None,
@@ -93,7 +99,8 @@ class DataLoader:
         self._rank = rank if rank is not None else (dist.get_rank() if self._grouped else 0)
         if self._grouped and not isinstance(job, str):
             self._mesh.check_world_size(dist.get_world_size())
-        self._options: dict[str, Any] = {"runtime": runtime, "prefetch": prefetch, "store": store, "cache": cache}
+        self._options: dict[str, Any] = {"strategy": strategy, "runtime": runtime, "prefetch": prefetch}
+        self._options |= {"store": store, "cache": cache}
         self._state: Mapping[str, Any] | None = None
         self._service: Service | None = None
         self._client: Client | None = None

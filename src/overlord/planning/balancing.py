@@ -1,124 +1,448 @@
-"""Balancing: items with costs into bins, the largest bin as small as possible. Integers in, bins out."""
+"""Balancing: items with costs into bins, so that no consumer waits long for another. Integers in, places out.
+
+`balance` is one row of bins; `place` is buckets x microbatches. The kernels are in `greedy`, `karmarkar_karp`
+and `lockstep`; what no placement can beat is in `bounds`.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from overlord.errors import PlanError, SpecError
+from overlord.core.spec_errors import show
+from overlord.errors import OverlordError, PlanError, SpecError
+from overlord.planning.greedy import (
+    NO_LIMIT,
+    Queue,
+    balance_greedy,
+    fill,
+    fits_at_all,
+    items_of_bins,
+    largest_first,
+    loads,
+)
+from overlord.planning.karmarkar_karp import balance_karmarkar_karp
+from overlord.planning.lockstep import deal_slabs, fill_slabs
+from overlord.planning.zigzag import balance_zigzag
+
+__all__ = ["Level", "Method", "Objective", "balance", "balance_greedy", "place"]
 
 Int64s = npt.NDArray[np.int64]
+Method = Literal["greedy", "karmarkar_karp", "zigzag"] | Callable[..., npt.ArrayLike]
+"""How items get their bins: a name, or a function fn(costs, num_bins, sizes, capacity) -> bin of each item."""
+Objective = Literal["sum", "lockstep", "pipeline"]
+Level = Literal["inter", "intra", "interleaved"]
+Kernel = Callable[[Int64s, Int64s, int, int], Int64s | None]
+
+_MOST_BINS = 1 << 28
+
+METHODS: dict[str, Kernel] = {
+    "greedy": balance_greedy,
+    "karmarkar_karp": balance_karmarkar_karp,
+    "zigzag": balance_zigzag,
+}
 
 
 def balance(
     costs: npt.ArrayLike,
     num_bins: int,
-    method: Literal["greedy"] = "greedy",
+    method: Method = "greedy",
     sizes: npt.ArrayLike | None = None,
     capacity: int | None = None,
 ) -> Int64s:
-    """Return the bin of each item: largest item first, always into the least loaded bin that has room.
+    """Return the bin of each item, the largest bin as small as the method gets it.
 
     Ties go to the earlier item and the lower bin, so every machine gives the same answer.
 
     Args:
         costs: What each item adds to its bin (integers; floats are rounded).
         num_bins: How many bins there are.
-        method: "greedy".
-        sizes: What each item takes of the bin's capacity (default: nothing).
+        method: "greedy": the least loaded bin takes the largest item that fits, then the fullest and the emptiest
+            bin exchange items. "karmarkar_karp": largest differencing, better with few items to a bin and slower.
+            "zigzag": dealt largest first, forth and back. Or a function fn(costs, num_bins, sizes, capacity) that
+            returns the bin of each item.
+        sizes: What each item takes of a bin's capacity.
         capacity: The most a bin may hold in sizes.
+
+    Raises:
+        SpecError: An argument makes no sense, or the function's answer does not.
+        PlanError: The items do not fit into the bins, or the function failed.
 
     Example:
         >>> balance([5, 4, 3, 2], 2).tolist()
         [0, 1, 1, 0]
+        >>> balance([5, 4, 3, 2], 2, lambda costs, num_bins, sizes, capacity: [0, 0, 1, 1]).tolist()
+        [0, 0, 1, 1]
     """
-    if method != "greedy":
-        raise SpecError(f"balance: method is {method!r}, which is unknown; use 'greedy'.")
-    if num_bins < 1:
-        raise SpecError(f"balance: num_bins is {num_bins}, nothing could be placed; give at least 1.")
-    cost = np.rint(np.asarray(costs)).astype(np.int64)
-    size = np.zeros(len(cost), np.int64) if sizes is None else np.asarray(sizes, np.int64)
-    room = np.iinfo(np.int64).max if capacity is None else int(capacity)
-    bins = balance_greedy(cost, size, num_bins, room)
+    cost = _whole_numbers("costs", costs)
+    num_bins = _count("balance", "num_bins", num_bins)
+    if sizes is None and capacity is not None:
+        raise SpecError(f"balance: capacity is {capacity} but there are no sizes, so nothing would count; give sizes.")
+    size = np.zeros(len(cost), np.int64) if sizes is None else _whole_numbers("sizes", sizes)
+    if len(size) != len(cost):
+        raise SpecError(f"balance: {len(size)} sizes for {len(cost)} costs; give one of each for every item.")
+    room = int(size.sum()) if capacity is None else min(_count("balance", "capacity", capacity, least=0), NO_LIMIT)
+    if len(size) and int(size.max()) > room:
+        at = int(np.argmax(size > room))
+        raise SpecError(f"balance: item {at} takes {size[at]}, a bin holds {room}; raise the capacity or cut the item.")
+    kernel = _kernel("balance", method, given_capacity=capacity)
+    bins = kernel(cost, size, num_bins, room) if len(cost) else np.zeros(0, np.int64)
     if bins is None:
+        by = "" if isinstance(method, str) else f" as {_name(method)} places them"
         raise PlanError(
-            f"balance: {len(cost)} items of {int(size.sum())} in all do not fit into {num_bins} bins of {room}; "
+            f"balance: {len(cost)} items of {int(size.sum())} in all do not fit into {num_bins} bins of {room}{by}; "
             "use more bins or a larger capacity."
         )
     return bins
 
 
-def balance_greedy(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
-    """Return the bin of each item, or None when greedy finds no room for one."""
-    order = np.lexsort((np.arange(len(costs)), -sizes, -costs))
-    bins = np.full(len(costs), -1, np.int64)
-    return bins if _longest_first(costs, sizes, order, num_bins, capacity, bins) else None
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """What is balanced for, and how."""
+
+    method: Method
+    kernel: Kernel
+    objective: Objective
+    level: Level
+    group_size: int | None
+    stages: int
 
 
-@numba.njit(nogil=True, cache=True)
-def _sift_down(heap: Int64s, load: Int64s, at: int, end: int) -> None:
-    moving = heap[at]
-    while True:
-        child = 2 * at + 1
-        if child >= end:
-            break
-        right = child + 1
-        if right < end and (
-            load[heap[right]] < load[heap[child]]
-            or (load[heap[right]] == load[heap[child]] and heap[right] < heap[child])
-        ):
-            child = right
-        if load[heap[child]] < load[moving] or (load[heap[child]] == load[moving] and heap[child] < moving):
-            heap[at] = heap[child]
-            at = child
-        else:
-            break
-    heap[at] = moving
+def place(
+    costs: Int64s,
+    sizes: Int64s,
+    num_buckets: int,
+    num_microbatches: int,
+    capacity: int,
+    *,
+    method: Method = "greedy",
+    objective: Objective = "lockstep",
+    level: Level = "interleaved",
+    group_size: int | None = None,
+    stages: int = 1,
+) -> Int64s | None:
+    """Return bucket * num_microbatches + microbatch of each item, or None where the items do not fit.
 
+    With c the cost of bucket d's microbatch m, D buckets and M microbatches, each at most `capacity` in sizes:
 
-@numba.njit(nogil=True, cache=True)
-def _longest_first(costs: Int64s, sizes: Int64s, order: Int64s, num_bins: int, capacity: int, bins: Int64s) -> bool:
-    load = np.zeros(num_bins, np.int64)
-    room = np.full(num_bins, capacity, np.int64)
-    heap = np.arange(num_bins)
-    for item in order:
-        chosen = heap[0]
-        if room[chosen] < sizes[item]:
-            # The least loaded bin is full (many short pieces): look at the others in order of load.
-            chosen = -1
-            for b in range(num_bins):
-                if room[b] >= sizes[item] and (chosen < 0 or load[b] < load[chosen]):
-                    chosen = b
-            if chosen < 0:
-                return False
-        bins[item] = chosen
-        load[chosen] += costs[item]
-        room[chosen] -= sizes[item]
-        at = 0
-        while heap[at] != chosen:
-            at += 1
-        _sift_down(heap, load, at, num_bins)
-    return True
+    Args:
+        costs: What each item takes of time.
+        sizes: What each item takes of memory.
+        num_buckets: D, one for each consumer.
+        num_microbatches: M.
+        capacity: The most that a microbatch of a bucket may hold in sizes.
+        method: How items get their bins, see `balance`. A function is asked for the D * M bins, or with
+            "sum" or "inter" for the buckets and then for each bucket's microbatches, or with "intra" for the buckets of
+            each microbatch; a bin over the capacity means None.
+        objective: "sum": the least max_d sum_m c, for consumers that meet once a step; the microbatches of a bucket are
+            in falling order. "lockstep": the least sum_m max_d c, for consumers that meet at every microbatch; the
+            first microbatch is the heaviest. "pipeline": the least max_d [sum_m c + (stages - 1) * max_m c]; a
+            bucket's microbatches are ordered small, big, small, as the ends of a pipeline's schedule have bubbles.
+        level: "interleaved": any item may go to any microbatch of any bucket. "inter": items are balanced over buckets
+            first, then each bucket's over its microbatches. "intra": microbatch m holds the m-th run of items in
+            drawing order, about equal in size, whatever they cost; inside it items are balanced over buckets.
+        group_size: Buckets are taken in groups of so many: items are dealt to the groups by cost, then each
+            group is balanced by itself ("intra": inside each run). Where one has no room, all buckets are one group.
+        stages: Pipeline stages, for the objective "pipeline".
 
-
-def slabs(load: Int64s, num_buckets: int, num_microbatches: int) -> Int64s:
-    """Deal D * M bins to (bucket, microbatch): bins of like load share a microbatch, buckets end up even.
-
-    Returns:
-        For each bin its place bucket * M + microbatch.
+    Raises:
+        SpecError: An argument makes no sense, or the function's answer does not.
+        PlanError: The function failed.
 
     Example:
-        >>> slabs(np.array([9, 1, 8, 2]), 2, 2).tolist()
-        [0, 1, 2, 3]
+        >>> place(np.array([9, 4, 3, 2]), np.array([3, 2, 2, 1]), 2, 2, 4).tolist()
+        [0, 2, 2, 3]
     """
-    order = np.lexsort((np.arange(len(load)), -load)).reshape(num_microbatches, num_buckets)
-    place = np.empty(len(load), np.int64)
+    for name, count in (("buckets", num_buckets), ("microbatches", num_microbatches), ("stages", stages)):
+        _count("place", name, count)
+    for name, value, known in (("objective", objective, Objective), ("level", level, Level)):
+        if value not in get_args(known):
+            raise SpecError(f"balance: {name} is {value!r}, which is unknown; use one of {', '.join(get_args(known))}.")
+    costs, sizes = _whole_numbers("costs", costs, times=stages), _whole_numbers("sizes", sizes)
+    if len(sizes) != len(costs):
+        raise SpecError(f"place: {len(sizes)} sizes for {len(costs)} costs; give one of each for every item.")
+    capacity = _count("place", "capacity", capacity, least=0)
+    groups = None if group_size is None else _count("place", "group_size", group_size)
+    goal = _Goal(method, _kernel("place", method, capacity), objective, level, groups, stages)
+    if not fits_at_all(sizes, num_buckets * num_microbatches, capacity):
+        return None
+    # A capacity beyond all sizes is none; this keeps products of it inside int64.
+    capacity = min(capacity, int(sizes.sum()))
+    arguments = (costs, sizes, num_buckets, num_microbatches, capacity, goal)
+    if level == "intra":
+        return _place_runs(*arguments)
+    places = _place_groups(*arguments)
+    return _place_all(*arguments) if places is None else places
+
+
+def _place_all(
+    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
+) -> Int64s | None:
+    arguments = (costs, sizes, num_buckets, num_microbatches, capacity, goal)
+    if goal.level == "inter" or goal.objective == "sum":
+        places = _place_buckets(*arguments)
+        return _place_flat(*arguments) if places is None else places
+    flat = _place_flat(*arguments)
+    if goal.objective == "lockstep" or flat is None:
+        return flat
+    # Bins of like load are best where many items share a bin; where one item is most of a bucket, even buckets are.
+    even = _place_buckets(*arguments)
+    if even is None:
+        return flat
+    times = [_pipeline_time(costs, one, num_buckets, num_microbatches, goal.stages) for one in (flat, even)]
+    return flat if times[0] <= times[1] else even
+
+
+def _place_flat(
+    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
+) -> Int64s | None:
+    """Place items into D * M bins, then deal the bins to buckets."""
+    num_bins = num_buckets * num_microbatches
+    if goal.objective == "lockstep" and isinstance(goal.method, str):
+        spread = None if goal.method == "greedy" else goal.kernel
+        bins = fill_slabs(costs, sizes, num_buckets, num_microbatches, capacity, spread)
+    else:
+        bins = goal.kernel(costs, sizes, num_bins, capacity)
+    if bins is None:
+        return None
+    stages = goal.stages if goal.objective == "pipeline" else 1
+    places = deal_slabs(loads(costs, bins, num_bins), num_buckets, num_microbatches, stages)
+    return _in_schedule_order(places, num_microbatches, goal)[bins]
+
+
+def _place_buckets(
+    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
+) -> Int64s | None:
+    """Balance over buckets, then inside each over its microbatches."""
+    buckets = goal.kernel(costs, sizes, num_buckets, num_microbatches * capacity)
+    if buckets is None:
+        return None
+    order = largest_first(costs)
+    items, ends = np.empty(len(costs), np.int64), np.empty(num_buckets + 1, np.int64)
+    items_of_bins(order, buckets, items, ends)
+    bins = np.full(len(costs), -1, np.int64)
+    failed = np.arange(num_buckets)
+    if goal.method == "greedy":
+        bins[items], failed = _fill_each(costs[items], sizes[items], ends, num_microbatches, capacity)
+    for bucket in failed:
+        mine = np.sort(items[ends[bucket] : ends[bucket + 1]])
+        found = goal.kernel(costs[mine], sizes[mine], num_microbatches, capacity)
+        if found is None:
+            return None
+        bins[mine] = found
+    load = loads(costs, buckets * num_microbatches + bins, num_buckets * num_microbatches)
+    rank = np.argsort(
+        np.argsort(-load.reshape(num_buckets, num_microbatches), axis=1, kind="stable"), axis=1, kind="stable"
+    )
+    places = (np.arange(num_buckets)[:, None] * num_microbatches + rank).ravel()
+    return _in_schedule_order(places, num_microbatches, goal)[buckets * num_microbatches + bins]
+
+
+@numba.njit(nogil=True, cache=True)
+def _fill_each(costs: Int64s, sizes: Int64s, ends: Int64s, num_bins: int, capacity: int) -> tuple[Int64s, Int64s]:
+    """Fill the bins of each bucket, whose items lie together largest first; return bins and the buckets that failed."""
+    bins = np.full(len(costs), -1, np.int64)
+    failed = np.zeros(len(ends) - 1, np.bool_)
+    for bucket in range(len(ends) - 1):
+        mine = slice(ends[bucket], ends[bucket + 1])
+        size = sizes[mine]
+        # Sizes that do not fall with the costs: the slower way, which finds what fits by a tree.
+        failed[bucket] = np.any(size[1:] > size[:-1])
+        if not failed[bucket] and len(size):
+            load, room = np.zeros(num_bins, np.int64), np.full(num_bins, capacity, np.int64)
+            fill(
+                costs[mine], size, np.arange(len(size) + 1), np.zeros(1, np.int64), NO_LIMIT, load, room, bins[mine], 0
+            )
+            failed[bucket] = np.any(bins[mine] < 0)
+    return bins, np.flatnonzero(failed)
+
+
+def _place_runs(
+    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
+) -> Int64s | None:
+    """Cut items into runs in drawing order, then balance each run over the buckets."""
+    ends = _equal_runs(sizes, num_microbatches, num_buckets * capacity)
+    if ends is None:
+        return None
+    places = np.empty(len(costs), np.int64)
     sums = np.zeros(num_buckets, np.int64)
-    for microbatch, bins in enumerate(order):
-        buckets = np.lexsort((np.arange(num_buckets), sums))  # the heaviest bin goes to the lightest bucket
-        place[bins] = buckets * num_microbatches + microbatch
-        sums[buckets] += load[bins]
-    return place
+    for microbatch in range(num_microbatches):
+        run = slice(int(ends[microbatch]), int(ends[microbatch + 1]))
+        bins = _place_groups(costs[run], sizes[run], num_buckets, 1, capacity, goal)
+        if bins is None:
+            bins = goal.kernel(costs[run], sizes[run], num_buckets, capacity)
+        if bins is None:
+            return None
+        load = loads(costs[run], bins, num_buckets)
+        buckets = np.empty(num_buckets, np.int64)
+        buckets[np.argsort(-load, kind="stable")] = np.argsort(sums, kind="stable")
+        sums[buckets] += load
+        places[run] = buckets[bins] * num_microbatches + microbatch
+    return places
+
+
+def _equal_runs(sizes: Int64s, num_runs: int, most: int) -> Int64s | None:
+    """Return where each run begins, and the end: runs near equal in size, or the ones whose largest is least."""
+    # Items of no size count by their number.
+    size = sizes if sizes.any() else np.ones(len(sizes), np.int64)
+    reach = np.concatenate((np.zeros(1, np.int64), np.cumsum(size)))
+    targets = [int(reach[-1]) * run // num_runs for run in range(num_runs)]
+    begins = np.searchsorted(reach[:-1] + size // 2, targets)  # an item belongs where its middle is
+    ends = np.concatenate((begins, [len(sizes)]))
+    if not sizes.any() or int(np.diff(reach[ends]).max()) <= most:
+        return ends
+    low, high, best = 0, most, None
+    while low <= high:
+        middle = (low + high) // 2
+        ends = np.zeros(num_runs + 1, np.int64)
+        for run in range(num_runs):
+            ends[run + 1] = np.searchsorted(reach, reach[ends[run]] + middle, side="right") - 1
+        if ends[-1] == len(sizes):
+            best, high = ends, middle - 1
+        else:
+            low = middle + 1
+    return best
+
+
+def _place_groups(
+    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
+) -> Int64s | None:
+    """Deal items to groups of buckets by cost, then place each group by itself; None without groups or room."""
+    group_size = goal.group_size
+    if group_size is None or group_size >= num_buckets:
+        return None
+    starts = np.arange(0, num_buckets, group_size)
+    widths = np.minimum(group_size, num_buckets - starts)
+    # A group with fewer buckets starts with the load that the missing ones would have.
+    load = int(costs.sum()) // num_buckets * (group_size - widths)
+    room = widths * num_microbatches * capacity
+    queue = Queue(costs, sizes)
+    fill(*queue.arrays, NO_LIMIT, load, room, queue.bins, 0)
+    if not queue.is_empty:
+        return None
+    groups = queue.in_order()
+    order = np.argsort(groups, kind="stable")
+    ends = np.searchsorted(groups[order], np.arange(len(starts) + 1))
+    places = np.empty(len(costs), np.int64)
+    for group, (start, width) in enumerate(zip(starts.tolist(), widths.tolist(), strict=True)):
+        mine = order[ends[group] : ends[group + 1]]
+        found = _place_all(costs[mine], sizes[mine], width, num_microbatches, capacity, goal)
+        if found is None:
+            return None
+        places[mine] = found + start * num_microbatches
+    return places
+
+
+def _in_schedule_order(places: Int64s, num_microbatches: int, goal: _Goal) -> Int64s:
+    """Turn microbatches in falling order into the order they are run in."""
+    if goal.objective != "pipeline":
+        return places
+    falling = np.arange(num_microbatches)
+    position = np.empty(num_microbatches, np.int64)
+    position[np.concatenate((falling[::2][::-1], falling[1::2]))] = falling
+    bucket, microbatch = np.divmod(places, num_microbatches)
+    return bucket * num_microbatches + position[microbatch]
+
+
+def _pipeline_time(costs: Int64s, places: Int64s, num_buckets: int, num_microbatches: int, stages: int) -> int:
+    load = loads(costs, places, num_buckets * num_microbatches).reshape(num_buckets, num_microbatches)
+    return int((load.sum(axis=1) + (stages - 1) * load.max(axis=1)).max())
+
+
+def _kernel(where: str, method: Method, given_capacity: int | None) -> Kernel:
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise SpecError(
+                f"{where}: method is {method!r}, which is unknown; use one of {', '.join(METHODS)}, or a function."
+            )
+        return METHODS[method]
+    if not callable(method):
+        raise SpecError(
+            f"{where}: method is {method!r}, neither a name nor a function; use one of {', '.join(METHODS)}."
+        )
+    function = method
+
+    def ask(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
+        limit = None if given_capacity is None else capacity
+        try:
+            answer = np.asarray(function(_frozen(costs), num_bins, _frozen(sizes), limit))
+        except OverlordError:
+            raise
+        except (Exception, SystemExit) as error:  # the border to the user's code
+            raise PlanError(
+                f"{where}: the function {_name(function)} failed on {len(costs)} items and {num_bins} bins with "
+                f"{type(error).__name__}: {error}. It is called as fn(costs, num_bins, sizes, capacity), with arrays "
+                "it must not change, and returns the bin of each item."
+            ) from error
+        return _checked_answer(f"{where}: the function {_name(function)}", answer, sizes, num_bins, capacity)
+
+    return ask
+
+
+def _checked_answer(name: str, bins: npt.NDArray[Any], sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
+    if bins.shape != sizes.shape:
+        raise SpecError(f"{name} returned shape {bins.shape} for {len(sizes)} items; return one bin for each.")
+    if len(bins) and bins.dtype.kind not in "iu":
+        raise SpecError(f"{name} returned {bins.dtype}, bins are numbered by integers; return integers.")
+    wrong = np.flatnonzero((bins < 0) | (bins >= num_bins))
+    if len(wrong):
+        at = int(wrong[0])
+        raise SpecError(f"{name} put item {at} into bin {bins[at]}; return 0 to {num_bins - 1}, or it would be lost.")
+    bins = bins.astype(np.int64)
+    return bins if int(loads(sizes, bins, num_bins).max()) <= capacity else None
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__qualname__", function))
+
+
+def _frozen(values: Int64s) -> Int64s:
+    view = values.view()
+    view.flags.writeable = False
+    return view
+
+
+def _count(where: str, name: str, value: int, least: int = 1) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise SpecError(f"{where}: {name} is {show(value)}, which counts nothing; give a whole number.") from None
+    if number < least:
+        raise SpecError(f"{where}: {name} is {number}, nothing could be placed; give at least {least}.")
+    if least and number > _MOST_BINS:
+        raise SpecError(f"{where}: {name} is {number}, more than memory can hold; give at most {_MOST_BINS}.")
+    return number
+
+
+def _whole_numbers(name: str, values: npt.ArrayLike, times: int = 1) -> Int64s:
+    """Return values as int64, or raise for what cannot be added up."""
+    try:
+        given = np.asarray(values)
+    except ValueError:
+        raise SpecError(
+            f"balance: {name} are {show(values)}, lists of several lengths; items would have no number of their own. "
+            "Give a list of numbers, one for each item."
+        ) from None
+    if given.ndim != 1:
+        raise SpecError(f"balance: {name} have shape {given.shape}; give a list of numbers, one for each item.")
+    if len(given) == 0:
+        return np.zeros(0, np.int64)
+    if given.dtype.kind not in "biuf":
+        raise SpecError(f"balance: {name} are {given.dtype}, which do not compare alike everywhere; give numbers.")
+    bad = np.flatnonzero(~(given >= 0) | ~np.isfinite(given) if given.dtype.kind == "f" else given < 0)
+    if len(bad):
+        at = int(bad[0])
+        raise SpecError(
+            f"balance: {name}[{at}] is {given[at]}; a bin could not be compared. Give finite numbers from 0."
+        )
+    if float(given.sum(dtype=np.float64)) * times >= NO_LIMIT:
+        raise SpecError(
+            f"balance: {name} add up to more than 2**62, which int64 cannot hold; give them in larger units."
+        )
+    return np.rint(given).astype(np.int64) if given.dtype.kind == "f" else given.astype(np.int64, copy=False)

@@ -4,12 +4,19 @@ Sources are served like packets in worst-case fair queueing (WF2Q): among the so
 something, the one whose next sample would finish first in the ideal fluid mixture goes next. That
 keeps every source within one sample (or one sample's tokens) of its schedule at every draw; simply
 taking the largest deficit strays by several samples when there are hundreds of sources.
+
+Rules of this file:
+1. Everything is exact: a draw may pause anywhere and go on later, and nothing shows where it paused.
+2. A draw costs the same however many sources there are. Time is counted in samples or tokens drawn. Sources
+   stand in rings of time slots: by when they are owed something, then by when their next sample would finish;
+   only those that finish next stand in a heap.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -18,7 +25,9 @@ import numpy.typing as npt
 from overlord.core.samples import ENDS_EPOCH, SKIP
 from overlord.planning.mixing import SCALE
 
+Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+UInt32s = npt.NDArray[np.uint32]
 
 
 class Pause(enum.IntEnum):
@@ -34,18 +43,27 @@ class Pause(enum.IntEnum):
     """No source with weight has anything left."""
 
 
-@dataclass(slots=True)
-class Supply:
-    """Metadata at hand, all sources one behind the other, and how far each has been drawn."""
+class Supply(NamedTuple):
+    """Metadata at hand, and how far each source has been drawn."""
 
-    tokens: npt.NDArray[np.int64]
-    flags: npt.NDArray[np.int32]
+    tokens: Int32s
+    flags: Int32s
     base: Int64s
     """Where a source's rows begin in `tokens` and `flags`."""
-    count: Int64s
+    held: Int64s
     """Rows at hand of each source."""
     taken: Int64s
     """Rows of them already passed."""
+
+
+class Tally(NamedTuple):
+    """What the draw keeps account of, source by source."""
+
+    deficit: Int64s
+    """Fixed-point share that the source is owed."""
+    samples: Int64s
+    tokens: Int64s
+    skipped: Int64s
 
 
 @dataclass(slots=True)
@@ -59,107 +77,354 @@ class Budget:
 
 
 def draw_more(
-    supply: Supply,
-    weights: Int64s,
-    deficits: Int64s,
-    skipped: Int64s,
-    budget: Budget,
-    *,
-    by_tokens: bool,
-    sequential: bool,
-) -> tuple[Pause, int, Int64s, Int64s]:
+    supply: Supply, weights: Int64s, tally: Tally, budget: Budget, *, by_tokens: bool, sequential: bool
+) -> tuple[Pause, int, Int32s, Int64s]:
     """Draw until the budget is met or something must be decided outside.
 
-    Changes `supply.taken`, `deficits`, `skipped` and the budget's counters.
+    Changes `supply.taken`, the tally and the budget's counters.
 
     Returns:
         Why it paused, the source concerned, and the drawn samples as (source, row in the supply).
     """
-    limit = min(budget.max_samples - budget.samples, int((supply.count - supply.taken).sum()))
-    out_source = np.empty(max(limit, 1), np.int64)
-    out_row = np.empty(max(limit, 1), np.int64)
-    pause, which, drawn, tokens = _draw(
-        supply.tokens,
-        supply.flags,
-        supply.base,
-        supply.count,
-        supply.taken,
-        weights,
-        deficits,
-        skipped,
-        budget.max_samples - budget.samples,
-        budget.max_tokens - budget.tokens,
-        budget.samples > 0,
-        by_tokens,
-        sequential,
-        out_source,
-        out_row,
-    )
+    room, num = budget.max_samples - budget.samples, len(weights)
+    rows = supply.held - supply.taken
+    most = max(min(room, int(rows.sum())), 1)
+    out_source, out_row = np.empty(most, np.int32), np.empty(most, np.int64)
+    sizes = supply.tokens[(supply.base + supply.taken)[rows > 0]] if by_tokens else np.empty(0)
+    slot_bits = int(sizes.mean()).bit_length() if len(sizes) else 0
+    work: list[Any] = [*np.empty((5, num), np.int64), *np.empty((3, num), np.uint32)]
+    work += [*np.empty((2, _SLOTS), np.uint32)]
+    queue = _Queue(weights, tally, by_tokens, sequential, slot_bits, np.empty(5, np.int64), *work)
+    left = budget.max_tokens - budget.tokens
+    pause, which, drawn, tokens = _draw(supply, queue, room, left, budget.samples > 0, out_source, out_row)
     budget.samples += int(drawn)
     budget.tokens += int(tokens)
     return Pause(pause), int(which), out_source[:drawn], out_row[:drawn]
 
 
-@numba.njit(nogil=True, cache=True)
-def _draw(  # noqa: PLR0913 - a kernel takes its arrays one by one
-    tokens: Int64s,
-    flags: Int64s,
-    base: Int64s,
-    count: Int64s,
-    taken: Int64s,
-    weights: Int64s,
-    deficits: Int64s,
-    skipped: Int64s,
-    max_samples: int,
-    max_tokens: int,
-    begun: bool,
-    by_tokens: bool,
-    sequential: bool,
-    out_source: Int64s,
-    out_row: Int64s,
+_PLAIN, _STARVED, _ENDED, _DRY = (int(pause) for pause in Pause)  # plain: the next row is here and may be drawn
+_STRETCHED, _NOBODY = 4, -1
+_LAST = np.uint32(0xFFFFFFFF)  # ends the list of a slot; unsigned, so that no index is checked for its sign
+_LONGEST = 1 << 25
+"""Most charges between two settlings: times a weight (up to 2^36) they stay far from 2^63."""
+_SLOTS = 4096
+"""Time slots of a ring; who stands more than a round ahead is passed over."""
+_FRACTION, _FAR = 27, 1 << 35
+"""Bits after the point of a key: a remainder below 2^36 still fits; and the times from which on all keys are one."""
+_UNKNOWN = -(1 << 63)  # the key of a source whose next row has not been looked at
+_NEAR, _LATER, _ODD, _HORIZON, _SEEN = range(5)
+"""In `counts`: sources in near, later and odd, the last slot in the heap, the last slot that has been reached."""
+
+
+class _Queue(NamedTuple):
+    """Where every source stands; times are charges since the last settling."""
+
+    weights: Int64s
+    tally: Tally
+    by_tokens: bool
+    sequential: bool
+    slot_bits: int
+    """log2 of a time slot: about one sample. What is drawn does not depend on it."""
+    counts: Int64s
+    start: Int64s
+    """The source is owed something from time start / weight on: its deficit is weight * time - start."""
+    finish: Int64s
+    """Its next sample would finish at time finish / weight, and there its next but one starts."""
+    key: Int64s
+    """finish / weight, rounded down to a fixed point: where keys differ, they order the exact fractions."""
+    due: Int64s
+    """start / weight, rounded up."""
+    next_due: Int64s
+    """finish / weight, rounded up."""
+    near: UInt32s
+    """Heap: owed something, finishing up to the horizon."""
+    odd: UInt32s
+    """Just due, and the next row is not plain."""
+    link: UInt32s
+    """The next source in the same slot of a ring."""
+    waiting: UInt32s
+    """Ring of those not owed anything yet, by `due`: the first source of each slot."""
+    later: UInt32s
+    """Ring of those owed something, finishing beyond the horizon, by `key`."""
+
+
+# The kernels allocate nothing, so they do without reference counts, which would take half of their time.
+_kernel = numba.njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
+_part = numba.njit(nogil=True, cache=True, error_model="numpy", _nrt=False, forceinline=True)
+
+
+@_kernel
+def _draw(
+    supply: Supply, queue: _Queue, room: int, max_tokens: int, begun: bool, out_source: Int32s, out_row: Int64s
 ) -> tuple[int, int, int, int]:
-    drawn = 0
-    total = 0
-    while drawn < max_samples:
-        best = -1
-        best_finish = np.inf
-        # Second round: only after a source left the mixture can it be that nobody is owed anything.
-        for owed in (True, False):
-            for i in range(len(weights)):
-                if weights[i] <= 0 or (owed and not sequential and deficits[i] < 0):
-                    continue
-                # Look at the next row that may be drawn; rows that are never drawn are passed here.
-                while taken[i] < count[i] and flags[base[i] + taken[i]] & SKIP:
-                    ended = flags[base[i] + taken[i]] & ENDS_EPOCH
-                    taken[i] += 1
-                    skipped[i] += 1
-                    if ended:
-                        return 2, i, drawn, total
-                if taken[i] == count[i]:
-                    return 1, i, drawn, total
-                if sequential:
-                    best = i
-                    break
-                size = tokens[base[i] + taken[i]] if by_tokens else 1
-                finish = (size * SCALE - deficits[i]) / weights[i]
-                if finish < best_finish:
-                    best, best_finish = i, finish
-            if best >= 0:
+    drawn, total = 0, 0
+    while True:
+        _begin(queue)
+        time, pause, which = 0, _PLAIN, _NOBODY
+        while drawn < room:
+            pause, best = _choose(supply, queue, time)
+            if pause != _PLAIN:
+                which = best
                 break
-        if best < 0:
-            return 3, -1, drawn, total
-        row = base[best] + taken[best]
-        if (begun or drawn > 0) and total + tokens[row] > max_tokens:
-            return 0, -1, drawn, total
-        charge = tokens[row] if by_tokens else 1
-        for i in range(len(weights)):
-            deficits[i] += weights[i] * charge
-        deficits[best] -= SCALE * charge
-        out_source[drawn] = best
-        out_row[drawn] = row
-        drawn += 1
-        total += tokens[row]
-        taken[best] += 1
-        if flags[row] & ENDS_EPOCH:
-            return 2, best, drawn, total
-    return 0, -1, drawn, total
+            row = supply.base[best] + supply.taken[best]
+            tokens = int(supply.tokens[row])
+            if begun and total + tokens > max_tokens:
+                break
+            charge = tokens if queue.by_tokens else 1
+            if time > 0 and time + charge > _LONGEST:
+                pause = _STRETCHED
+                break
+            begun = True
+            out_source[drawn] = best
+            out_row[drawn] = row
+            drawn += 1
+            total += tokens
+            time += charge
+            queue.tally.samples[best] += 1
+            queue.tally.tokens[best] += tokens
+            _take(supply, queue, best, time)
+            if supply.flags[row] & ENDS_EPOCH:
+                pause, which = _ENDED, best
+                break
+        for i in range(len(queue.weights)):
+            queue.tally.deficit[i] = queue.weights[i] * time - queue.start[i]
+        if pause != _STRETCHED:
+            return pause, which, drawn, total
+
+
+@_part
+def _begin(queue: _Queue) -> None:
+    """Let every source wait from time 0 on; those owed something are found due at once."""
+    queue.counts[:] = 0
+    queue.waiting[:] = _LAST
+    queue.later[:] = _LAST
+    queue.key[:] = _UNKNOWN
+    alone = _NOBODY
+    for i in range(len(queue.weights)):
+        queue.start[i] = -queue.tally.deficit[i]
+        if queue.weights[i] > 0 and alone < 0:
+            alone = i if queue.sequential else _NOBODY
+            queue.due[i] = 0 if queue.sequential else max(-(queue.tally.deficit[i] // queue.weights[i]), 0)
+            _wait(queue, i)
+
+
+@_part
+def _take(supply: Supply, queue: _Queue, best: int, time: int) -> None:
+    """Take the next row of the chosen source, and let the source wait for its next turn."""
+    supply.taken[best] += 1
+    queue.start[best] = queue.finish[best]
+    queue.due[best] = time if queue.sequential else max(queue.next_due[best], time)
+    queue.key[best] = _UNKNOWN
+    if queue.counts[_NEAR] > 0:  # a source that was chosen ahead of its time is waiting as it is
+        _pop(queue)
+        _wait(queue, best)
+
+
+@_part
+def _wait(queue: _Queue, i: int) -> None:
+    slot = queue.due[i] >> queue.slot_bits & (_SLOTS - 1)
+    queue.link[i] = queue.waiting[slot]
+    queue.waiting[slot] = i
+
+
+@_part
+def _choose(supply: Supply, queue: _Queue, time: int) -> tuple[int, int]:
+    """Return (_PLAIN, the source that goes next), or (why there is none, the source concerned)."""
+    _release(supply, queue, time)
+    if queue.counts[_ODD] > 0:
+        pause, which = _look_at_odd(supply, queue)
+        if pause != _PLAIN:
+            return pause, which
+    if queue.counts[_NEAR] == 0 and queue.counts[_LATER] > 0:
+        _advance(queue)
+    if queue.counts[_NEAR] > 0:
+        return _PLAIN, queue.near[0]
+    return _choose_ahead(supply, queue)
+
+
+@_part
+def _release(supply: Supply, queue: _Queue, time: int) -> None:
+    """Let the sources that are due stand by their finish; set those aside whose next row is not plain."""
+    now = time >> queue.slot_bits
+    slot = max(queue.counts[_SEEN], now - _SLOTS + 1)
+    odd = 0
+    while slot <= now:
+        i = queue.waiting[slot & (_SLOTS - 1)]
+        queue.waiting[slot & (_SLOTS - 1)] = _LAST
+        while i != _LAST:
+            following = queue.link[i]
+            if queue.due[i] > time:
+                _wait(queue, i)
+            elif supply.taken[i] < supply.held[i] and not supply.flags[supply.base[i] + supply.taken[i]] & SKIP:
+                _stand(supply, queue, i)
+            else:
+                queue.odd[odd] = i
+                odd += 1
+            i = following
+        slot += 1
+    queue.counts[_SEEN] = now
+    queue.counts[_ODD] = odd
+
+
+@_part
+def _stand(supply: Supply, queue: _Queue, i: int) -> None:
+    _measure(supply, queue, i)
+    when = queue.key[i] >> (queue.slot_bits + _FRACTION)
+    if when <= queue.counts[_HORIZON]:
+        _push(queue, i)
+    else:
+        slot = when & (_SLOTS - 1)
+        queue.link[i] = queue.later[slot]
+        queue.later[slot] = i
+        queue.counts[_LATER] += 1
+
+
+@_part
+def _measure(supply: Supply, queue: _Queue, i: int) -> None:
+    """Work out when the next sample of a source would finish."""
+    if queue.key[i] != _UNKNOWN:
+        return
+    size = int(supply.tokens[supply.base[i] + supply.taken[i]]) if queue.by_tokens else 1
+    weight = queue.weights[i]
+    finish = queue.start[i] + size * SCALE
+    whole = finish // weight
+    rest = finish - whole * weight
+    queue.finish[i] = finish
+    queue.next_due[i] = whole + (rest > 0)
+    if -_FAR <= whole < _FAR:
+        queue.key[i] = (whole << _FRACTION) + (rest << _FRACTION) // weight
+    else:
+        queue.key[i] = (_FAR if whole > 0 else -_FAR) << _FRACTION
+
+
+@_kernel
+def _look_at_odd(supply: Supply, queue: _Queue) -> tuple[int, int]:
+    """Look at those set aside in the order of the sources; a plain row may be looked at whenever it suits."""
+    odd = queue.odd[: queue.counts[_ODD]]
+    for k in range(len(odd)):
+        least = k + np.argmin(odd[k:])
+        odd[k], odd[least] = odd[least], odd[k]
+        pause = _look(supply, queue, odd[k])
+        if pause != _PLAIN:
+            return pause, odd[k]
+        _stand(supply, queue, odd[k])
+    return _PLAIN, _NOBODY
+
+
+@_part
+def _look(supply: Supply, queue: _Queue, i: int) -> int:
+    """Look at the next row of a source that may be drawn; rows that are never drawn are passed here."""
+    while supply.taken[i] < supply.held[i]:
+        flags = supply.flags[supply.base[i] + supply.taken[i]]
+        if not flags & SKIP:
+            return _PLAIN
+        supply.taken[i] += 1
+        queue.tally.skipped[i] += 1
+        if flags & ENDS_EPOCH:
+            return _ENDED
+    return _STARVED
+
+
+@_part
+def _advance(queue: _Queue) -> None:
+    """Move the horizon to where somebody finishes next, and whoever does into the heap."""
+    counts, bits, walked = queue.counts, queue.slot_bits + _FRACTION, 0
+    while counts[_NEAR] == 0:
+        walked += 1
+        counts[_HORIZON] = counts[_HORIZON] + 1 if walked <= _SLOTS else _next_horizon(queue, bits)
+        slot = counts[_HORIZON] & (_SLOTS - 1)
+        i = queue.later[slot]
+        queue.later[slot] = _LAST
+        while i != _LAST:
+            following = queue.link[i]
+            if queue.key[i] >> bits <= counts[_HORIZON]:
+                _push(queue, i)
+                counts[_LATER] -= 1
+            else:
+                queue.link[i] = queue.later[slot]
+                queue.later[slot] = i
+            i = following
+
+
+@_kernel
+def _next_horizon(queue: _Queue, bits: int) -> int:
+    horizon = _FAR
+    for slot in range(_SLOTS):
+        i = queue.later[slot]
+        while i != _LAST:
+            horizon = min(horizon, queue.key[i] >> bits)
+            i = queue.link[i]
+    return horizon
+
+
+@_kernel
+def _choose_ahead(supply: Supply, queue: _Queue) -> tuple[int, int]:
+    """Choose among all sources: after one left the mixture it can be that nobody is owed anything."""
+    best = _NOBODY
+    for i in range(len(queue.weights)):
+        if queue.weights[i] <= 0:
+            continue
+        if queue.key[i] == _UNKNOWN:
+            pause = _look(supply, queue, i)
+            if pause != _PLAIN:
+                return pause, i
+            _measure(supply, queue, i)
+        if best < 0 or _goes_before(queue, i, best):
+            best = i
+    return (_PLAIN if best >= 0 else _DRY), best
+
+
+@_part
+def _goes_before(queue: _Queue, i: int, j: int) -> bool:
+    """Tell whether the next sample of i finishes before that of j; ties go to the earlier source."""
+    if queue.key[i] != queue.key[j]:
+        return bool(queue.key[i] < queue.key[j])
+    if queue.weights[i] == queue.weights[j]:
+        order = queue.finish[i] - queue.finish[j]
+    else:
+        order = _compare(queue.finish[i], queue.weights[i], queue.finish[j], queue.weights[j])
+    return bool(order < 0 or (order == 0 and i < j))
+
+
+@_kernel
+def _compare(above: int, below: int, other_above: int, other_below: int) -> int:
+    """Return less than 0, 0 or more as above / below is to the other fraction; exact."""
+    whole, other_whole = above // below, other_above // other_below
+    if whole != other_whole:
+        return -1 if whole < other_whole else 1
+    # Products of remainders and denominators take 72 bits: the lowest 18 are held apart.
+    rest, other_rest, mask = above - whole * below, other_above - other_whole * other_below, (1 << 18) - 1
+    low, other_low = (rest & mask) * other_below, (other_rest & mask) * below
+    high = (rest >> 18) * other_below + (low >> 18)
+    other_high = (other_rest >> 18) * below + (other_low >> 18)
+    if high != other_high:
+        return -1 if high < other_high else 1
+    return (low & mask) - (other_low & mask)
+
+
+@_part
+def _push(queue: _Queue, i: int) -> None:
+    near, place = queue.near, queue.counts[_NEAR]
+    queue.counts[_NEAR] += 1
+    while place > 0:
+        parent = (place - 1) >> 1
+        if not _goes_before(queue, i, near[parent]):
+            break
+        near[place] = near[parent]
+        place = parent
+    near[place] = i
+
+
+@_part
+def _pop(queue: _Queue) -> None:
+    near, last = queue.near, queue.counts[_NEAR] - 1
+    queue.counts[_NEAR] = last
+    i, place, child = near[last], 0, 1
+    while child < last:
+        if child + 1 < last and _goes_before(queue, near[child + 1], near[child]):
+            child += 1
+        if not _goes_before(queue, near[child], i):
+            break
+        near[place] = near[child]
+        place, child = child, 2 * child + 1
+    near[place] = i

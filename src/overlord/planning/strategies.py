@@ -1,119 +1,190 @@
-"""Strategies: a function of (draw, limits) that decides where every piece goes. Nothing moves to another step."""
+"""Ready strategies: functions of (buffer, tree) that decide where every sample of a step goes (the paper's figure 9).
+
+Each name here returns a strategy for `launch(strategy=..)`. Nothing moves to another step.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection, Sequence
 
-import numpy as np
-import numpy.typing as npt
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import Buffer, LoadingPlan
+from overlord.errors import SpecError
+from overlord.planning import costs
+from overlord.planning.balancing import Level, Method, Objective
+from overlord.planning.checking import Strategy
+from overlord.planning.dealing import deal
+from overlord.planning.dgraph import CostFn, DGraph
+from overlord.planning.encoder import Scope
+from overlord.planning.microbatches import no_room
 
-from overlord.core.plan import Draw, LoadingPlan, Pieces, cut_pieces
-from overlord.errors import PlanError
-from overlord.planning.balancing import balance_greedy, slabs
-from overlord.planning.costs import sequence_cost
-
-SLACK = 0.95
-"""The microbatch count leaves one part in twenty free: a balancer without slack only fills bins."""
-
-Int64s = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a plan must respect."""
-
-    num_buckets: int
-    """Consumers of the backbone: the data-parallel groups."""
-    context_length: int
-    microbatch_tokens: int
-    microbatches: int | None
-    pad_multiple: int
+__all__ = ["Strategy", "backbone_balance", "curriculum", "hdp", "long_short", "vanilla", "vlm_hybrid"]
 
 
-def greedy_balance(draw: Draw, limits: Limits) -> LoadingPlan:
-    """Give every bucket an equal share of cost in every microbatch."""
-    pieces, padded, costs = _measure(draw, limits)
-    for count in _microbatch_counts(padded, limits):
-        bins = balance_greedy(costs, padded, limits.num_buckets * count, limits.microbatch_tokens)
-        if bins is not None:
-            load = np.bincount(bins, weights=costs.astype(np.float64), minlength=limits.num_buckets * count)
-            places = slabs(load.astype(np.int64), limits.num_buckets, count)[bins]
-            return _finish(draw, pieces, places, count, limits)
-    raise _no_room(draw, padded, limits)
+def vanilla() -> Strategy:
+    """Return what loaders do without a plan: samples dealt to buckets in drawing order, microbatches filled in turn."""
+
+    def vanilla(buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+        graph = DGraph.from_buffer(buffer, tree).mix().distribute("DP").cost(costs.tokens)
+        bucket, microbatch = deal(graph.padded, tree.dp, buffer.limits.microbatch_tokens)
+        count, fixed = int(microbatch.max(initial=0)) + 1, buffer.limits.microbatches
+        if fixed is not None and count > fixed:
+            raise no_room(buffer, graph.padded, tree.dp)
+        count = fixed or -(-count // tree.microbatch_multiple) * tree.microbatch_multiple
+        return graph.placed(bucket * count + microbatch, count, "round-robin, next fit").plan()
+
+    return vanilla
 
 
-def round_robin(draw: Draw, limits: Limits) -> LoadingPlan:
-    """Deal pieces to buckets in drawing order and fill microbatches one after the other: what loaders do today."""
-    pieces, padded, _ = _measure(draw, limits)
-    bucket = np.arange(len(padded)) % limits.num_buckets
-    microbatch = np.zeros(len(padded), np.int64)
-    for one in range(limits.num_buckets):
-        mine = bucket == one
-        microbatch[mine] = _next_fit(padded[mine], limits.microbatch_tokens)
-    count = int(microbatch.max(initial=0)) + 1
-    if limits.microbatches is not None and count > limits.microbatches:
-        raise _no_room(draw, padded, limits)
-    count = limits.microbatches or count
-    return _finish(draw, pieces, bucket * count + microbatch, count, limits)
+def backbone_balance(
+    cost: CostFn = costs.llama_12b,
+    *,
+    method: Method = "greedy",
+    objective: Objective | None = None,
+    level: Level = "interleaved",
+    group_size: int | None = None,
+    reorder: bool = False,
+    broadcast: Collection[str] = (),
+) -> Strategy:
+    """Return the strategy that gives every data-parallel group the same cost in every microbatch.
+
+    Args:
+        cost: What a sequence costs: a model of `ol.costs`, or a function of lengths.
+        method: See `DGraph.balance`.
+        objective: See `DGraph.balance`. By default "pipeline" on a mesh with pipeline stages, else "lockstep".
+        level: See `DGraph.balance`.
+        group_size: Balance inside groups of so many data-parallel groups.
+        reorder: Whether the longest sequence of a microbatch comes first.
+        broadcast: Axes along which the trainer broadcasts.
+    """
+
+    def backbone_balance(buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+        graph = DGraph.from_buffer(buffer, tree, modality="tokens").mix()
+        graph = graph.distribute(axis="DP", group_size=group_size).cost(cost)
+        graph = graph.balance(method, objective=_objective(objective, tree), level=level, reorder=reorder)
+        return _broadcast(graph, broadcast).plan()
+
+    return backbone_balance
 
 
-def pad_lengths(lengths: npt.NDArray[np.integer], multiple: int) -> Int64s:
-    """Round lengths up to a multiple.
+def vlm_hybrid(
+    encoder: CostFn = costs.vit_2b,
+    backbone: CostFn = costs.llama_12b,
+    *,
+    scope: Scope = "world",
+    split: bool = False,
+    method: Method = "greedy",
+    objective: Objective | None = None,
+    broadcast: Collection[str] = (),
+) -> Strategy:
+    """Return the strategy that balances images over all ranks and tokens over the data-parallel groups.
+
+    Args:
+        encoder: What an image of so many patches costs.
+        backbone: What a sequence of so many tokens costs.
+        scope: "world": images may go to any rank; "group": only to ranks of the group that holds their tokens.
+        split: Whether images that cost more than an even share are cut into runs of patches for several ranks.
+        method: How tokens are balanced.
+        objective: What is made small for the tokens, as in `backbone_balance`.
+        broadcast: Axes along which the trainer broadcasts the tokens.
+    """
+    tokens = backbone_balance(backbone, method=method, objective=objective, broadcast=broadcast)
+
+    def vlm_hybrid(buffer: Buffer, tree: ClientPlaceTree) -> dict[str, LoadingPlan]:
+        plan = tokens(buffer, tree)
+        assert isinstance(plan, LoadingPlan)
+        images = DGraph.from_buffer(buffer, tree, modality="images").mix()
+        images = images.distribute(axis="WORLD").cost(encoder).toward(plan, scope)
+        return {"backbone": plan, "encoder": (images.split() if split else images).balance("greedy").plan()}
+
+    return vlm_hybrid
+
+
+def long_short(
+    cost: CostFn = costs.llama_12b,
+    *,
+    threshold: int | None = None,
+    objective: Objective | None = None,
+    broadcast: Collection[str] = (),
+) -> Strategy:
+    """Return the strategy that keeps long and short sequences in microbatches of their own, each kind balanced.
+
+    All ranks meet the long sequences in the same microbatches, so nobody with short ones waits for them.
+
+    Args:
+        cost: What a sequence costs.
+        threshold: Tokens from which a sequence is long (default: half the context).
+        objective: See `DGraph.balance`.
+        broadcast: Axes along which the trainer broadcasts.
+    """
+    if threshold is not None and (not isinstance(threshold, int) or threshold < 1):
+        raise SpecError(f"long_short: threshold is {threshold!r:.80}, not a number of tokens. Use 1 or more.")
+
+    def long_short(buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+        graph = DGraph.from_buffer(buffer, tree, modality="tokens").mix().distribute("DP").cost(cost)
+        aim = _objective(objective, tree)
+        long = graph.items.length >= (buffer.limits.context_length // 2 if threshold is None else threshold)
+        if long.all() or not long.any() or buffer.limits.microbatches is not None:
+            return _broadcast(graph.balance("greedy", objective=aim), broadcast).plan()
+        kinds = [graph.where(long, "long sequences"), graph.where(~long, "short sequences")]
+        first, second = (_broadcast(g.balance("greedy", objective=aim), broadcast).plan() for g in kinds)
+        return first.then(second)
+
+    return long_short
+
+
+def hdp(cost: CostFn = costs.llama_12b, *, equal_counts: bool = False, broadcast: Collection[str] = ()) -> Strategy:
+    """Return ByteScale's hybrid data parallelism: every DP x CP rank is a consumer of its own.
+
+    A sequence that fits one rank (microbatch_tokens / cp) stays there; a longer one is spread over an aligned block
+    of 2, 4, .. ranks. Every rank of a block runs the same shared sequences in the same order.
+
+    Args:
+        cost: What a sequence costs.
+        equal_counts: Whether all ranks get the same number of microbatches (FSDP, EP), with dummies.
+        broadcast: Axes along which the trainer broadcasts.
+    """
+
+    def hdp(buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+        graph = DGraph.from_buffer(buffer, tree, modality="tokens").mix()
+        graph = graph.distribute(axis="CP").cost(cost).balance("greedy", reorder=False, equal_counts=equal_counts)
+        return _broadcast(graph, broadcast).plan()
+
+    return hdp
+
+
+def curriculum(stages: Sequence[tuple[int, Strategy]]) -> Strategy:
+    """Return a strategy that changes at given steps, as a run goes from short to long sequences.
+
+    What is drawn changes with `Mixture.stages` or `Mixture.linear`; this changes where it goes.
 
     Example:
-        >>> pad_lengths(np.array([1, 4, 5]), 4).tolist()
-        [4, 4, 8]
+        >>> strategy = curriculum([(0, backbone_balance()), (10_000, long_short())])
     """
-    return -(-lengths.astype(np.int64) // multiple) * multiple
+    stages = list(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else []
+    pairs = [stage for stage in stages if isinstance(stage, (tuple, list)) and len(stage) == 2 and callable(stage[1])]
+    starts = [pair[0] for pair in pairs if isinstance(pair[0], int)]
+    rising = all(a < b for a, b in itertools.pairwise(starts))
+    if len(starts) != len(stages) or not starts or starts[0] != 0 or not rising:
+        raise SpecError(
+            f"curriculum: stages are {stages!r:.80}; some steps would have no strategy, or two. Give pairs of (first "
+            "step, strategy) that begin with step 0, each later than the one before."
+        )
+
+    def curriculum(buffer: Buffer, tree: ClientPlaceTree) -> object:
+        chosen = [strategy for step, strategy in stages if step <= buffer.step][-1]
+        return chosen(buffer, tree)
+
+    return curriculum  # type: ignore[return-value]
 
 
-def _measure(draw: Draw, limits: Limits) -> tuple[Pieces, Int64s, Int64s]:
-    pieces = cut_pieces(draw.meta["tokens"], limits.context_length)
-    padded = pad_lengths(pieces.length, limits.pad_multiple)
-    return pieces, padded, sequence_cost(padded)
+def _objective(given: Objective | None, tree: ClientPlaceTree) -> Objective:
+    """Return what to make small: microbatches of expert parallelism meet, those of a pipeline follow one another."""
+    return given or ("pipeline" if tree.pp > 1 and not tree.is_lockstep else "lockstep")
 
 
-def _microbatch_counts(padded: Int64s, limits: Limits) -> range:
-    if limits.microbatches is not None:
-        return range(limits.microbatches, limits.microbatches + 1)
-    total, room = int(padded.sum()), limits.num_buckets * limits.microbatch_tokens
-    least = max(1, -(-total // room))
-    first = least if least == 1 and total <= SLACK * room else max(1, int(np.ceil(total / (SLACK * room))))
-    # Greedy places every piece once each bin is at most half full.
-    return range(first, 2 * least + 2)
-
-
-def _next_fit(padded: Int64s, capacity: int) -> Int64s:
-    out = np.empty(len(padded), np.int64)
-    current, used = 0, 0
-    for i, size in enumerate(padded.tolist()):
-        if used + size > capacity and used:
-            current, used = current + 1, 0
-        used += size
-        out[i] = current
-    return out
-
-
-def _finish(draw: Draw, pieces: Pieces, places: Int64s, count: int, limits: Limits) -> LoadingPlan:
-    # Inside a microbatch the drawing order is kept.
-    order = np.argsort(places, kind="stable")
-    offsets = np.zeros(limits.num_buckets * count + 1, np.int64)
-    np.cumsum(np.bincount(places, minlength=limits.num_buckets * count), out=offsets[1:])
-    return LoadingPlan(
-        draw=draw,
-        pieces=pieces.take(order),
-        bin_offsets=offsets,
-        num_buckets=limits.num_buckets,
-        num_microbatches=count,
-        pad_multiple=limits.pad_multiple,
-        global_loss_tokens=int(draw.meta["loss_tokens"].sum()),
-    )
-
-
-def _no_room(draw: Draw, padded: Int64s, limits: Limits) -> PlanError:
-    return PlanError(
-        f"step {draw.step}: {len(padded)} pieces of {int(padded.sum())} tokens do not fit into {limits.num_buckets} "
-        f"data-parallel ranks x {limits.microbatches or 'any number of'} microbatches of {limits.microbatch_tokens} "
-        "tokens; a rank would run out of memory. Raise batch.microbatches or batch.microbatch_tokens, or lower the "
-        "global batch."
-    )
+def _broadcast(graph: DGraph, axes: Collection[str]) -> DGraph:
+    for axis in (axes,) if isinstance(axes, str) else axes:
+        graph = graph.broadcast_at(axis)
+    return graph

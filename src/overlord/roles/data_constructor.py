@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.messages import LoaderOrder
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.core.samples import Cursor
 from overlord.roles.ports import Loaders
 from overlord.roles.views import StepHeader
 from overlord.transforms.per_microbatch import PackedMicrobatch, StepSamples, join_payloads, pack_microbatch
@@ -27,17 +25,10 @@ class DataConstructor:
         self._loaders = loaders
         self._patch_bytes = patch_bytes
 
-    def gather(self, plan: LoadingPlan, ends: Mapping[int, Cursor]) -> Callable[[], StepSamples]:
-        """Ask the SourceLoaders for the samples of a step; call the result to wait for them.
-
-        Args:
-            plan: The step's plan.
-            ends: Where the step leaves each source.
-        """
-        orders = [
-            LoaderOrder(plan.step, int(source), plan.draw.meta[plan.draw.source == source], ends[int(source)])
-            for source in np.unique(plan.draw.source)
-        ]
+    def gather(self, plan: LoadingPlan) -> Callable[[], StepSamples]:
+        """Ask the SourceLoaders for the samples of a step; call the result to wait for them."""
+        drawn = np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist()
+        orders = [plan.order_of(source) for source in drawn]
         collect = self._loaders.loader_do_plan(orders)  # (2) positional fetches from the SourceLoaders
         return lambda: join_payloads(plan, collect())
 
@@ -55,8 +46,13 @@ class DataConstructor:
             allocate=allocate,
         )
 
-    def view_names(self, rank: int, packed: PackedMicrobatch) -> dict[str, str]:
-        """Return which arrays of a microbatch a rank needs: batch key -> array name."""
+    def view_names(self, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> dict[str, str]:
+        """Return which arrays of a microbatch a rank needs: batch key -> array name.
+
+        None for a rank that gets them by the trainer's own broadcast.
+        """
+        if not self.fetches(rank, plan):
+            return {}
         at = self._tree.coords(rank)
         names = {spec.name for spec in packed.arrays}
         wanted: dict[str, str] = {}
@@ -66,16 +62,38 @@ class DataConstructor:
                     wanted[key] = name
         return wanted | {name: name for name in names if name.startswith("meta.")}
 
-    def bucket_of(self, rank: int) -> int:
-        """Return the data-parallel bucket that feeds a rank."""
-        return self._tree.coords(rank).dp
+    def bucket_of(self, rank: int, plan: LoadingPlan) -> int:
+        """Return the bucket of a plan that feeds a rank."""
+        return self._tree.bucket_of(plan.axis, rank)
+
+    def buckets_of(self, ranks: Collection[int], plan: LoadingPlan) -> set[int]:
+        """Return the buckets of a plan that some ranks fetch."""
+        return {self.bucket_of(rank, plan) for rank in ranks if self.fetches(rank, plan)}
+
+    def bins_of(self, ranks: Collection[int], plan: LoadingPlan) -> list[tuple[int, int]]:
+        """Return (bucket, microbatch) of all that some ranks fetch, in the order in which it is needed."""
+        counts, buckets = plan.microbatch_counts, sorted(self.buckets_of(ranks, plan))
+        most = max((int(counts[bucket]) for bucket in buckets), default=0)
+        return [(bucket, m) for m in range(most) for bucket in buckets if m < counts[bucket]]
+
+    def fetches(self, rank: int, plan: LoadingPlan) -> bool:
+        """Whether a rank fetches its data itself."""
+        return not plan.broadcast or self._tree.fetches(rank, plan.broadcast)
+
+    def header_of(self, rank: int, plan: LoadingPlan) -> StepHeader:
+        """Return what the client of a rank learns of a step before its data."""
+        count = int(plan.microbatch_counts[self.bucket_of(rank, plan)])
+        return header_of(plan, count, fetches=self.fetches(rank, plan))
 
 
-def header_of(plan: LoadingPlan) -> StepHeader:
-    """Return what clients learn of a step before its data."""
+def header_of(plan: LoadingPlan, count: int, *, fetches: bool) -> StepHeader:
+    """Return the header of a step with so many microbatches."""
     return StepHeader(
         index=plan.step,
-        num_microbatches=plan.num_microbatches,
+        num_microbatches=count,
+        fetches=fetches,
+        mixture_version=plan.draw.mixture_version,
+        weights=plan.draw.weights,
         global_loss_tokens=plan.global_loss_tokens,
         global_tokens=int(plan.draw.meta["tokens"].sum()),
         global_samples=len(plan.draw),

@@ -9,6 +9,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,20 +17,28 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.messages import MetaRequest
+from overlord.core.messages import MetaDelta, MetaRequest
 from overlord.core.order import BEGIN
 from overlord.core.plan import Draw
 from overlord.core.samples import META, OVERLONG, Cursor, MetaArray
 from overlord.core.specs import Job, Mixture
 from overlord.core.states import StreamState
 from overlord.errors import PlanError
-from overlord.planning.drawing import Budget, Pause, Supply, draw_more
+from overlord.planning.drawing import Budget, Pause, Supply, Tally, draw_more
 from overlord.planning.mixing import SUBSTEPS, integer_weights
+from overlord.roles.inputs import InputLog
+from overlord.roles.mixer import Mixer
 from overlord.roles.ports import Loaders
 
 _UNLIMITED = 1 << 60
 _ONCE = ("first_exhausted", "all_exhausted_without_replacement")
 
+_RAW = np.dtype((np.void, META.itemsize))
+"""Rows of metadata seen as plain bytes: numpy copies those ten times as fast as it copies records."""
+_FIRST_GUESS = 256.0
+"""Tokens of a sample of which nothing is known."""
+
+Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
@@ -41,30 +50,100 @@ class DrawnStep:
     after: StreamState
 
 
-class _Track:
-    """What is known of one source beyond its cursor."""
+class _Stock:
+    """Metadata at hand of all sources: each has a stretch of one array, with room to grow."""
 
-    def __init__(self, cursor: Cursor) -> None:
-        self.next_cursor = cursor
+    def __init__(self, state: StreamState) -> None:
+        num = len(state.epoch)
+        self.next = np.stack([state.epoch, state.group, state.offset], axis=1)
+        """Where the metadata that is not at hand begins: rows of (epoch, group, offset)."""
+        self.mean_tokens = np.full(num, _FIRST_GUESS)
         self.meta: MetaArray = np.empty(0, META)
-        self.mean_tokens = 256.0
+        self.supply = Supply(np.empty(0, np.int32), np.empty(0, np.int32), *np.zeros((3, num), np.int64))
+        self._room = np.zeros(num, np.int64)
+        self._end = 0
+
+    @property
+    def left(self) -> Int64s:
+        """Rows of each source that are at hand and not drawn."""
+        return self.supply.held - self.supply.taken
+
+    def add(self, deltas: Sequence[MetaDelta]) -> None:
+        """Take in what loaders told, at most one delta a source."""
+        which = np.array([delta.source for delta in deltas])
+        sizes = np.array([len(delta.meta) for delta in deltas])
+        self._make_room(which, sizes)
+        tokens = np.concatenate([delta.meta["tokens"] for delta in deltas])
+        supply, raw, given = self.supply, self.meta.view(_RAW), np.cumsum(sizes) - sizes
+        places = zip(deltas, (supply.base + supply.held)[which].tolist(), given.tolist(), sizes.tolist(), strict=True)
+        for delta, begin, at, size in places:
+            raw[begin : begin + size] = delta.meta.view(_RAW)
+            supply.tokens[begin : begin + size] = tokens[at : at + size]
+            supply.flags[begin : begin + size] = delta.meta["flags"]
+        means = np.add.reduceat(tokens, given) / sizes
+        self.mean_tokens[which] += (means - self.mean_tokens[which]) * sizes / (sizes + 16)  # few rows tell little
+        self.next[which] = [delta.next_cursor for delta in deltas]
+        supply.held[which] += sizes
+
+    def _make_room(self, which: Int64s, sizes: Int64s) -> None:
+        supply, room = self.supply, self._room
+        needed = self.left[which] + sizes
+        cramped = which[supply.held[which] + sizes > room[which]]
+        grown = which[needed > room[which]]
+        # Little to spare at first; twice as much for those that turn out to need more.
+        room[grown] = needed[needed > room[which]] * np.where(room[grown] > 0, 8, 5) // 4 + 16
+        if self._end + room[grown].sum() > len(self.meta):
+            self._lay_out()
+            return
+        target = supply.base.copy()
+        target[grown] = self._end + np.cumsum(room[grown]) - room[grown]
+        self._end += int(room[grown].sum())
+        self._move(cramped, target, self.meta, supply.tokens, supply.flags)
+
+    def _lay_out(self) -> None:
+        """Begin anew with longer arrays: what is at hand moves, each source with its room."""
+        self._end = int(self._room.sum())
+        meta = np.empty(2 * self._end, META)
+        tokens, flags = np.empty((2, len(meta)), np.int32)
+        self._move(np.flatnonzero(self._room), np.cumsum(self._room) - self._room, meta, tokens, flags)
+        self.meta, self.supply = meta, self.supply._replace(tokens=tokens, flags=flags)
+
+    def _move(self, which: Int64s, target: Int64s, meta: MetaArray, tokens: Int32s, flags: Int32s) -> None:
+        """Move what is at hand of some sources to where they shall begin; what was drawn is dropped."""
+        supply, count = self.supply, self.left[which]
+        pairs = ((self.meta.view(_RAW), meta.view(_RAW)), (supply.tokens, tokens), (supply.flags, flags))
+        begin = (supply.base + supply.taken)[which]
+        for at, to, num in np.stack([begin, target[which], count], axis=1)[count > 0].tolist():
+            for old, new in pairs:
+                new[to : to + num] = old[at : at + num]
+        supply.base[which], supply.held[which], supply.taken[which] = target[which], count, 0
+
+    def cursors(self) -> Int64s:
+        """Return where each source stands: rows of (epoch, group, offset)."""
+        out = self.next.copy()
+        some = np.flatnonzero(self.left)
+        head = self.meta[self.supply.base[some] + self.supply.taken[some]]
+        out[some] = np.stack([head["epoch"], head["group"], head["offset"]], axis=1)
+        return out
 
 
 class Drawer:
     """Draws steps in order, beginning at a state."""
 
-    def __init__(self, job: Job, loaders: Loaders, state: StreamState, base: Mapping[str, float]) -> None:
+    def __init__(
+        self, job: Job, loaders: Loaders, state: StreamState, base: Mapping[str, float], inputs: InputLog
+    ) -> None:
         self._job = job
-        self._mixture = job.mixture
         self._names = tuple(source.name for source in job.sources)
         self._loaders = loaders
         self._base = base
+        self._inputs = inputs
         self._state = state
         self._awake: set[int] = set()
         self._barren: set[int] = set()
         self._begin_at(state)
-        once = self._mixture.stopping in _ONCE
-        self._most_epochs: float = 1 if once else self._mixture.max_repetition or math.inf
+        once = job.mixture.stopping in _ONCE
+        self._most_epochs: float = 1 if once else job.mixture.max_repetition or math.inf
 
     @property
     def state(self) -> StreamState:
@@ -75,14 +154,28 @@ class Drawer:
         """Draw the next step, or return None at the end of the stream."""
         if self._stopped:
             return None
+        before = self._state
         try:
-            return self._draw()
+            self.mixer.begin(self._state.step)
+            for _ in range(self._inputs.skips_at(self._state.step)):
+                passed_over = self._draw()
+                if passed_over is None:
+                    return None
+                self._state = dataclasses.replace(passed_over.after, step=self._state.step)
+            drawn = self._draw()
+            if drawn is not None:
+                self.mixer.end(drawn.draw)
+                self._state = dataclasses.replace(drawn.after, mixer=self.mixer.state())
+                drawn = DrawnStep(drawn.draw, self._state)
+            return drawn
         except BaseException:
-            self._begin_at(self._state)  # what was half drawn must not be missing when it is asked for again
+            self._begin_at(before)  # what was half drawn must not be missing when it is asked for again
             raise
 
     def _begin_at(self, state: StreamState) -> None:
-        self._tracks = [_Track(state.cursor(i)) for i in range(len(self._names))]
+        self._state = state
+        self.mixer = Mixer(self._job, self._base, self._inputs, state.step, state.mixer)
+        self._stock = _Stock(state)
         self._stopped = bool(state.finished.all())
         self._barren.clear()
 
@@ -91,26 +184,24 @@ class Drawer:
         work = self._state.copy()
         batch = self._job.batch
         budget = Budget(batch.global_samples or _UNLIMITED, batch.global_tokens or _UNLIMITED)
-        parts: list[tuple[Int64s, MetaArray]] = []
+        parts: list[tuple[Int32s, MetaArray]] = []
         first = weights = self._weights(float(step))
         self._rest_undrawn(weights)
-        for part in range(SUBSTEPS if self._mixture.granularity == "substep" else 1):
+        for part in range(SUBSTEPS if self._job.mixture.granularity == "substep" else 1):
             if part:
                 weights = self._weights(step + part / SUBSTEPS)
-            self._draw_part(work, _part_of(budget, part, self._mixture), weights, budget, parts)
+            self._draw_part(work, _part_of(budget, part, self._job.mixture), weights, budget, parts)
             if self._stopped:
                 break
-        source = np.concatenate([p[0] for p in parts]) if parts else np.empty(0, np.int64)
         short = self._stopped and budget.samples < budget.max_samples and budget.tokens < budget.max_tokens
-        if len(source) == 0 or (short and self._job.drop_last):
+        if not parts or (short and self._job.drop_last):
             return None
         if self._stopped:
             work.finished[:] = 1  # a stream that is resumed here has ended as well
-        meta = np.concatenate([p[1] for p in parts])
-        draw = Draw(step, self._names, source.astype(np.int32), meta, tuple(first))
+        source, raw = parts[0] if len(parts) == 1 else (np.concatenate(column) for column in zip(*parts, strict=True))
+        draw = Draw(step, self._names, source, raw.view(META), tuple(first), self.mixer.version)
         self._refuse_overlong(draw)
-        self._state = self._after(work, draw)
-        return DrawnStep(draw, self._state)
+        return DrawnStep(draw, self._after(work))
 
     def _rest_undrawn(self, weights: Sequence[float]) -> None:
         awake = {i for i, weight in enumerate(weights) if weight > 0}
@@ -119,7 +210,7 @@ class Drawer:
         self._awake = awake
 
     def _weights(self, position: float) -> list[float]:
-        return self._mixture.weights_at(position, self._names, self._base)
+        return self.mixer.weights(position)
 
     def _draw_part(
         self,
@@ -127,103 +218,64 @@ class Drawer:
         part: Budget,
         weights: Sequence[float],
         whole: Budget,
-        parts: list[tuple[Int64s, MetaArray]],
+        parts: list[tuple[Int32s, MetaArray]],
     ) -> None:
         exact = integer_weights(weights, work.finished == 0)
         self._top_up(exact, part)
-        supply = self._supply()
         while True:
-            before = supply.taken.copy()
+            supply, taken = self._stock.supply, self._stock.supply.taken.copy()
             pause, which, source, rows = draw_more(
                 supply,
                 exact,
-                work.deficit,
-                work.skipped,
+                Tally(work.deficit, work.samples, work.tokens, work.skipped),
                 part,
-                by_tokens=self._mixture.level == "token",
-                sequential=self._mixture.order == "sequential",
+                by_tokens=self._job.mixture.level == "token",
+                sequential=self._job.mixture.order == "sequential",
             )
-            work.passed[:] += supply.taken - before
+            work.passed[:] += supply.taken - taken
             if len(source):
-                parts.append((source, self._rows_of(supply, source, rows)))
-                self._barren.difference_update(np.unique(source).tolist())
+                parts.append((source, self._stock.meta.view(_RAW).take(rows)))
+                if self._barren:
+                    self._barren.difference_update(np.flatnonzero(np.bincount(source)).tolist())
             if pause is Pause.FULL:
                 break
             if pause is Pause.DRY:
                 self._stopped = True
                 break
-            if pause is Pause.ENDED:
-                self._end_epoch(work, which, np.asarray(weights) > 0)
-                if self._stopped:
-                    break
-                exact = integer_weights(weights, work.finished == 0)
+            if pause is Pause.STARVED:
+                self._top_up(exact, part, starved=which)
                 continue
-            self._drop_taken(supply)
-            self._fetch({which: max(16, self._expected(which, exact, part))})
-            supply = self._supply()
-        self._drop_taken(supply)
+            self._end_epoch(work, which, np.asarray(weights) > 0)
+            if self._stopped:
+                break
+            if work.finished[which]:
+                exact = integer_weights(weights, work.finished == 0)
         whole.samples, whole.tokens = part.samples, part.tokens
 
-    def _top_up(self, weights: Int64s, part: Budget) -> None:
-        """Ask for what the budget will probably need, all sources at once."""
-        open_ended = [
-            i for i in np.flatnonzero(weights).tolist() if self._tracks[i].next_cursor.epoch < self._most_epochs
-        ]
-        wanted = {i: self._expected(i, weights, part) - len(self._tracks[i].meta) for i in open_ended}
-        self._fetch({i: count for i, count in wanted.items() if count > 0})
+    def _top_up(self, weights: Int64s, part: Budget, starved: int | None = None) -> None:
+        """Ask for what the budget will probably need, all sources at once; less may come where a group ends."""
+        stock = self._stock
+        expected = self._expected(weights, part)
+        wanted = expected - stock.left
+        wanted[(weights <= 0) | (stock.next[:, 0] >= self._most_epochs)] = 0
+        if starved is not None:
+            # Those that lack much would starve next. A few rows are no reason to ask: the draw keeps within one.
+            wanted[wanted <= 2 + expected // 8] = 0
+            wanted[starved] = max(16, expected[starved])
+        asked = np.flatnonzero(wanted > 0).tolist()
+        if asked:
+            requests = [MetaRequest(i, Cursor(*stock.next[i].tolist()), int(wanted[i])) for i in asked]
+            stock.add(self._loaders.summary_buffer(requests))  # (4) metadata of what the loaders hold
 
-    def _expected(self, source: int, weights: Int64s, part: Budget) -> int:
-        share = float(weights[source]) / max(float(weights.sum()), 1.0)
-        track = self._tracks[source]
-        if self._mixture.order == "sequential":
-            share = 1.0
-        by_tokens = self._mixture.level == "token"
-        samples = share * (part.max_samples - part.samples)
-        if part.max_tokens < _UNLIMITED:
-            left = part.max_tokens - part.tokens
-            drawn = [t for t in self._tracks if t.meta.size or t.mean_tokens != 256.0] or self._tracks
-            mean = track.mean_tokens if by_tokens else float(np.mean([t.mean_tokens for t in drawn]))
-            samples = min(samples, share * left / max(mean, 1.0))
-        if self._mixture.order == "sequential":
-            samples = min(samples, 64.0)
-        return math.ceil(samples) + 1
-
-    def _fetch(self, wanted: dict[int, int]) -> None:
-        """Ask loaders for so many more samples of each source; less may come where a group ends."""
-        if not wanted:
-            return
-        requests = [MetaRequest(i, self._tracks[i].next_cursor, count) for i, count in wanted.items()]
-        for delta in self._loaders.summary_buffer(requests):  # (4) metadata of what the loaders hold
-            track = self._tracks[delta.source]
-            track.mean_tokens = 0.5 * track.mean_tokens + 0.5 * float(delta.meta["tokens"].mean())
-            track.meta = np.concatenate([track.meta, delta.meta])
-            track.next_cursor = delta.next_cursor
-
-    def _supply(self) -> Supply:
-        metas = [track.meta for track in self._tracks]
-        count = np.array([len(m) for m in metas], np.int64)
-        joined = np.concatenate(metas)
-        return Supply(
-            tokens=joined["tokens"].astype(np.int64),
-            flags=np.ascontiguousarray(joined["flags"]),
-            base=np.cumsum(count) - count,
-            count=count,
-            taken=np.zeros(len(count), np.int64),
-        )
-
-    def _rows_of(self, supply: Supply, source: Int64s, rows: Int64s) -> MetaArray:
-        out = np.empty(len(source), META)
-        for one in np.unique(source):
-            mine = source == one
-            out[mine] = self._tracks[one].meta[rows[mine] - supply.base[one]]
-        return out
-
-    def _drop_taken(self, supply: Supply) -> None:
-        for track, taken in zip(self._tracks, supply.taken.tolist(), strict=True):
-            if taken:
-                track.meta = track.meta[taken:]
-        supply.count -= supply.taken
-        supply.taken[:] = 0
+    def _expected(self, weights: Int64s, part: Budget) -> Int64s:
+        """Return how many more samples of each source the budget will probably take."""
+        means = np.maximum(self._stock.mean_tokens, 1.0)
+        rate = weights / means if self._job.mixture.level == "token" else weights.astype(np.float64)
+        rate /= max(float(rate.sum()), 1e-9)
+        samples = min(part.max_samples - part.samples, (part.max_tokens - part.tokens) / max(float(rate @ means), 1.0))
+        if self._job.mixture.order == "sequential":
+            return np.full(len(weights), math.ceil(min(samples, 64)) + 1)
+        return np.ceil(rate * samples).astype(np.int64) + 1
 
     def _end_epoch(self, work: StreamState, source: int, drawn: npt.NDArray[np.bool_]) -> None:
         if source in self._barren:
@@ -239,7 +291,7 @@ class Drawer:
         work.passed[source] = 0
         completed = int(work.epoch[source]) + 1
         work.epoch[source] = completed  # exact again in _after; here it counts epochs ended inside this step
-        mixture = self._mixture
+        mixture = self._job.mixture
         if completed >= self._most_epochs:
             work.finished[source] = 1
             work.deficit[source] = 0
@@ -248,21 +300,15 @@ class Drawer:
         if mixture.stopping == "all_exhausted":
             self._stopped = bool((work.epoch[drawn] > 0).all())
 
-    def _after(self, work: StreamState, draw: Draw) -> StreamState:
-        for i, track in enumerate(self._tracks):
-            head = track.meta[0] if len(track.meta) else None
-            cursor = (
-                track.next_cursor
-                if head is None
-                else Cursor(int(head["epoch"]), int(head["group"]), int(head["offset"]))
-            )
-            # At the beginning of an epoch a state must not tell whether somebody has looked at its first rows.
-            work.epoch[i], work.group[i], work.offset[i] = cursor if work.passed[i] else (cursor.epoch, BEGIN, 0)
-        work.samples[:] += np.bincount(draw.source, minlength=len(work.samples))
-        np.add.at(work.tokens, draw.source, draw.meta["tokens"])
-        return StreamState(self._state.step + 1, *(getattr(work, name) for name in StreamState.columns()))
+    def _after(self, work: StreamState) -> StreamState:
+        work.epoch[:], work.group[:], work.offset[:] = self._stock.cursors().T
+        # At the beginning of an epoch a state must not tell whether somebody has looked at its first rows.
+        work.group[work.passed == 0], work.offset[work.passed == 0] = BEGIN, 0
+        return dataclasses.replace(work, step=self._state.step + 1)
 
     def _refuse_overlong(self, draw: Draw) -> None:
+        if self._job.overlength != "error":
+            return
         wrong = np.flatnonzero(draw.meta["flags"] & OVERLONG)
         if len(wrong):
             raise PlanError(

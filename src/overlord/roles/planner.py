@@ -1,30 +1,32 @@
 """Planner: makes plan t once, from the loaders' metadata, and remembers what is needed to make it again.
 
 Rules of this file:
-1. Inputs (reports) are durable before they are used. Plans are derivable: only a record of each is kept.
+1. Inputs (reports, changes) are durable before they are used. Plans are derivable: only a record of each is kept.
 2. A snapshot never runs ahead of the clients: what it resumes at has been delivered up to there.
 3. A plan that is made again must have the digest it had; otherwise the files under it have changed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from overlord.core.plan import Draw, LoadingPlan
-from overlord.core.samples import Cursor
-from overlord.core.specs import Job
+from overlord.core.plan import Buffer, Draw, Limits, LoadingPlan
+from overlord.core.specs import Job, Mixture
 from overlord.core.states import StreamState
 from overlord.errors import PlanError, SpecError
 from overlord.roles.drawer import Drawer
+from overlord.roles.inputs import Change, InputLog, check_mixture
 from overlord.roles.ports import Loaders
 from overlord.stores.checkpoints import CheckpointFolder
 from overlord.stores.journal import Journal
 
-Strategy = Callable[[Draw], LoadingPlan]
+MakePlan = Callable[[Buffer], LoadingPlan]
+"""A strategy bound to its mesh, with its answer checked."""
 
 CACHED_PLANS = 32
 KEPT_STATES = 256
@@ -42,10 +44,11 @@ class Planner:
         self,
         job: Job,
         loaders: Loaders,
-        strategy: Strategy,
+        make_plan: MakePlan,
         *,
+        limits: Limits,
         state: StreamState,
-        reports: Mapping[int, Any],
+        inputs: InputLog,
         parts: Mapping[str, Any],
         base_weights: Mapping[str, float],
         journal: Journal,
@@ -53,13 +56,15 @@ class Planner:
     ) -> None:
         self._job = job
         self._loaders = loaders
-        self._strategy = strategy
+        self._make_plan = make_plan
+        self._limits = limits
+        self._inputs = inputs
         self._parts = parts
         self._base = base_weights
         self._journal = journal
         self._checkpoints = checkpoints
         self._names = tuple(source.name for source in job.sources)
-        self._drawer = Drawer(job, loaders, state, base_weights)
+        self._drawer = Drawer(job, loaders, state, base_weights, inputs)
         self._first_step = state.step
         self._states: dict[int, StreamState] = {state.step: state}
         self._replayed: OrderedDict[int, StreamState] = OrderedDict()
@@ -67,7 +72,7 @@ class Planner:
         self._digests: dict[int, str] = {}
         self._end: int | None = None
         self._passed = self._saved = state.step
-        self._reports: dict[int, dict[str, float]] = {int(k): dict(v) for k, v in reports.items()}
+        self._weights: tuple[float, ...] = ()
 
     @property
     def next_step(self) -> int:
@@ -100,10 +105,24 @@ class Planner:
             self._plan_next()
         return self._plans.get(step)
 
-    def ends(self, step: int) -> dict[int, Cursor]:
-        """Return where a planned step leaves each source."""
-        after = self._state_before(step + 1)
-        return {i: after.cursor(i) for i in range(len(self._names))}
+    def summary_buffer(self, step: int) -> Buffer | None:
+        """Return what a strategy sees of a step: its draw with the metadata; None past the end of the stream."""
+        plan = self.plan_raw(step)
+        return None if plan is None else Buffer(plan.draw, self._limits)
+
+    @property
+    def mixture(self) -> Mixture:
+        """The mixture in force."""
+        return self._drawer.mixer.mixture
+
+    @property
+    def latest_weights(self) -> tuple[float, ...]:
+        """The weights of the newest plan."""
+        return self._weights
+
+    def missing_report(self, step: int) -> int | None:
+        """Return the step whose report must come before a step can be planned."""
+        return self._drawer.mixer.missing_report(step) if step == self._drawer.state.step else None
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state before a step as JSON."""
@@ -112,22 +131,43 @@ class Planner:
         if step > self._drawer.state.step:
             self.plan_raw(step - 1)
         state = self._state_before(step)
-        recent = {s: m for s, m in self._reports.items() if step - self._job.lag <= s < step}
-        return state.to_json(self._names, self._parts, recent)
+        recent = self._inputs.recent(step - self._job.lag, step)
+        return state.to_json(self._names, self._parts, recent, self._inputs.changes_from(step))
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the trainer's metrics of a step; the first report of a step counts."""
-        if step in self._reports:
-            return
         if step >= self.next_step:
             raise SpecError(
                 f"report: step {step} has not been planned yet (the next one is {self.next_step}); it cannot have been "
                 "trained on. Report `step.index` of a step that was handed out."
             )
-        self._journal.append({"kind": "report", "step": step, "metrics": dict(metrics)}, durable=True)
-        self._reports[step] = dict(metrics)
-        for old in [s for s in self._reports if s < step - 2 * self._job.lag]:
-            del self._reports[old]
+        if self._inputs.report_of(step) is None:
+            self._drawer.mixer.check_report(step, metrics)
+            self._inputs.add_report(step, metrics)
+
+    def set_mixture(self, mixture: Mixture, at_step: int | None = None) -> int:
+        """Change the mixture from a step on that is not planned yet (default: the next); return that step."""
+        check_mixture(mixture, self.mixture, self._names)
+        at = self._effective("set_mixture", at_step)
+        self._inputs.add_change(Change("mixture", at, mixture=mixture))
+        return at
+
+    def skip_steps(self, count: int, at_step: int | None = None) -> int:
+        """Pass over so many global batches before a step that is not planned yet; return that step."""
+        if count < 1:
+            raise SpecError(f"skip_steps: count is {count}; nothing would be skipped. Give 1 or more.")
+        at = self._effective("skip_steps", at_step)
+        self._inputs.add_change(Change("skip", at, count=count))
+        return at
+
+    def _effective(self, what: str, at_step: int | None) -> int:
+        at = self.next_step if at_step is None else at_step
+        if at < self.next_step:
+            raise SpecError(
+                f"{what}: step {at} is already planned (the next one is {self.next_step}), and what was promised "
+                f"stays. Use at_step={self.next_step} or more, or leave it out."
+            )
+        return at
 
     def passed(self, step: int) -> None:
         """Learn that every client has finished with the steps before this one; a snapshot follows now and then."""
@@ -158,24 +198,42 @@ class Planner:
             return
         after = drawn.after
         self._keep_state(after)
-        plan = self._strategy(drawn.draw)
+        plan = self._planned(drawn.draw, after)
+        self._record(plan, before, after)
+        self._remember(plan)
+
+    def _record(self, plan: LoadingPlan, before: StreamState, after: StreamState) -> None:
         moved = np.flatnonzero(
             (before.epoch != after.epoch) | (before.group != after.group) | (before.offset != after.offset)
         )
-        cursors = {self._names[i]: list(after.cursor(i)) for i in moved.tolist()}
-        record = {"kind": "plan", "step": step, "order": drawn.draw.digest, "plan": plan.digest, "cursors": cursors}
-        self._journal.append(record, durable=False)
-        self._digests[step] = plan.digest
-        self._remember(plan)
+        self._journal.append(
+            {
+                "kind": "plan",
+                "step": plan.step,
+                "order": plan.draw.digest,
+                "plan": plan.digest,
+                "mixture": plan.draw.mixture_version,
+                "cursors": {self._names[i]: list(after.cursor(i)) for i in moved.tolist()},
+            },
+            durable=False,
+        )
+        self._digests[plan.step] = plan.digest
+        self._weights = plan.draw.weights
+
+    def _planned(self, draw: Draw, after: StreamState) -> LoadingPlan:
+        plan = self._make_plan(Buffer(draw, self._limits))
+        return dataclasses.replace(plan, ends=np.stack([after.epoch, after.group, after.offset], axis=1))
 
     def _plan_again(self, step: int) -> LoadingPlan:
         """Make an old plan again from the nearest state before it."""
-        drawer = Drawer(self._job, self._loaders, self._state_before(step), self._base)
-        drawn = drawer.draw()
+        before = self._state_before(step)
+        drawn = Drawer(self._job, self._loaders, before, self._base, self._inputs).draw()
         plan = None
         if drawn is not None:
             self._keep_replayed(drawn.after)
-            plan = self._strategy(drawn.draw)
+            plan = self._planned(drawn.draw, drawn.after)
+            if step not in self._digests and step + KEPT_DIGESTS > self._drawer.state.step:
+                self._record(plan, before, drawn.after)  # its strategy failed when it was drawn
         if plan is None or self._digests.get(step, plan.digest) != plan.digest:
             raise PlanError(
                 f"step {step} was planned again and came out differently; ranks would see different data. A file "
@@ -189,7 +247,7 @@ class Planner:
             return known
         start = max(s for s in (*self._states, *self._replayed) if s <= step)
         begin = self._states.get(start) or self._replayed[start]
-        drawer = Drawer(self._job, self._loaders, begin, self._base)
+        drawer = Drawer(self._job, self._loaders, begin, self._base, self._inputs)
         while drawer.state.step < step:
             drawn = drawer.draw()
             if drawn is None:

@@ -15,6 +15,8 @@ from overlord.core.samples import SampleId
 
 Array = npt.NDArray[Any]
 
+_META_COLUMNS = ("source", "epoch", "row", "segment_offsets", "segment_lengths")
+
 
 @dataclass(frozen=True, slots=True)
 class StepHeader:
@@ -27,6 +29,11 @@ class StepHeader:
     global_samples: int
     order_digest: str
     plan_digest: str
+    mixture_version: int = 0
+    weights: Sequence[float] = ()
+    """The mixture's weights at the beginning of the step, one for each source."""
+    fetches: bool = True
+    """False for a rank that gets its batches by the trainer's own broadcast (`broadcast_at`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +51,14 @@ class BatchMeta:
     A dummy microbatch, which only keeps ranks in step, has one segment with source id -1.
     """
 
-    def __init__(self, names: tuple[str, ...], columns: Mapping[str, Array], cu_seqlens: Array) -> None:
+    def __init__(
+        self, names: tuple[str, ...], columns: Mapping[str, Array], cu_seqlens: Array, local_cp_size: int = 1
+    ) -> None:
         self._names = names
         self._columns = columns
         self.cu_seqlens = cu_seqlens
+        self.local_cp_size = local_cp_size
+        """Ranks that share this microbatch's sequences: cp, or less where hybrid data parallelism decides."""
 
     @property
     def source_ids(self) -> npt.NDArray[np.int32]:
@@ -85,9 +96,12 @@ class Batch(Mapping[str, Any]):
 
     def __init__(self, view: RankView, names: tuple[str, ...]) -> None:
         keys = {k: v for k, v in view.arrays.items() if not k.startswith("meta.")}
-        self._values: dict[str, Any] = {**keys, **view.scalars}
+        facts = {k.removeprefix("meta."): v for k, v in view.scalars.items() if k.startswith("meta.")}
+        self._values: dict[str, Any] = {**keys, **{k: v for k, v in view.scalars.items() if not k.startswith("meta.")}}
         columns = {k.removeprefix("meta."): v for k, v in view.arrays.items() if k.startswith("meta.")}
-        self.meta = BatchMeta(names, columns, view.arrays["cu_seq_lens_q"])
+        # A rank that gets its batch by broadcast fetches nothing, so nothing is known of its segments here.
+        columns = columns or {name: np.zeros(0, np.int64) for name in _META_COLUMNS}
+        self.meta = BatchMeta(names, columns, view.arrays.get("cu_seq_lens_q", np.zeros(1, np.int32)), **facts)
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
@@ -153,6 +167,12 @@ class Step:
         self.global_samples = header.global_samples
         self.order_digest = header.order_digest
         self.plan_digest = header.plan_digest
+        self.mixture_version = header.mixture_version
+        """Which mixture the step was drawn by; it grows with every report that counted and every live change."""
+        self.weights = tuple(header.weights)
+        """That mixture's weights, aligned with `batch.meta.source_names`."""
+        self.fetches = header.fetches
+        """False where the trainer broadcasts to this rank: its batches are empty."""
         self.microbatches = microbatches
 
     def __repr__(self) -> str:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import Limits
 from overlord.core.samples import SampleId
 from overlord.core.specs import ImageText, Job, stream_parts
 from overlord.core.states import StreamState
 from overlord.errors import SpecError
-from overlord.planning.strategies import Limits, greedy_balance
+from overlord.planning.checking import Strategy, run_strategy
+from overlord.planning.strategies import backbone_balance
+from overlord.planning.warm import warm_launch
 from overlord.readers.index import IndexCache
 from overlord.readers.sidecars import LengthSidecars
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.data_constructor import DataConstructor
+from overlord.roles.inputs import InputLog, changes_from_json
 from overlord.roles.planner import Planner
 from overlord.roles.source_loader import SourceLoader
 from overlord.runtimes.loader_fleet import LoaderFleet
 from overlord.runtimes.opening import Progress, index_first_windows, known_lengths, open_sources, order_of
 from overlord.stores.checkpoints import CheckpointFolder
-from overlord.stores.journal import Journal, set_aside
+from overlord.stores.journal import Journal, read_journal, set_aside
+from overlord.transforms.per_microbatch import warm_packing
 from overlord.transforms.per_sample import Workers, make_transform
 from overlord.transforms.tokenize import TextTokenizer
 
@@ -45,6 +50,12 @@ class LaunchOptions:
     cache: str
     """Folder of indices and length sidecars."""
     state: Mapping[str, Any] | None = None
+    latest: bool = False
+    """Whether the state is the store's own newest snapshot."""
+    strategy: Strategy | None = None
+    """Where samples go; `backbone_balance()` by default."""
+    skip_steps: int = 0
+    """Global batches to pass over before the first step."""
 
 
 class FaultLog:
@@ -86,6 +97,8 @@ def deploy(
         progress: Told how far the opening is.
     """
     job = canonical(job)
+    warm_launch()  # no step may wait for a compiler
+    warm_packing()
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
     check_launch(job, options)
     transforms = [make_transform(source, tokenizer) for source in job.sources]
@@ -100,10 +113,8 @@ def deploy(
     )
     names = [s.name for s in job.sources]
     state = StreamState.begin(len(names))
-    reports: dict[int, Any] = {}
     if options.state is not None:
         state = StreamState.from_json(options.state, names, parts)
-        reports = {int(k): v for k, v in options.state["reports"].items()}
     base = base_weights(job, listings)
     sidecars = LengthSidecars(Path(options.cache) / "lengths")
     lengths = [known_lengths(source, listings[source.name], sidecars, digest) for source in job.sources]
@@ -126,24 +137,83 @@ def deploy(
 
     count = options.loaders_per_source
     fleet = LoaderFleet([[make_loader(n) for _ in range(count)] for n in range(len(names))], callers)
-    limits = limits_of(job, options.mesh)
-    checkpoints = CheckpointFolder(store)
-    checkpoints.set_aside(state.step)
-    set_aside(store / "journal", state.step)
-    journal = Journal(store / "journal")
-    planner = Planner(
-        job,
-        fleet,
-        lambda draw: greedy_balance(draw, limits),
-        state=state,
-        reports=reports,
-        parts=parts,
-        base_weights=base,
-        journal=journal,
-        checkpoints=checkpoints,
-    )
+    planner = _start_planner(job, options, store, fleet, state, parts, base)
     constructor = DataConstructor(options.mesh, fleet, patch_bytes=patch_bytes(job))
     return Roles(job, options.mesh, planner, constructor, fleet, listings, planner.close)
+
+
+def _start_planner(
+    job: Job,
+    options: LaunchOptions,
+    store: Path,
+    fleet: LoaderFleet,
+    state: StreamState,
+    parts: Mapping[str, Any],
+    base: Mapping[str, float],
+) -> Planner:
+    strategy = options.strategy or backbone_balance()
+    checkpoints = CheckpointFolder(store)
+    checkpoints.set_aside(state.step)
+    later = list(read_journal(store / "journal")) if options.latest else []
+    set_aside(store / "journal", state.step)
+    journal = Journal(store / "journal")
+    try:
+        planner = Planner(
+            job,
+            fleet,
+            lambda buffer: run_strategy(strategy, buffer, options.mesh),
+            limits=limits_of(job),
+            state=state,
+            inputs=recover_inputs(job, journal, options.state, later),
+            parts=parts,
+            base_weights=base,
+            journal=journal,
+            checkpoints=checkpoints,
+        )
+        if options.skip_steps:
+            planner.skip_steps(options.skip_steps)
+    except BaseException:
+        journal.close()
+        raise
+    return planner
+
+
+def recover_inputs(
+    job: Job, journal: Journal, state: Mapping[str, Any] | None, later: Sequence[Mapping[str, Any]]
+) -> InputLog:
+    """Return the reports and changes a stream goes on with.
+
+    Those of its state; and where it goes on from its own newest snapshot, what came in after that (`later`). A state
+    that was given may be of another lineage than the journal, so nothing but the state counts then.
+    """
+    if state is None:
+        return InputLog(job, journal, {}, [])
+    reports = {int(step): report for step, report in state["reports"].items()}
+    changes = list(state["changes"]) if isinstance(state["changes"], list) else [state["changes"]]
+    for record in later:
+        if record["kind"] == "report" and state["step"] - job.lag <= record["step"] < state["step"]:
+            reports.setdefault(record["step"], record["metrics"])
+        if record["kind"].startswith("change.") and record["at"] >= state["step"]:
+            change = {key: value for key, value in record.items() if key != "step"}
+            change["kind"] = record["kind"].removeprefix("change.")
+            if change not in changes:
+                changes.append(change)
+    inputs = InputLog(job, journal, reports, changes_from_json(changes, job))
+    for recovered in inputs.changes[len(state["changes"]) :]:
+        inputs.write_again(recovered)
+    return inputs
+
+
+def plan_first_step(planner: Planner) -> None:
+    """Plan the first step, so that what is wrong shows before anything runs; unless it waits for a report."""
+    missing = planner.missing_report(planner.first_step)
+    if missing is None:
+        planner.plan_raw(planner.first_step)
+    else:
+        logger.warning(
+            "step %d waits for the report of step %d, which the state does not hold: report before you save. Call "
+            "client.report(%d, ..) again", planner.first_step, missing, missing,
+        )  # fmt: skip
 
 
 def canonical(job: Job) -> Job:
@@ -181,14 +251,14 @@ def check_launch(job: Job, options: LaunchOptions) -> None:
         )
 
 
-def limits_of(job: Job, tree: ClientPlaceTree) -> Limits:
-    """Return what plans of this job must respect on this mesh."""
+def limits_of(job: Job) -> Limits:
+    """Return what plans of this job must respect, whatever the mesh."""
+    merges = {s.sample.merge**2 for s in job.sources if isinstance(s.sample, ImageText)}
     return Limits(
-        num_buckets=tree.dp,
         context_length=job.batch.context_length,
         microbatch_tokens=job.batch.microbatch_cap,
         microbatches=job.batch.microbatches,
-        pad_multiple=pad_multiple(tree),
+        patches_per_token=max(merges, default=4),
     )
 
 

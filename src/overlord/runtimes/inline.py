@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.plan import LoadingPlan
-from overlord.core.specs import Job
+from overlord.core.specs import Job, Mixture
 from overlord.errors import ClosedError
 from overlord.roles.client import Client
-from overlord.roles.data_constructor import header_of
 from overlord.roles.views import RankView, StepHeader
-from overlord.runtimes.deployment import LaunchOptions, Roles, deploy
+from overlord.runtimes.deployment import LaunchOptions, Roles, deploy, plan_first_step
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.status import describe
 from overlord.runtimes.workers import SerialWorkers
@@ -41,7 +40,7 @@ class InlineService:
         try:
             store = Path(options.store or self._scratch or ".")
             self._roles = deploy(job, options, store, workers, workers, progress)
-            self._roles.planner.plan_raw(self._roles.planner.first_step)  # what is wrong shows before anything runs
+            plan_first_step(self._roles.planner)
         except BaseException:
             self.close()
             raise
@@ -49,6 +48,22 @@ class InlineService:
     def client(self, rank: int) -> Client:
         """Return the client of one rank."""
         return Client(_InlineFeed(self, rank), rank, self.roles.planner.first_step)
+
+    def set_mixture(self, mixture: Mixture, at_step: int | None) -> int:
+        """Change the mixture from a step on."""
+        return self.roles.planner.set_mixture(mixture, at_step)
+
+    def skip_steps(self, count: int, at_step: int | None) -> int:
+        """Pass over global batches before a step."""
+        return self.roles.planner.skip_steps(count, at_step)
+
+    def mixture(self) -> Mixture:
+        """Return the mixture in force."""
+        return self.roles.planner.mixture
+
+    def plan_raw(self, step: int) -> LoadingPlan | None:
+        """Return the plan of a step."""
+        return self.roles.planner.plan_raw(step)
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met."""
@@ -71,19 +86,15 @@ class InlineService:
             raise ClosedError("the service is closed; launch it again.")
         return self._roles
 
-    def plan(self, step: int) -> LoadingPlan | None:
-        """Return the plan of a step."""
-        return self.roles.planner.plan_raw(step)
-
     def packed(self, rank: int, step: int, microbatch: int) -> PackedMicrobatch:
         """Return a microbatch of the bucket that feeds a rank; the last few are remembered."""
         roles = self.roles
-        key = (step, roles.constructor.bucket_of(rank), microbatch)
+        plan = self.plan_raw(step)
+        assert plan is not None
+        key = (step, roles.constructor.bucket_of(rank, plan), microbatch)
         if key not in self._packed:
-            plan = self.plan(step)
-            assert plan is not None
             if step not in self._samples:
-                self._samples[step] = roles.constructor.gather(plan, roles.planner.ends(step))()
+                self._samples[step] = roles.constructor.gather(plan)()
                 while len(self._samples) > 1:
                     self._samples.popitem(last=False)
             self._packed[key] = roles.constructor.constructor_do_plan(
@@ -121,14 +132,18 @@ class _InlineFeed:
         self.world_size = service.roles.tree.world_size
 
     def open_step(self, step: int) -> StepHeader | None:
-        plan = self._service.plan(step)
+        plan = self._service.plan_raw(step)
         self._service.moved(self._rank, step)
-        return None if plan is None else header_of(plan)
+        return None if plan is None else self._service.roles.constructor.header_of(self._rank, plan)
 
     def microbatch(self, step: int, microbatch: int) -> RankView:
+        constructor, plan = self._service.roles.constructor, self._service.plan_raw(step)
+        assert plan is not None
+        if not constructor.fetches(self._rank, plan):
+            return RankView({}, {})
         packed = self._service.packed(self._rank, step, microbatch)
         specs = {spec.name: spec for spec in packed.arrays}
-        names = self._service.roles.constructor.view_names(self._rank, packed)
+        names = constructor.view_names(self._rank, plan, packed)
         return RankView({key: specs[name].view(packed.buffer) for key, name in names.items()}, packed.scalars)
 
     def report(self, step: int, metrics: dict[str, float]) -> None:

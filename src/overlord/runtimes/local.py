@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import mmap
 import os
@@ -20,9 +21,12 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from overlord.core.specs import Job
+from overlord.core.plan import LoadingPlan
+from overlord.core.plan_blob import plan_from_bytes
+from overlord.core.specs import Job, Mixture
 from overlord.errors import ClosedError, ServiceLost, SpecError, error_named
 from overlord.roles.client import Client, is_whole
+from overlord.roles.inputs import mixture_to_json
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.opening import Progress
@@ -41,7 +45,8 @@ class LocalService:
         except Exception as error:  # whatever a user's object raises when it is pickled
             raise SpecError(
                 f"the job cannot be sent to the service process ({type(error).__name__}: {error}); nothing could run. "
-                "Let a Custom function hold only what pickles (open files and locks do not), or use runtime='inline'."
+                "Let functions (Custom, strategy, learn) hold only what pickles (open files and locks do not), or use "
+                "runtime='inline'."
             ) from error
         self._folder = _service_folder()
         self._process = subprocess.Popen(
@@ -79,9 +84,30 @@ class LocalService:
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met."""
+        return self._ask({"op": "status"})["status"]
+
+    def set_mixture(self, mixture: Mixture, at_step: int | None) -> int:
+        """Change the mixture from a step on."""
+        message = {"op": "set_mixture", "mixture": mixture_to_json(mixture), "step": at_step}
+        return int(self._ask(message)["step"])
+
+    def skip_steps(self, count: int, at_step: int | None) -> int:
+        """Pass over global batches before a step."""
+        return int(self._ask({"op": "skip_steps", "count": count, "step": at_step})["step"])
+
+    def mixture(self) -> Mixture:
+        """Return the mixture in force, without its weights."""
+        return Mixture.from_mapping(self._ask({"op": "mixture"})["mixture"])
+
+    def plan_raw(self, step: int) -> LoadingPlan | None:
+        """Return the plan of a step."""
+        blob = self._ask({"op": "plan", "step": step})["plan"]
+        return None if blob is None else plan_from_bytes(base64.b64decode(blob))
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         if not self._finalizer.alive:
             raise ClosedError("the service is closed; launch it again.")
-        return status_of(self.address)
+        return ask_service(self.address, message)
 
     def close(self) -> None:
         """End the service and remove everything it had."""
@@ -143,12 +169,17 @@ def connect_local(address: str, rank: int) -> Client:
 
 def status_of(address: str) -> dict[str, Any]:
     """Ask a running service for its status."""
+    return ask_service(address, {"op": "status"})["status"]
+
+
+def ask_service(address: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Ask a running service one thing, without a seat in it."""
     with _open(address) as connection:
-        send(connection, {"op": "status"})
+        send(connection, message)
         reply, _ = receive(connection)
     if "error" in reply:
         raise error_named(reply["error"], reply["message"])
-    return reply["status"]
+    return reply
 
 
 class LocalFeed:
@@ -178,6 +209,8 @@ class LocalFeed:
         """Return one microbatch; waits until it is built."""
         with self._lock:  # a segment's descriptor comes once: who asks next must find it mapped
             reply, fds = self._ask({"op": "microbatch", "step": step, "microbatch": microbatch})
+            if reply["segment"] is None:
+                return RankView({}, {})
             number, capacity = reply["segment"], reply["capacity"]
             if fds:
                 self._maps[number] = mmap.mmap(fds[0], capacity, prot=mmap.PROT_READ)

@@ -7,6 +7,7 @@ folder that it removes.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import logging
@@ -22,10 +23,13 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
-from overlord.core.specs import Job
+from overlord.core.plan_blob import plan_to_bytes
+from overlord.core.specs import Job, Mixture
 from overlord.errors import OverlordError, SpecError
+from overlord.roles.inputs import FIXED_WHILE_RUNNING
+from overlord.roles.planner import Planner
 from overlord.roles.views import StepHeader
-from overlord.runtimes.deployment import LaunchOptions, Roles, deploy
+from overlord.runtimes.deployment import LaunchOptions, Roles, deploy, plan_first_step
 from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.shared_memory import Arena
 from overlord.runtimes.status import describe
@@ -50,7 +54,7 @@ class LocalHost:
         store = Path(options.store) if options.store else folder / "store"
         try:
             self.roles: Roles = deploy(job, options, store, self._callers, self._workers, tell)
-            self.roles.planner.plan_raw(self.roles.planner.first_step)  # what is wrong shows before anything runs
+            plan_first_step(self.roles.planner)
         except BaseException:
             self._callers.close()
             self._workers.close()
@@ -72,8 +76,9 @@ class LocalHost:
         """End all threads and let go of everything, whatever of it fails."""
         with contextlib.ExitStack() as ends:
             # The roles end first of these: a last snapshot may have to ask the loaders.
-            for end in (self._arena.close, self._workers.close, self._callers.close, self.roles.close):
+            for end in (self._arena.close, self._workers.close, self._callers.close):
                 ends.callback(end)
+            ends.callback(lambda: self.server.with_planner(lambda _: self.roles.close()))
             self.server.close()
 
     def status(self) -> dict[str, Any]:
@@ -140,6 +145,8 @@ class _Conversation:
         if op == "report":
             server.with_planner(lambda planner: planner.report(int(message["step"]), dict(message["metrics"])))
             return {}, []
+        if op in ("set_mixture", "skip_steps", "mixture", "plan"):
+            return server.with_planner(lambda planner: _steer(planner, message))
         if self._seat is None:
             raise SpecError(f"the message {op!r} came before hello; this is not an overlord client.")
         if op == "leave":
@@ -149,7 +156,8 @@ class _Conversation:
             header = server.open_step(self._seat, int(message["step"]))
             return {"header": None if header is None else header_to_json(header)}, []
         if op == "microbatch":
-            return self._hand_over(server.microbatch(self._seat, int(message["step"]), int(message["microbatch"])))
+            built = server.microbatch(self._seat, int(message["step"]), int(message["microbatch"]))
+            return self._hand_over(built) if built is not None else ({"segment": None}, [])
         raise SpecError(f"the service does not know the message {op!r}; client and service differ in version.")
 
     def _hello(self, rank: int) -> dict[str, Any]:
@@ -167,11 +175,11 @@ class _Conversation:
         return {**facts, "first_step": first}
 
     def _hand_over(self, built: Built) -> tuple[dict[str, Any], list[int]]:
-        segment, packed = built.segment, built.packed
+        segment, packed, plan = built.segment, built.packed, built.plan
         lease = self._next_lease
         self._next_lease += 1
         self._leases[lease] = segment.number
-        names = self._host.roles.constructor.view_names(self._rank, packed)
+        names = self._host.roles.constructor.view_names(self._rank, plan, packed)
         specs = {spec.name: spec for spec in packed.arrays}
         gone = [number for number in self._known if not self._arena.alive(number)]
         self._known.difference_update(gone)
@@ -187,6 +195,19 @@ class _Conversation:
             return reply, []
         self._known.add(segment.number)
         return reply, [segment.fd]
+
+
+def _steer(planner: Planner, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """Answer what a service's owner asks of the planner."""
+    op, step = message["op"], message.get("step")
+    if op == "set_mixture":
+        return {"step": planner.set_mixture(Mixture.from_mapping(message["mixture"]), step)}, []
+    if op == "skip_steps":
+        return {"step": planner.skip_steps(int(message["count"]), step)}, []
+    if op == "mixture":
+        return {"mixture": {name: getattr(planner.mixture, name) for name in (*FIXED_WHILE_RUNNING, "temperature")}}, []
+    plan = planner.plan_raw(int(message["step"]))
+    return {"plan": None if plan is None else base64.b64encode(plan_to_bytes(plan)).decode()}, []
 
 
 def header_to_json(header: StepHeader) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
+from overlord.errors import ClosedError
+
 _STEP = 1 << 16
 
 
@@ -47,6 +49,7 @@ class Arena:
         self._idle: list[Segment] = []
         self._used: dict[int, tuple[Segment, int]] = {}
         self._next = 0
+        self._closed = False
 
     @property
     def used_bytes(self) -> int:
@@ -76,6 +79,8 @@ class Arena:
     def hold(self, number: int) -> None:
         """Hold a segment once more."""
         with self._lock:
+            if self._closed:
+                raise ClosedError("the service was closed while a client took a batch.")
             segment, holds = self._used[number]
             self._used[number] = (segment, holds + 1)
 
@@ -85,6 +90,8 @@ class Arena:
         Without `reuse` it is never written again: somebody who can no longer tell may still look at it.
         """
         with self._lock:
+            if self._closed:
+                return  # everything was let go of at once
             segment, holds = self._used[number]
             segment.reusable = segment.reusable and reuse
             if holds > 1:
@@ -103,6 +110,7 @@ class Arena:
     def close(self) -> None:
         """Close every segment."""
         with self._lock:
+            self._closed = True
             for segment in [*self._idle, *(s for s, _ in self._used.values())]:
                 segment.close()
             self._idle.clear()

@@ -14,8 +14,8 @@ def describe(roles: Roles, runtime: str, positions: Mapping[int, int], *, view_b
     job, planner = roles.job, roles.planner
     state = planner.latest_state
     names = [source.name for source in job.sources]
-    mixture = job.mixture
-    weights = mixture.weights_at(float(max(state.step - 1, 0)), names, base_weights(job, roles.listings))
+    mixture = planner.mixture
+    weights = planner.latest_weights or mixture.weights_at(0.0, names, base_weights(job, roles.listings))
     counted = state.tokens if mixture.level == "token" else state.samples
     total, realised = sum(weights) or 1.0, max(int(counted.sum()), 1)
     sources = {
@@ -36,7 +36,11 @@ def describe(roles: Roles, runtime: str, positions: Mapping[int, int], *, view_b
         "runtime": runtime,
         "pid": os.getpid(),
         "mesh": str(roles.tree),
-        "planner": {"next_step": planner.next_step, "first_step": planner.first_step},
+        "planner": {
+            "next_step": planner.next_step,
+            "first_step": planner.first_step,
+            "waits_for_report": planner.missing_report(planner.next_step),
+        },
         "clients": {str(rank): step for rank, step in sorted(positions.items())},
         "buffers": {"views_bytes": view_bytes, "read_bytes": sum(s["buffer_bytes"] for s in sources.values())},
         "mixture_level": mixture.level,

@@ -19,9 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from overlord.core.plan import LoadingPlan
-from overlord.core.samples import Cursor
 from overlord.errors import ClosedError, OverlordError
-from overlord.roles.data_constructor import header_of
 from overlord.roles.views import StepHeader
 from overlord.runtimes.deployment import Roles
 from overlord.runtimes.shared_memory import Arena, Segment
@@ -37,7 +35,6 @@ class Seat:
     """One attached client."""
 
     rank: int
-    bucket: int
     step: int
     """The step it is at."""
 
@@ -48,6 +45,7 @@ class Built:
 
     segment: Segment
     packed: PackedMicrobatch
+    plan: LoadingPlan
 
 
 Bin = tuple[int, int, int]
@@ -64,7 +62,7 @@ class StepServer:
         self._budget = budget_bytes
         self._changed = threading.Condition()
         self._planner_lock = threading.Lock()
-        self._plans: dict[int, tuple[LoadingPlan, dict[int, Cursor]]] = {}
+        self._plans: dict[int, LoadingPlan] = {}
         self._samples: dict[int, StepSamples] = {}
         self._built: dict[Bin, Built] = {}
         self._seats: dict[int, Seat] = {}
@@ -74,7 +72,8 @@ class StepServer:
         self._failed: tuple[int, OverlordError] | None = None
         self._closing = False
         self._ever_attached = False
-        self._gathering: dict[int, tuple[LoadingPlan, dict[int, Cursor]]] = {}
+        self._gathering: dict[int, LoadingPlan] = {}
+        self._told_missing = -1
         self._last_bytes = 0
         self._turn = threading.Lock()
         # Two gather threads: while one waits for the last decodes of its step, the other's keep the workers busy.
@@ -88,9 +87,8 @@ class StepServer:
 
     def close(self) -> None:
         """End the threads; whoever waits is told."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._closing = True
+        self._wake()
         for thread in self._threads:
             thread.join()
         self._roles.planner.passed(self._all_passed())
@@ -101,7 +99,7 @@ class StepServer:
             self._ever_attached = True
             number = max(self._seats, default=-1) + 1
             first = self._roles.planner.first_step
-            self._seats[number] = Seat(rank, self._roles.constructor.bucket_of(rank), first)
+            self._seats[number] = Seat(rank, first)
             self._changed.notify_all()
             return number, first
 
@@ -120,20 +118,35 @@ class StepServer:
             self._drop_unwanted()
             self._changed.notify_all()
             found = self._wait(step, lambda: self._plans.get(step) or (self._past_end(step) or None))
-            return None if found is True else header_of(found[0])  # type: ignore[index]
+            rank = self._seats[seat].rank
+            return self._roles.constructor.header_of(rank, found) if isinstance(found, LoadingPlan) else None
 
-    def microbatch(self, seat: int, step: int, microbatch: int) -> Built:
-        """Return a microbatch of the client's bucket; its segment is held once more for the caller."""
+    def microbatch(self, seat: int, step: int, microbatch: int) -> Built | None:
+        """Return a microbatch of the client's bucket; its segment is held once more for the caller.
+
+        None for a rank that gets its data by the trainer's own broadcast.
+        """
         with self._changed:
-            bucket = self._seats[seat].bucket
-            self._waiting[(step, bucket)] += 1
+            rank, constructor = self._seats[seat].rank, self._roles.constructor
+
+            def look() -> Built | bool | None:
+                plan = self._plans.get(step)
+                if plan is None:
+                    return None
+                if not constructor.fetches(rank, plan):
+                    return False
+                return self._built.get((step, constructor.bucket_of(rank, plan), microbatch))
+
+            self._waiting[(step, rank)] += 1
             self._changed.notify_all()
             try:
-                built = self._wait(step, lambda: self._built.get((step, bucket, microbatch)))
+                built = self._wait(step, look)
+                if not isinstance(built, Built):
+                    return None
                 self._arena.hold(built.segment.number)
                 return built
             finally:
-                self._waiting[(step, bucket)] -= 1
+                self._waiting[(step, rank)] -= 1
                 self._waiting += Counter()
                 self._drop_unwanted()
 
@@ -143,9 +156,15 @@ class StepServer:
             self._reached[self._seats[seat].rank] = next_step
 
     def with_planner(self, ask: Callable[[Any], T]) -> T:
-        """Ask the planner something while it is not planning."""
+        """Ask the planner something, or tell it, while it is not planning."""
         with self._planner_lock:
-            return ask(self._roles.planner)
+            answer = ask(self._roles.planner)
+        self._wake()  # a step may have waited for what was told
+        return answer
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def positions(self) -> dict[int, int]:
         """Return the step each attached rank is at."""
@@ -154,14 +173,14 @@ class StepServer:
 
     # -- what is wanted ------------------------------------------------------------------------
 
-    def _wanted_bins(self) -> dict[int, set[int]]:
-        """Return wanted steps in ascending order with the buckets that want them."""
+    def _wanted_steps(self) -> dict[int, set[int]]:
+        """Return wanted steps in ascending order with the ranks that want them."""
         wanted: dict[int, set[int]] = {}
-        for step, bucket in self._waiting:
-            wanted.setdefault(step, set()).add(bucket)
+        for step, rank in self._waiting:
+            wanted.setdefault(step, set()).add(rank)
         for seat in self._seats.values():
             for step in range(seat.step, seat.step + self._prefetch + 1):
-                wanted.setdefault(step, set()).add(seat.bucket)
+                wanted.setdefault(step, set()).add(seat.rank)
         if not self._ever_attached:
             first = self._roles.planner.first_step
             wanted = {step: set() for step in range(first, first + self._prefetch)}
@@ -169,8 +188,10 @@ class StepServer:
         return {s: wanted[s] for s in sorted(wanted) if not self._past_end(s) and (failed is None or s < failed)}
 
     def _drop_unwanted(self) -> None:
-        wanted = self._wanted_bins()
-        for key in [k for k in self._built if k[1] not in wanted.get(k[0], ())]:
+        wanted = self._wanted_steps()
+        plans, buckets_of = self._plans, self._roles.constructor.buckets_of
+        buckets = {step: buckets_of(ranks, plans[step]) for step, ranks in wanted.items() if step in plans}
+        for key in [k for k in self._built if k[1] not in buckets.get(k[0], ())]:
             self._arena.release(self._built.pop(key).segment.number)
         for step in [s for s in self._samples if s not in wanted]:
             del self._samples[step]
@@ -184,10 +205,9 @@ class StepServer:
     def _past_end(self, step: int) -> bool:
         return self._end is not None and step >= self._end
 
-    def _missing_bins(self, step: int, buckets: set[int]) -> list[Bin]:
-        count = self._plans[step][0].num_microbatches
-        keys = [(step, bucket, m) for m in range(count) for bucket in sorted(buckets)]
-        return [key for key in keys if key not in self._built]
+    def _missing_bins(self, step: int, ranks: set[int]) -> list[Bin]:
+        bins = self._roles.constructor.bins_of(ranks, self._plans[step])
+        return [(step, *one) for one in bins if (step, *one) not in self._built]
 
     def _has_room(self, step: int, wanted: dict[int, set[int]]) -> bool:
         """Whether a step may be built now: within the budget, or because a client is at it."""
@@ -199,6 +219,18 @@ class StepServer:
         held += self._arena.used_bytes + self._roles.fleet.buffer_bytes
         # Steps are much alike: what is being gathered, and what would come now, will be like the last.
         return held + (len(self._gathering) + 1) * self._last_bytes <= self._budget
+
+    def _waits_for_report(self, step: int) -> bool:
+        """Whether a step cannot be planned before a report comes; says so once, if a client stands there."""
+        missing = self._roles.planner.missing_report(step)
+        if (
+            missing is not None
+            and missing != self._told_missing
+            and any(seat.step >= step for seat in self._seats.values())
+        ):
+            self._told_missing = missing
+            logger.warning("step %d waits for the report of step %d; call client.report on one rank", step, missing)
+        return missing is not None
 
     # -- waiting and failing -------------------------------------------------------------------
 
@@ -249,19 +281,19 @@ class StepServer:
 
     def _plan_loop(self) -> None:
         def choose() -> int | None:
-            wanted = self._wanted_bins()
-            return next((s for s in wanted if s not in self._plans and self._has_room(s, wanted)), None)
+            wanted = self._wanted_steps()
+            chosen = next((s for s in wanted if s not in self._plans and self._has_room(s, wanted)), None)
+            return None if chosen is None or self._waits_for_report(chosen) else chosen
 
         def work(step: int) -> None:
             with self._planner_lock:
                 plan = self._roles.planner.plan_raw(step)  # (3) the plan is made when it is asked for
                 self._roles.planner.passed(self._all_passed())
-                ends = self._roles.planner.ends(step) if plan else {}
             with self._changed:
                 if plan is None:
                     self._end = step if self._end is None else min(self._end, step)
                 else:
-                    self._plans[step] = (plan, ends)
+                    self._plans[step] = plan
                 self._drop_unwanted()
                 self._changed.notify_all()
 
@@ -269,10 +301,10 @@ class StepServer:
 
     def _gather_loop(self) -> None:
         def choose() -> int | None:
-            wanted = self._wanted_bins()
-            for step, buckets in wanted.items():
+            wanted = self._wanted_steps()
+            for step, ranks in wanted.items():
                 if step in self._plans and step not in self._samples and step not in self._gathering:
-                    needed = not self._ever_attached or self._missing_bins(step, buckets)
+                    needed = not self._ever_attached or self._missing_bins(step, ranks)
                     if needed and self._has_room(step, wanted):
                         self._gathering[step] = self._plans[step]
                         return step
@@ -289,7 +321,7 @@ class StepServer:
                 self._attempt(step, partial(self._collect, step, collecting))
 
     def _pop(self, step: int, collecting: list[Callable[[], StepSamples]]) -> None:
-        collecting.append(self._roles.constructor.gather(*self._gathering[step]))
+        collecting.append(self._roles.constructor.gather(self._gathering[step]))
 
     def _collect(self, step: int, collecting: list[Callable[[], StepSamples]]) -> None:
         samples = collecting.pop()()
@@ -302,10 +334,10 @@ class StepServer:
 
     def _pack_loop(self) -> None:
         def choose() -> Bin | None:
-            wanted = self._wanted_bins()
-            for step, buckets in wanted.items():
+            wanted = self._wanted_steps()
+            for step, ranks in wanted.items():
                 if step in self._samples and step in self._plans:
-                    missing = self._missing_bins(step, buckets)
+                    missing = self._missing_bins(step, ranks)
                     if missing and self._has_room(step, wanted):
                         return missing[0]
             return None
@@ -316,11 +348,11 @@ class StepServer:
                 plan, samples = self._plans.get(step), self._samples.get(step)
             if plan is None or samples is None:
                 return
-            built = self._pack(plan[0], samples, bucket, microbatch)
+            built = self._pack(plan, samples, bucket, microbatch)
             with self._changed:
                 self._built[key] = built
                 self._drop_unwanted()  # the clients may have moved on meanwhile
-                if step in self._plans and not self._missing_bins(step, self._wanted_bins()[step]):
+                if step in self._plans and not self._missing_bins(step, self._wanted_steps()[step]):
                     self._samples.pop(step, None)
                 self._changed.notify_all()
 
@@ -339,4 +371,4 @@ class StepServer:
             for segment in taken:
                 self._arena.release(segment.number)
             raise
-        return Built(taken[0], packed)
+        return Built(taken[0], packed, plan)

@@ -60,6 +60,11 @@ class Journal:
         except OSError as error:
             raise _failed(self._path, error) from error
 
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield every record written so far."""
+        self.flush()
+        return read_journal(self._path)
+
     def close(self) -> None:
         """Flush and close."""
         self.flush()

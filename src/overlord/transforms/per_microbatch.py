@@ -110,38 +110,65 @@ def pack_microbatch(
     Args:
         plan: The step's plan.
         samples: The step's samples.
-        bucket: Data-parallel rank.
+        bucket: The consumer: a data-parallel rank, or a rank of hybrid data parallelism.
         microbatch: Microbatch of the step.
-        cp: Context-parallel ranks that share the sequence.
+        cp: Context-parallel ranks of the mesh.
         patch_bytes: Bytes of one image patch; 0 for a job without images.
         allocate: Gives a buffer of so many bytes.
     """
-    pieces = plan.bin(bucket, microbatch)
-    padded = -(-pieces.length.astype(np.int64) // plan.pad_multiple) * plan.pad_multiple
+    pieces, chosen = plan.bin(bucket, microbatch), plan.bin_range(bucket, microbatch)
+    padded = plan.padded[chosen]
     dummy = len(padded) == 0
+    slices = _slices(plan, chosen, bucket, cp)
     cu_seqlens = offsets_of([plan.pad_multiple] if dummy else padded).astype(np.int32)
     total = int(cu_seqlens[-1])
     images = _images_of(samples, pieces)
     patches = sum(_patch_count(samples, image) for image in images)
-    layout = _layout(total, cp, len(cu_seqlens) - 1, len(images), patches, patch_bytes)
+    layout = _layout(total, slices, cp > 1, len(cu_seqlens) - 1, len(images), patches, patch_bytes)
     buffer = allocate(layout[-1].offset + layout[-1].nbytes + ALIGNMENT)
     arrays = {spec.name: spec.view(buffer) for spec in layout}
-    _fill_tokens(arrays, samples, pieces, cu_seqlens, cp)
+    _fill_tokens(arrays, samples, pieces, cu_seqlens, slices)
     _fill_images(arrays, samples, images, patch_bytes)
     _fill_meta(arrays, plan, pieces, dummy)
     return PackedMicrobatch(
         buffer=buffer,
         arrays=tuple(layout),
-        scalars={"max_length_q": int(np.diff(cu_seqlens).max()), "max_length_k": int(np.diff(cu_seqlens).max())},
+        scalars={
+            "max_length_q": int(np.diff(cu_seqlens).max()),
+            "max_length_k": int(np.diff(cu_seqlens).max()),
+            "meta.local_cp_size": slices[0].of,
+        },
         real_tokens=int(pieces.length.sum()),
     )
 
 
-def _layout(total: int, cp: int, segments: int, images: int, patches: int, patch_bytes: int) -> list[ArraySpec]:
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One rank's part of a sequence."""
+
+    suffix: str
+    """Of the names of its arrays."""
+    rank: int
+    of: int
+    """Ranks that share the sequence."""
+
+
+def _slices(plan: LoadingPlan, chosen: slice, bucket: int, cp: int) -> list[Slice]:
+    if plan.cp_sizes is not None and plan.first_ranks is not None and chosen.stop > chosen.start:
+        shared = int(plan.cp_sizes[chosen.start])
+        return [Slice("", bucket - int(plan.first_ranks[chosen.start]), shared)]
+    if cp == 1 or plan.axis == "CP" or "CP" in plan.broadcast:
+        return [Slice("", 0, 1)]  # whole: the trainer cuts what it broadcasts
+    return [Slice(f"@{rank}", rank, cp) for rank in range(cp)]
+
+
+def _layout(
+    total: int, slices: list[Slice], shifted: bool, segments: int, images: int, patches: int, patch_bytes: int
+) -> list[ArraySpec]:
     wanted: list[tuple[str, str, tuple[int, ...]]] = []
-    keys = ["input_ids", "position_ids", "labels"] + (["shift_labels"] if cp > 1 else [])
+    keys = ["input_ids", "position_ids", "labels"] + (["shift_labels"] if shifted else [])
     for key in keys:
-        wanted += [(f"{key}@{r}" if cp > 1 else key, "<i8", (1, total // cp)) for r in range(cp)]
+        wanted += [(f"{key}{one.suffix}", "<i8", (1, total // one.of)) for one in slices]
     wanted += [("cu_seq_lens_q", "<i4", (segments + 1,)), ("cu_seq_lens_k", "<i4", (segments + 1,))]
     if patch_bytes:
         wanted += [("pixel_values", "|u1", (patches, patch_bytes)), ("image_grid_thw", "<i8", (images, 3))]
@@ -159,26 +186,22 @@ def _layout(total: int, cp: int, segments: int, images: int, patches: int, patch
     return specs
 
 
-def _fill_tokens(arrays: dict[str, Array], samples: StepSamples, pieces: Pieces, cu: Array, cp: int) -> None:
-    total = int(cu[-1])
+def _fill_tokens(
+    arrays: dict[str, Array], samples: StepSamples, pieces: Pieces, cu: Array, slices: list[Slice]
+) -> None:
     starts = samples.tokens.offsets[samples.row_of[pieces.sample]] + pieces.start
-    if cp == 1:
-        ids, labels, positions = (arrays[k].reshape(-1) for k in ("input_ids", "labels", "position_ids"))
-        _pack(samples.tokens.values, samples.loss.values, starts, pieces.length, cu, ids, labels, positions)
-    else:
-        ids, labels, positions = (np.empty(total, np.int64) for _ in range(3))
-        _pack(samples.tokens.values, samples.loss.values, starts, pieces.length, cu, ids, labels, positions)
-        # The label of a slice's last token lies in another rank's slice, so the shift is done before slicing.
-        shifted = np.append(labels[1:], IGNORE_INDEX)
-        for rank in range(cp):
-            chosen = zigzag_indices(cu, cp, rank)
-            for key, full in (
-                ("input_ids", ids),
-                ("labels", labels),
-                ("position_ids", positions),
-                ("shift_labels", shifted),
-            ):
-                np.take(full, chosen, out=arrays[f"{key}@{rank}"].reshape(-1))
+    whole = slices[0].of == 1
+    keys = ("input_ids", "labels", "position_ids")
+    full = [arrays[key].reshape(-1) if whole else np.empty(int(cu[-1]), np.int64) for key in keys]
+    _pack(samples.tokens.values, samples.loss.values, starts, pieces.length, cu, *full)
+    # The label of a slice's last token lies in another rank's slice, so the shift is done before slicing.
+    shifted = np.append(full[1][1:], IGNORE_INDEX)
+    if whole and "shift_labels" in arrays:
+        arrays["shift_labels"].reshape(-1)[:] = shifted
+    for one in [] if whole else slices:
+        chosen = zigzag_indices(cu, one.of, one.rank)
+        for key, values in zip((*keys, "shift_labels"), (*full, shifted), strict=True):
+            np.take(values, chosen, out=arrays[f"{key}{one.suffix}"].reshape(-1))
     arrays["cu_seq_lens_q"][:] = cu
     arrays["cu_seq_lens_k"][:] = cu
 
@@ -200,6 +223,17 @@ def _pack(
             else:
                 ids[at] = 0
                 labels[at] = IGNORE_INDEX
+
+
+def warm_packing() -> None:
+    """Load the kernels of a microbatch's way, so that the first one does not wait for a compiler."""
+    ids, labels, positions = np.empty((3, 2), np.int64)
+    for kind in (np.int32, np.int64, np.uint8):
+        Ragged(np.ones(2, kind), np.arange(3)).take(np.array([1, 0]))
+    ragged = Ragged(np.ones(2, np.int32), np.array([0, 2]))
+    ones = np.ones(1, np.int32)
+    cu_seqlens = np.array([0, 2], np.int32)
+    _pack(ragged.values, np.ones(2, np.uint8), ragged.offsets[:1], ones, cu_seqlens, ids, labels, positions)
 
 
 def _images_of(samples: StepSamples, pieces: Pieces) -> list[tuple[int, int]]:

@@ -1,0 +1,185 @@
+"""What the loaders of a job need: CPU time and bytes, measured here on a few samples of each source.
+
+Reading and measuring (which tokenizes) is timed apart from finishing (which decodes images). Times are CPU seconds
+of this process, so what its threads do counts, and waiting for storage does not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from overlord.cli.collecting import Collector
+from overlord.cli.output import Tell
+from overlord.cli.sources import count_indexed
+from overlord.core.messages import LoaderOrder, MetaRequest
+from overlord.core.plan import LoadingPlan
+from overlord.core.samples import SKIP, Cursor
+from overlord.core.specs import ImageText
+from overlord.roles.source_loader import AHEAD_BYTES, AHEAD_ROWS
+from overlord.runtimes.deployment import Roles, base_weights
+
+_FINISHED = 8
+"""Samples of each source that are finished."""
+_BUDGET_S = 0.3
+"""A source that has taken so long is not finished any further."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCosts:
+    """What one source costs its loaders in a mean step."""
+
+    name: str
+    samples_per_step: float
+    measured_samples: int
+    """Samples that were finished; 0 for a source that no planned step draws."""
+    read_cpu_s: float
+    """CPU seconds a step for reading and measuring."""
+    finish_cpu_s: float
+    """CPU seconds a step for finishing: token ids, images decoded and cut into patches."""
+    payload_bytes: float
+    """Bytes a step that the loaders hand over."""
+    buffer_bytes: int
+    """Largest read buffer that was seen, with one step planned ahead."""
+    index_bytes: int
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds a step."""
+        return self.read_cpu_s + self.finish_cpu_s
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderFacts:
+    """What all loaders need together."""
+
+    cpu_s_per_step: float
+    step_time_s: float
+    cores: int
+    """Cores that keep up with a training step of `step_time_s` seconds."""
+    payload_bytes_per_step: float
+    buffer_bytes: int
+    index_bytes: int
+    measured_samples: int
+    sources: list[SourceCosts]
+
+
+class BufferWatch:
+    """Steps over planned samples, and remembers how full the read buffers were and how much of images was drawn."""
+
+    def __init__(self, roles: Roles) -> None:
+        self._roles = roles
+        self.most = np.zeros(len(roles.job.sources), np.int64)
+        self.image_tokens = np.zeros(len(roles.job.sources), np.int64)
+
+    def step_over(self, plan: LoadingPlan) -> None:
+        """Drop what a step has in the read buffers, so that they do not grow with the steps."""
+        now = np.array([one["buffer_bytes"] for one in self._roles.fleet.status()], np.int64)
+        np.maximum(self.most, now, out=self.most)
+        np.add.at(self.image_tokens, plan.draw.source, plan.draw.meta["image_tokens"])
+        drawn = np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist()
+        self._roles.fleet.loader_do_plan([plan.order_of(source) for source in drawn])
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """CPU seconds and bytes of a source, for one unit of what they grow with."""
+
+    finished: int = 0
+    """Samples that were finished."""
+    read_s: float = 0.0
+    """Of a sample with an image (its header is read), or of a token of text (it is tokenized)."""
+    finish_s: float = 0.0
+    """Of an image token, or of a token."""
+    payload_bytes: float = 0.0
+    """Of an image token, or of a token."""
+
+
+def time_samples(roles: Roles, steps: int, tell: Tell) -> dict[int, Timed]:
+    """Return what a sample of each source costs that the next steps may draw; nothing must have been planned yet."""
+    job, state = roles.job, roles.planner.latest_state
+    names, base = [source.name for source in job.sources], base_weights(job, roles.listings)
+    looked_at = 1 if job.mixture.schedule == "static" else steps
+    weights = np.array([job.mixture.weights_at(float(state.step + n), names, base) for n in range(looked_at)])
+    drawn = np.flatnonzero(weights.any(axis=0)).tolist()
+    found: dict[int, Timed] = {}
+    for done, number in enumerate(drawn):
+        found[number] = _time_source(roles, number, state.cursor(number))
+        tell("measuring loaders", done + 1, len(drawn))
+    return found
+
+
+def loader_facts(
+    roles: Roles, collector: Collector, watch: BufferWatch, timed: Mapping[int, Timed], step_time_s: float
+) -> LoaderFacts:
+    """Return what the planned steps cost the loaders, from what samples of each source cost."""
+    found: list[SourceCosts] = []
+    for number, source in enumerate(roles.job.sources):
+        one, steps = timed.get(number, Timed()), max(collector.steps, 1)
+        per_step, tokens = int(collector.samples[number]) / steps, int(collector.tokens[number]) / steps
+        images = int(watch.image_tokens[number]) / steps
+        found.append(
+            SourceCosts(
+                name=source.name,
+                samples_per_step=per_step,
+                measured_samples=one.finished,
+                read_cpu_s=(per_step if images else tokens) * one.read_s,
+                finish_cpu_s=(images or tokens) * one.finish_s,
+                payload_bytes=(images or tokens) * one.payload_bytes,
+                buffer_bytes=int(watch.most[number]),
+                index_bytes=count_indexed(roles.listings[source.name])[2],
+            )
+        )
+    cpu_s = sum(one.cpu_s for one in found)
+    return LoaderFacts(
+        cpu_s_per_step=cpu_s,
+        step_time_s=step_time_s,
+        cores=max(1, math.ceil(cpu_s / step_time_s)),
+        payload_bytes_per_step=sum(one.payload_bytes for one in found),
+        buffer_bytes=sum(one.buffer_bytes for one in found),
+        index_bytes=sum(one.index_bytes for one in found),
+        measured_samples=sum(one.measured_samples for one in found),
+        sources=found,
+    )
+
+
+def _time_source(roles: Roles, number: int, cursor: Cursor) -> Timed:
+    count, fleet = _rows_to_read(roles, number), roles.fleet
+    # The first chunk opens the files, which a loader in its stride does not.
+    ahead = fleet.summary_buffer([MetaRequest(number, cursor, count)])[0]
+    began = time.process_time()
+    delta = fleet.summary_buffer([MetaRequest(number, ahead.next_cursor, count)])[0]
+    images = bool(delta.meta["image_tokens"].any())
+    read = len(delta.meta) if images else max(int(delta.meta["tokens"].sum()), 1)
+    read_s = (time.process_time() - began) / read
+    chosen = np.flatnonzero((delta.meta["flags"] & SKIP) == 0)[: _FINISHED + 1]
+    # Of several samples one goes first and is not counted: what happens once (a decoder is loaded) is no part of it.
+    parts = [chosen[:1], chosen[1:]] if len(chosen) > 1 else [chosen]
+    timed = Timed(0, read_s)
+    for part in parts:
+        if not len(part):
+            break
+        rows = delta.meta[part]
+        end = Cursor(*(int(rows[-1][name]) for name in Cursor._fields))
+        began = time.process_time()
+        payloads = fleet.loader_do_plan([LoaderOrder(roles.planner.next_step, number, rows, end)])()
+        seconds = time.process_time() - began
+        size = sum(payload.nbytes for payload in payloads)
+        units = max(int(rows["image_tokens" if images else "tokens"].sum()), 1)
+        timed = Timed(len(part), read_s, seconds / units, size / units)
+        if seconds > _BUDGET_S:
+            break
+    return timed
+
+
+def _rows_to_read(roles: Roles, number: int) -> int:
+    """Return how many rows are read and measured: at least as many as a loader reads at once, and not much more."""
+    source = roles.job.sources[number]
+    files = roles.listings[source.name]
+    row_bytes = files.total_bytes / (count_indexed(files)[0] or 1.0)
+    least = _FINISHED + 1 if isinstance(source.sample, ImageText) else _FINISHED // 2
+    return int(np.clip(2 * AHEAD_BYTES / max(row_bytes, 1.0), least, AHEAD_ROWS))

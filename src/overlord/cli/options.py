@@ -1,0 +1,104 @@
+"""What several commands take and do alike: options, reading the job file, the JSON switch."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from overlord.cli.job_files import JobFile, load_job_file
+from overlord.cli.output import Screen
+from overlord.cli.running import RunOptions
+from overlord.cli.strategy_specs import StrategyChoice
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.session import DEFAULT_CACHE
+
+DEFAULT_STEPS = 100
+AS_JSON = "overlord.as_json"
+"""Where a command's context remembers that JSON was asked for."""
+
+
+def _remember_json(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[AS_JSON] = value
+    return value
+
+
+class RuntimeName(StrEnum):
+    """Where the roles run."""
+
+    local = "local"
+    inline = "inline"
+
+
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", callback=_remember_json, is_eager=True, help="One JSON object on standard output."),
+]
+JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="A job file: YAML, JSON or Python.", show_default=False)]
+Mesh = Annotated[str | None, typer.Option("--mesh", help="Sizes of the axes, such as dp=2,cp=2,tp=2.")]
+StrategyName = Annotated[
+    str | None,
+    typer.Option("--strategy", help="Where samples go: a name such as hdp, or '{hdp: {equal_counts: true}}'."),
+]
+Store = Annotated[Path | None, typer.Option("--store", help="Folder for the journal and snapshots.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot in the store.")]
+Cache = Annotated[Path, typer.Option("--cache", envvar="OVERLORD_CACHE", help="Folder of indices and length sidecars.")]
+Prefetch = Annotated[int | None, typer.Option("--prefetch", help="Steps built ahead.", show_default=False)]
+Loaders = Annotated[int | None, typer.Option("--loaders", help="SourceLoaders of each source.", show_default=False)]
+Runtime = Annotated[RuntimeName, typer.Option("--runtime", help="A service process, or everything in this one.")]
+CACHE = Path(DEFAULT_CACHE)
+
+
+def load(path: Path, screen: Screen, strategy: str | None = None) -> JobFile:
+    """Read a job file; a strategy of the command line wins over the file's.
+
+    Raises:
+        SpecError: The file or the strategy is wrong; the message says where.
+    """
+    chosen = None if strategy is None else StrategyChoice.read(strategy)
+    with screen.user_code():
+        loaded = load_job_file(path)
+    if chosen is None:
+        return loaded
+    return dataclasses.replace(loaded, launch=loaded.launch.model_copy(update={"strategy": chosen}), function=None)
+
+
+def folder_of(cache: Path) -> str:
+    """Return the cache folder as a whole path."""
+    return str(cache.expanduser().absolute())
+
+
+def runtime_of(name: RuntimeName) -> Literal["local", "inline"]:
+    """Return the runtime as `launch` takes it."""
+    return "inline" if name is RuntimeName.inline else "local"
+
+
+def mesh_of(loaded: JobFile, mesh: str | None) -> ClientPlaceTree:
+    """Return the mesh: what stands in the job file, unless the command line says otherwise."""
+    return loaded.launch.mesh if mesh is None else ClientPlaceTree.parse(mesh)
+
+
+def options_of(
+    loaded: JobFile,
+    mesh: str | None,
+    cache: Path,
+    prefetch: int | None,
+    loaders: int | None,
+    store: Path | None,
+    resume: bool,
+) -> RunOptions:
+    """Return how to run: what stands in the job file, unless the command line says otherwise."""
+    launch = loaded.launch
+    return RunOptions(
+        mesh=mesh_of(loaded, mesh),
+        steps=launch.steps or DEFAULT_STEPS,
+        cache=folder_of(cache),
+        prefetch=launch.prefetch if prefetch is None else prefetch,
+        loaders_per_source=launch.loaders_per_source if loaders is None else loaders,
+        store=launch.store if store is None else str(store),
+        resume=resume,
+        strategy=loaded.strategy,
+    )

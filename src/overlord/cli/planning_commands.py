@@ -1,0 +1,88 @@
+"""Commands that plan and run nothing: `overlord explain`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from overlord.cli.demo import write_text
+from overlord.cli.explain import ExplainOptions, explain_job
+from overlord.cli.explain_report import explain_tables, headlines, render_explanation
+from overlord.cli.job_files import JobFile
+from overlord.cli.options import CACHE, AsJson, Cache, JobPath, Loaders, Mesh, StrategyName, folder_of, load, mesh_of
+from overlord.cli.output import Screen, check_writable
+from overlord.cli.strategy_specs import Cost
+from overlord.errors import SpecError
+from overlord.planning.costs import CostModel, llama_12b, vit_2b
+
+EXPLAIN_STEPS = 20
+DEFAULT_STRATEGY = "backbone_balance"
+
+
+def explain(
+    job: JobPath,
+    mesh: Mesh = None,
+    strategy: StrategyName = None,
+    steps: Annotated[int, typer.Option(help="Steps to plan.")] = EXPLAIN_STEPS,
+    cost: Annotated[
+        str | None, typer.Option("--cost", help="Cost model of the backbone: a preset; else the strategy's own.")
+    ] = None,
+    step_time: Annotated[
+        float, typer.Option("--step-time", help="Seconds of a training step, for which cores are counted.")
+    ] = 1.0,
+    measure: Annotated[bool, typer.Option(help="Whether a few samples are decoded, to know the CPU time.")] = True,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with plots to this file.")] = None,
+    loaders: Loaders = None,
+    cache: Cache = CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a job would do on a mesh, without running it: balance, padding, epochs, CPU and memory."""
+    screen = Screen(as_json=as_json)
+    _check_numbers(steps, step_time)
+    if html is not None:
+        check_writable("--html", html)
+    loaded = load(job, screen, strategy)
+    launch = loaded.launch
+    backbone, encoder = _costs(loaded, cost)
+    options = ExplainOptions(
+        mesh=mesh_of(loaded, mesh),
+        steps=steps,
+        cache=folder_of(cache),
+        strategy=loaded.strategy,
+        strategy_name=loaded.strategy_name or DEFAULT_STRATEGY,
+        cost=backbone,
+        encoder=encoder,
+        prefetch=launch.prefetch,
+        loaders_per_source=launch.loaders_per_source if loaders is None else loaders,
+        step_time_s=step_time,
+        measure=measure,
+    )
+    with screen.progress() as tell, screen.user_code():
+        explained = explain_job(loaded.job, str(job), options, tell)
+    screen.show(*explain_tables(explained.facts))
+    if html is not None:
+        write_text(html, render_explanation(explained))
+        screen.show(Text.assemble(("page  ", "dim"), str(html)))
+    for note in explained.facts.notes:
+        screen.note(note)
+    found = dataclasses.asdict(explained.facts)
+    screen.give(found | {"headlines": headlines(explained.facts), "html": None if html is None else str(html)})
+
+
+def _costs(loaded: JobFile, given: str | None) -> tuple[CostModel, CostModel]:
+    """Return what a sequence and an image cost: as the command line says, or as the strategy balances them."""
+    chosen = loaded.launch.strategy if loaded.function is None else None
+    backbone = llama_12b if chosen is None else chosen.backbone_cost().model()
+    encoder = vit_2b if chosen is None else chosen.encoder_cost().model()
+    return (backbone if given is None else Cost.from_mapping(given, lambda _: "--cost").model()), encoder
+
+
+def _check_numbers(steps: int, step_time: float) -> None:
+    if steps < 1:
+        raise SpecError(f"--steps is {steps}; there would be nothing to explain. Give 1 or more.")
+    if not step_time > 0:
+        raise SpecError(f"--step-time is {step_time:g}; no number of cores is fast enough. Give seconds above 0.")

@@ -1,0 +1,384 @@
+"""Strategies and cost models as a job file writes them: checked when they are read, built when the job is run.
+
+The options of a strategy are those of its function in `ol.strategies`, by the same names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+import yaml
+from pydantic import BeforeValidator, model_validator
+
+from overlord.core.spec_errors import Fault, conflict, did_you_mean, show
+from overlord.core.spec_model import Spec, as_number, real, whole
+from overlord.errors import SpecError
+from overlord.planning import costs, strategies
+from overlord.planning.balancing import Level, Objective
+from overlord.planning.checking import Strategy
+from overlord.planning.encoder import Scope
+
+Method = Literal["greedy", "karmarkar_karp", "zigzag"]
+Preset = Literal["tokens", "quadratic", "llama_12b", "vit_2b"]
+Axis = Literal["TP", "CP", "DP"]
+Given = dict[str, int | float | bool]
+
+_SHAPES: dict[str, Callable[..., costs.CostModel]] = {
+    "causal_lm": costs.causal_lm,
+    "moe": costs.moe,
+    "vit": costs.vit,
+}
+
+
+def _shape(name: str) -> BeforeValidator:
+    """Check the arguments of a cost model's function by its signature, and that it takes them."""
+    function = _SHAPES[name]
+    parameters = inspect.signature(function).parameters
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+
+    def check(value: object) -> Given:
+        if not isinstance(value, Mapping):
+            raise Fault(f"this must be a mapping of the model's shape, such as {{{', '.join(required)}}}")
+        given: Given = {}
+        for key, found in cast("Mapping[Any, object]", value).items():
+            if key not in parameters:
+                raise conflict(
+                    f"unknown key; the model would have another shape than you asked for."
+                    f"{did_you_mean(key, parameters)} {name} takes {', '.join(parameters)}",
+                    key,
+                )
+            number = found if isinstance(found, bool) else as_number(found)
+            if number is None or isinstance(number, bool) != isinstance(parameters[key].default, bool):
+                what = "true or false" if isinstance(parameters[key].default, bool) else "a number"
+                raise Fault(f"this must be {what}; the model would have no cost", at=(key,))
+            given[key] = number
+        for key in required:
+            if key not in given:
+                raise conflict(f"missing; without it the model has no cost. {name} needs {', '.join(required)}", key)
+        try:
+            function(**given)
+        except SpecError as error:
+            raise conflict(str(error)) from None
+        return given
+
+    keys: Any = Literal[tuple(parameters)]  # type: ignore[valid-type]
+    return BeforeValidator(check, json_schema_input_type=dict[keys, float | bool])
+
+
+_NUMBER = real(0, math.inf, "a cost cannot be negative")
+
+
+class Cost(Spec):
+    """What a sequence or an image costs: a preset, the shape of a model, or its time as alpha s² + beta s + gamma.
+
+    Example:
+        >>> Cost(preset="llama_12b").model().name, Cost(causal_lm={"layers": 32, "hidden": 4096}).model().kappa
+        ('llama_12b', 49152.0)
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("preset",)
+
+    preset: Preset | None = None
+    """A model of `ol.costs`."""
+    causal_lm: Annotated[Given, _shape("causal_lm")] | None = None
+    """The arguments of `ol.costs.causal_lm`."""
+    moe: Annotated[Given, _shape("moe")] | None = None
+    """The arguments of `ol.costs.moe`."""
+    vit: Annotated[Given, _shape("vit")] | None = None
+    """The arguments of `ol.costs.vit`."""
+    alpha: Annotated[float, _NUMBER] | None = None
+    """Milliseconds of one squared token."""
+    beta: Annotated[float, _NUMBER] | None = None
+    """Milliseconds of one token."""
+    gamma: Annotated[float, _NUMBER] | None = None
+    """Milliseconds of a microbatch, whatever is in it."""
+
+    def model(self) -> costs.CostModel:
+        """Return the cost model."""
+        if self.preset is not None:
+            return costs.preset(self.preset)
+        for name, function in _SHAPES.items():
+            if getattr(self, name) is not None:
+                return function(**getattr(self, name))
+        return costs.CostModel(self.alpha or 0.0, self.beta or 0.0, self.gamma or 0.0)
+
+    def written(self) -> object:
+        """Return the short form that a file holds."""
+        return self.preset or self.model_dump(mode="json", exclude_none=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_short_form(cls, data: Any) -> Any:
+        presets = [model.name for model in costs.presets()]
+        if isinstance(data, str) and data not in presets:
+            raise conflict(
+                f"there is no cost model {show(data)}; it is not known what a sequence costs."
+                f"{did_you_mean(data, presets)} Presets: {', '.join(presets)}; or write {{causal_lm: {{layers: 32, "
+                "hidden: 4096}}"
+            )
+        return {"preset": data} if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Cost:
+        timed = [name for name in ("alpha", "beta", "gamma") if getattr(self, name) is not None]
+        given = [name for name in ("preset", *_SHAPES) if getattr(self, name) is not None] + timed[:1]
+        if len(given) != 1:
+            found = f"{given[0]} and {given[1]} are both given" if given else "nothing is given"
+            raise conflict(
+                f"one thing decides what a sequence costs, but {found}. Write a preset such as llama_12b, "
+                "{causal_lm: {layers: 32, hidden: 4096}}, or {alpha: 1.0e-7, beta: 2.6e-3}"
+            )
+        try:
+            self.model()
+        except SpecError as error:
+            raise conflict(str(error)) from None
+        return self
+
+
+def _as_axes(value: object) -> object:
+    axes = [value] if isinstance(value, str) else value
+    if not isinstance(axes, (list, tuple)):
+        raise Fault("this must be a list of axes, such as [TP]; nobody would know who broadcasts")
+    return [axis.upper() if isinstance(axis, str) else axis for axis in cast("Sequence[object]", axes)]
+
+
+def _any_form(value: object) -> object:
+    return value  # the spec itself takes a name too; here only the schema is told
+
+
+AnyCost = Annotated[Cost, BeforeValidator(_any_form, json_schema_input_type=Preset | Cost)]
+Broadcast = Annotated[tuple[Axis, ...], BeforeValidator(_as_axes, json_schema_input_type=list[Axis])]
+_LLAMA, _VIT = Cost(preset="llama_12b"), Cost(preset="vit_2b")
+
+
+class Vanilla(Spec):
+    """No plan: samples are dealt in turn."""
+
+    def build(self) -> Strategy:
+        """Return the strategy."""
+        return strategies.vanilla()
+
+
+class BackboneBalance(Spec):
+    """Every data-parallel group gets the same cost, in every microbatch."""
+
+    cost: AnyCost = _LLAMA
+    """What a sequence costs."""
+    method: Method = "greedy"
+    """How sequences are placed."""
+    objective: Objective | None = None
+    """What is made small; by default what the mesh asks for."""
+    level: Level = "interleaved"
+    """How far a sequence may move."""
+    group_size: Annotated[int, whole(1, "no group could be made")] | None = None
+    """Balance inside groups of so many data-parallel groups."""
+    reorder: bool = False
+    """Whether the longest sequence of a microbatch comes first."""
+    broadcast: Broadcast = ()
+    """Axes along which the trainer broadcasts."""
+
+    def build(self) -> Strategy:
+        """Return the strategy."""
+        return strategies.backbone_balance(
+            self.cost.model(),
+            method=self.method,
+            objective=self.objective,
+            level=self.level,
+            group_size=self.group_size,
+            reorder=self.reorder,
+            broadcast=self.broadcast,
+        )
+
+
+class VlmHybrid(Spec):
+    """Images over all ranks, tokens over the data-parallel groups."""
+
+    encoder: AnyCost = _VIT
+    """What an image costs."""
+    backbone: AnyCost = _LLAMA
+    """What a sequence costs."""
+    scope: Scope = "world"
+    """Whether images may go to any rank, or only to ranks of the group that holds their tokens."""
+    split: bool = False
+    """Whether images that cost more than an even share are cut for several ranks."""
+    method: Method = "greedy"
+    """How sequences are placed."""
+    objective: Objective | None = None
+    """What is made small for the tokens."""
+    broadcast: Broadcast = ()
+    """Axes along which the trainer broadcasts the tokens."""
+
+    def build(self) -> Strategy:
+        """Return the strategy."""
+        return strategies.vlm_hybrid(
+            self.encoder.model(),
+            self.backbone.model(),
+            scope=self.scope,
+            split=self.split,
+            method=self.method,
+            objective=self.objective,
+            broadcast=self.broadcast,
+        )
+
+
+class LongShort(Spec):
+    """Long and short sequences in microbatches of their own."""
+
+    cost: AnyCost = _LLAMA
+    """What a sequence costs."""
+    threshold: Annotated[int, whole(1, "every sequence would be long")] | None = None
+    """Tokens from which a sequence is long; half the context by default."""
+    objective: Objective | None = None
+    """What is made small."""
+    broadcast: Broadcast = ()
+    """Axes along which the trainer broadcasts."""
+
+    def build(self) -> Strategy:
+        """Return the strategy."""
+        return strategies.long_short(
+            self.cost.model(), threshold=self.threshold, objective=self.objective, broadcast=self.broadcast
+        )
+
+
+class Hdp(Spec):
+    """Every DP x CP rank is a consumer of its own; long sequences are spread over several."""
+
+    cost: AnyCost = _LLAMA
+    """What a sequence costs."""
+    equal_counts: bool = False
+    """Whether all ranks get the same number of microbatches, with dummies."""
+    broadcast: Broadcast = ()
+    """Axes along which the trainer broadcasts."""
+
+    def build(self) -> Strategy:
+        """Return the strategy."""
+        return strategies.hdp(self.cost.model(), equal_counts=self.equal_counts, broadcast=self.broadcast)
+
+
+def _as_stages(value: object) -> tuple[tuple[int, StrategyChoice], ...]:
+    example = "Write pairs of first step and strategy, such as [[0, backbone_balance], [1000, long_short]]"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise Fault(f"this must be a list with at least one stage. {example}")
+    stages: list[tuple[int, StrategyChoice]] = []
+    for number, stage in enumerate(cast("Sequence[object]", value)):
+        pair = cast("Sequence[object]", stage) if isinstance(stage, (list, tuple)) else ()
+        if len(pair) != 2:
+            raise Fault(f"this is not a stage. {example}", at=(number,))
+        start = as_number(pair[0])
+        least = stages[-1][0] + 1 if stages else 0
+        if not isinstance(start, int) or start < least or (not stages and start != 0):
+            raise Fault(f"a stage begins here, and must at {'0' if not stages else f'{least} or later'}; some steps "
+                        "would have no strategy, or two. Begin with step 0, and let stages follow each other",
+                        at=(number, 0))  # fmt: skip
+        try:
+            stages.append((start, StrategyChoice.from_mapping(pair[1], lambda _: "")))
+        except SpecError as error:
+            raise Fault(str(error).removeprefix(": "), at=(number, 1), show_value=False) from None
+    return tuple(stages)
+
+
+class StrategyChoice(Spec):
+    """A strategy by name, with its options: exactly one of these keys.
+
+    Example:
+        >>> StrategyChoice.read("hdp").name, StrategyChoice.read("{hdp: {equal_counts: true}}").written()
+        ('hdp', {'hdp': {'equal_counts': True}})
+    """
+
+    vanilla: Vanilla | None = None
+    """Samples dealt in turn, as loaders do without a plan."""
+    backbone_balance: BackboneBalance | None = None
+    """Equal cost for every data-parallel group, in every microbatch."""
+    vlm_hybrid: VlmHybrid | None = None
+    """Images over all ranks, tokens over the data-parallel groups."""
+    long_short: LongShort | None = None
+    """Long and short sequences in microbatches of their own."""
+    hdp: Hdp | None = None
+    """Long sequences spread over as many ranks as they need."""
+    curriculum: (
+        Annotated[
+            tuple[tuple[int, StrategyChoice], ...],
+            BeforeValidator(_as_stages, json_schema_input_type=list[tuple[int, StrategyChoice | str]]),
+        ]
+        | None
+    ) = None
+    """Pairs of first step and strategy."""
+
+    @classmethod
+    def read(cls, text: str, where: str = "--strategy") -> StrategyChoice:
+        """Return the strategy of a command line: a name, or a mapping as a job file has it.
+
+        Raises:
+            SpecError: There is no such strategy or option.
+        """
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError:
+            data = text
+        return cls.from_mapping(data if isinstance(data, Mapping) else text, lambda _: where)
+
+    @property
+    def name(self) -> str:
+        """The strategy's name."""
+        return next(name for name in type(self).model_fields if getattr(self, name) is not None)
+
+    def build(self) -> Strategy:
+        """Return the strategy itself."""
+        chosen = getattr(self, self.name)
+        if self.curriculum is not None:
+            return strategies.curriculum([(step, stage.build()) for step, stage in self.curriculum])
+        return cast("Strategy", chosen.build())
+
+    def backbone_cost(self) -> Cost:
+        """Return what a sequence costs by this strategy; that of the first stage of a curriculum."""
+        if self.curriculum is not None:
+            return self.curriculum[0][1].backbone_cost()
+        chosen = getattr(self, self.name)
+        found: Cost = getattr(chosen, "backbone" if self.vlm_hybrid is not None else "cost", _LLAMA)
+        return found
+
+    def encoder_cost(self) -> Cost:
+        """Return what an image costs by this strategy."""
+        return _VIT if self.vlm_hybrid is None else self.vlm_hybrid.encoder
+
+    def written(self) -> object:
+        """Return the short form that a file holds: the name, with the options that differ from the defaults."""
+        if self.curriculum is not None:
+            return {"curriculum": [[step, stage.written()] for step, stage in self.curriculum]}
+        chosen: Spec = getattr(self, self.name)
+        options: dict[str, Any] = {}
+        for name, field in type(chosen).model_fields.items():
+            value = getattr(chosen, name)
+            if value != field.get_default():
+                options[name] = value.written() if isinstance(value, Cost) else value
+        options = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+        return {self.name: options} if options else self.name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_short_form(cls, data: Any) -> Any:
+        known = list(cls.model_fields)
+        given = {data: {}} if isinstance(data, str) else data
+        if not isinstance(given, Mapping):
+            return data
+        for name in cast("Mapping[Any, Any]", given):
+            if name not in known:
+                raise conflict(
+                    f"there is no strategy {show(name)}; nobody would say where samples go.{did_you_mean(name, known)} "
+                    f"Strategies: {', '.join(known)}"
+                )
+        if len(given) != 1:
+            raise conflict(
+                f"a strategy is one name with its options, but this holds {show(list(given)) if given else 'nothing'}; "
+                "only one can decide. Write a name, or {backbone_balance: {objective: sum}}"
+            )
+        # `strategy: {hdp: }` is a name without options.
+        return {name: {} if options is None else options for name, options in given.items()}
+
+
+StrategyChoice.model_rebuild()
+AnyStrategy = Annotated[StrategyChoice, BeforeValidator(_any_form, json_schema_input_type=StrategyChoice | str)]
+"""A strategy in any form that a file may hold."""

@@ -1,0 +1,128 @@
+"""A plan as one block of bytes: made once a step, from which every role cuts its part without copying.
+
+The block is a JSON head (names, numbers, where each column lies) and the columns behind it. Reading it
+back makes views into the block, so a loader or a constructor pays for the part it looks at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.plan import Draw, LoadingPlan, Pieces
+from overlord.core.routing import Routing
+from overlord.core.samples import META
+from overlord.errors import StateError
+
+MAGIC = b"OVERPLAN"
+BLOB_VERSION = 1
+_ALIGN = 64
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+_PLAN_SCALARS = ("num_buckets", "num_microbatches", "pad_multiple", "axis", "modality", "broadcast")
+_OPTIONAL = ("cp_sizes", "first_ranks", "counts", "ends")
+_ROUTES = ("sender", "receiver", "microbatch", "position", "length", "sample", "start")
+
+
+def plan_to_bytes(plan: LoadingPlan) -> bytes:
+    """Return a plan as one block of bytes."""
+    draw = plan.draw
+    order, offsets = draw.by_source
+    arrays: Arrays = {"source": draw.source, "meta": draw.meta, "by_source": order, "source_offsets": offsets}
+    scalars: dict[str, Any] = {
+        "step": draw.step,
+        "names": draw.names,
+        "weights": draw.weights,
+        "mixture_version": draw.mixture_version,
+        "order_digest": draw.digest,
+        "plan_digest": plan.digest,
+        "plan": _plan_columns(plan, "", arrays),
+    }
+    if plan.encoder is not None:
+        scalars["encoder"] = _plan_columns(plan.encoder, "encoder.", arrays)
+    if plan.routing is not None:
+        scalars["world_size"] = plan.routing.world_size
+        arrays.update({f"routing.{name}": getattr(plan.routing, name) for name in _ROUTES})
+    return _write(scalars, arrays)
+
+
+def plan_from_bytes(blob: bytes | memoryview) -> LoadingPlan:
+    """Read a plan back; its columns are views into the block.
+
+    Raises:
+        StateError: for bytes that are no plan of this version.
+    """
+    scalars, arrays = _read(memoryview(blob))
+    draw = Draw(
+        scalars["step"],
+        tuple(scalars["names"]),
+        arrays["source"],
+        arrays["meta"],
+        tuple(scalars["weights"]),
+        scalars["mixture_version"],
+    )
+    # What was computed once is not computed again: the parts must cost what they hold.
+    draw.__dict__.update(digest=scalars["order_digest"], by_source=(arrays["by_source"], arrays["source_offsets"]))
+    plan = _plan_of(draw, scalars["plan"], "", arrays)
+    if "encoder" in scalars:
+        plan = dataclasses.replace(plan, encoder=_plan_of(draw, scalars["encoder"], "encoder.", arrays))
+    if "world_size" in scalars:
+        routes = {name: arrays[f"routing.{name}"] for name in _ROUTES}
+        plan = dataclasses.replace(plan, routing=Routing(scalars["world_size"], **routes))
+    plan.__dict__["digest"] = scalars["plan_digest"]
+    return plan
+
+
+def _plan_columns(plan: LoadingPlan, prefix: str, arrays: Arrays) -> dict[str, Any]:
+    arrays[f"{prefix}bin_offsets"] = plan.bin_offsets
+    for name in ("sample", "start", "length"):
+        arrays[f"{prefix}{name}"] = getattr(plan.pieces, name)
+    arrays.update({f"{prefix}{n}": getattr(plan, n) for n in _OPTIONAL if getattr(plan, n) is not None})
+    return {name: getattr(plan, name) for name in _PLAN_SCALARS}
+
+
+def _plan_of(draw: Draw, scalars: dict[str, Any], prefix: str, arrays: Arrays) -> LoadingPlan:
+    pieces = Pieces(*(arrays[f"{prefix}{name}"] for name in ("sample", "start", "length")))
+    found: dict[str, Any] = {name: arrays.get(f"{prefix}{name}") for name in _OPTIONAL}
+    found |= {**scalars, "broadcast": tuple(scalars["broadcast"])}
+    return LoadingPlan(draw=draw, pieces=pieces, bin_offsets=arrays[f"{prefix}bin_offsets"], **found)
+
+
+def _write(scalars: dict[str, Any], arrays: Arrays) -> bytes:
+    table: dict[str, tuple[str, list[int], int]] = {}
+    at = 0
+    for name, array in arrays.items():
+        dtype = "META" if array.dtype == META else array.dtype.str
+        table[name] = (dtype, list(array.shape), at)
+        at += -(-array.nbytes // _ALIGN) * _ALIGN
+    head = json.dumps({"version": BLOB_VERSION, "arrays": table, **scalars}).encode()
+    parts: list[Any] = [_padded(MAGIC + struct.pack("<Q", len(head)) + head)]
+    for array in arrays.values():
+        parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % _ALIGN)]
+    return b"".join(parts)
+
+
+def _padded(head: bytes) -> bytes:
+    return head + bytes(-len(head) % _ALIGN)
+
+
+def _read(blob: memoryview) -> tuple[dict[str, Any], Arrays]:
+    if len(blob) < len(MAGIC) + 8 or bytes(blob[: len(MAGIC)]) != MAGIC:
+        raise StateError("these bytes are not a plan of overlord; a rank would load nothing. Pass what a planner gave.")
+    (length,) = struct.unpack("<Q", blob[len(MAGIC) : len(MAGIC) + 8])
+    head: dict[str, Any] = json.loads(bytes(blob[len(MAGIC) + 8 : len(MAGIC) + 8 + length]))
+    if head.pop("version") != BLOB_VERSION:
+        raise StateError("the plan was written by another version of overlord. Use one version for all hosts of a job.")
+    begin = -(-(len(MAGIC) + 8 + length) // _ALIGN) * _ALIGN
+    arrays: Arrays = {}
+    for name, (dtype, shape, at) in head.pop("arrays").items():
+        kind = META if dtype == "META" else np.dtype(dtype)
+        count = int(np.prod(shape, dtype=np.int64))
+        arrays[name] = np.frombuffer(blob, kind, count, begin + at).reshape(shape)
+    return head, arrays

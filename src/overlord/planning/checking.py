@@ -1,0 +1,230 @@
+"""Holds a plan against its draw: nothing lost, nothing doubled, nothing too large. For every plan, whoever made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import Buffer, LoadingPlan
+from overlord.errors import OverlordError, PlanError
+from overlord.planning.encoder import join_encoder
+
+Strategy = Callable[[Buffer, ClientPlaceTree], "LoadingPlan | Mapping[str, LoadingPlan]"]
+"""Decides where every sample of a step goes: one plan, or one for each module ("backbone", "encoder")."""
+
+SPLIT_AXES = {"DP": ("DP",), "CP": ("DP", "CP"), "WORLD": ("DP", "CP", "TP")}
+"""Axes along which ranks get different samples, by what samples are distributed over."""
+
+
+class _Wrong(Exception):
+    """What is wrong with a plan, and what to do."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.remedy = remedy
+
+
+def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+    """Call a strategy and check what it returns.
+
+    Raises:
+        PlanError: when the strategy fails, or loses, doubles or overfills something.
+    """
+    name = getattr(strategy, "__name__", type(strategy).__name__)
+    try:
+        made: Any = strategy(buffer, tree)
+        plan = _joined(made, name, tree)
+    except OverlordError:
+        raise
+    except (Exception, SystemExit) as error:  # the border to the user's code
+        raise PlanError(
+            f"the strategy {name} failed at step {buffer.step}: {type(error).__name__}: {error}. Mend it, or launch "
+            "with one of ol.strategies."
+        ) from error
+    check_plan(plan, buffer, tree, name)
+    return plan
+
+
+def check_plan(plan: LoadingPlan, buffer: Buffer, tree: ClientPlaceTree, name: str = "plan") -> None:
+    """Raise PlanError where a plan does not carry every sample of the buffer to a rank, once."""
+    try:
+        for one in (plan, plan.encoder):
+            if one is not None and one.draw is not buffer.draw:
+                raise _Wrong("it is a plan of another draw", "Plan the buffer the strategy is called with")
+        if plan.modality != "tokens":
+            raise _Wrong("it is a plan of images", "Return a plan of tokens, or {'backbone': .., 'encoder': ..}")
+        _check_form(plan)
+        _check_mesh(plan, tree)
+        _check_pieces(plan, buffer.draw.meta["tokens"], buffer)
+        if plan.cp_sizes is not None or plan.first_ranks is not None:
+            _check_blocks(plan)
+        _check_room(plan, buffer, tree)
+        if plan.encoder is not None:
+            _check_form(plan.encoder)
+            _check_pieces(plan.encoder, buffer.meta["image_tokens"], buffer)
+    except _Wrong as wrong:
+        raise PlanError(
+            f"the strategy {name} made a wrong plan of step {buffer.step}: {wrong.what}. {wrong.remedy}."
+        ) from None
+
+
+def _joined(made: Any, name: str, tree: ClientPlaceTree) -> LoadingPlan:
+    if isinstance(made, LoadingPlan):
+        return made
+    if isinstance(made, Mapping) and "backbone" in made and set(made) <= {"backbone", "encoder"}:
+        plans = list(made.values())
+        if all(isinstance(plan, LoadingPlan) for plan in plans):
+            backbone = made["backbone"]
+            return join_encoder(backbone, made["encoder"], tree) if "encoder" in made else backbone
+    shown = f"a mapping of {', '.join(map(str, made))}" if isinstance(made, Mapping) else type(made).__name__
+    raise PlanError(
+        f"the strategy {name} returned {shown}, not a plan; no rank would know what to load. Return graph.plan(), or "
+        "{'backbone': .., 'encoder': ..} with two of them."
+    )
+
+
+def _check_form(plan: LoadingPlan) -> None:
+    """Types, shapes and offsets: what a kernel would trip over."""
+    remedy = "Make plans by graph.plan() or ol.plan_raw()"
+    for number in (plan.num_buckets, plan.num_microbatches, plan.pad_multiple):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise _Wrong(f"{number!r} is not a number of buckets, microbatches or a multiple", remedy)
+    pieces, count = plan.pieces, plan.num_buckets * plan.num_microbatches
+    columns: dict[str, Any] = {"sample": pieces.sample, "start": pieces.start, "length": pieces.length}
+    columns |= {n: getattr(plan, n) for n in ("cp_sizes", "first_ranks") if getattr(plan, n) is not None}
+    for column, values in columns.items():
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.shape != (len(pieces.sample),):
+            raise _Wrong(f"its column {column} is not one whole number for each piece", remedy)
+    offsets = plan.bin_offsets
+    if not isinstance(offsets, np.ndarray) or offsets.dtype.kind not in "iu" or offsets.shape != (count + 1,):
+        raise _Wrong(f"its bin_offsets are not {count + 1} whole numbers", remedy)
+    if int(offsets[0]) != 0 or int(offsets[-1]) != len(pieces) or bool((np.diff(offsets) < 0).any()):
+        raise _Wrong("its bin_offsets do not cut the pieces from the first to the last; some are lost", remedy)
+    if plan.counts is not None:
+        counts = plan.counts
+        if not isinstance(counts, np.ndarray) or counts.shape != (plan.num_buckets,) or counts.dtype.kind not in "iu":
+            raise _Wrong("its counts are not one whole number for each bucket", remedy)
+        filled = np.diff(offsets).reshape(plan.num_buckets, -1) > 0
+        last = np.where(filled.any(axis=1), plan.num_microbatches - np.argmax(filled[:, ::-1], axis=1), 0)
+        if bool((counts < last).any()) or int(counts.max(initial=0)) > plan.num_microbatches:
+            raise _Wrong("its counts leave out microbatches that hold pieces", remedy)
+
+
+def _check_mesh(plan: LoadingPlan, tree: ClientPlaceTree) -> None:
+    if plan.axis not in SPLIT_AXES or plan.num_buckets != tree.num_buckets(plan.axis):
+        raise _Wrong(
+            f"it has {plan.num_buckets} buckets over {plan.axis}, which the mesh {tree} does not have",
+            "Distribute tokens over 'DP' or 'CP' of the tree the strategy is called with",
+        )
+    if (plan.axis == "WORLD" and plan.num_buckets != tree.dp) or (plan.axis == "CP" and tree.pp > 1):
+        raise _Wrong(f"over {plan.axis} ranks that need the same tokens would get different ones", "Distribute over DP")
+    split = [a for a in SPLIT_AXES[plan.axis] if getattr(tree, a.lower()) > 1]
+    for axis in plan.broadcast:
+        if axis not in ("TP", "CP", "DP") or axis in split:
+            raise _Wrong(f"broadcast along {axis!r} would leave ranks without their samples", "Broadcast along TP")
+    if plan.axis != "CP" and tree.cp > 1 and plan.pad_multiple % (2 * tree.cp):
+        raise _Wrong(
+            f"its pad_multiple is {plan.pad_multiple}, and {tree.cp} context-parallel ranks cut a sequence into "
+            f"{2 * tree.cp}",
+            f"Use a multiple of {2 * tree.cp}",
+        )
+    multiple = tree.microbatch_multiple
+    if plan.num_microbatches % multiple:
+        raise _Wrong(
+            f"it has {plan.num_microbatches} microbatches, and the virtual pipeline takes them in groups of {multiple}",
+            f"Use a multiple of {multiple}",
+        )
+    if tree.is_lockstep and plan.counts is not None and len(set(plan.counts.tolist())) > 1:
+        raise _Wrong("its ranks have different numbers of microbatches, and expert parallelism waits for all",
+                     "Use equal_counts=True")  # fmt: skip
+
+
+def _check_pieces(plan: LoadingPlan, wanted: Any, buffer: Buffer) -> None:
+    pieces = plan.pieces
+    keep = slice(None) if plan.first_ranks is None else plan.first_ranks == plan.buckets
+    sample, start, length = pieces.sample[keep], pieces.start[keep].astype(np.int64), pieces.length[keep]
+    if len(sample) and not (int(sample.min()) >= 0 and int(sample.max()) < len(wanted)):
+        raise _Wrong("it names samples that were not drawn", "Use indices into the buffer")
+    if len(length) and int(length.min()) < 1:
+        raise _Wrong("a piece has no length", "Leave out what is empty")
+    if plan.modality == "tokens" and int(length.max(initial=0)) > buffer.limits.context_length:
+        raise _Wrong(
+            f"a piece of {int(length.max())} tokens is longer than the context of {buffer.limits.context_length}",
+            "Cut samples as DGraph.from_buffer does",
+        )
+    if len(sample) == len(wanted) and _each_once(sample, start, length, wanted):
+        return  # no sample is cut, as in most steps: much cheaper to see
+    # Sums give away every loss and double; pieces that overlap and still sum up are found by sorting.
+    got = np.bincount(sample, length, len(wanted)).astype(np.int64)
+    differing = np.flatnonzero(got != wanted)
+    if len(differing):
+        at = int(differing[0])
+        what = "lost" if got[at] < wanted[at] else "doubled"
+        raise _Wrong(
+            f"{len(differing)} samples are {what} in part or whole, the first is {buffer.draw.sample_id(at)} with "
+            f"{int(got[at])} of {int(wanted[at])} {plan.modality}",
+            "Let every item of the graph go through balance() and plan()",
+        )
+    several = np.flatnonzero((start > 0) | (length != wanted[sample]))
+    order = several[np.lexsort((start[several], sample[several]))]
+    s, begin, end = sample[order], start[order], start[order] + length[order]
+    fresh = np.ones(len(order), bool)
+    fresh[1:] = s[1:] != s[:-1]
+    if not np.array_equal(begin, np.where(fresh, 0, np.concatenate([[0], end[:-1]])[: len(order)])):
+        raise _Wrong("pieces of one sample overlap", "Cut samples into pieces that follow each other")
+
+
+def _each_once(sample: Any, start: Any, length: Any, wanted: Any) -> bool:
+    seen = np.zeros(len(wanted), bool)
+    seen[sample] = True
+    return bool(seen.all()) and not start.any() and np.array_equal(np.ascontiguousarray(wanted)[sample], length)
+
+
+def _check_blocks(plan: LoadingPlan) -> None:
+    """Hybrid data parallelism: aligned blocks of 1, 2, 4, .. ranks that all list the same pieces."""
+    remedy = "Make such plans by distribute(axis='CP') and balance()"
+    if plan.axis != "CP" or plan.cp_sizes is None or plan.first_ranks is None:
+        raise _Wrong("cp_sizes and first_ranks belong together, and to a plan over CP", remedy)
+    size, first, bucket = plan.cp_sizes.astype(np.int64), plan.first_ranks.astype(np.int64), plan.buckets
+    if len(size) and (int(size.min()) < 1 or bool((size & (size - 1)).any()) or bool((first % size).any())):
+        raise _Wrong("a block is not an aligned power of two of ranks", remedy)
+    if bool(((bucket < first) | (bucket >= first + size)).any()):
+        raise _Wrong("a rank lists a piece that belongs to another block", remedy)
+    bins = np.repeat(np.arange(len(plan.bin_offsets) - 1), np.diff(plan.bin_offsets))
+    begin = plan.bin_offsets[bins]
+    if bool((size != size[begin]).any() or (first != first[begin]).any()):
+        raise _Wrong("a microbatch mixes blocks", remedy)
+    # The k-th bin content of every rank of a block must be that of its first rank.
+    microbatch, place = bins % plan.num_microbatches, np.arange(len(bins)) - begin
+    leader = plan.bin_offsets[first * plan.num_microbatches + microbatch] + place
+    sizes = np.diff(plan.bin_offsets)
+    same = sizes[bins] == sizes[first * plan.num_microbatches + microbatch]
+    if not bool(same.all()) or any(
+        not np.array_equal(c[leader], c) for c in (plan.pieces.sample, plan.pieces.start, plan.pieces.length, size)
+    ):
+        raise _Wrong("the ranks of a block list different pieces", remedy)
+    leaders = np.flatnonzero(bucket == first)
+    if int(size[leaders].sum()) != len(size):
+        raise _Wrong("a rank of a block does not list its piece", remedy)
+
+
+def _check_room(plan: LoadingPlan, buffer: Buffer, tree: ClientPlaceTree) -> None:
+    limits = buffer.limits
+    share = plan.padded if plan.cp_sizes is None else plan.padded // plan.cp_sizes
+    cap = limits.microbatch_tokens // (tree.cp if plan.axis == "CP" else 1)
+    fullest = int(plan.loads(share).max(initial=0))
+    if fullest > cap:
+        raise _Wrong(
+            f"a microbatch holds {fullest} tokens where batch.microbatch_tokens allows {cap}; a rank would run out of "
+            "memory",
+            "Balance under the capacity, or raise batch.microbatch_tokens",
+        )
+    if limits.microbatches is not None and plan.num_microbatches != limits.microbatches:
+        raise _Wrong(
+            f"it has {plan.num_microbatches} microbatches where batch.microbatches is {limits.microbatches}",
+            "Use that number, or leave batch.microbatches out",
+        )

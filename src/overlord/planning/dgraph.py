@@ -1,0 +1,383 @@
+"""DGraph: the paper's dataflow graph (section 4). Samples of one step, from their sources to the ranks.
+
+Rules of this file:
+1. A graph is never changed: every primitive returns a new one, and `edges` tells how it came about.
+2. It is columnar: a state of all samples is one array; there is no object per sample.
+3. It sees metadata of one step's draw and nothing else. `mix` does not see the tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import Buffer, LoadingPlan, Pieces, cut_pieces, lay_out, order_in_bins, pad_lengths
+from overlord.core.samples import SampleId
+from overlord.core.spec_errors import did_you_mean
+from overlord.errors import SpecError
+from overlord.planning.balancing import Level, Method, Objective
+from overlord.planning.checking import SPLIT_AXES
+from overlord.planning.costs import as_costs
+from overlord.planning.encoder import Scope, place_images, split_images
+from overlord.planning.lineage import Trace, trace_sample
+from overlord.planning.microbatches import place_hybrid, place_tokens
+from overlord.planning.pictures import picture_of
+
+Int64s = npt.NDArray[np.int64]
+Modality = Literal["tokens", "images"]
+CostFn = Callable[[Int64s], npt.ArrayLike]
+"""Lengths (tokens with padding, or patches of images) in, what each costs out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One primitive that was applied."""
+
+    primitive: str
+    detail: str
+
+
+@dataclass(frozen=True, eq=False)
+class DGraph:
+    """The samples of one step on their way to the ranks.
+
+    Example:
+        >>> from overlord import ClientPlaceTree, costs, summary_buffer
+        >>> buffer = summary_buffer({"web": [900, 100, 300, 700]}, context_length=1024)
+        >>> graph = DGraph.from_buffer(buffer, ClientPlaceTree(dp=2), modality="tokens").mix()
+        >>> plan = graph.distribute(axis="DP").cost(costs.tokens).balance("greedy", objective="sum").plan()
+        >>> plan.loads(plan.padded).sum(axis=1).tolist()
+        [1000, 1000]
+    """
+
+    buffer: Buffer
+    tree: ClientPlaceTree
+    modality: Modality
+    items: Pieces
+    """What is moved: pieces of samples, or the images of samples."""
+    edges: tuple[Edge, ...] = ()
+    axis: str | None = None
+    group_size: int | None = None
+    cost_fn: CostFn | None = field(default=None, repr=False)
+    costs: Int64s | None = field(default=None, repr=False)
+    places: Int64s | None = field(default=None, repr=False)
+    """bucket * M + microbatch of every item."""
+    num_microbatches: int = 0
+    reorder: bool = True
+    broadcast: tuple[str, ...] = ()
+    cp_sizes: Int64s | None = field(default=None, repr=False)
+    """Hybrid data parallelism: how many ranks share each item."""
+    counts: npt.NDArray[np.int32] | None = field(default=None, repr=False)
+    owner: LoadingPlan | None = field(default=None, repr=False)
+    scope: Scope = "world"
+
+    @classmethod
+    def from_buffer(cls, buffer: Buffer, tree: ClientPlaceTree, modality: Modality = "tokens") -> DGraph:
+        """Bind the samples of a step to a mesh, seen by one kind of metadata.
+
+        Args:
+            buffer: One step's draw with its metadata.
+            tree: The trainer's mesh.
+            modality: "tokens" (samples cut to the context, for the backbone) or "images" (for the encoder).
+        """
+        if not isinstance(buffer, Buffer) or not isinstance(tree, ClientPlaceTree):
+            raise SpecError(
+                f"DGraph.from_buffer: got {type(buffer).__name__} and {type(tree).__name__}; nothing could be placed. "
+                "Pass the buffer and the tree that the strategy was called with."
+            )
+        if modality == "tokens":
+            items = cut_pieces(buffer.meta["tokens"], buffer.limits.context_length)
+        elif modality == "images":
+            sample = np.flatnonzero(buffer.meta["image_tokens"] > 0).astype(np.int32)
+            items = Pieces(sample, np.zeros(len(sample), np.int32), buffer.meta["image_tokens"][sample])
+        else:
+            raise SpecError(
+                f"DGraph.from_buffer: modality is {modality!r}; no metadata has that name."
+                f"{did_you_mean(str(modality), ['tokens', 'images'])} Use 'tokens' or 'images'."
+            )
+        detail = f"{len(items)} {'pieces' if modality == 'tokens' else 'samples with images'} of step {buffer.step}"
+        return cls(buffer, tree, modality, items, (Edge("from_buffer", detail),))
+
+    def mix(self, sources: Collection[str] | None = None) -> DGraph:
+        """Show the mixture the step was drawn by, or narrow the graph to some of its sources.
+
+        The draw itself is the job's mixture: it is made before any mesh is known, so that the stream does
+        not depend on the mesh.
+        """
+        names, weights = self.buffer.names, self.buffer.draw.weights
+        if sources is None:
+            total = sum(weights) or 1.0
+            ranked = sorted(zip(names, weights, strict=False), key=lambda pair: -pair[1])
+            shares = [f"{name} {weight / total:.1%}" for name, weight in ranked if weight]
+            shown = ", ".join(shares[:6]) + (f" and {len(shares) - 6} more" if len(shares) > 6 else "")
+            return self._with("mix", f"mixture {self.buffer.draw.mixture_version}: {shown or 'as drawn'}")
+        wanted = [sources] if isinstance(sources, str) else list(_listed("mix: sources", sources))
+        for name in wanted:
+            if name not in names:
+                raise SpecError(
+                    f"mix: no source is called {name!r}; the graph would be empty.{did_you_mean(name, list(names))} "
+                    f"Sources: {', '.join(names[:12])}."
+                )
+        chosen = np.isin(self.buffer.source[self.items.sample], [names.index(name) for name in wanted])
+        return self.where(chosen, f"only {', '.join(wanted)}")
+
+    def where(self, chosen: npt.ArrayLike, detail: str = "some samples") -> DGraph:
+        """Return the graph of some of the items (a mask over `items`)."""
+        mask = np.asarray(chosen)
+        if mask.dtype != np.bool_ or mask.shape != self.items.sample.shape:
+            raise SpecError(
+                f"where: the mask has type {mask.dtype} and shape {mask.shape}; it must say yes or no for each of the "
+                f"{len(self.items)} items, or samples would be lost."
+            )
+        costs = self.costs[mask] if self.costs is not None else None
+        return self._with("where", detail, items=self.items.take(mask), costs=costs, places=None, cp_sizes=None)
+
+    def distribute(self, axis: str = "DP", group_size: int | None = None) -> DGraph:
+        """Choose the consumers: "DP" groups, "CP" (all DP x CP ranks alike) or "WORLD" (every rank).
+
+        Args:
+            axis: Where in the tree the buckets are.
+            group_size: Balance inside groups of so many buckets only, which is cheaper in very large clusters.
+        """
+        buckets = self.tree.num_buckets(axis)
+        name = axis.upper()
+        if name not in ("DP", "CP", "WORLD"):
+            raise SpecError(f"distribute: axis is {axis!r}; its ranks share samples. Use 'DP', 'CP' or 'WORLD'.")
+        if self.modality == "tokens" and name == "WORLD" and buckets != self.tree.dp:
+            raise SpecError(
+                f"distribute: the mesh {self.tree} has pp, cp or tp above 1, whose ranks need the same tokens; over "
+                "WORLD they would train on different ones. Use axis='DP' (or 'CP') for tokens, 'WORLD' for images."
+            )
+        if self.modality == "tokens" and name == "CP" and self.tree.pp > 1:
+            raise SpecError(
+                f"distribute: over CP every rank gets its own number of microbatches, which {self.tree.pp} pipeline "
+                "stages cannot follow. Use axis='DP' with pp > 1."
+            )
+        if group_size is not None and (not _is_whole(group_size) or group_size < 1):
+            raise SpecError(f"distribute: group_size is {group_size!r}; no group could be made. Use 1 or more.")
+        groups = "" if group_size is None else f" in groups of {group_size}"
+        fresh = self._with("distribute", f"{buckets} buckets over {name}{groups}", axis=name, group_size=group_size,
+                           places=None, cp_sizes=None)  # fmt: skip
+        return fresh if self.cost_fn is None else fresh._costed(self.cost_fn)
+
+    def cost(self, fn: CostFn) -> DGraph:
+        """Say what an item costs: a model of `overlord.costs`, or any function of an array of lengths.
+
+        Lengths are tokens with their padding, or the patches of images. Costs become integers, so that every
+        machine compares alike.
+        """
+        if not callable(fn):
+            raise SpecError(f"cost: {fn!r:.80} is not a function of lengths. Use a model of ol.costs, or a function.")
+        return self._with("cost", _name(fn), cost_fn=fn, places=None)._costed(fn)
+
+    def split(self, parts: npt.ArrayLike | None = None) -> DGraph:
+        """Cut images that cost more than an even share into runs of patches for several ranks.
+
+        Args:
+            parts: Into how many runs each image is cut; by default as many as make it fit an even share.
+        """
+        self._need("split", axis=True, costs=True)
+        if self.modality != "images":
+            raise SpecError("split: tokens are split by context parallelism; use distribute(axis='CP') for that.")
+        assert self.costs is not None
+        items, costs = split_images(self.items, self.costs, self.num_buckets, parts)
+        return self._with("split", f"{len(self.items)} images in {len(items)} runs", items=items, costs=costs)
+
+    def toward(self, backbone: LoadingPlan, scope: Scope = "world") -> DGraph:
+        """Keep images near the ranks of their tokens.
+
+        Args:
+            backbone: The plan of the tokens.
+            scope: "world": any rank, the owner's ranks where their load is within 2 % of the least loaded.
+                "group": only ranks of the owning data-parallel group, so that nothing crosses groups.
+        """
+        known = isinstance(backbone, LoadingPlan) and backbone.modality == "tokens"
+        if not known or backbone.draw is not self.buffer.draw:
+            raise SpecError("toward: the backbone is no plan of this step's tokens; images would have no destination.")
+        if self.modality != "images" or scope not in ("world", "group"):
+            raise SpecError(
+                f"toward: modality is {self.modality!r} and scope {scope!r}; only images have an owner. Use it on a "
+                "graph of images, with scope 'world' or 'group'."
+            )
+        return self._with("toward", f"within the {scope}", owner=backbone, scope=scope, places=None)
+
+    def balance(
+        self,
+        method: Method = "greedy",
+        *,
+        objective: Objective = "lockstep",
+        level: Level = "interleaved",
+        reorder: bool = True,
+        equal_counts: bool = True,
+    ) -> DGraph:
+        """Divide every bucket into microbatches and give each about the same cost.
+
+        Args:
+            method: "greedy", "karmarkar_karp", "zigzag", or a function (costs, num_bins, sizes, capacity) -> bins.
+            objective: What is made small: the largest "sum" of a bucket; "lockstep", the sum over microbatches of
+                the largest bucket (FSDP, EP); "pipeline", the time of the slowest pipeline.
+            level: "interleaved" (any item to any microbatch of any bucket), "inter" (buckets first, then the
+                microbatches of each), "intra" (items stay in the microbatch they were drawn for).
+            reorder: Whether the longest item of a microbatch comes first; False keeps the drawing order.
+            equal_counts: Over "CP": whether all ranks get the same number of microbatches, with dummies.
+        """
+        self._need("balance", axis=True, costs=True)
+        if self.modality == "images":
+            return self._balance_images(method, reorder)
+        assert self.costs is not None
+        if self.axis == "CP":
+            placed = place_hybrid(self.buffer, self.items, self.costs, self.tree, equal_counts=equal_counts)
+        else:
+            placed = place_tokens(
+                self.buffer, self.costs, self.padded, self.tree, self.num_buckets,
+                method=method, objective=objective, level=level, group_size=self.group_size,
+            )  # fmt: skip
+        return self._with(
+            "balance", f"{_name(method)}, {placed.detail}", reorder=reorder, places=placed.places,
+            num_microbatches=placed.count, cp_sizes=placed.cp_sizes, counts=placed.counts,
+        )  # fmt: skip
+
+    def placed(self, places: npt.ArrayLike, num_microbatches: int, detail: str = "by hand") -> DGraph:
+        """Place every item yourself: `places` is bucket * num_microbatches + microbatch of each."""
+        self._need("placed", axis=True)
+        given = np.asarray(places)
+        if not _is_whole(num_microbatches) or num_microbatches < 1:
+            raise SpecError(f"placed: num_microbatches is {num_microbatches!r:.80}; use a whole number of at least 1.")
+        most = self.num_buckets * num_microbatches
+        if given.shape != self.items.sample.shape or given.dtype.kind not in "iu":
+            raise SpecError(
+                f"placed: {given.shape} places of type {given.dtype} for {len(self.items)} items; some would be lost. "
+                "Give a whole number for each item."
+            )
+        if len(given) and not (int(given.min()) >= 0 and int(given.max()) < most):
+            raise SpecError(f"placed: places go from {int(given.min())} to {int(given.max())}; there are bins 0 to "
+                            f"{most - 1}. Use bucket * num_microbatches + microbatch.")  # fmt: skip
+        wide = given.astype(np.int64)
+        return self._with("placed", detail, places=wide, num_microbatches=num_microbatches, reorder=False)
+
+    def broadcast_at(self, axis: str) -> DGraph:
+        """Say that the trainer broadcasts along an axis ("TP", "CP" or "DP"): only its first rank fetches."""
+        name = str(axis).upper()
+        if name not in ("TP", "CP", "DP"):
+            raise SpecError(f"broadcast_at: axis is {axis!r}; nobody broadcasts along it. Use 'TP', 'CP' or 'DP'.")
+        self._refuse_broadcast(name)
+        return self._with("broadcast_at", name, broadcast=tuple(sorted({*self.broadcast, name})))
+
+    def plan(self) -> LoadingPlan:
+        """Return the loading plan."""
+        self._need("plan", axis=True, places=True)
+        assert self.places is not None and self.axis is not None
+        for name in self.broadcast:
+            self._refuse_broadcast(name)
+        items, places, priority = self.items, self.places, self.costs if self.reorder else None
+        extra: dict[str, Any] = {}
+        if self.cp_sizes is not None:
+            # Every rank of a block lists the item: it gets its slice of it.
+            index = np.repeat(np.arange(len(items)), self.cp_sizes)
+            within = np.arange(len(index)) - np.repeat(np.cumsum(self.cp_sizes) - self.cp_sizes, self.cp_sizes)
+            items, priority = items.take(index), priority[index] if priority is not None else None
+            places = places[index] + within * self.num_microbatches
+        order = order_in_bins(places, priority)
+        if self.cp_sizes is not None:
+            shared = index[order]
+            firsts = self.places[shared] // self.num_microbatches
+            extra = {"counts": self.counts, "cp_sizes": self.cp_sizes[shared].astype(np.int32),
+                     "first_ranks": firsts.astype(np.int32)}  # fmt: skip
+        plan = lay_out(
+            self.buffer.draw, items, places, self.num_buckets, self.num_microbatches,
+            order=order, pad_multiple=self.pad_multiple,
+        )  # fmt: skip
+        return dataclasses.replace(plan, axis=self.axis, modality=self.modality, broadcast=self.broadcast, **extra)
+
+    # -- looking at it -------------------------------------------------------------------------
+
+    def trace(self, sample: SampleId | str) -> Trace:
+        """Tell the states of one sample, from its source to the ranks that consume it."""
+        return trace_sample(self, sample)
+
+    def visualize(self, format: Literal["html", "mermaid", "dot"] = "html") -> str:
+        """Return a picture of the graph: a self-contained HTML page, Mermaid or DOT."""
+        return picture_of(self, format)
+
+    @property
+    def num_buckets(self) -> int:
+        """Consumers along the chosen axis."""
+        return self.tree.num_buckets(self.axis or "DP")
+
+    @property
+    def pad_multiple(self) -> int:
+        """What the length of every item is rounded up to: zigzag slices need two chunks a rank."""
+        return 2 * self.tree.cp if self.modality == "tokens" and self.axis != "CP" and self.tree.cp > 1 else 1
+
+    @cached_property
+    def padded(self) -> Int64s:
+        """The length of every item with its padding."""
+        return pad_lengths(self.items.length, self.pad_multiple)
+
+    @cached_property
+    def loads(self) -> Int64s:
+        """The cost of every bin: [bucket, microbatch]; what a block of ranks shares counts once on each."""
+        self._need("loads", axis=True, costs=True, places=True)
+        assert self.places is not None and self.costs is not None
+        share = self.costs // (self.cp_sizes if self.cp_sizes is not None else 1)
+        sums = np.zeros(self.num_buckets * self.num_microbatches, np.int64)
+        width = self.cp_sizes if self.cp_sizes is not None else np.ones(len(self.items), np.int64)
+        for within in range(int(width.max(initial=1))):
+            mine = width > within
+            np.add.at(sums, self.places[mine] + within * self.num_microbatches, share[mine])
+        return sums.reshape(self.num_buckets, self.num_microbatches)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _with(self, primitive: str, detail: str, **changes: Any) -> DGraph:
+        return dataclasses.replace(self, edges=(*self.edges, Edge(primitive, detail)), **changes)
+
+    def _costed(self, fn: CostFn) -> DGraph:
+        per_item = self.buffer.limits.patches_per_token if self.modality == "images" else 1
+        return dataclasses.replace(self, costs=as_costs(fn, self.padded * per_item, "cost"))
+
+    def _need(self, primitive: str, *, axis: bool = False, costs: bool = False, places: bool = False) -> None:
+        missing = [
+            (axis and self.axis is None, "distribute(axis=..)", "it is not known who consumes the samples"),
+            (costs and self.costs is None, "cost(..)", "it is not known what a sample costs"),
+            (places and self.places is None, "balance(..)", "the samples have no place yet"),
+        ]
+        for wrong, remedy, why in missing:
+            if wrong:
+                raise SpecError(f"{primitive}: {why}. Call {remedy} before {primitive}.")
+
+    def _refuse_broadcast(self, axis: str) -> None:
+        within = SPLIT_AXES.get(self.axis or "", ())
+        if self.modality == "tokens" and axis in within and getattr(self.tree, axis.lower()) > 1:
+            raise SpecError(
+                f"broadcast_at: the samples are distributed over {self.axis}, so the ranks along {axis} need different "
+                "ones; only the first would get any. Broadcast along another axis."
+            )
+
+    def _balance_images(self, method: Method, reorder: bool) -> DGraph:
+        assert self.costs is not None
+        places = place_images(self.items, self.costs, self.num_buckets, method, self.tree, self.owner, self.scope)
+        detail = f"{_name(method)}: {len(self.items)} images over {self.num_buckets} ranks"
+        return self._with("balance", detail, places=places, num_microbatches=1, reorder=reorder)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _listed(what: str, values: object) -> Collection[str]:
+    if not isinstance(values, Collection) or not all(isinstance(value, str) for value in values):
+        raise SpecError(f"{what} is {values!r:.80}, not a list of names; nothing could be chosen. Give a list of text.")
+    return values
+
+
+def _name(fn: object) -> str:
+    """Return what a method or cost is called in a picture."""
+    return fn if isinstance(fn, str) else str(getattr(fn, "name", "") or getattr(fn, "__name__", type(fn).__name__))

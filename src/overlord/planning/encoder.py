@@ -1,0 +1,207 @@
+"""Images over the ranks that encode them, and the routes of their tokens to the backbone.
+
+The backbone decides first (its cost includes image tokens); images then have a destination, and go to the
+least loaded rank, or to one near their destination where that costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import LoadingPlan, Pieces
+from overlord.core.routing import Routing
+from overlord.errors import PlanError, SpecError
+from overlord.planning.balancing import Method, balance
+
+NEAR = 50
+"""A rank near the destination is taken when it is ahead of the least loaded by at most 1/50 of an even share."""
+
+Int64s = npt.NDArray[np.int64]
+Scope = Literal["world", "group"]
+
+
+def place_images(
+    items: Pieces,
+    costs: Int64s,
+    num_ranks: int,
+    method: Method,
+    tree: ClientPlaceTree,
+    owner: LoadingPlan | None,
+    scope: Scope,
+) -> Int64s:
+    """Return the encoder rank of every image (or run of one)."""
+    if owner is None:
+        return balance(costs, num_ranks, method=method)
+    if method != "greedy" or num_ranks != tree.world_size:
+        raise SpecError(
+            "balance: images are kept near their tokens by the greedy method over WORLD only; another one would not "
+            "look at where they belong. Use balance('greedy') after distribute(axis='WORLD'), or leave toward() out."
+        )
+    bucket = _destinations(owner)[0][items.sample]
+    group = tree.buckets_of("DP")
+    ranks = np.argsort(group, kind="stable").astype(np.int64)
+    offsets = np.searchsorted(group[ranks], np.arange(tree.dp + 1)).astype(np.int64)
+    order = np.argsort(-costs, kind="stable")
+    near = int(costs.sum()) // (NEAR * num_ranks) if scope == "world" else -1
+    return _near_owner(costs, order, bucket.astype(np.int64), ranks, offsets, num_ranks, near)
+
+
+def split_images(items: Pieces, costs: Int64s, num_ranks: int, parts: npt.ArrayLike | None) -> tuple[Pieces, Int64s]:
+    """Cut images into runs: so many each, or as many as bring each below an even share of the ranks."""
+    if parts is None:
+        even = max(1, -(-int(costs.sum()) // num_ranks))
+        wanted = np.minimum(-(-costs // even), num_ranks)
+    else:
+        given = np.asarray(parts)
+        if given.dtype.kind not in "iu" or given.shape not in ((), costs.shape) or int(given.min(initial=1)) < 1:
+            raise SpecError(
+                f"split: parts is {parts!r:.80}; an image in no part is lost. Give a whole number of at least 1, or "
+                f"one for each of the {len(costs)} images."
+            )
+        wanted = np.broadcast_to(given.astype(np.int64), costs.shape)
+    count = np.clip(wanted, 1, np.maximum(items.length.astype(np.int64), 1))
+    index = np.repeat(np.arange(len(items)), count)
+    number = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
+    length, of = items.length[index].astype(np.int64), count[index]
+    begin, end = number * length // of, (number + 1) * length // of
+    pieces = Pieces(
+        items.sample[index],
+        (items.start[index] + begin).astype(np.int32),
+        (end - begin).astype(np.int32),
+    )
+    return pieces, -(-costs[index] // of)
+
+
+def join_encoder(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree) -> LoadingPlan:
+    """Return the backbone's plan with the images' plan and the routes between them."""
+    if backbone.modality != "tokens" or encoder.modality != "images":
+        raise PlanError(
+            f"the plans are of {backbone.modality!r} and {encoder.modality!r}; the backbone takes tokens and the "
+            "encoder images. Return {'backbone': plan of tokens, 'encoder': plan of images}."
+        )
+    if backbone.axis != "DP" or encoder.num_buckets != tree.world_size:
+        raise PlanError(
+            f"the tokens are distributed over {backbone.axis} and the images over {encoder.axis}; routes exist from "
+            "images over WORLD to tokens over DP. Use distribute(axis='WORLD') for the images and 'DP' for the tokens."
+        )
+    return dataclasses.replace(backbone, encoder=encoder, routing=route(backbone, encoder, tree))
+
+
+def route(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree) -> Routing:
+    """Return the routes of all image tokens from the ranks that encode them to those that need them.
+
+    The first pipeline stage receives. Along TP and CP it follows the backbone's `broadcast_at`: with it the
+    first rank gets everything; without it every TP rank gets a copy, and every CP rank the tokens of its slice.
+    """
+    bucket, microbatch, position, padded = _destinations(backbone)
+    images = encoder.pieces
+    at = images.sample
+    columns = {
+        "sender": encoder.buckets.astype(np.int64),
+        "bucket": bucket[at],
+        "microbatch": microbatch[at],
+        "position": position[at] + images.start,
+        "length": images.length.astype(np.int64),
+        "sample": at.astype(np.int64),
+        "start": images.start.astype(np.int64),
+        "cp": np.zeros(len(at), np.int64),
+    }
+    sliced = tree.cp > 1 and "CP" not in backbone.broadcast
+    if sliced:
+        columns = _cut_for_slices(columns, position[at], padded[at], tree.cp)
+    copies = 1 if "TP" in backbone.broadcast else tree.tp
+    ranks = _first_stage(tree)
+    receiver = ranks[columns["bucket"], columns["cp"]][:, :copies].reshape(-1)
+    columns = {name: np.repeat(values, copies) for name, values in columns.items()}
+    order = np.lexsort((columns["position"], columns["microbatch"], receiver, columns["sender"]))
+    columns["receiver"] = receiver
+    names = ("sender", "receiver", "microbatch", "position", "length", "sample", "start")
+    return Routing(tree.world_size, *(columns[name][order].astype(np.int32) for name in names))
+
+
+def _destinations(backbone: LoadingPlan) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """Return of every drawn sample the bucket, microbatch, position and padded length of its first piece."""
+    count = backbone.num_microbatches
+    bins = np.repeat(np.arange(len(backbone.bin_offsets) - 1), np.diff(backbone.bin_offsets))
+    behind = np.cumsum(backbone.padded) - backbone.padded
+    inside = behind - behind[backbone.bin_offsets[bins]] if len(bins) else behind
+    first = backbone.pieces.start == 0
+    found = np.full((4, len(backbone.draw)), -1, np.int64)
+    columns = (bins // count, bins % count, inside, backbone.padded)
+    found[:, backbone.pieces.sample[first]] = np.stack(columns)[:, first]
+    lost = np.flatnonzero((found[0] < 0) & (backbone.draw.meta["images"] > 0))
+    if len(lost):
+        raise PlanError(
+            f"step {backbone.step}: sample {backbone.draw.sample_id(int(lost[0]))} has an image and no place in the "
+            "backbone's plan; its tokens would go nowhere. Let the plan of tokens hold every sample of the buffer."
+        )
+    return found[0], found[1], found[2], found[3]
+
+
+def _cut_for_slices(columns: dict[str, Int64s], segment: Int64s, padded: Int64s, cp: int) -> dict[str, Int64s]:
+    """Cut runs where the zigzag slices of the context-parallel ranks meet; positions become those in the slice."""
+    chunk = np.maximum(padded // (2 * cp), 1)
+    begin = columns["position"] - segment
+    first, last = begin // chunk, (begin + np.maximum(columns["length"], 1) - 1) // chunk
+    count = last - first + 1
+    index = np.repeat(np.arange(len(count)), count)
+    number = first[index] + np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
+    size = chunk[index]
+    low = np.maximum(begin[index], number * size)
+    high = np.minimum(begin[index] + columns["length"][index], (number + 1) * size)
+    mirrored = number >= cp
+    cut = {name: values[index] for name, values in columns.items()}
+    cut["cp"] = np.where(mirrored, 2 * cp - 1 - number, number)
+    cut["position"] = segment[index] // cp + np.where(mirrored, size, 0) + low - number * size
+    cut["length"] = high - low
+    cut["start"] = cut["start"] + low - begin[index]
+    return cut
+
+
+def _first_stage(tree: ClientPlaceTree) -> Int64s:
+    """Return the ranks of the first pipeline stage as [dp, cp, tp]."""
+    at = tree.coordinates()
+    ranks = np.empty((tree.dp, tree.cp, tree.tp), np.int64)
+    mine = np.flatnonzero(at["pp"] == 0)
+    ranks[at["dp"][mine], at["cp"][mine], at["tp"][mine]] = mine
+    return ranks
+
+
+@numba.njit(nogil=True, cache=True)
+def _near_owner(
+    costs: Int64s, order: Int64s, bucket: Int64s, ranks: Int64s, offsets: Int64s, num_ranks: int, near: int
+) -> Int64s:
+    """Largest first, into the least loaded rank; into the owner's where that is `near` (always, if negative)."""
+    width = 1
+    while width < num_ranks:
+        width *= 2
+    # A tournament over the ranks: the winner of the whole is the least loaded, the lower rank at a tie.
+    winner = np.empty(2 * width, np.int64)
+    load = np.zeros(num_ranks, np.int64)
+    for i in range(width):
+        winner[width + i] = i if i < num_ranks else -1
+    for i in range(width - 1, 0, -1):
+        left, right = winner[2 * i], winner[2 * i + 1]
+        winner[i] = left if left >= 0 else right
+    out = np.empty(len(costs), np.int64)
+    for item in order:
+        best = ranks[offsets[bucket[item]]]
+        for at in range(offsets[bucket[item]], offsets[bucket[item] + 1]):
+            if load[ranks[at]] < load[best]:
+                best = ranks[at]
+        if near >= 0 and load[best] > load[winner[1]] + near:
+            best = winner[1]
+        out[item] = best
+        load[best] += costs[item]
+        i = (width + best) // 2
+        while i >= 1:
+            left, right = winner[2 * i], winner[2 * i + 1]
+            winner[i] = right if left < 0 or (right >= 0 and load[right] < load[left]) else left
+            i //= 2
+    return out

@@ -1,0 +1,404 @@
+"""Greedy balancing: the least loaded bin takes the largest item that still fits, then the extremes exchange items.
+
+The kernels see items largest first (`largest_first`). An item is in at most one bin; bins hold at most
+their room. Every choice is between integers, ties go to the earlier item and the lower bin.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+
+NO_LIMIT = 1 << 62
+"""A load or a capacity that nothing reaches: totals are checked to stay below."""
+_DIGIT_BITS = 11
+_ROUNDS = 4
+
+
+def balance_greedy(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
+    """Return the bin of each item, or None where the items do not fit.
+
+    Largest cost first; where that leaves an item without room, largest size first; where that does too,
+    first fit decreasing, which always succeeds while the items take at most half of all room.
+
+    Example:
+        >>> balance_greedy(np.array([5, 4, 3, 2]), np.zeros(4, np.int64), 2, 0).tolist()
+        [0, 1, 1, 0]
+    """
+    if not fits_at_all(sizes, num_bins, capacity):
+        return None
+    bins = None
+    for keys in (costs, sizes):
+        queue = Queue(keys, sizes)
+        load, room = np.zeros(num_bins, np.int64), np.full(num_bins, capacity, np.int64)
+        fill(*queue.arrays, NO_LIMIT, load, room, queue.bins, 0)
+        if queue.is_empty:
+            bins = queue.in_order()
+            break
+    if bins is None:
+        bins = first_fit_decreasing(sizes, num_bins, capacity)
+    if bins is not None:
+        refine(costs, sizes, num_bins, capacity, bins)
+    return bins
+
+
+def place_rest(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int, bins: Int64s) -> Int64s | None:
+    """Return bins with the items that have none (-1) placed greedily; all are placed anew where those do not fit."""
+    rest = np.flatnonzero(bins < 0)
+    if len(rest) == 0:
+        return bins
+    load, room = np.zeros(num_bins, np.int64), np.full(num_bins, capacity, np.int64)
+    _add_up(costs, sizes, bins, load, room)
+    queue = Queue(costs[rest], sizes[rest])
+    fill(*queue.arrays, NO_LIMIT, load, room, queue.bins, 0)
+    if not queue.is_empty:
+        return balance_greedy(costs, sizes, num_bins, capacity)
+    bins[rest] = queue.in_order()
+    return bins
+
+
+def fits_at_all(sizes: Int64s, num_bins: int, capacity: int) -> bool:
+    """Tell whether no item is larger than a bin and all together are not larger than all bins."""
+    return int(sizes.max(initial=0)) <= capacity and int(sizes.sum()) <= num_bins * capacity
+
+
+def loads(costs: Int64s, bins: Int64s, num_bins: int) -> Int64s:
+    """Return what each bin adds up to.
+
+    Example:
+        >>> loads(np.array([5, 4, 3]), np.array([0, 1, 1]), 2).tolist()
+        [5, 7]
+    """
+    total = np.zeros(num_bins, np.int64)
+    _add_up(costs, costs, bins, total, np.zeros(num_bins, np.int64))
+    return total
+
+
+class Queue:
+    """Items that wait for a bin, largest cost first, as the kernels take them."""
+
+    def __init__(self, costs: Int64s, sizes: Int64s) -> None:
+        self.order = largest_first(costs)
+        self.costs, self.sizes = costs[self.order], sizes[self.order]
+        self.after = np.arange(len(costs) + 1, dtype=np.int64)
+        """Of each item itself while it waits, else one further on: follow it to the next that waits."""
+        # Where the larger cost is the larger size too, which it is of plain text, one search finds what fits both.
+        self.tree = np.zeros(1, np.int64) if _is_falling(self.sizes) else _size_tree(self.sizes)
+        self.bins = np.full(len(costs), -1, np.int64)
+
+    @property
+    def arrays(self) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+        """The first arguments of `fill`."""
+        return self.costs, self.sizes, self.after, self.tree
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every item has a bin."""
+        return bool(_next_waiting(self.after, 0) == len(self.bins))
+
+    def in_order(self) -> Int64s:
+        """Return the bin of each item in the order they were given."""
+        bins = np.empty(len(self.bins), np.int64)
+        bins[self.order] = self.bins
+        return bins
+
+
+@numba.njit(nogil=True, cache=True)
+def largest_first(costs: Int64s) -> Int64s:
+    """Return the items by falling cost, equal ones in order: a radix sort, faster than comparing."""
+    n = len(costs)
+    top = np.int64(0)
+    for i in range(n):
+        top = max(top, costs[i])
+    keys, order = np.empty(n, np.int64), np.arange(n)
+    for i in range(n):
+        keys[i] = top - costs[i]
+    other_keys, other = np.empty(n, np.int64), np.empty(n, np.int64)
+    shift, mask = 0, (1 << _DIGIT_BITS) - 1
+    while top >> shift:
+        starts = np.zeros((1 << _DIGIT_BITS) + 1, np.int64)
+        for i in range(n):
+            starts[((keys[i] >> shift) & mask) + 1] += 1
+        for digit in range(1 << _DIGIT_BITS):
+            starts[digit + 1] += starts[digit]
+        for i in range(n):
+            digit = (keys[i] >> shift) & mask
+            other_keys[starts[digit]] = keys[i]
+            other[starts[digit]] = order[i]
+            starts[digit] += 1
+        keys, other_keys, order, other = other_keys, keys, other, order
+        shift += _DIGIT_BITS
+    return order
+
+
+@numba.njit(nogil=True, cache=True)
+def fill(
+    costs: Int64s,
+    sizes: Int64s,
+    after: Int64s,
+    tree: Int64s,
+    limit: int,
+    load: Int64s,
+    room: Int64s,
+    bins: Int64s,
+    first_bin: int,
+) -> np.int64:
+    """Let the least loaded bin take the largest waiting item that fits, again and again; return the cost placed.
+
+    A bin that nothing fits any more is closed, so each round places an item or closes a bin.
+
+    Args:
+        costs: Of the items, largest first.
+        sizes: Of the items.
+        after: The items that wait (see `Queue`).
+        tree: The least size in each range of items; one element where sizes fall as costs do.
+        limit: The most that a bin may cost.
+        load: The cost in each bin so far; updated.
+        room: The size free in each bin; updated.
+        bins: Where the bin of each item placed is written.
+        first_bin: The number of the first bin.
+    """
+    n, open_bins, placed, head = len(costs), len(load), np.int64(0), np.int64(0)
+    heap_bin = np.argsort(load, kind="mergesort")  # ascending, so it is a heap
+    heap_load = load[heap_bin]
+    while open_bins > 0:
+        head = _next_waiting(after, head)
+        if head == n:
+            break
+        chosen, least = heap_bin[0], heap_load[0]
+        item = _largest_fitting(costs, sizes, after, tree, head, limit - least, room[chosen])
+        if item == n:
+            open_bins -= 1
+            _sift_down(heap_load, heap_bin, open_bins, heap_load[open_bins], heap_bin[open_bins])
+            continue
+        bins[item] = first_bin + chosen
+        after[item] = item + 1
+        if len(tree) > 1:
+            _remove(tree, item)
+        room[chosen] -= sizes[item]
+        load[chosen] = least + costs[item]
+        placed += costs[item]
+        _sift_down(heap_load, heap_bin, open_bins, load[chosen], chosen)
+    return placed
+
+
+@numba.njit(nogil=True, cache=True)
+def _next_waiting(after: Int64s, item: int) -> int:
+    while after[item] != item:
+        after[item] = after[after[item]]
+        item = after[item]
+    return item
+
+
+@numba.njit(nogil=True, cache=True)
+def _largest_fitting(costs: Int64s, sizes: Int64s, after: Int64s, tree: Int64s, head: int, cost: int, size: int) -> int:
+    n = len(costs)
+    if costs[head] <= cost and sizes[head] <= size:
+        return head
+    falling = len(tree) == 1
+    low, high = head, n
+    while low < high:
+        middle = (low + high) // 2
+        if costs[middle] > cost or (falling and sizes[middle] > size):
+            low = middle + 1
+        else:
+            high = middle
+    return _next_waiting(after, low) if falling else _first_of_size(tree, low, n, size)
+
+
+@numba.njit(nogil=True, cache=True)
+def _sift_down(heap_load: Int64s, heap_bin: Int64s, end: int, load: int, chosen: int) -> None:
+    """Put a bin into the root's place and let it sink."""
+    at = 0
+    while True:
+        child = 2 * at + 1
+        if child >= end:
+            break
+        right = child + 1
+        if right < end and (
+            heap_load[right] < heap_load[child]
+            or (heap_load[right] == heap_load[child] and heap_bin[right] < heap_bin[child])
+        ):
+            child = right
+        if heap_load[child] < load or (heap_load[child] == load and heap_bin[child] < chosen):
+            heap_load[at] = heap_load[child]
+            heap_bin[at] = heap_bin[child]
+            at = child
+        else:
+            break
+    if end > 0:
+        heap_load[at] = load
+        heap_bin[at] = chosen
+
+
+def _is_falling(sizes: Int64s) -> bool:
+    return not bool(np.any(sizes[1:] > sizes[:-1]))
+
+
+@numba.njit(nogil=True, cache=True)
+def _size_tree(sizes: Int64s) -> Int64s:
+    width = 1
+    while width < len(sizes) + 1:
+        width *= 2
+    tree = np.full(2 * width, NO_LIMIT, np.int64)
+    tree[width : width + len(sizes)] = sizes
+    for node in range(width - 1, 0, -1):
+        tree[node] = min(tree[2 * node], tree[2 * node + 1])
+    return tree
+
+
+@numba.njit(nogil=True, cache=True)
+def _remove(tree: Int64s, item: int) -> None:
+    node = len(tree) // 2 + item
+    tree[node] = NO_LIMIT
+    while node > 1:
+        node //= 2
+        tree[node] = min(tree[2 * node], tree[2 * node + 1])
+
+
+@numba.njit(nogil=True, cache=True)
+def _first_of_size(tree: Int64s, item: int, n: int, size: int) -> int:
+    """Return the first waiting item from `item` on that is at most this large, or n."""
+    width = len(tree) // 2
+    node = width + item
+    while tree[node] > size:
+        while node % 2 == 1:
+            node //= 2
+        if node == 0:
+            return n
+        node += 1
+    while node < width:
+        node *= 2
+        if tree[node] > size:
+            node += 1
+    return node - width
+
+
+@numba.njit(nogil=True, cache=True)
+def _add_up(costs: Int64s, sizes: Int64s, bins: Int64s, load: Int64s, room: Int64s) -> None:
+    for i in range(len(bins)):
+        if bins[i] >= 0:
+            load[bins[i]] += costs[i]
+            room[bins[i]] -= sizes[i]
+
+
+def first_fit_decreasing(sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
+    """Return the bin of each item, bins filled one after the other; None where they do not suffice.
+
+    Example:
+        >>> first_fit_decreasing(np.array([2, 3, 3, 4]), 2, 6).tolist()
+        [0, 1, 1, 0]
+    """
+    queue = Queue(sizes, sizes)
+    fill_in_turn(queue.sizes, queue.after, num_bins, capacity, queue.bins)
+    return queue.in_order() if queue.is_empty else None
+
+
+@numba.njit(nogil=True, cache=True)
+def fill_in_turn(sizes: Int64s, after: Int64s, num_bins: int, capacity: int, bins: Int64s) -> None:
+    """Fill one bin after the other, always with the largest waiting item that fits; sizes fall."""
+    n, none = len(sizes), np.zeros(1, np.int64)
+    for chosen in range(num_bins):
+        room = capacity
+        while True:
+            head = _next_waiting(after, 0)
+            if head == n:
+                return
+            item = _largest_fitting(sizes, sizes, after, none, head, room, room)
+            if item == n:
+                break
+            bins[item] = chosen
+            after[item] = item + 1
+            room -= sizes[item]
+
+
+def refine(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int, bins: Int64s) -> None:
+    """Let full bins give to empty ones, one item or one against another, while the fullest gets lower; in place.
+
+    In a round the fullest bin deals with the emptiest, the next with the next. The number of rounds is fixed, so
+    that every machine stops at the same place.
+
+    Example:
+        >>> bins = np.array([0, 0, 1])
+        >>> refine(np.array([4, 3, 2]), np.zeros(3, np.int64), 2, 0, bins)
+        >>> bins.tolist()
+        [1, 0, 0]
+    """
+    if num_bins > 1 and len(costs):
+        _exchange_in_rounds(costs, sizes, largest_first(costs), num_bins, capacity, bins)
+
+
+@numba.njit(nogil=True, cache=True)
+def _exchange_in_rounds(
+    costs: Int64s, sizes: Int64s, order: Int64s, num_bins: int, capacity: int, bins: Int64s
+) -> None:
+    load, room = np.zeros(num_bins, np.int64), np.full(num_bins, capacity, np.int64)
+    _add_up(costs, sizes, bins, load, room)
+    least = max(-(-load.sum() // num_bins), costs[order[0]])
+    items, starts = np.empty(len(costs), np.int64), np.empty(num_bins + 1, np.int64)
+    for _ in range(_ROUNDS):
+        if load.max() <= least:
+            return
+        items_of_bins(order, bins, items, starts)
+        ranks = np.argsort(load, kind="mergesort")
+        changed = False
+        for rank in range(num_bins // 2):
+            low, high = ranks[rank], ranks[num_bins - 1 - rank]
+            gap = load[high] - load[low]
+            if gap < 2:
+                break
+            offers, wants = items[starts[high] : starts[high + 1]], items[starts[low] : starts[low + 1]]
+            given, taken = _best_exchange(costs, sizes, offers, wants, gap, room[low], room[high])
+            if given < 0:
+                continue
+            changed = True
+            bins[given] = low
+            cost, size = costs[given], sizes[given]
+            if taken >= 0:
+                bins[taken] = high
+                cost, size = cost - costs[taken], size - sizes[taken]
+            load[high], load[low] = load[high] - cost, load[low] + cost
+            room[high], room[low] = room[high] + size, room[low] - size
+        if not changed:
+            return
+
+
+@numba.njit(nogil=True, cache=True)
+def items_of_bins(order: Int64s, bins: Int64s, items: Int64s, starts: Int64s) -> None:
+    """Write the items bin by bin, in each of them in the order given."""
+    starts[:] = 0
+    for item in order:
+        starts[bins[item]] += 1
+    total = 0
+    for one in range(len(starts)):
+        total += starts[one]
+        starts[one] = total
+    for at in range(len(order) - 1, -1, -1):
+        item = order[at]
+        starts[bins[item]] -= 1
+        items[starts[bins[item]]] = item
+
+
+@numba.njit(nogil=True, cache=True)
+def _best_exchange(
+    costs: Int64s, sizes: Int64s, offers: Int64s, wants: Int64s, gap: int, low_room: int, high_room: int
+) -> tuple[int, int]:
+    """Return what the fuller bin gives and what it takes (-1: nothing); both lists fall in cost.
+
+    Giving d = cost given - cost taken is best where d is next to half of the gap.
+    """
+    best, given, taken, at = gap, -1, -1, 0
+    for item in offers:
+        # As what is offered gets cheaper, so does what would be taken for it.
+        while at < len(wants) and 2 * (costs[item] - costs[wants[at]]) < gap:
+            at += 1
+        for near in range(at - 1, at + 2):
+            back = wants[near] if 0 <= near < len(wants) and near <= at else -1
+            less = costs[item] - (costs[back] if back >= 0 else 0)
+            wider = sizes[item] - (sizes[back] if back >= 0 else 0)
+            if 0 < less < gap and abs(2 * less - gap) < best and -high_room <= wider <= low_room:
+                best, given, taken = abs(2 * less - gap), item, back
+    return given, taken

@@ -1,0 +1,393 @@
+"""What every learning rule shares: the prior, versions of the weights, checked reports, checked states.
+
+Rules of this file:
+1. A source with prior 0 is not in the mixture: its weight stays 0, whatever is reported, and K does not count it.
+2. Weights are multiples of 2^-40 that sum to exactly 1; what a rule keeps is rounded to 13 digits. Both are
+   computed with `portable_math`, so the same reports give the same weights on every machine.
+3. An observe that fails, or a state that is refused, changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.spec_errors import show
+from overlord.errors import SpecError, StateError
+from overlord.planning.portable_math import Float64s, exp, total
+
+Int64s = npt.NDArray[np.int64]
+
+WEIGHT_ONE = 1 << 40
+"""Fixed-point one of a rule's weights."""
+
+_LARGEST_LOSS = 1e6
+_MOST_TOKENS = 1 << 53
+_SMALLEST_RATIO = 1e-300
+
+NO_EXTRA: Mapping[str, Float64s] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step's losses were, checked."""
+
+    step: int
+    loss: Float64s
+    """Mean loss of each source; 0 where it was not in the step."""
+    tokens: Int64s
+    seen: npt.NDArray[np.bool_]
+    """Sources of the mixture that the step reports on."""
+    drawn: Float64s
+    """The weights the step was drawn with."""
+    extra: Mapping[str, Float64s]
+
+    def further(self, name: str) -> Float64s:
+        """Return a loss in `extra`, nan where a source has none."""
+        values = np.asarray(self.extra[name], np.float64)
+        if not (np.isnan(values) | (np.abs(values) <= _LARGEST_LOSS)).all():
+            raise SpecError(
+                f"{name} of step {self.step} has values above {_LARGEST_LOSS:g}; the mixture could not recover. "
+                "Report finite losses, and leave out what has none"
+            )
+        return values
+
+
+class Learner(ABC):
+    """A mixing rule up to what it learns; see `MixingRule` for what each method promises."""
+
+    kind: ClassVar[str]
+    remembers_weights: ClassVar[bool] = False
+    """Whether learning needs the weights that a reported step was drawn with."""
+
+    def __init__(self, prior: Sequence[float] | Float64s, lag: int) -> None:
+        self._prior = normalised_prior(prior)
+        self._active = self._prior > 0
+        self._num_active = int(self._active.sum())
+        self._lag = at_least("lag", lag, 1)
+        self._version = 0
+        self._last_step = -1
+        # First version and weights (as integers); only the newest entry unless old weights are needed.
+        self._history: list[tuple[int, Int64s]] = [(0, fixed_point(self._prior))]
+
+    @property
+    def version(self) -> int:
+        """Which mixture `weights` gives now."""
+        return self._version
+
+    @property
+    def num_sources(self) -> int:
+        """How many sources there are, with those of prior 0."""
+        return len(self._prior)
+
+    def weights(self, step: int) -> Float64s:
+        """Return the weights for a step that is drawn now; they sum to exactly 1."""
+        return self._history[-1][1] / WEIGHT_ONE
+
+    def observe(
+        self,
+        step: int,
+        mixture_version: int,
+        loss_sum: npt.ArrayLike,
+        token_count: npt.ArrayLike,
+        extra: Mapping[str, Float64s] = NO_EXTRA,
+    ) -> None:
+        """Learn from a step's report; a step that is not after the last one observed is ignored."""
+        if step <= self._last_step:
+            return
+        report = self._checked(step, mixture_version, loss_sum, token_count, extra)
+        trial = copy.deepcopy(self)
+        trial._advance(step, trial._learn(report))
+        vars(self).update(vars(trial))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # What a rule keeps is replaced and never written into, so that a copy may share it; a user's function must be
+        # shared, as it may hold a lock.
+        twin = copy.copy(self)
+        twin._history = list(self._history)
+        return twin
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that was learned, as JSON."""
+        return {
+            "kind": self.kind,
+            "sources": self.num_sources,
+            "version": self._version,
+            "last_step": self._last_step,
+            "history": [[version, weights.tolist()] for version, weights in self._history],
+            **self._fields(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; a damaged one is refused and changes nothing."""
+        saved = SavedState(state, self.kind)
+        if saved.text("kind") != self.kind:
+            raise saved.refusal("kind", f"is {state['kind']!r}, and this mixture learns by {self.kind!r}")
+        if saved.integer("sources", 1) != self.num_sources:
+            raise saved.refusal("sources", f"is {state['sources']}, and this job has {self.num_sources}")
+        version, last_step = saved.integer("version", 0), saved.integer("last_step", -1)
+        history = self._saved_history(saved, version)
+        self._restore(saved)
+        self._version, self._last_step, self._history = version, last_step, history
+
+    @property
+    def _turn(self) -> int:
+        """Which report is being learned from, counted from 1: the t of the formulas."""
+        return self._version + 1
+
+    @abstractmethod
+    def _learn(self, report: StepReport) -> Float64s | None:
+        """Take a report in and return new weights, or None where they stay."""
+
+    @abstractmethod
+    def _fields(self) -> dict[str, Any]:
+        """Return what the rule keeps, for its state."""
+
+    @abstractmethod
+    def _restore(self, saved: SavedState) -> None:
+        """Take over what `_fields` gave; reads everything before it changes anything."""
+
+    def _advance(self, step: int, found: Float64s | None) -> None:
+        self._version += 1
+        self._last_step = step
+        if found is None:
+            return
+        newest = (self._version, fixed_point(found))
+        if not self.remembers_weights:
+            self._history = [newest]
+            return
+        if not np.array_equal(newest[1], self._history[-1][1]):
+            self._history.append(newest)
+        oldest = self._version - self._lag
+        while len(self._history) > 1 and self._history[1][0] <= oldest:
+            self._history.pop(0)
+
+    def _drawn_with(self, version: int) -> Float64s:
+        return next(weights for first, weights in reversed(self._history) if first <= version) / WEIGHT_ONE
+
+    def _checked(
+        self,
+        step: int,
+        mixture_version: int,
+        loss_sum: npt.ArrayLike,
+        token_count: npt.ArrayLike,
+        extra: Mapping[str, Float64s],
+    ) -> StepReport:
+        oldest = max(0, self._version - self._lag)
+        if not oldest <= mixture_version <= self._version:
+            raise SpecError(
+                f"the report of step {step} says it was drawn with mixture {mixture_version}, but only {oldest} to "
+                f"{self._version} are known; its losses would be weighed wrongly. Report every step, in order"
+            )
+        given = {"loss_sum": loss_sum, "token_count": token_count, **extra}
+        arrays = {name: _as_numbers(f"{name} of step {step}", value) for name, value in given.items()}
+        tokens, sums = arrays["token_count"], arrays["loss_sum"].astype(np.float64)
+        for name, array in arrays.items():
+            if np.shape(array) != (self.num_sources,):
+                raise SpecError(
+                    f"{name} of step {step} has shape {np.shape(array)}, but there are {self.num_sources} sources; "
+                    "losses would count for the wrong ones. Give one number for each source"
+                )
+        if tokens.dtype.kind not in "iu" or (tokens < 0).any() or tokens.sum(dtype=np.float64) >= _MOST_TOKENS:
+            raise SpecError(
+                f"token_count of step {step} is {show(tokens.tolist())}; losses would be weighed wrongly. Give whole "
+                "numbers of 0 or more, less than 2**53 together"
+            )
+        reported = tokens > 0
+        loss = np.where(reported, sums / np.maximum(tokens, 1), 0.0)
+        # A mean that was multiplied by its tokens and divided again may be a rounding above what was reported.
+        bad = np.flatnonzero(~((loss >= 0) & (loss <= _LARGEST_LOSS * (1 + 1e-12))))
+        if len(bad):
+            raise SpecError(
+                f"the mean loss of step {step} is {loss[bad[0]]} for source {bad[0]}; the mixture could not recover "
+                f"from it. Report losses from 0 to {_LARGEST_LOSS:g}, and leave out (token_count 0) what has none"
+            )
+        drawn = self._drawn_with(mixture_version) if self.remembers_weights else self._prior
+        return StepReport(step, loss, tokens.astype(np.int64), reported & self._active, drawn, extra)
+
+    def _saved_history(self, saved: SavedState, version: int) -> list[tuple[int, Int64s]]:
+        found: list[tuple[int, Int64s]] = []
+        for entry in saved.items("history"):
+            if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], int)):
+                raise saved.refusal("history", "has an entry that is not [version, weights]")
+            weights = saved.array("history", entry[1], np.int64, (self.num_sources,))
+            if (weights < 0).any() or int(weights.sum()) != WEIGHT_ONE:
+                raise saved.refusal("history", f"has weights that do not sum to {WEIGHT_ONE}")
+            found.append((entry[0], weights))
+        firsts = [first for first, _ in found]
+        needed = max(0, version - self._lag) if self.remembers_weights else version
+        if not firsts or firsts != sorted(set(firsts)) or not 0 <= firsts[0] <= needed or firsts[-1] > version:
+            raise saved.refusal("history", f"has the versions {firsts}; {needed} to {version} are needed")
+        return found
+
+
+class SavedState:
+    """Reads the fields of a state and refuses what cannot be right."""
+
+    def __init__(self, state: object, kind: str) -> None:
+        self._kind = kind
+        if not isinstance(state, Mapping):
+            raise self.refusal("it", f"is {type(state).__name__}, not a mapping")
+        self._state: Mapping[str, Any] = state
+
+    def refusal(self, field: str, fault: str) -> StateError:
+        """Return the error that says what is wrong with a field."""
+        return StateError(
+            f"the state of the mixture ({self._kind}): {field} {fault}. Going on would not give the same stream; load "
+            "an undamaged state of this job"
+        )
+
+    def field(self, name: str) -> Any:
+        """Return a field that must be there."""
+        if name not in self._state:
+            raise self.refusal(name, "is missing")
+        return self._state[name]
+
+    def text(self, name: str) -> str:
+        """Return a text."""
+        value = self.field(name)
+        if not isinstance(value, str):
+            raise self.refusal(name, f"is {value!r}, not a text")
+        return value
+
+    def integer(self, name: str, least: int) -> int:
+        """Return a whole number."""
+        value = self.field(name)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 62:
+            raise self.refusal(name, f"is {show(value)}, not a whole number of at least {least}")
+        return value
+
+    def number(self, name: str, least: float = 0.0) -> float:
+        """Return a finite number."""
+        value = self.field(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
+            raise self.refusal(name, f"is {value!r}, not a number of at least {least}")
+        return float(value)
+
+    def items(self, name: str) -> list[Any]:
+        """Return a list."""
+        value = self.field(name)
+        if not isinstance(value, list):
+            raise self.refusal(name, f"is {type(value).__name__}, not a list")
+        return value
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """Return a mapping of names to finite numbers."""
+        value = self.field(name)
+        if not isinstance(value, Mapping):
+            raise self.refusal(name, f"is {type(value).__name__}, not a mapping")
+        for key, number in value.items():
+            fine = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
+            if not (isinstance(key, str) and fine):
+                raise self.refusal(name, f"has {key!r}: {number!r}, which is not a finite number")
+        return {key: float(number) for key, number in value.items()}
+
+    def floats(self, name: str, shape: tuple[int, ...], least: float | None = None, gaps: bool = False) -> Float64s:
+        """Return an array of finite numbers; `gaps` allows null, which becomes nan."""
+        value = self.array(name, self.field(name), np.float64, shape)
+        fine = np.isfinite(value) | (np.isnan(value) if gaps else False)
+        if not fine.all() or (least is not None and (value < least).any()):
+            raise self.refusal(name, "has a value that is not possible")
+        return value
+
+    def array(self, name: str, value: object, dtype: type[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Return nested lists as an array of a certain shape (-1 is any length)."""
+        try:
+            found = np.array(value, object)
+            if found.size == 0:
+                found = found.reshape([max(n, 0) for n in shape])
+            if any(isinstance(x, bool | str) for x in found.ravel().tolist()):
+                raise ValueError
+            result = found.astype(np.float64)
+        except (TypeError, ValueError, OverflowError):
+            raise self.refusal(name, "is not made of numbers") from None
+        if len(found.shape) != len(shape) or any(n not in (-1, m) for n, m in zip(shape, found.shape, strict=True)):
+            raise self.refusal(name, f"has the shape {found.shape}, not {shape}")
+        if dtype is np.int64 and not (np.abs(result) < 2.0**53).all():
+            raise self.refusal(name, "has a value that is not possible")
+        if dtype is np.int64 and (result != np.rint(result)).any():
+            raise self.refusal(name, "has a value that is not whole")
+        return result.astype(dtype)
+
+
+def fixed_point(weights: Float64s) -> Int64s:
+    """Return weights as integers that sum to WEIGHT_ONE; none above 0 becomes 0.
+
+    Example:
+        >>> int(fixed_point(np.array([1 / 3, 2 / 3])).sum()) == WEIGHT_ONE
+        True
+    """
+    if not np.isfinite(weights).all():
+        raise no_weights(weights)
+    units = np.where(weights > 0, np.maximum(np.rint(weights * WEIGHT_ONE), 1), 0).astype(np.int64)
+    units[np.argmax(units)] += WEIGHT_ONE - int(units.sum())
+    return units
+
+
+def normalised_prior(prior: Sequence[float] | Float64s, what: str = "the prior is") -> Float64s:
+    """Return the prior with sum 1, or say why it is none; `what` begins the message."""
+    try:
+        found = np.asarray(prior, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        found = np.empty(0)
+    if found.ndim != 1 or not np.isfinite(found).all() or (found < 0).any() or not (found > 0).any():
+        raise SpecError(
+            f"{what} {show(prior)}; nothing could be drawn from it. Give each source a finite weight of 0 or more, "
+            "and at least one of them more"
+        )
+    # Only ratios count, and the sum of huge weights may have none. What is above 0 stays so.
+    found = np.where(found > 0, np.maximum(found / found.max(), _SMALLEST_RATIO), 0.0)
+    return found / total(found)
+
+
+def at_least(name: str, value: int, least: int) -> int:
+    """Return a whole number, or say that it is too small."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise SpecError(f"{name} is {value!r}; the mixture would never learn. Give a whole number of at least {least}")
+    return int(value)
+
+
+def between(name: str, value: float, least: float, most: float) -> float:
+    """Return a number, or say that it is out of its range."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise SpecError(f"{name} is {value!r}; the weights would be wrong. Give a number from {least:g} to {most:g}")
+    return float(value)
+
+
+def softmax(logits: Float64s) -> Float64s:
+    """Return exp(x) / sum(exp(x)), from the largest down so that nothing overflows; -inf gives 0."""
+    largest = logits.max()
+    if not math.isfinite(largest):
+        raise no_weights(logits)
+    shifted = exp(np.maximum(logits - largest, -1e4))
+    return shifted / total(shifted)
+
+
+def no_weights(values: Float64s) -> SpecError:
+    """Return the error for numbers that no mixture can be made of."""
+    return SpecError(
+        f"the weights of the sources would be made of {show(values.tolist())}, which are not finite, so nothing could "
+        "be drawn. Give the rule a smaller eta or graph, or an undamaged state"
+    )
+
+
+def _as_numbers(what: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    try:
+        found = np.asarray(values)
+    except ValueError:
+        found = np.empty(0, object)
+    if found.dtype.kind not in "biuf":
+        raise SpecError(f"{what} is {show(values)}; nothing could be learned from it. Give one number for each source")
+    return found
+
+
+def with_gaps(values: Float64s) -> list[float | None]:
+    """Return an array as JSON, with null for nan."""
+    return [None if math.isnan(value) else value for value in values.tolist()]

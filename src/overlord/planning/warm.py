@@ -1,0 +1,77 @@
+"""Loads every planning kernel once, so that no step of a run waits for a compiler.
+
+Numba keeps compiled kernels beside the package; after the first time this takes a fraction of a second. Run
+`python -m overlord.planning.warm` when installing to have even the first launch start fast.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.ragged import Ragged
+from overlord.planning import strategies
+from overlord.planning.balancing import Method, Objective, balance, place
+from overlord.planning.checking import run_strategy
+from overlord.planning.drawing import Budget, Supply, Tally, draw_more
+from overlord.planning.low_level import summary_buffer
+from overlord.planning.mixing import SCALE
+
+METHODS: tuple[Method, ...] = ("greedy", "karmarkar_karp", "zigzag")
+OBJECTIVES: tuple[Objective, ...] = ("sum", "lockstep", "pipeline")
+_ITEMS = np.array([9, 7, 5, 3, 3, 2, 1]), np.array([1, 7, 2, 3, 6, 2, 5])
+"""Costs and sizes."""
+
+
+@functools.cache
+def warm_launch() -> None:
+    """Load what every run may need at any step: the draw, and the default balance with its ways out when room is tight.
+
+    What a strategy needs beyond that, the first plan loads, before a launch is over.
+    """
+    _draw()
+    _balance("greedy", "lockstep")
+
+
+@functools.cache
+def warm_kernels() -> None:
+    """Call every kernel on a handful of samples; a second call does nothing."""
+    warm_launch()
+    buffer = summary_buffer(
+        {"a": [40, 30, 9, 8, 5], "b": {"tokens": [20, 50], "images": [1, 1], "image_tokens": [9, 20]}},
+        context_length=32,
+        microbatch_tokens=64,
+    )
+    for strategy in (strategies.vanilla(), strategies.vlm_hybrid(split=True), strategies.hdp()):
+        run_strategy(strategy, buffer, ClientPlaceTree(dp=2, cp=2))
+    for method in METHODS:
+        balance([3, 2, 1], 2, method=method)
+        for objective in OBJECTIVES:
+            _balance(method, objective)
+    place(*_ITEMS, 4, 2, 16, group_size=2)
+    place(*_ITEMS, 2, 2, 16, level="intra")
+    Ragged.from_rows([b"ab", b"c"]).take(np.array([1, 0]))
+
+
+def _balance(method: Method, objective: Objective) -> None:
+    for capacity in (7, 8, 32):  # what is tight takes the ways that are rarely needed
+        place(*_ITEMS, 2, 2, capacity, method=method, objective=objective)
+
+
+def _draw() -> None:
+    for by_tokens in (False, True):
+        supply = Supply(
+            tokens=np.array([3, 4, 5, 6], np.int32),
+            flags=np.zeros(4, np.int32),
+            base=np.array([0, 2]),
+            held=np.array([2, 2]),
+            taken=np.zeros(2, np.int64),
+        )
+        tally = Tally(*np.zeros((4, 2), np.int64))
+        draw_more(supply, np.full(2, SCALE // 2), tally, Budget(3, 1 << 40), by_tokens=by_tokens, sequential=False)
+
+
+if __name__ == "__main__":
+    warm_kernels()

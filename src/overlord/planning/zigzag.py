@@ -1,0 +1,45 @@
+"""Zigzag: items dealt to bins largest first, forth and back. Cheap, and fair only where many items share a bin."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from overlord.planning.greedy import fits_at_all, largest_first, place_rest
+
+Int64s = npt.NDArray[np.int64]
+
+_SKIPS = 32
+
+
+def balance_zigzag(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
+    """Return the bin of each item, dealt largest first to bins 0 .. k-1, k-1 .. 0, ..; None without room.
+
+    A full bin is passed over; what finds no room among the next bins goes greedily where there is room.
+
+    Example:
+        >>> balance_zigzag(np.array([5, 4, 3, 2]), np.zeros(4, np.int64), 2, 0).tolist()
+        [0, 1, 1, 0]
+    """
+    if not fits_at_all(sizes, num_bins, capacity):
+        return None
+    order = largest_first(costs)
+    bins = np.full(len(costs), -1, np.int64)
+    _deal_zigzag(sizes, order, num_bins, capacity, bins)
+    return place_rest(costs, sizes, num_bins, capacity, bins)
+
+
+@numba.njit(nogil=True, cache=True)
+def _deal_zigzag(sizes: Int64s, order: Int64s, num_bins: int, capacity: int, bins: Int64s) -> None:
+    room = np.full(num_bins, capacity, np.int64)
+    turn = 0
+    for item in order:
+        for skip in range(min(_SKIPS, 2 * num_bins)):
+            place = (turn + skip) % (2 * num_bins)
+            chosen = place if place < num_bins else 2 * num_bins - 1 - place
+            if room[chosen] >= sizes[item]:
+                bins[item] = chosen
+                room[chosen] -= sizes[item]
+                turn = place + 1
+                break

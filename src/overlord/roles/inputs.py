@@ -1,0 +1,162 @@
+"""What the outside world tells a stream while it runs: the trainer's reports, and changes of the job.
+
+Rules of this file:
+1. An input is on disk before anything follows from it.
+2. The first report of a step counts. A change takes effect at a step that has not been planned; what was planned
+   before it stays as it was, so a replay comes out the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from overlord.core.specs import Job, Mixture
+from overlord.errors import SpecError, StateError
+from overlord.stores.journal import Journal
+
+Report = Mapping[str, float]
+
+KEPT_REPORTS = 4096
+"""Reports of this many recent steps are kept in memory; older ones are read from the journal if a replay asks."""
+FIXED_WHILE_RUNNING = ("level", "stopping", "max_repetition", "granularity", "order")
+"""What of a mixture cannot change while a stream runs: it says what the sources are owed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of a running job."""
+
+    kind: Literal["mixture", "skip"]
+    at: int
+    """The first step it holds for."""
+    mixture: Mixture | None = None
+    count: int = 0
+    """Global batches that are drawn and not delivered before step `at`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the change as JSON."""
+        if self.mixture is not None:
+            return {"kind": self.kind, "at": self.at, "mixture": mixture_to_json(self.mixture)}
+        return {"kind": self.kind, "at": self.at, "count": self.count}
+
+
+def mixture_to_json(mixture: Mixture) -> dict[str, Any]:
+    """Return a mixture as JSON that `Mixture.from_mapping` reads."""
+    if mixture.learn is not None and mixture.learn.method == "function":
+        raise SpecError(
+            f"the mixture follows the function {mixture.learn.name!r}, which cannot be written down; a resume could "
+            "not repeat the change. Put it into the job, or change to a rule with a name such as learn='odm'."
+        )
+    return {k: v for k, v in mixture.model_dump(mode="json", by_alias=True).items() if v is not None}
+
+
+def changes_from_json(given: Any, job: Job) -> list[Change]:
+    """Read the change log of a state."""
+    changes: list[Change] = []
+    entries: Sequence[Any] = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    for entry in entries:
+        try:
+            kind, at = entry["kind"], int(entry["at"])
+            if kind == "skip":
+                count = int(entry["count"])
+                if count < 1:
+                    raise ValueError(f"count {count}")
+                changes.append(Change("skip", at, count=count))
+            elif kind == "mixture":
+                mixture = Mixture.from_mapping(entry["mixture"])
+                check_mixture(mixture, job.mixture, [source.name for source in job.sources])
+                changes.append(Change("mixture", at, mixture=mixture))
+            else:
+                raise ValueError(f"kind {kind!r}")
+        except (KeyError, TypeError, ValueError, OverflowError, SpecError) as error:
+            raise StateError(
+                f"the state is damaged: {entry!r:.80} is not a change of a job ({error}); the stream would go on "
+                "differently. Use an undamaged state, as client.state_dict() returned it."
+            ) from None
+    return changes
+
+
+def check_mixture(mixture: Mixture, now: Mixture, names: Sequence[str]) -> None:
+    """Refuse a mixture that a running stream cannot take on."""
+    for _, name in mixture.places():
+        if name not in names:
+            raise SpecError(
+                f"set_mixture: no source has the name {name!r}; its weight would be lost. Sources: "
+                f"{', '.join(names[:12])}."
+            )
+    for field in FIXED_WHILE_RUNNING:
+        before, after = getattr(now, field), getattr(mixture, field)
+        if before != after:
+            raise SpecError(
+                f"set_mixture: {field} is {after!r} and the running mixture has {before!r}; what the sources are owed "
+                f"would mean something else. Write {field}={before!r}; only weights, schedule, temperature and learn "
+                "can change while a stream runs."
+            )
+
+
+class InputLog:
+    """The reports and changes of one stream."""
+
+    def __init__(self, job: Job, journal: Journal, reports: Mapping[int, Report], changes: Sequence[Change]) -> None:
+        self._job = job
+        self._journal = journal
+        self._reports: dict[int, dict[str, float]] = {int(k): dict(v) for k, v in reports.items()}
+        self._changes = list(changes)
+
+    @property
+    def changes(self) -> Sequence[Change]:
+        """Every change so far, in the order in which they were made."""
+        return self._changes
+
+    def add_report(self, step: int, metrics: Report) -> None:
+        """Take the report of a step; later ones of the same step are ignored."""
+        if self.report_of(step) is not None:
+            return
+        self._journal.append({"kind": "report", "step": step, "metrics": dict(metrics)}, durable=True)
+        self._reports[step] = dict(metrics)
+        for old in [s for s in self._reports if s < step - KEPT_REPORTS]:
+            del self._reports[old]
+
+    def report_of(self, step: int) -> Report | None:
+        """Return the report of a step, or None when there is none."""
+        found = self._reports.get(step)
+        if found is None and step < max(self._reports, default=step) - KEPT_REPORTS:
+            for record in self._journal.records():
+                if record["kind"] == "report" and record["step"] == step:
+                    return record["metrics"]
+        return found
+
+    def recent(self, first: int, stop: int) -> dict[int, Report]:
+        """Return the reports of some steps."""
+        found = {step: self.report_of(step) for step in range(max(first, 0), stop)}
+        return {step: report for step, report in found.items() if report is not None}
+
+    def add_change(self, change: Change) -> None:
+        """Take a change; it is on disk when this returns."""
+        self.write_again(change)
+        self._changes.append(change)
+
+    def write_again(self, change: Change) -> None:
+        """Write down a change that is known already, as after its record was set aside."""
+        self._journal.append({**change.to_json(), "kind": f"change.{change.kind}", "step": change.at}, durable=True)
+
+    def mixture_at(self, step: int) -> tuple[Mixture, int]:
+        """Return the mixture in force at a step, and the step it holds from (-1: the job's own)."""
+        found = (self._job.mixture, -1)
+        for change in self._changes:  # the latest step wins, and of one step the latest word
+            if change.mixture is not None and found[1] <= change.at <= step:
+                found = (change.mixture, change.at)
+        return found
+
+    def changes_from(self, step: int) -> list[dict[str, Any]]:
+        """Return as JSON the changes that a stream which begins at a step must know."""
+        _, since = self.mixture_at(step - 1)
+        latest = {change.at: change for change in self._changes if change.mixture is not None and change.at >= since}
+        skips = [change for change in self._changes if change.kind == "skip" and change.at >= step]
+        return [change.to_json() for change in (*(latest[at] for at in sorted(latest)), *skips)]
+
+    def skips_at(self, step: int) -> int:
+        """Return how many global batches are passed over before a step."""
+        return sum(change.count for change in self._changes if change.kind == "skip" and change.at == step)

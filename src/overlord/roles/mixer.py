@@ -1,0 +1,178 @@
+"""Decides the weights of a step: the job's schedule, a live change of it, or a rule that learns from reports.
+
+Rules of this file:
+1. The report of step s counts from step s + lag on, whenever it came in. A rule that needs one that is not there
+   raises ReportMissing, before anything has changed.
+2. What a report says of a source is weighed by the tokens the plan gave it, not by what the reporter claims.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.plan import Draw
+from overlord.core.specs import Job, Mixture
+from overlord.errors import ReportMissing, StateError
+from overlord.planning.learning import FunctionRule, MixingRule, make_rule
+from overlord.roles.inputs import InputLog, Report
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Mixer:
+    """The mixture of a stream, step after step; a part of the Drawer."""
+
+    def __init__(
+        self, job: Job, base: Mapping[str, float], inputs: InputLog, step: int, state: Mapping[str, Any] | None
+    ) -> None:
+        self._names = [source.name for source in job.sources]
+        self._base = base
+        self._inputs = inputs
+        self._lag = job.lag
+        self._version = 0
+        self._pending: dict[int, tuple[int, list[int]]] = {}
+        self._mixture, self._since = inputs.mixture_at(step - 1)
+        self._rule = self._new_rule()
+        self._rule_base = 0
+        if state is not None:
+            self._restore(state)
+        elif self._rule is not None and step > 0:
+            raise _damaged("it has none")
+
+    @property
+    def mixture(self) -> Mixture:
+        """The mixture in force."""
+        return self._mixture
+
+    @property
+    def version(self) -> int:
+        """Which mixture it is: grows with every report that counted and every change."""
+        return self._version
+
+    def missing_report(self, step: int) -> int | None:
+        """Return the step whose report is needed before `step` can be drawn and has not come."""
+        if self._inputs.mixture_at(step)[1] != self._since:
+            return None  # a change takes over here: what was reported on the old mixture does not matter
+        needed = step - self._lag
+        wanted = needed in self._pending and self._inputs.report_of(needed) is None
+        return needed if wanted else None
+
+    def begin(self, step: int) -> None:
+        """Bring the mixture to a step: take over a change, or learn from the report that counts from here on."""
+        missing = self.missing_report(step)
+        if missing is not None:
+            raise ReportMissing(
+                f"step {step} needs the report of step {missing}: its mixture follows the losses with lag={self._lag}. "
+                f"Call client.report({missing}, {{'loss/SOURCE': ..}}) on one rank before asking for step {step}."
+            )
+        mixture, since = self._inputs.mixture_at(step)
+        if since != self._since:
+            self._mixture, self._since = mixture, since
+            self._version += 1
+            self._rule_base = self._version
+            self._pending.clear()
+            self._rule = self._new_rule()
+        elif step - self._lag in self._pending:
+            self._observe(step - self._lag)
+
+    def check_report(self, step: int, report: Report) -> None:
+        """Refuse a report that the rule could not learn from, before it is written down.
+
+        Raises:
+            SpecError: for a loss that is no loss, or a metric that the rule needs and does not find.
+        """
+        if self._rule is not None and step in self._pending:
+            self._teach(copy.deepcopy(self._rule), step, report)
+
+    def weights(self, position: float) -> list[float]:
+        """Return the weight of each source at a step, or inside one."""
+        if self._rule is not None:
+            return [float(w) for w in self._rule.weights(int(position))]
+        return self._mixture.weights_at(position, self._names, self._base)
+
+    def end(self, draw: Draw) -> None:
+        """Remember what a drawn step holds of each source, until its report counts."""
+        learn = self._mixture.learn
+        if self._rule is not None and learn is not None and draw.step % learn.every == 0:
+            counts = np.bincount(draw.source, draw.meta["loss_tokens"], len(self._names)).astype(np.int64)
+            self._pending[draw.step] = (self._version, counts.tolist())
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what must be kept, as JSON; None for a mixture that has not moved."""
+        if self._rule is None and self._version == 0:
+            return None
+        return {
+            "version": self._version,
+            "rule_base": self._rule_base,
+            "rule": None if self._rule is None else self._rule.state_dict(),
+            "pending": {str(step): [version, *counts] for step, (version, counts) in self._pending.items()},
+        }
+
+    def _new_rule(self) -> MixingRule | None:
+        learn = self._mixture.learn
+        if learn is None:
+            return None
+        prior = self._mixture.weights_at(0.0, self._names, self._base)
+        given, options = dict(zip(self._names, prior, strict=True)), learn.options()
+        if learn.graph is not None:
+            # A source helps itself fully unless the graph says otherwise.
+            rows = [[learn.graph.get(a, {}).get(b, float(a == b)) for b in self._names] for a in self._names]
+            options["graph"] = np.array(rows)
+        return make_rule(learn.method, self._names, given, options, self._lag)
+
+    def _observe(self, step: int) -> None:
+        report = self._inputs.report_of(step)
+        assert report is not None and self._rule is not None
+        self._teach(self._rule, step, report)
+        del self._pending[step]
+        self._version = self._rule_base + self._rule.version
+
+    def _teach(self, rule: MixingRule, step: int, report: Report) -> None:
+        if isinstance(rule, FunctionRule):
+            rule.observe_metrics(step, report)
+            return
+        version, counts = self._pending[step]
+        loss, seen = _by_source(report, "loss", self._names)
+        tokens = np.where(seen, np.asarray(counts, np.int64), 0)
+        extra = {kind: _by_source(report, kind, self._names) for kind in _kinds(report) if kind != "loss"}
+        means = {kind: np.where(found, values, np.nan) for kind, (values, found) in extra.items()}
+        rule.observe(step, version - self._rule_base, loss * tokens, tokens, means)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        try:
+            self._version, self._rule_base = int(state["version"]), int(state["rule_base"])
+            self._pending = {
+                int(step): (int(row[0]), [int(n) for n in row[1:]]) for step, row in state["pending"].items()
+            }
+            saved = state["rule"]
+            wrong = any(len(counts) != len(self._names) for _, counts in self._pending.values())
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise _damaged(error) from None
+        if wrong or (saved is None) != (self._rule is None):
+            raise _damaged("its mixture does not belong to the job's")
+        if self._rule is not None:
+            self._rule.load_state_dict(saved)
+
+
+def _kinds(report: Report) -> Sequence[str]:
+    return sorted({key.split("/", 1)[0] for key in report if "/" in key})
+
+
+def _by_source(
+    report: Report, kind: str, names: Sequence[str]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Return one number for each source from keys such as "loss/web", and which were given."""
+    given = [report.get(f"{kind}/{name}") for name in names]
+    return np.array([v if v is not None else 0.0 for v in given]), np.array([v is not None for v in given])
+
+
+def _damaged(what: object) -> StateError:
+    return StateError(
+        f"the state is damaged: the mixture in it cannot be read ({what}); the weights would go on differently. Use an "
+        "undamaged state, as client.state_dict() returned it."
+    )

@@ -1,0 +1,98 @@
+"""Images over the world: routes send what is received, every image once, at the places of its placeholders."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.planning.test_dgraph import buffer_of
+
+import overlord as ol
+from overlord.planning.checking import run_strategy
+from overlord.transforms.per_rank import zigzag_indices
+
+meshes = st.builds(
+    ol.ClientPlaceTree, pp=st.integers(1, 2), dp=st.integers(1, 3), cp=st.sampled_from([1, 2, 3]), tp=st.integers(1, 2)
+)
+
+
+def placeholders(plan, tree, rank, microbatch):
+    """Return where the image tokens of a microbatch stand in a rank's sequence, by packing it the slow way."""
+    at = tree.coords(rank)
+    pieces, chosen = plan.bin(at.dp, microbatch), plan.bin_range(at.dp, microbatch)
+    cu = np.concatenate([[0], np.cumsum(plan.padded[chosen])])
+    mask = np.zeros(int(cu[-1]), bool)
+    for sample, start, begin in zip(pieces.sample, pieces.start, cu, strict=False):
+        if start == 0:
+            mask[begin : begin + int(plan.draw.meta["image_tokens"][sample])] = True
+    if tree.cp > 1 and "CP" not in plan.broadcast:
+        mask = mask[zigzag_indices(cu, tree.cp, at.cp)]
+    return np.flatnonzero(mask)
+
+
+@given(
+    st.lists(st.integers(1, 900), min_size=1, max_size=30),
+    st.lists(st.integers(1, 2000), min_size=1, max_size=20),
+    meshes,
+    st.sampled_from(["world", "group"]),
+    st.booleans(),
+    st.sampled_from([(), ("TP",), ("CP",), ("CP", "TP")]),
+)
+def test_routes(images, lengths, tree, scope, split, broadcast):
+    buffer = buffer_of(lengths, images, context=1152)
+    strategy = ol.strategies.vlm_hybrid(scope=scope, split=split, broadcast=broadcast)
+    plan = run_strategy(strategy, buffer, tree)
+    routing, world = plan.routing, tree.world_size
+    sent = np.stack([routing.send_splits(rank) for rank in range(world)])
+    received = np.stack([routing.recv_splits(rank) for rank in range(world)])
+    assert np.array_equal(sent, received.T)
+    copies = 1 if "TP" in broadcast else tree.tp
+    image_tokens = np.bincount(routing.sample, routing.length, len(buffer))
+    assert np.array_equal(image_tokens, buffer.meta["image_tokens"] * copies), "every image once to each that needs it"
+    for rank in range(world):
+        at = tree.coords(rank)
+        receives = at.pp == 0 and (at.tp == 0 or copies > 1) and (at.cp == 0 or "CP" not in broadcast)
+        for microbatch in range(plan.num_microbatches):
+            wanted = placeholders(plan, tree, rank, microbatch) if receives else np.zeros(0, int)
+            assert routing.scatter_index(rank, microbatch).tolist() == wanted.tolist()
+        assert sorted(routing.recv_perm(rank).tolist()) == list(range(len(routing.received_by(rank))))
+    if scope == "group":
+        owner = np.array([tree.coords(rank).dp for rank in range(world)])
+        assert (owner[routing.sender] == owner[routing.receiver]).all()
+
+
+def test_images_stay_near_their_tokens_where_that_costs_nothing():
+    rng = np.random.default_rng(0)
+    buffer = buffer_of(rng.integers(1, 900, 256), rng.integers(64, 512, 512))
+    tree = ol.ClientPlaceTree(dp=4, tp=2)
+    near = run_strategy(ol.strategies.vlm_hybrid(), buffer, tree)
+
+    def anywhere(buffer, tree):
+        images = ol.DGraph.from_buffer(buffer, tree, modality="images").distribute("WORLD").cost(ol.costs.vit_2b)
+        return {"backbone": ol.strategies.backbone_balance()(buffer, tree), "encoder": images.balance().plan()}
+
+    far = run_strategy(anywhere, buffer, tree)
+    assert near.routing.crossing_tokens() < 0.8 * far.routing.crossing_tokens()
+    loads = near.encoder.loads(ol.costs.vit_2b(near.encoder.pieces.length.astype(np.int64) * 4)).sum(axis=1)
+    assert loads.max() / loads.mean() < 1.03
+
+
+def test_the_largest_image_is_split_where_it_is_the_bound():
+    buffer = buffer_of([10] * 8, [1000, 20, 20, 20])
+    tree = ol.ClientPlaceTree(dp=8)
+    whole, split = (run_strategy(ol.strategies.vlm_hybrid(split=s), buffer, tree).encoder for s in (False, True))
+    assert whole.num_buckets == split.num_buckets == 8
+    parts = split.pieces.length[split.pieces.sample == 8]
+    assert len(parts) > 4 and parts.sum() == 1000
+    per_rank = [int(np.sum(split.bin(rank, 0).length)) for rank in range(8)]
+    assert max(per_rank) < 260
+
+
+def test_images_and_tokens_that_do_not_meet_are_refused():
+    buffer, tree = buffer_of([10] * 8, [100, 20]), ol.ClientPlaceTree(dp=2, cp=2)
+    images = ol.DGraph.from_buffer(buffer, tree, modality="images").distribute("WORLD").cost(ol.costs.vit_2b).balance()
+    with pytest.raises(ol.PlanError, match="routes exist"):
+        run_strategy(lambda b, t: {"backbone": ol.strategies.hdp()(b, t), "encoder": images.plan()}, buffer, tree)
+    with pytest.raises(ol.PlanError, match="the backbone takes tokens"):
+        run_strategy(lambda b, t: {"backbone": images.plan(), "encoder": images.plan()}, buffer, tree)

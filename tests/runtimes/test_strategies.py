@@ -1,0 +1,128 @@
+"""Strategies on real files: every rank gets its part, whatever the strategy, on both runtimes alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+import overlord as ol
+from overlord.testing import digest_service
+from overlord.transforms.per_rank import zigzag_indices
+
+MESH = ol.ClientPlaceTree(dp=2, cp=4)
+STRATEGIES = {
+    "vanilla": ol.strategies.vanilla(),
+    "hdp": ol.strategies.hdp(),
+    "hdp equal": ol.strategies.hdp(equal_counts=True),
+    "vlm": ol.strategies.vlm_hybrid(split=True, broadcast=("TP",)),
+    "long short": ol.strategies.long_short(),
+    "by stages": ol.strategies.curriculum([(0, ol.strategies.vanilla()), (2, ol.strategies.hdp())]),
+}
+
+
+def tokens_by_sample(job, mesh, strategy, cache, steps, runtime="inline"):
+    """Rebuild every sample from the slices of all ranks: {(step, sample, offset): token ids}."""
+    found: dict = defaultdict(dict)
+    with ol.launch(job, mesh=mesh, strategy=strategy, runtime=runtime, cache=cache) as service:
+        for rank in range(mesh.world_size):
+            with service.client(rank) as client:
+                for step in client:
+                    plan = service.plan_raw(step.index)
+                    bucket = mesh.bucket_of(plan.axis, rank)
+                    assert len(step.microbatches) == plan.microbatch_counts[bucket]
+                    for number, batch in enumerate(step.microbatches):
+                        collect(found, plan, mesh, rank, bucket, number, step.index, batch)
+                    if step.index + 1 == steps:
+                        break
+    return {key: [ids[i] for i in range(len(ids))] for key, ids in found.items()}
+
+
+def collect(found, plan, mesh, rank, bucket, number, step, batch):
+    of, mine = batch.meta.local_cp_size, mesh.coords(rank).cp
+    if plan.first_ranks is not None and (chosen := plan.bin_range(bucket, number)).stop > chosen.start:
+        mine = bucket - int(plan.first_ranks[chosen.start])
+    cu = batch["cu_seq_lens_q"]
+    where = zigzag_indices(cu, of, mine) if of > 1 else np.arange(int(cu[-1]))
+    assert batch["input_ids"].shape == (1, len(where))
+    segment = np.searchsorted(cu, where, side="right") - 1
+    lengths, offsets = batch.meta.segment_lengths, batch.meta.segment_offsets
+    for place, one, token in zip((where - cu[segment]).tolist(), segment.tolist(), batch["input_ids"][0], strict=True):
+        if place < lengths[one]:
+            key = (step, batch.meta.sample_ids[one], int(offsets[one]))
+            assert found[key].get(place, token) == token
+            found[key][place] = int(token)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_slices_of_all_ranks_make_every_sample(name, ids_job, cache):
+    job = ids_job.replace(batch=ol.Batch(32, global_samples=40, microbatch_tokens=64))
+    expected = tokens_by_sample(job, ol.ClientPlaceTree(), None, cache, 3)
+    assert tokens_by_sample(job, MESH, STRATEGIES[name], cache, 3) == expected
+
+
+@pytest.mark.parametrize("name", ["hdp", "vlm", "by stages"])
+def test_both_runtimes_deliver_the_same(name, mixed_job, cache):
+    found = []
+    for runtime in ("inline", "local"):
+        with ol.launch(mixed_job, mesh=MESH, strategy=STRATEGIES[name], runtime=runtime, cache=cache) as service:
+            found.append(digest_service(service, steps=4))
+    assert found[0] == found[1]
+
+
+def test_the_order_does_not_depend_on_the_strategy(mixed_job, cache):
+    orders = set()
+    for strategy in STRATEGIES.values():
+        with ol.launch(mixed_job, mesh=MESH, strategy=strategy, runtime="inline", cache=cache) as service:
+            orders.add(digest_service(service, steps=3).order)
+    assert len(orders) == 1
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_ranks_that_get_a_broadcast_fetch_nothing(runtime, ids_job, cache):
+    mesh = ol.ClientPlaceTree(dp=2, cp=2, tp=2)
+    strategy = ol.strategies.backbone_balance(broadcast=("TP", "CP"))
+    with ol.launch(ids_job, mesh=mesh, strategy=strategy, runtime=runtime, cache=cache) as service:
+        for rank in range(mesh.world_size):
+            with service.client(rank) as client:
+                step = next(client)
+                batch = step.microbatches[0]
+                assert step.fetches is (rank in (0, 4))
+                assert len(batch.meta.sample_ids) > 0 if step.fetches else dict(batch) == {}
+                if step.fetches:  # the first rank broadcasts along CP, so it holds the whole sequence
+                    assert batch["input_ids"].shape[1] == batch["cu_seq_lens_q"][-1]
+                    assert batch.meta.local_cp_size == 1
+
+
+def test_a_strategy_of_ones_own(ids_job, cache):
+    def halves(buffer, tree):
+        return ol.plan_raw(buffer, tree, bucket=np.arange(len(buffer)) % 2)
+
+    job = ids_job.replace(overlength="truncate", batch=ol.Batch(32, global_samples=4, microbatch_tokens=128))
+    with ol.launch(job, mesh=ol.ClientPlaceTree(dp=2), strategy=halves, cache=cache) as service:
+        step = next(service.client(rank=1))
+        assert len(step.microbatches) == 1 and len(step.microbatches[0].meta.sample_ids) == 2
+
+
+def broken(buffer, tree):
+    return {}["nothing"]
+
+
+def losing(buffer, tree):
+    graph = ol.DGraph.from_buffer(buffer, tree).where(np.arange(len(buffer)) > 0)
+    return graph.distribute("DP").cost(ol.costs.tokens).balance("greedy").plan()
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_a_wrong_strategy_is_explained_before_anything_runs(runtime, ids_job, cache):
+    job = ids_job.replace(overlength="truncate")
+    for strategy, message in (
+        (broken, "the strategy broken failed at step 0: KeyError"),
+        (losing, "1 samples are lost"),
+        (lambda buffer, tree: 5, "returned int, not a plan"),
+    ):
+        with pytest.raises(ol.PlanError, match=message):
+            ol.launch(job, strategy=strategy, runtime=runtime, cache=cache)
+    with pytest.raises(ol.SpecError, match="strategy is 'hdp', not a function"):
+        ol.launch(job, strategy="hdp", cache=cache)
