@@ -68,7 +68,7 @@ class MetadataInMemory:
         deltas = []
         for request in requests:
             at = request.cursor.offset
-            meta = self._meta[(at + 613 * request.source) % len(self._meta) :][: request.count]
+            meta = self._meta[(at + 613 * request.source) % (len(self._meta) // 2) :][: request.count]
             deltas.append(MetaDelta(request.source, meta, Cursor(0, 0, at + len(meta))))
         self.spent_s += time.perf_counter() - began
         return deltas

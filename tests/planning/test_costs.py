@@ -148,7 +148,6 @@ def test_numbers_of_numpy_are_numbers_too():
     assert costs.moe(np.int32(32), np.int32(4096), experts=np.int32(8), top_k=np.int32(2), expert_ffn=14336) == (
         costs.moe(32, 4096, experts=8, top_k=2, expert_ffn=14336)
     )
-    assert costs.sequence_cost([30, 70], kappa=0).tolist() == [900, 4900]
 
 
 def test_presets_are_listed_with_their_origin():
@@ -269,7 +268,6 @@ def test_a_function_cannot_change_the_lengths():
         (lambda: costs.fit([([100], None)]), "measurement 0 took None ms"),
         (lambda: costs.fit([([100], 1e-320)]), "measurement 0 took 1e-320 ms"),
         (lambda: costs.fit([("ab", 1.0)]), "lengths are <U2"),
-        (lambda: costs.sequence_cost([0.5]), "lengths are float64"),
     ],
 )
 def test_bad_models_are_explained(call, message):

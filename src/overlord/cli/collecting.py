@@ -14,7 +14,7 @@ from overlord.cli.summary import LoadHeatmap, StepSummary
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import Buffer, Limits, LoadingPlan
 from overlord.core.specs import Job
-from overlord.planning.costs import CostFunction, sequence_cost
+from overlord.planning.costs import CostFunction, llama_12b
 from overlord.planning.strategies import vanilla
 
 MOST_POINTS = 1024
@@ -38,7 +38,7 @@ class Collector:
         names: tuple[str, ...],
         limits: Limits,
         tree: ClientPlaceTree,
-        cost: CostFunction = sequence_cost,
+        cost: CostFunction = llama_12b,
     ) -> None:
         self._names = names
         self._tree = tree

@@ -20,7 +20,7 @@ from overlord.cli.summary import (
     seconds,
     size,
 )
-from overlord.planning.costs import DEFAULT_KAPPA
+from overlord.planning.costs import llama_12b
 
 __all__ = [
     "LoadHeatmap",
@@ -158,8 +158,8 @@ _METHODS = {
     "for no time.",
     "imbalance": "Cost of the busiest data-parallel group (with hdp: of the busiest rank) over the mean of all, per "
     "step; then the mean "
-    f"over steps. The cost of a segment of s tokens is s² + {DEFAULT_KAPPA:,} s: attention and the rest of a layer. "
-    "Round-robin deals the samples of the same step to the ranks in turn, as they were drawn.",
+    f"over steps. The cost of a segment of s tokens is s² + {llama_12b.kappa:,.0f} s: attention and the rest of a "
+    "layer. Round-robin deals the samples of the same step to the ranks in turn, as they were drawn.",
     "padding": "Positions that hold no token, over all positions delivered.",
     "peak memory": "Largest sum of the proportional set sizes (PSS) of the service and its clients.",
     "wait": "From a client's request for a step until it holds all its microbatches; the longest of all ranks.",

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -178,6 +178,11 @@ class LoadingPlan:
         """The step this plan is for."""
         return self.draw.step
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its columns and of its draw's, about."""
+        return self.draw.source.nbytes + self.draw.meta.nbytes + 3 * self.pieces.sample.nbytes + self.bin_offsets.nbytes
+
     @cached_property
     def global_loss_tokens(self) -> int:
         """Labels of the whole step: what every rank divides its summed loss by."""
@@ -251,7 +256,7 @@ class LoadingPlan:
         shape = f"{self.num_buckets} {self.num_microbatches} {self.pad_multiple} {self.axis} {self.modality}"
         digest.update(f"{shape} {' '.join(self.broadcast)}".encode())
         # Most samples are one piece, whose start and length follow from the draw; only the others are told.
-        cut = np.flatnonzero((self.pieces.start > 0) | (self.pieces.length != self._drawn_lengths))
+        cut = np.flatnonzero((self.pieces.start > 0) | (self.pieces.length != self.drawn_lengths))
         columns = (self.pieces.sample, self.bin_offsets, cut, self.pieces.start[cut], self.pieces.length[cut])
         optional = (self.cp_sizes, self.first_ranks, self.counts)
         for column in (*columns, *(c for c in optional if c is not None)):
@@ -260,8 +265,9 @@ class LoadingPlan:
             digest.update(self.encoder.digest.encode())
         return digest.hexdigest()
 
-    @property
-    def _drawn_lengths(self) -> Int32s:
+    @cached_property
+    def drawn_lengths(self) -> Int32s:
+        """The whole length of the sample (or image) of each piece."""
         column = "tokens" if self.modality == "tokens" else "image_tokens"
         return np.ascontiguousarray(self.draw.meta[column])[self.pieces.sample]
 
@@ -272,6 +278,20 @@ class LoadingPlan:
         if len(filled):
             sums[filled] = np.add.reduceat(costs, self.bin_offsets[filled])
         return sums.reshape(self.num_buckets, self.num_microbatches)
+
+    def with_ends(self, after: Int64s) -> LoadingPlan:
+        """Return the plan that also says where it leaves its sources."""
+        return self._revised(("buckets", "drawn_lengths", "padded", "digest"), ends=after)
+
+    def with_kind(self, axis: str, modality: str, broadcast: tuple[str, ...]) -> LoadingPlan:
+        """Return the plan for other consumers."""
+        return self._revised(("buckets", "drawn_lengths"), axis=axis, modality=modality, broadcast=broadcast)
+
+    def _revised(self, kept: tuple[str, ...], **changes: Any) -> LoadingPlan:
+        # What is known of 300,000 pieces is not worked out again because a scalar has changed.
+        plan = dataclasses.replace(self, **changes)
+        plan.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
+        return plan
 
     def then(self, other: LoadingPlan) -> LoadingPlan:
         """Return the plan whose microbatches are this plan's, followed by another's for the same buckets."""
@@ -335,7 +355,10 @@ def lay_out(
     offsets = np.zeros(num_buckets * num_microbatches + 1, np.int64)
     np.cumsum(np.bincount(places, minlength=num_buckets * num_microbatches), out=offsets[1:])
     laid = pieces.take(order_in_bins(places) if order is None else order)
-    return LoadingPlan(draw, laid, offsets, num_buckets, num_microbatches, pad_multiple)
+    plan = LoadingPlan(draw, laid, offsets, num_buckets, num_microbatches, pad_multiple)
+    if len(pieces) == len(draw) and np.array_equal(pieces.length, draw.meta["tokens"]):
+        plan.__dict__["drawn_lengths"] = laid.length  # no sample is cut: looking each up again costs a sort's time
+    return plan
 
 
 def cut_pieces(tokens: npt.NDArray[np.integer], context_length: int) -> Pieces:

@@ -156,7 +156,7 @@ def _check_pieces(plan: LoadingPlan, wanted: Any, buffer: Buffer) -> None:
             f"a piece of {int(length.max())} tokens is longer than the context of {buffer.limits.context_length}",
             "Cut samples as DGraph.from_buffer does",
         )
-    if len(sample) == len(wanted) and _each_once(sample, start, length, wanted):
+    if len(plan.pieces) == len(wanted) and _each_once(plan):
         return  # no sample is cut, as in most steps: much cheaper to see
     # Sums give away every loss and double; pieces that overlap and still sum up are found by sorting.
     got = np.bincount(sample, length, len(wanted)).astype(np.int64)
@@ -178,10 +178,10 @@ def _check_pieces(plan: LoadingPlan, wanted: Any, buffer: Buffer) -> None:
         raise _Wrong("pieces of one sample overlap", "Cut samples into pieces that follow each other")
 
 
-def _each_once(sample: Any, start: Any, length: Any, wanted: Any) -> bool:
-    seen = np.zeros(len(wanted), bool)
-    seen[sample] = True
-    return bool(seen.all()) and not start.any() and np.array_equal(np.ascontiguousarray(wanted)[sample], length)
+def _each_once(plan: LoadingPlan) -> bool:
+    seen = np.zeros(len(plan.draw), bool)
+    seen[plan.pieces.sample] = True
+    return bool(seen.all()) and not plan.pieces.start.any() and np.array_equal(plan.drawn_lengths, plan.pieces.length)
 
 
 def _check_blocks(plan: LoadingPlan) -> None:

@@ -29,7 +29,6 @@ from overlord.planning.cost_model import (
 )
 
 __all__ = [
-    "DEFAULT_KAPPA",
     "MAX_SEGMENT",
     "MAX_TOKENS",
     "CostFunction",
@@ -44,15 +43,10 @@ __all__ = [
     "presets",
     "quadratic",
     "scaled",
-    "sequence_cost",
     "tokens",
     "vit",
     "vit_2b",
 ]
-
-DEFAULT_KAPPA = 25_400
-"""Tokens at which attention costs as much as the rest of a layer: measured on one H200, bf16,
-forward and backward, for a Llama-12B-like layer (hidden 4608). The FLOP formula says about twice that."""
 
 
 def causal_lm(
@@ -289,17 +283,6 @@ def fit(measurements: Iterable[tuple[Sequence[int], float]], name: str = "fitted
     residual = float(f"{np.abs(predicted / np.array(times) - 1).max():.3e}")
     origin = f"fitted to {len(rows)} measured microbatches"
     return CostModel(alpha, beta, gamma, name=name, origin=origin, residual=residual)
-
-
-def sequence_cost(tokens: npt.ArrayLike, kappa: int = DEFAULT_KAPPA) -> npt.NDArray[np.int64]:
-    """Return s^2 + kappa * s for every piece of s tokens.
-
-    Example:
-        >>> sequence_cost(np.array([30, 70]), kappa=0).tolist()
-        [900, 4900]
-    """
-    length = checked_lengths(tokens)
-    return length * length + whole("kappa", kappa, 0, MAX_TOKENS) * length
 
 
 def _attention(hidden: int, heads: int | None, head_dim: int | None, kv_heads: int | None) -> tuple[int, int]:

@@ -294,7 +294,8 @@ class DGraph:
             self.buffer.draw, items, places, self.num_buckets, self.num_microbatches,
             order=order, pad_multiple=self.pad_multiple,
         )  # fmt: skip
-        return dataclasses.replace(plan, axis=self.axis, modality=self.modality, broadcast=self.broadcast, **extra)
+        plan = plan.with_kind(self.axis, self.modality, self.broadcast)
+        return dataclasses.replace(plan, **extra) if extra else plan
 
     # -- looking at it -------------------------------------------------------------------------
 

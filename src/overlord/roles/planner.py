@@ -8,7 +8,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,6 +28,8 @@ MakePlan = Callable[[Buffer], LoadingPlan]
 """A strategy bound to its mesh, with its answer checked."""
 
 CACHED_PLANS = 32
+CACHED_BYTES = 64 << 20
+"""Plans that are kept to be asked for again: at most so many, of so many bytes together."""
 KEPT_STATES = 256
 """States of this many recent steps are kept, and of every step that is a multiple of it."""
 KEPT_REPLAYED = 64
@@ -222,7 +223,7 @@ class Planner:
 
     def _planned(self, draw: Draw, after: StreamState) -> LoadingPlan:
         plan = self._make_plan(Buffer(draw, self._limits))
-        return dataclasses.replace(plan, ends=np.stack([after.epoch, after.group, after.offset], axis=1))
+        return plan.with_ends(np.stack([after.epoch, after.group, after.offset], axis=1))
 
     def _plan_again(self, step: int) -> LoadingPlan:
         """Make an old plan again from the nearest state before it."""
@@ -271,6 +272,8 @@ class Planner:
 
     def _remember(self, plan: LoadingPlan) -> LoadingPlan:
         self._plans[plan.step] = plan
-        while len(self._plans) > CACHED_PLANS:
+        while len(self._plans) > 1 and (
+            len(self._plans) > CACHED_PLANS or sum(p.nbytes for p in self._plans.values()) > CACHED_BYTES
+        ):
             self._plans.popitem(last=False)
         return plan
