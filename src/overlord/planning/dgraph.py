@@ -27,7 +27,7 @@ from overlord.planning.checking import SPLIT_AXES
 from overlord.planning.costs import as_costs
 from overlord.planning.encoder import Scope, place_images, split_images
 from overlord.planning.lineage import Trace, trace_sample
-from overlord.planning.microbatches import place_hybrid, place_tokens
+from overlord.planning.microbatches import place_hybrid, place_tokens, spread_over_blocks
 from overlord.planning.pictures import picture_of
 
 Int64s = npt.NDArray[np.int64]
@@ -279,11 +279,8 @@ class DGraph:
         items, places, priority = self.items, self.places, self.costs if self.reorder else None
         extra: dict[str, Any] = {}
         if self.cp_sizes is not None:
-            # Every rank of a block lists the item: it gets its slice of it.
-            index = np.repeat(np.arange(len(items)), self.cp_sizes)
-            within = np.arange(len(index)) - np.repeat(np.cumsum(self.cp_sizes) - self.cp_sizes, self.cp_sizes)
+            index, places = spread_over_blocks(places, self.cp_sizes, self.num_microbatches)
             items, priority = items.take(index), priority[index] if priority is not None else None
-            places = places[index] + within * self.num_microbatches
         order = order_in_bins(places, priority)
         if self.cp_sizes is not None:
             shared = index[order]

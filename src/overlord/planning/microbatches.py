@@ -106,6 +106,18 @@ def place_hybrid(
     )
 
 
+def spread_over_blocks(places: Int64s, cp_sizes: Int64s, count: int) -> tuple[Int64s, Int64s]:
+    """List every item on each rank of its block, which gets its slice of it; return (item, place) of each listing.
+
+    Example:
+        >>> spread_over_blocks(np.array([0, 8]), np.array([2, 1]), count=4)
+        (array([0, 0, 1]), array([0, 4, 8]))
+    """
+    index = np.repeat(np.arange(len(places)), cp_sizes)
+    within = np.arange(len(index)) - np.repeat(np.cumsum(cp_sizes) - cp_sizes, cp_sizes)
+    return index, places[index] + within * count
+
+
 def no_room(buffer: Buffer, sizes: Int64s, num_buckets: int) -> PlanError:
     """Return the error of a step that does not fit."""
     limits = buffer.limits
