@@ -18,7 +18,7 @@ from overlord.errors import (
     ToleranceError,
 )
 from overlord.planning import costs, strategies
-from overlord.planning.balancing import balance
+from overlord.planning.balancing.balance import balance
 from overlord.planning.dgraph import DGraph
 from overlord.planning.low_level import constructor_do_plan, loader_do_plan, plan_raw, summary_buffer
 from overlord.roles.client import Client

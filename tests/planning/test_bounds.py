@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlord.planning.balancing import place
-from overlord.planning.bounds import lockstep_bound, makespan_bound
-from overlord.planning.greedy import loads
+from overlord.planning.balancing.balance import place
+from overlord.planning.balancing.bounds import lockstep_bound, makespan_bound
+from overlord.planning.balancing.greedy import loads
 
 
 def best_of_all(costs, sizes, num_buckets, num_microbatches, capacity) -> int | None:

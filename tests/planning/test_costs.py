@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from overlord.errors import SpecError
 from overlord.planning import costs
-from overlord.planning.balancing import balance
+from overlord.planning.balancing.balance import balance
 from overlord.planning.costs import CostModel, as_costs
 
 MODELS = [

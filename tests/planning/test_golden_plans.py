@@ -31,7 +31,7 @@ GOLDEN = {
     "karmarkar_karp": "156becdd63a23f80833ea5b4cf52ccaf",
     "zigzag": "252d12c137578989b2af71344c92dd67",
     "long_short": "54688c3f30e9f81ba7d35203ff11bf5e",
-    "vlm": "90b04d9386e04fece002be30cf05a6df",
+    "vlm": "a290bdbc631f177d094754ad6c46ab87",
     "hdp": "53046010cf09caf4eda5700b381fdc9f",
     "hdp equal": "57e516b76d63233b96a74eb3f2a2d1f5",
 }

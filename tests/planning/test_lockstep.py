@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.planning.bounds import lockstep_bound
-from overlord.planning.greedy import loads
-from overlord.planning.karmarkar_karp import balance_karmarkar_karp
-from overlord.planning.lockstep import deal_slabs, fill_slabs, slab_heights
-from overlord.planning.zigzag import balance_zigzag
+from overlord.planning.balancing.bounds import lockstep_bound
+from overlord.planning.balancing.greedy import loads
+from overlord.planning.balancing.karmarkar_karp import balance_karmarkar_karp
+from overlord.planning.balancing.lockstep import deal_slabs, fill_slabs, slab_heights
+from overlord.planning.balancing.zigzag import balance_zigzag
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 5))
 

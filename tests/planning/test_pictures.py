@@ -18,8 +18,7 @@ from overlord.errors import SpecError
 from overlord.planning import costs
 from overlord.planning.dgraph import DGraph
 from overlord.planning.low_level import summary_buffer
-from overlord.planning.pictures import picture_of
-from overlord.planning.pictures_facts import (
+from overlord.planning.pictures.facts import (
     bucket_ranges,
     dealt_loads,
     evenness,
@@ -31,6 +30,7 @@ from overlord.planning.pictures_facts import (
     source_facts,
     source_groups,
 )
+from overlord.planning.pictures.picture import picture_of
 
 NASTY = 'a "quoted" <b>\\n [x] {y} |z| & #35; `m` \n%% end'
 FORMATS = ("html", "mermaid", "dot")

@@ -52,6 +52,13 @@ def test_routes(images, lengths, tree, scope, split, broadcast):
     assert np.array_equal(image_tokens, buffer.meta["image_tokens"] * copies), "every image once to each that needs it"
     for rank in range(world):
         at = tree.coords(rank)
+        images = plan.encoder.bin(rank, 0)
+        patches = routing.vit_cu_seqlens(rank)
+        assert np.array_equal(np.diff(patches), images.length.astype(int) * 4)
+        sent = routing.sent_by(rank)
+        if (not copies > 1 and tree.cp == 1) or {"TP", "CP"} <= set(broadcast):
+            assert routing.sample[sent].tolist() == images.sample.tolist(), "encoded in the order of sending"
+            assert routing.start[sent].tolist() == images.start.tolist()
         receives = at.pp == 0 and (at.tp == 0 or copies > 1) and (at.cp == 0 or "CP" not in broadcast)
         for microbatch in range(plan.num_microbatches):
             wanted = placeholders(plan, tree, rank, microbatch) if receives else np.zeros(0, int)

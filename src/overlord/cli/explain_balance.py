@@ -21,7 +21,7 @@ from overlord.cli.loads import (
 from overlord.cli.summary import ratio
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import Limits, LoadingPlan
-from overlord.planning.bounds import lockstep_bound
+from overlord.planning.balancing.bounds import lockstep_bound
 from overlord.planning.costs import CostModel
 
 _BOUNDED_PIECES = 20_000

@@ -17,7 +17,7 @@ from overlord.core.spec_errors import Fault, conflict, did_you_mean, show
 from overlord.core.spec_model import Spec, as_number, real, whole
 from overlord.errors import SpecError
 from overlord.planning import costs, strategies
-from overlord.planning.balancing import Level, Objective
+from overlord.planning.balancing.balance import Level, Objective
 from overlord.planning.checking import Strategy
 from overlord.planning.encoder import Scope
 

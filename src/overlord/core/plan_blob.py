@@ -27,6 +27,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 _PLAN_SCALARS = ("num_buckets", "num_microbatches", "pad_multiple", "axis", "modality", "broadcast")
 _OPTIONAL = ("cp_sizes", "first_ranks", "counts", "ends")
+_TOTALS = ("global_loss_tokens", "total_tokens", "squared_tokens")
 _ROUTES = ("sender", "receiver", "microbatch", "position", "length", "sample", "start")
 
 
@@ -42,6 +43,7 @@ def plan_to_bytes(plan: LoadingPlan) -> bytes:
         "mixture_version": draw.mixture_version,
         "order_digest": draw.digest,
         "plan_digest": plan.digest,
+        "totals": {name: getattr(plan, name) for name in _TOTALS},
         "plan": _plan_columns(plan, "", arrays),
     }
     if plan.encoder is not None:
@@ -49,6 +51,7 @@ def plan_to_bytes(plan: LoadingPlan) -> bytes:
     if plan.routing is not None:
         scalars["world_size"] = plan.routing.world_size
         arrays.update({f"routing.{name}": getattr(plan.routing, name) for name in _ROUTES})
+        arrays.update(zip(("routing.patches", "routing.begins"), plan.routing.images, strict=True))
     return _write(scalars, arrays)
 
 
@@ -74,8 +77,9 @@ def plan_from_bytes(blob: bytes | memoryview) -> LoadingPlan:
         plan = dataclasses.replace(plan, encoder=_plan_of(draw, scalars["encoder"], "encoder.", arrays))
     if "world_size" in scalars:
         routes = {name: arrays[f"routing.{name}"] for name in _ROUTES}
-        plan = dataclasses.replace(plan, routing=Routing(scalars["world_size"], **routes))
-    plan.__dict__["digest"] = scalars["plan_digest"]
+        images = (arrays["routing.patches"], arrays["routing.begins"])
+        plan = dataclasses.replace(plan, routing=Routing(scalars["world_size"], **routes, images=images))
+    plan.__dict__.update(scalars["totals"], digest=scalars["plan_digest"])
     return plan
 
 

@@ -36,6 +36,8 @@ class Routing:
     """The image's sample, as an index into the draw."""
     start: Int32s
     """The first token of the run inside its image."""
+    images: tuple[Int64s, Int64s]
+    """Patches of all images (or runs of one) in the order in which ranks encode them, and where each rank begins."""
 
     @cached_property
     def _sender_offsets(self) -> Int64s:
@@ -46,6 +48,16 @@ class Routing:
         """Routes sorted by receiver, then sender (as all-to-all delivers), and where each receiver begins."""
         order = np.argsort(self.receiver, kind="stable")
         return order, np.searchsorted(self.receiver[order], np.arange(self.world_size + 1)).astype(np.int64)
+
+    def vit_cu_seqlens(self, rank: int) -> Int64s:
+        """Return where the images of a rank begin in its sequence of patches: its attention segments.
+
+        The images themselves are those of `plan.encoder.bin(rank, 0)`, in this order, which is the order in which
+        their tokens are sent.
+        """
+        patches, offsets = self.images
+        mine = patches[int(offsets[rank]) : int(offsets[rank + 1])]
+        return np.concatenate([[0], np.cumsum(mine)]).astype(np.int64)
 
     def sent_by(self, rank: int) -> slice:
         """Return the routes that begin at a rank."""

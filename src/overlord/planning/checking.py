@@ -37,7 +37,7 @@ def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> L
     name = getattr(strategy, "__name__", type(strategy).__name__)
     try:
         made: Any = strategy(buffer, tree)
-        plan = _joined(made, name, tree)
+        plan = _joined(made, name, tree, buffer.limits.patches_per_token)
     except OverlordError:
         raise
     except (Exception, SystemExit) as error:  # the border to the user's code
@@ -72,14 +72,14 @@ def check_plan(plan: LoadingPlan, buffer: Buffer, tree: ClientPlaceTree, name: s
         ) from None
 
 
-def _joined(made: Any, name: str, tree: ClientPlaceTree) -> LoadingPlan:
+def _joined(made: Any, name: str, tree: ClientPlaceTree, patches: int) -> LoadingPlan:
     if isinstance(made, LoadingPlan):
         return made
     if isinstance(made, Mapping) and "backbone" in made and set(made) <= {"backbone", "encoder"}:
         plans = list(made.values())
         if all(isinstance(plan, LoadingPlan) for plan in plans):
             backbone = made["backbone"]
-            return join_encoder(backbone, made["encoder"], tree) if "encoder" in made else backbone
+            return join_encoder(backbone, made["encoder"], tree, patches) if "encoder" in made else backbone
     shown = f"a mapping of {', '.join(map(str, made))}" if isinstance(made, Mapping) else type(made).__name__
     raise PlanError(
         f"the strategy {name} returned {shown}, not a plan; no rank would know what to load. Return graph.plan(), or "

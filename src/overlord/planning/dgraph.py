@@ -22,13 +22,13 @@ from overlord.core.plan import Buffer, LoadingPlan, Pieces, cut_pieces, lay_out,
 from overlord.core.samples import SampleId
 from overlord.core.spec_errors import did_you_mean
 from overlord.errors import SpecError
-from overlord.planning.balancing import Level, Method, Objective
+from overlord.planning.balancing.balance import Level, Method, Objective
+from overlord.planning.balancing.microbatches import place_hybrid, place_tokens, spread_over_blocks
 from overlord.planning.checking import SPLIT_AXES
 from overlord.planning.costs import as_costs
 from overlord.planning.encoder import Scope, place_images, split_images
 from overlord.planning.lineage import Trace, trace_sample
-from overlord.planning.microbatches import place_hybrid, place_tokens, spread_over_blocks
-from overlord.planning.pictures import picture_of
+from overlord.planning.pictures.picture import picture_of
 
 Int64s = npt.NDArray[np.int64]
 Modality = Literal["tokens", "images"]

@@ -17,7 +17,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, Pieces
 from overlord.core.routing import Routing
 from overlord.errors import PlanError, SpecError
-from overlord.planning.balancing import Method, balance
+from overlord.planning.balancing.balance import Method, balance
 
 NEAR = 50
 """A rank near the destination is taken when it is ahead of the least loaded by at most 1/50 of an even share."""
@@ -78,8 +78,13 @@ def split_images(items: Pieces, costs: Int64s, num_ranks: int, parts: npt.ArrayL
     return pieces, -(-costs[index] // of)
 
 
-def join_encoder(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree) -> LoadingPlan:
-    """Return the backbone's plan with the images' plan and the routes between them."""
+def join_encoder(
+    backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree, patches_per_token: int
+) -> LoadingPlan:
+    """Return the backbone's plan with the images' plan and the routes between them.
+
+    Every rank encodes its images in the order in which it sends their tokens: by destination, then by place there.
+    """
     if backbone.modality != "tokens" or encoder.modality != "images":
         raise PlanError(
             f"the plans are of {backbone.modality!r} and {encoder.modality!r}; the backbone takes tokens and the "
@@ -90,10 +95,14 @@ def join_encoder(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceT
             f"the tokens are distributed over {backbone.axis} and the images over {encoder.axis}; routes exist from "
             "images over WORLD to tokens over DP. Use distribute(axis='WORLD') for the images and 'DP' for the tokens."
         )
-    return dataclasses.replace(backbone, encoder=encoder, routing=route(backbone, encoder, tree))
+    bucket, microbatch, position, _ = _destinations(backbone)
+    at, heads = encoder.pieces.sample, _first_stage(tree)[:, 0, 0]
+    order = np.lexsort((position[at] + encoder.pieces.start, microbatch[at], heads[bucket[at]], encoder.buckets))
+    encoder = dataclasses.replace(encoder, pieces=encoder.pieces.take(order))
+    return dataclasses.replace(backbone, encoder=encoder, routing=route(backbone, encoder, tree, patches_per_token))
 
 
-def route(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree) -> Routing:
+def route(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree, patches_per_token: int) -> Routing:
     """Return the routes of all image tokens from the ranks that encode them to those that need them.
 
     The first pipeline stage receives. Along TP and CP it follows the backbone's `broadcast_at`: with it the
@@ -122,7 +131,9 @@ def route(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree) ->
     order = np.lexsort((columns["position"], columns["microbatch"], receiver, columns["sender"]))
     columns["receiver"] = receiver
     names = ("sender", "receiver", "microbatch", "position", "length", "sample", "start")
-    return Routing(tree.world_size, *(columns[name][order].astype(np.int32) for name in names))
+    routes = {name: columns[name][order].astype(np.int32) for name in names}
+    begins = encoder.bin_offsets[:: encoder.num_microbatches]
+    return Routing(tree.world_size, **routes, images=(images.length.astype(np.int64) * patches_per_token, begins))
 
 
 def _destinations(backbone: LoadingPlan) -> tuple[Int64s, Int64s, Int64s, Int64s]:

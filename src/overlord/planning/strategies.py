@@ -12,12 +12,12 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import Buffer, LoadingPlan
 from overlord.errors import SpecError
 from overlord.planning import costs
-from overlord.planning.balancing import Level, Method, Objective
+from overlord.planning.balancing.balance import Level, Method, Objective
+from overlord.planning.balancing.dealing import deal
+from overlord.planning.balancing.microbatches import no_room
 from overlord.planning.checking import Strategy
-from overlord.planning.dealing import deal
 from overlord.planning.dgraph import CostFn, DGraph
 from overlord.planning.encoder import Scope
-from overlord.planning.microbatches import no_room
 
 __all__ = ["Strategy", "backbone_balance", "curriculum", "hdp", "long_short", "vanilla", "vlm_hybrid"]
 

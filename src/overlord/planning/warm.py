@@ -13,7 +13,7 @@ import numpy as np
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.ragged import Ragged
 from overlord.planning import strategies
-from overlord.planning.balancing import Method, Objective, balance, place
+from overlord.planning.balancing.balance import Method, Objective, balance, place
 from overlord.planning.checking import run_strategy
 from overlord.planning.drawing import Budget, Supply, Tally, draw_more
 from overlord.planning.low_level import summary_buffer

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from overlord.core.plan import Draw
 from overlord.core.specs import Job, Mixture
 from overlord.errors import ReportMissing, StateError
-from overlord.planning.learning import FunctionRule, MixingRule, make_rule
+from overlord.planning.learning.rule import FunctionRule, MixingRule, make_rule
 from overlord.roles.inputs import InputLog, Report
 
 Int64s = npt.NDArray[np.int64]

@@ -29,6 +29,7 @@ class StepHeader:
     global_samples: int
     order_digest: str
     plan_digest: str
+    global_squared_tokens: int = 0
     mixture_version: int = 0
     weights: Sequence[float] = ()
     """The mixture's weights at the beginning of the step, one for each source."""
@@ -164,6 +165,8 @@ class Step:
         self.global_loss_tokens = header.global_loss_tokens
         """Labels in the whole global batch: divide the summed loss by this on every rank."""
         self.global_tokens = header.global_tokens
+        self.global_squared_tokens = header.global_squared_tokens
+        """Sum of squared sequence lengths of the whole global batch: what attention pays for, to count FLOPs by."""
         self.global_samples = header.global_samples
         self.order_digest = header.order_digest
         self.plan_digest = header.plan_digest

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from overlord.planning.greedy import NO_LIMIT, Queue, balance_greedy, fill, fits_at_all, loads
+from overlord.planning.balancing.greedy import NO_LIMIT, Queue, balance_greedy, fill, fits_at_all, loads
 
 Int64s = npt.NDArray[np.int64]
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.planning import pictures_charts as charts
-from overlord.planning.pictures_facts import (
+from overlord.planning.pictures import charts
+from overlord.planning.pictures.facts import (
     Floats,
     Group,
     Int64s,

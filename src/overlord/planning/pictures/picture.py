@@ -1,4 +1,4 @@
-"""Pictures of a DGraph: DOT and Mermaid here, the HTML page in pictures_html.
+"""Pictures of a DGraph: DOT and Mermaid here, the HTML page in `page`.
 
 Both show the same outline: sources, the primitives that were applied, buckets, and the ranks that consume them.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from overlord.core.spec_errors import did_you_mean
 from overlord.errors import SpecError
-from overlord.planning.pictures_facts import (
+from overlord.planning.pictures.facts import (
     Group,
     count,
     evenness,
@@ -31,7 +31,7 @@ from overlord.planning.pictures_facts import (
     source_groups,
     unit_word,
 )
-from overlord.planning.pictures_html import page_of
+from overlord.planning.pictures.page import page_of
 
 if TYPE_CHECKING:
     from overlord.planning.dgraph import DGraph

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from overlord.core.spec_errors import show
 from overlord.errors import OverlordError, PlanError, SpecError
-from overlord.planning.greedy import (
+from overlord.planning.balancing.greedy import (
     NO_LIMIT,
     Queue,
     balance_greedy,
@@ -27,9 +27,9 @@ from overlord.planning.greedy import (
     largest_first,
     loads,
 )
-from overlord.planning.karmarkar_karp import balance_karmarkar_karp
-from overlord.planning.lockstep import deal_slabs, fill_slabs
-from overlord.planning.zigzag import balance_zigzag
+from overlord.planning.balancing.karmarkar_karp import balance_karmarkar_karp
+from overlord.planning.balancing.lockstep import deal_slabs, fill_slabs
+from overlord.planning.balancing.zigzag import balance_zigzag
 
 __all__ = ["Level", "Method", "Objective", "balance", "balance_greedy", "place"]
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from overlord.core.spec_errors import show
 from overlord.errors import PlanError, SpecError
 from overlord.planning.cost_model import finite
-from overlord.planning.learner import (
+from overlord.planning.learning.learner import (
     WEIGHT_ONE,
     Learner,
     SavedState,
@@ -24,7 +24,7 @@ from overlord.planning.learner import (
     softmax,
     with_gaps,
 )
-from overlord.planning.portable_math import Float64s, exp, log, ordered_sum, short, total
+from overlord.planning.learning.portable_math import Float64s, exp, log, ordered_sum, short, total
 
 _LARGEST_LOSS = 50.0
 _SMALLEST_WEIGHT = 2.0**-40

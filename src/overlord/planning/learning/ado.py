@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from overlord.planning.learner import Learner, SavedState, StepReport, at_least, between, with_gaps
-from overlord.planning.portable_math import Float64s, exp, log, short, total
-from overlord.planning.power_law import MIN_POINTS, fit_power_laws
+from overlord.planning.learning.learner import Learner, SavedState, StepReport, at_least, between, with_gaps
+from overlord.planning.learning.portable_math import Float64s, exp, log, short, total
+from overlord.planning.learning.power_law import MIN_POINTS, fit_power_laws
 
 _LOSS_DIGITS = 5
 _FIRST_GAP = 1.05

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import Buffer, Pieces, pad_lengths
 from overlord.errors import PlanError
-from overlord.planning.balancing import Level, Method, Objective, place
-from overlord.planning.hybrid import hybrid_microbatches, ranks_needed
+from overlord.planning.balancing.balance import Level, Method, Objective, place
+from overlord.planning.balancing.hybrid import hybrid_microbatches, ranks_needed
 
 SLACK = 0.95
 """The microbatch count leaves one part in twenty free: a balancer without slack only fills bins."""

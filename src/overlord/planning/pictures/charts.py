@@ -11,7 +11,7 @@ from html import escape
 
 import numpy as np
 
-from overlord.planning.pictures_facts import Floats, Int64s, bucket_ranges, count, percent, shorten
+from overlord.planning.pictures.facts import Floats, Int64s, bucket_ranges, count, percent, shorten
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800")
 """Okabe and Ito's colours, told apart with every kind of colour vision; their yellow is darkened."""

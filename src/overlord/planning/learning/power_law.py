@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from overlord.planning.portable_math import Float64s, exp, log, ordered_sum, short
+from overlord.planning.learning.portable_math import Float64s, exp, log, ordered_sum, short
 
 MIN_POINTS = 4
 """Places with a loss that a fit needs; three constants go through any three."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from overlord.errors import SpecError
-from overlord.planning.ado import ADO
-from overlord.planning.learner import NO_EXTRA, Int64s
-from overlord.planning.learning_rules import ODM, DoReMi, FunctionRule, SkillIt
-from overlord.planning.portable_math import Float64s
+from overlord.planning.learning.ado import ADO
+from overlord.planning.learning.learner import NO_EXTRA, Int64s
+from overlord.planning.learning.portable_math import Float64s
+from overlord.planning.learning.rules import ODM, DoReMi, FunctionRule, SkillIt
 
 __all__ = ["ADO", "ODM", "RULES", "DoReMi", "FunctionRule", "MixingRule", "SkillIt", "make_rule"]
 

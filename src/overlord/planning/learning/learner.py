@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from overlord.core.spec_errors import show
 from overlord.errors import SpecError, StateError
-from overlord.planning.portable_math import Float64s, exp, total
+from overlord.planning.learning.portable_math import Float64s, exp, total
 
 Int64s = npt.NDArray[np.int64]
 

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from overlord.planning.greedy import balance_greedy, fits_at_all, largest_first, place_rest
+from overlord.planning.balancing.greedy import balance_greedy, fits_at_all, largest_first, place_rest
 
 Int64s = npt.NDArray[np.int64]
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.errors import SpecError
-from overlord.planning.greedy import (
+from overlord.planning.balancing.greedy import (
     NO_LIMIT,
     Queue,
     balance_greedy,
@@ -23,7 +23,7 @@ from overlord.planning.greedy import (
     largest_first,
     loads,
 )
-from overlord.planning.lockstep import fill_slabs
+from overlord.planning.balancing.lockstep import fill_slabs
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]

@@ -1,0 +1,1 @@
+"""Mixing that learns from reported losses (DoReMi, ODM, ADO, Skill-It, functions)."""

@@ -1,0 +1,1 @@
+"""Pictures of a DGraph: DOT, Mermaid, and a page for people."""
