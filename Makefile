@@ -1,5 +1,6 @@
 # Two commands do everything on a fresh machine with plain python3: `make demo` and `make test`.
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -28,10 +29,10 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" -n $(JOBS) --dist loadscope
 
 test-all: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
