@@ -67,10 +67,11 @@ def main() -> None:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
             dist.all_reduce(total)
+            means = mean_losses(sums, job.names)
             optimizer.step()
             optimizer.zero_grad()
             if dist.get_rank() == 0:
-                loader.report(step.index, {f"loss/{name}": s / max(n, 1) for name, (s, n) in sums.items()})
+                loader.report(step.index, {f"loss/{name}": mean for name, mean in means.items()})
                 print(f"step {step.index:3d}  loss {total.item() / step.global_loss_tokens:.4f}", flush=True)
             if step.index + 1 == options.steps:
                 break
@@ -87,6 +88,14 @@ def add_by_source(sums: dict[str, list[float]], batch: TorchBatch, losses: torch
             found = sums[batch.meta.source_names[source]]
             found[0] += float(part.sum())
             found[1] += float((batch["labels"][0, start + 1 : stop] != -100).sum())
+
+
+def mean_losses(sums: dict[str, list[float]], names: list[str]) -> dict[str, float]:
+    """Return the mean loss of every source that has labels in this step, over all ranks."""
+    table = torch.tensor([sums.get(name, [0.0, 0.0]) for name in names], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(table)  # a rank alone has seen only its own samples
+    return {name: total / labels for name, (total, labels) in zip(names, table.tolist(), strict=True) if labels > 0}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import Buffer, Limits, LoadingPlan
 from overlord.core.specs import Job, Mixture
 from overlord.errors import SpecError, StateError
+from overlord.planning import strategies
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client, is_whole
 from overlord.roles.inputs import FIXED_WHILE_RUNNING
@@ -36,6 +37,9 @@ class Service:
     def address(self) -> str | None:
         """Where other processes of this host attach (`ol.connect`); None for the inline runtime."""
         return self._runtime.address
+
+    def __repr__(self) -> str:
+        return f"Service(mesh={self.mesh}, address={self.address!r})"
 
     def client(self, rank: int = 0) -> Client:
         """Return the stream of one rank."""
@@ -179,6 +183,12 @@ def _check_job(job: object, mesh: object, strategy: object) -> None:
         raise SpecError(f"launch: job is a {type(job).__name__}, not an ol.Job; there is nothing to read. Build one.")
     if mesh is not None and not isinstance(mesh, ClientPlaceTree):
         raise SpecError(f"launch: mesh is {mesh!r:.80}, not a mesh. Write ol.ClientPlaceTree(dp=2, tp=4).")
+    names = strategies.__all__
+    if any(strategy is getattr(strategies, name) for name in names if name != "Strategy"):
+        name = getattr(strategy, "__name__", "")
+        raise SpecError(
+            f"launch: strategy is ol.strategies.{name} itself, which makes strategies. Call it: ol.strategies.{name}()."
+        )
     if strategy is not None and not callable(strategy):
         raise SpecError(
             f"launch: strategy is {strategy!r:.80}, not a function of (buffer, tree); nobody would say where samples "
@@ -235,7 +245,9 @@ def _resolve_state(
         if isinstance(state, str):
             raise StateError(f"state is {state!r}; pass what client.state_dict() returned, or 'latest' with store=.")
         return state
-    newest = CheckpointFolder(Path(store)).newest() if store is not None else None
+    if store is None:
+        raise StateError("state='latest' needs store=FOLDER, where the snapshots are; none was given.")
+    newest = CheckpointFolder(Path(store)).newest()
     if newest is None:
         raise StateError(
             f"state='latest', but the store {str(store)!r} holds no snapshot; there is nothing to resume. Launch "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -112,8 +113,19 @@ def test_what_loading_costs_is_measured(demo: dict[str, Any]) -> None:
 
 def test_every_key_is_documented(demo: dict[str, Any]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
-    keys = [*demo, *demo["sources"][0], *(key for key in demo["loaders"] if key != "sources")]
-    assert [key for key in keys if f"`{key}`" not in text and key not in ("name", "format")] == []
+    parts = (demo, demo["sources"][0], demo["loaders"], demo["balance"][0], demo["step"])
+    assert [key for part in parts for key in part if f"`{key}`" not in text] == []
+
+
+def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"ids": [1] * (n + 1)}) for n in range(64)))
+    source = ol.Source("web", str(tmp_path / "a.jsonl"), sample=ol.Text("ids", tokenized=True))
+    names: dict[str, Any] = {"job": ol.Job([source], batch=ol.Batch(128, global_samples=64))}
+    text = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(block, names)  # noqa: S102 - our own page
+    assert names["page"].startswith("<!doctype html>")
+    assert (names["tree"].dp, names["larger"]) == (2, names["same"])
 
 
 def test_it_plans_what_a_run_delivers(ids_file: Path) -> None:
@@ -129,7 +141,33 @@ def test_it_plans_what_a_run_delivers(ids_file: Path) -> None:
 def test_a_pipeline_is_judged_as_one(ids_file: Path) -> None:
     found = explained(ids_file, "--mesh", "pp=2,dp=2", "--strategy", "{backbone_balance: {objective: pipeline}}")
     assert [one["axis"] for one in found["balance"]] == ["ranks", "pipeline"]
-    assert 1 <= axis(found, "pipeline")["after"] <= axis(found, "pipeline")["before"]
+    row = axis(found, "pipeline")
+    assert 1 <= row["after"] <= row["before"]
+    assert row["bound"] is None
+    free = explained(ids_file, "--mesh", "pp=2,dp=2", "--cost", "tokens", "--steps", 1)
+    row = axis(free, "pipeline")
+    assert free["expected_speedup"] == pytest.approx(row["before"] / row["after"])
+
+
+def test_the_speed_up_of_sums_is_that_over_the_ranks(ids_file: Path) -> None:
+    summed = "{backbone_balance: {objective: sum, cost: tokens}}"
+    found = explained(ids_file, "--mesh", "dp=4", "--strategy", summed, "--steps", 1, "--no-measure")
+    row = axis(found, "ranks")
+    assert found["expected_speedup"] == pytest.approx(row["before"] / row["after"])
+    assert "wait for each other once a step" in found["headlines"][0]
+
+
+def test_a_cost_model_may_be_a_shape(ids_file: Path) -> None:
+    found = explained(ids_file, "--cost", "{causal_lm: {layers: 2, hidden: 64}}", "--steps", 1, "--no-measure")
+    assert "2 layers of width 64" in found["cost_model"]
+    assert "after every microbatch" in found["headlines"][0]
+
+
+def test_one_rank_has_nothing_to_balance(ids_file: Path, tmp_path: Path) -> None:
+    outcome = call("explain", ids_file, "--mesh", "dp=1", "--steps", 2, "--html", tmp_path / "p.html")
+    assert "(1 rank)" in outcome.stdout
+    assert "One rank: nothing to balance." in outcome.stdout
+    assert "busiest rank" not in outcome.stdout + (tmp_path / "p.html").read_text()
 
 
 def test_hybrid_ranks_have_no_lockstep(ids_file: Path) -> None:
@@ -156,11 +194,20 @@ def test_a_sequence_that_is_the_limit_is_named(tmp_path: Path) -> None:
     source = ol.Source("a", str(tmp_path / "a.jsonl"), sample=ol.Text("ids", tokenized=True), shuffle_bytes=0)
     path = written(tmp_path, ol.Job([source], batch=ol.Batch(1024, global_samples=8)), mesh=ol.ClientPlaceTree(dp=4))
     found = explained(path, "--steps", 4, "--cost", "tokens")
-    assert found["limits"][0].startswith("One sequence of 900 tokens is 3.71× an even share of a step: only splitting")
+    words = "One sequence of 900 tokens is 3.71× an even share of a step: "
+    assert found["limits"][0] == f"{words}a larger global batch would help."  # it fits one rank: hdp leaves it whole
     assert axis(found, "ranks")["bound"] == pytest.approx(4 * 900 / 970)
     assert found["limits"][0] in found["headlines"]
     spread = explained(path, "--steps", 4, "--cost", "tokens", "--mesh", "cp=4", "--strategy", "vanilla")
     assert spread["limits"] == []
+    split = explained(path, "--steps", 4, "--cost", "tokens", "--mesh", "dp=4,cp=2", "--no-measure")
+    assert split["limits"][0].endswith("a step: a larger global batch would help.")  # two ranks share it either way
+    job = ol.Job([source], batch=ol.Batch(1026, global_samples=8))
+    wider = explained(written(tmp_path, job), "--steps", 4, "--cost", "tokens", "--mesh", "dp=4,cp=3", "--no-measure")
+    assert wider["limits"][0].endswith("a step: splitting it (hdp) or a larger global batch would help.")
+    hybrid = ("--mesh", "dp=4,cp=3", "--strategy", "hdp", "--no-measure")
+    by_hdp = explained(tmp_path / "job.yaml", "--steps", 4, "--cost", "tokens", *hybrid)
+    assert axis(by_hdp, "ranks")["after"] < axis(wider, "ranks")["bound"]
 
 
 def test_repetitions_follow_the_schedule(ids_job: ol.Job, tmp_path: Path) -> None:
@@ -188,6 +235,8 @@ def test_a_mixture_that_learns_shows_where_it_begins(ids_job: ol.Job, tmp_path: 
     found = explained(path, "--no-measure")
     assert found["steps"] == 5
     assert "The mixture learns (odm)" in found["notes"][0]
+    shown = call("explain", path, "--no-measure").stdout
+    assert shown.index("The mixture learns (odm)") < shown.index("balance (1 is even)")
     with ol.launch(load_job_file(path).job, runtime="inline") as service:
         weights = next(service.client()).weights
     shares = [weight / sum(weights) for weight in weights]
@@ -207,6 +256,9 @@ def test_a_strategy_of_your_own_is_explained(ids_job: ol.Job, tmp_path: Path) ->
     (tmp_path / "job.py").write_text("\n".join(lines))
     found = explained(tmp_path / "job.py", "--no-measure", "--cost", "tokens")
     assert found["strategy"] == "mine"
+    assert found["notes"] == []
+    judged = explained(tmp_path / "job.py", "--no-measure")["notes"]
+    assert judged == ["mine is judged by llama_12b, since a function's own cost is not known here; set --cost."]
     assert axis(found, "ranks")["after"] < axis(found, "ranks")["before"]
 
 
@@ -320,6 +372,8 @@ def test_the_graph_of_a_plan_has_its_places(strategy: Any) -> None:
         (["{job}", "--mesh", "pp=2,cp=2", "--strategy", "hdp"], 2, "over CP every rank gets its own number"),
         (["{job}", "--strategy", "best"], 2, "there is no strategy 'best'"),
         (["{job}", "--cost", "lama"], 2, "--cost: there is no cost model 'lama'"),
+        (["{job}", "--cost", "{{causal_lm: {{layers: 2}}}}"], 2, "missing; without it the model has no cost"),
+        (["{job}", "--strategy", "{{hdp: {{equal: true}}}}"], 2, "Did you mean 'equal_counts'?"),
         (["{job}", "--steps", "0"], 2, "--steps is 0"),
         (["{job}", "--step-time", "0"], 2, "--step-time is 0"),
         (["{job}", "--html", "/dev/null/x.html"], 2, "--html /dev/null/x.html: nothing can be written there"),

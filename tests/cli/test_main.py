@@ -92,6 +92,16 @@ def test_a_finite_job_ends_by_itself(job_file: Path, tmp_path: Path) -> None:
     assert found["notes"] == [f"The stream ended by itself after {found['steps']} of 1000 steps."]
 
 
+def test_a_store_used_again_is_told(job_file: Path, tmp_path: Path) -> None:
+    run = ("run", job_file, "--runtime", "inline", "--steps", 2, "--store", tmp_path / "store")
+    assert result_of(*run)["notes"] == []
+    again = result_of(*run)
+    assert again["strategy"] == "backbone_balance"
+    assert "holds a run up to step 2: it is set aside there (*.aside)" in again["notes"][0]
+    assert list((tmp_path / "store").glob("*.aside"))
+    assert not any("aside" in note for note in result_of(*run, "--resume")["notes"])
+
+
 def test_resume_goes_on_from_the_newest_snapshot(job_file: Path, tmp_path: Path) -> None:
     whole = result_of("run", job_file, "--runtime", "inline", "--steps", 20)
     result_of("run", job_file, "--runtime", "inline", "--steps", 16, "--store", tmp_path / "store")

@@ -30,6 +30,7 @@ def run(steps: int = 4, names: tuple[str, ...] = ("web", "coyo"), **changes: Any
         "job_name": "demo",
         "mesh": "dp=2 cp=2 tp=2",
         "runtime": "local",
+        "strategy": "hdp",
         "steps": steps,
         "wall_s": 2.0,
         "startup_s": 0.5,

@@ -126,6 +126,31 @@ def test_a_report_nobody_could_learn_from_is_refused_before_it_is_kept(ids_job, 
         client.report(0, {"loss/a": 3.0, "reference/a": 1.0, "loss/b": 1.0, "reference/b": 1.0})
 
 
+def test_reports_with_names_of_no_source_are_refused(ids_job, cache):
+    with ol.launch(learning(ids_job), runtime="inline", cache=cache) as service:
+        client = service.client()
+        step = next(client)
+        assert step.source_names == ("a", "b", "c") and len(step.weights) == 3
+        with pytest.raises(ol.SpecError, match=r"loss/bb at step 0: no source has the name 'bb'.*Sources: a, b, c"):
+            client.report(0, {"loss/bb": 2.0})
+        for nothing in ({}, {"Loss/a": 1.0}, {"grad_norm": 1.0}):
+            with pytest.raises(ol.SpecError, match="no metric of a source"):
+                client.report(0, nothing)
+        client.report(0, {"loss/a": 2.0, "grad_norm": 1.0})
+
+
+def test_a_report_gets_through_while_another_thread_of_the_client_waits(ids_job, cache):
+    with ol.launch(learning(ids_job), cache=cache) as service:
+        client = service.client()
+        for _ in range(LAG):
+            next(client)
+        waiting = threading.Thread(target=lambda: next(client))
+        waiting.start()
+        client.report(0, losses(0))
+        waiting.join(30)
+        assert not waiting.is_alive()
+
+
 def test_a_state_without_the_last_report_waits_for_it(ids_job, cache, caplog):
     job = learning(ids_job)
     states: dict = {}

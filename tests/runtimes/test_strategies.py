@@ -118,11 +118,13 @@ def losing(buffer, tree):
 def test_a_wrong_strategy_is_explained_before_anything_runs(runtime, ids_job, cache):
     job = ids_job.replace(overlength="truncate")
     for strategy, message in (
-        (broken, "the strategy broken failed at step 0: KeyError"),
+        (broken, r"the strategy broken failed at step 0: KeyError.*\(test_strategies.py:\d+\)"),
         (losing, "1 samples are lost"),
         (lambda buffer, tree: 5, "returned int, not a plan"),
     ):
         with pytest.raises(ol.PlanError, match=message):
             ol.launch(job, strategy=strategy, runtime=runtime, cache=cache)
+    with pytest.raises(ol.SpecError, match=r"Call it: ol\.strategies\.hdp\(\)"):
+        ol.launch(job, strategy=ol.strategies.hdp, cache=cache)
     with pytest.raises(ol.SpecError, match="strategy is 'hdp', not a function"):
         ol.launch(job, strategy="hdp", cache=cache)

@@ -11,7 +11,7 @@ from overlord.cli.demo_data import DemoFiles, demo_job, write_demo
 from overlord.cli.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
 from overlord.cli.output import Screen, Tell, check_writable
 from overlord.cli.report import render_report
-from overlord.cli.running import RunOptions, run_job
+from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, run_job
 from overlord.cli.summary import RunSummary
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
@@ -49,6 +49,7 @@ def run_demo(
             cache=cache,
             prefetch=loaded.launch.prefetch,
             strategy=loaded.strategy,
+            strategy_name=loaded.strategy_name or DEFAULT_STRATEGY,
         )
         summary = run_job(loaded.job, str(job_path), options, tell)
     report, numbers = folder / "report.html", folder / "summary.json"

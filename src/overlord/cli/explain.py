@@ -46,6 +46,10 @@ class ExplainOptions:
     step_time_s: float = 1.0
     """Seconds of a training step, for which the loaders' cores are counted."""
     measure: bool = True
+    meets_once: bool = False
+    """Whether data-parallel groups wait for each other once a step, and not after every microbatch."""
+    cost_assumed: bool = False
+    """Whether `cost` is a stand-in for that of a function, which nobody can ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class Explanation:
     steps: int
     expected_speedup: float
     """Time of a step dealt round-robin over that of the plan, by the cost model: an estimate, not a measurement."""
+    waiting: str
+    """When ranks are taken to wait for each other."""
     balance: list[BalanceFacts]
     step: StepFacts
     sources: list[SourceFacts]
@@ -96,6 +102,11 @@ def explain_job(job: Job, name: str, options: ExplainOptions, tell: Tell) -> Exp
         PlanError: A step cannot be planned.
     """
     steps, notes = _steps_to_plan(job, options.steps)
+    if options.cost_assumed:
+        notes.append(
+            f"{options.strategy_name} is judged by {options.cost.name}, since a function's own cost is not known here; "
+            "set --cost."
+        )
     callers = ThreadWorkers(_CALLERS, "overlord-explain")
     try:
         with tempfile.TemporaryDirectory(prefix="overlord-") as store:
@@ -123,7 +134,7 @@ def _steps_to_plan(job: Job, wanted: int) -> tuple[int, list[str]]:
     steps = min(wanted, job.lag)
     return steps, [
         f"The mixture learns ({learn.method}) from reports, which only a trainer has: {steps} steps are shown, drawn "
-        f"before the first report counts (lag {job.lag}), and everything below holds for the weights it begins with."
+        f"before the first report counts (lag {job.lag}), and everything here holds for the weights it begins with."
     ]
 
 
@@ -133,7 +144,8 @@ def _explain(
     names = tuple(source.name for source in roles.job.sources)
     limits, tree = limits_of(job), options.mesh
     collector = Collector(job, names, limits, tree, options.cost)
-    balance, watch = Balance(tree, limits, options.cost, options.encoder), BufferWatch(roles)
+    balance = Balance(tree, limits, options.cost, options.encoder, meets_once=options.meets_once)
+    watch = BufferWatch(roles)
 
     def take(plan: LoadingPlan) -> None:
         dealt = collector.add(plan)
@@ -160,6 +172,7 @@ def _explain(
         cost_model=f"{options.cost.name} ({options.cost.origin})",
         steps=collector.steps,
         expected_speedup=balance.speedup,
+        waiting=balance.waiting,
         balance=balance.facts(),
         step=balance.step_facts(collector),
         sources=sorted(sources, key=lambda source: order[source.name]),
@@ -171,7 +184,7 @@ def _explain(
         length_histogram=collector.histogram,
         load_heatmap=collector.typical_load(),
         largest_sample=traced,
-        limits=words_on_limits(balance, options.strategy_name),
+        limits=words_on_limits(balance),
         notes=notes + _fault_notes(roles, names),
     )
     return Explained(facts, page)

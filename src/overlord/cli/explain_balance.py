@@ -22,6 +22,7 @@ from overlord.cli.summary import ratio
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import Limits, LoadingPlan
 from overlord.planning.balancing.bounds import lockstep_bound
+from overlord.planning.balancing.hybrid import buddy_lpt, ranks_needed
 from overlord.planning.costs import CostModel
 
 _BOUNDED_PIECES = 20_000
@@ -80,11 +81,16 @@ class _Largest:
 class Balance:
     """Adds up how even steps are, planned and dealt."""
 
-    def __init__(self, tree: ClientPlaceTree, limits: Limits, cost: CostModel, encoder: CostModel) -> None:
+    def __init__(
+        self, tree: ClientPlaceTree, limits: Limits, cost: CostModel, encoder: CostModel, *, meets_once: bool = False
+    ) -> None:
         self._tree = tree
         self._limits = limits
         self._cost = cost
         self._encoder = encoder
+        self._meets_once = meets_once
+        self._hybrid: list[float] = []
+        self._splits = False
         self._rows: dict[str, list[tuple[float, float, float]]] = {}
         self._times: list[tuple[float, float, float]] = []
         self._counts: list[tuple[int, int]] = []
@@ -112,10 +118,11 @@ class Balance:
         self.by_rank |= plan.axis == "CP"
         self._add("ranks", over_ranks(theirs), over_ranks(ours), self._rank_bound(plan, ours))
         if tree.pp > 1:
-            self._add("pipeline", in_pipeline(theirs, tree.pp), in_pipeline(ours, tree.pp), np.nan)
+            count = plan.num_microbatches  # one base for both: else the ratios would not give the speed-up
+            self._add("pipeline", in_pipeline(theirs, tree.pp, count), in_pipeline(ours, tree.pp, count), np.nan)
         else:
             self._add("lockstep", in_lockstep(theirs), in_lockstep(ours), self._lockstep_bound(plan))
-        dealt_time = self._time(theirs, free=False)
+        dealt_time = self._time(theirs, free=self._meets_once)
         self._times.append((dealt_time, self._time(ours, free=False), self._time(ours, free=True)))
         self._counts.append((dealt.num_microbatches, plan.num_microbatches))
         for number, one in enumerate((dealt, plan)):
@@ -127,8 +134,24 @@ class Balance:
     def speedup(self) -> float:
         """Time of the steps dealt round-robin over that of the planned ones, by the cost model."""
         before, locked, free = np.array(self._times).sum(axis=0).tolist()
-        after = free if self.free else locked
+        after = free if self.free or self._meets_once else locked
         return before / after if after > 0 else 1.0
+
+    @property
+    def waiting(self) -> str:
+        """When ranks wait for each other, by which the time of a step is reckoned."""
+        if self._tree.pp > 1:
+            return "pipelines wait for each other once a step"
+        if self._meets_once:
+            return "ranks wait for each other once a step"
+        if self.free:
+            return "ranks wait for each other once a step; dealt round-robin, after every microbatch"
+        return "ranks wait for each other after every microbatch"
+
+    @property
+    def by_hybrid(self) -> float:
+        """What hdp would make of the row over the ranks; infinite where it would split nothing."""
+        return float(np.mean(self._hybrid)) if self._hybrid and self._splits else np.inf
 
     @property
     def crossing_tokens(self) -> float | None:
@@ -211,9 +234,22 @@ class Balance:
             return 1.0
         at = int(np.argmax(share))
         found = float(share[at]) / mean
+        self._hybrid.append(max(1.0, self._hybrid_load(plan) / mean))
         if found > self.longest.shares:
             self.longest = _Largest(int(plan.pieces.length[at]), found)
         return max(1.0, found)
+
+    def _hybrid_load(self, plan: LoadingPlan) -> float:
+        """Return the largest load of a rank as hdp would place these sequences; infinite where it cannot."""
+        tree, cap = self._tree, self._limits.microbatch_tokens // self._tree.cp
+        ranks = tree.dp * tree.cp
+        if plan.axis == "CP" or tree.pp > 1 or ranks == 1 or cap < 1:
+            return np.inf
+        needed = ranks_needed(plan.pieces.length, cap)
+        if ranks % int(needed.max()):
+            return np.inf
+        self._splits |= int(needed.max()) > 1
+        return float(buddy_lpt(self._cost(plan.pieces.length), needed, ranks)[1].max())
 
     def _lockstep_bound(self, plan: LoadingPlan) -> float:
         known = plan.axis == "DP" and len(plan.pieces) <= _BOUNDED_PIECES and len(self._counts) < _BOUNDED_STEPS
@@ -245,21 +281,23 @@ class Balance:
         self._crossing.append(plan.routing.crossing_tokens() if plan.routing is not None else 0)
 
 
-def words_on_limits(balance: Balance, strategy: str) -> list[str]:
+def words_on_limits(balance: Balance) -> list[str]:
     """Say what keeps steps from being even that no better placement by this strategy could change."""
     words: list[str] = []
     ranks, lockstep, encoder = (balance.means(axis) for axis in ("ranks", "lockstep", "encoder"))
-    whole = strategy != "hdp"
     if ranks and _limits(ranks):
-        remedy = "only splitting it (hdp) would help" if whole else "a larger global batch would help"
+        splits = _REACHED * balance.by_hybrid < ranks[2]
+        remedy = f"{'splitting it (hdp) or ' if splits else ''}a larger global batch would help"
         words.append(
             f"One sequence of {balance.longest.length:,} tokens is {ratio(balance.longest.shares)} an even share of a "
             f"step: {remedy}."
         )
     elif lockstep and _limits(lockstep):
+        splits = _REACHED * balance.by_hybrid < lockstep[2]
+        other = "or splitting (hdp)" if splits else "or a larger global batch"
         words.append(
             f"In lockstep no placement of these sequences comes below {ratio(lockstep[2])}: a microbatch takes as long "
-            "as its longest sequence. Larger microbatches (batch.microbatch_tokens) or splitting (hdp) would help."
+            f"as its longest sequence. Larger microbatches (batch.microbatch_tokens) {other} would help."
         )
     if encoder and _limits(encoder):
         words.append(

@@ -26,7 +26,7 @@ def explain_figures(facts: Explanation) -> list[Figure]:
     drawn = [
         balance_figure(one, facts.step.first_step)
         for one in facts.balance
-        if len(one.after_per_step) == len(one.before_per_step)
+        if len(one.after_per_step) == len(one.before_per_step) and facts.ranks > 1
     ]
     drawn.append(length_figure(facts.length_histogram))
     if facts.loaders is not None:

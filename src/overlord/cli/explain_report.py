@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 
 from rich.console import Group, RenderableType
@@ -31,7 +30,7 @@ def headlines(facts: Explanation) -> list[str]:
     """Return what matters most, in sentences."""
     ranks = facts.balance[0]
     words = [_speed_words(facts)]
-    if ranks.after is not None and facts.strategy != "vanilla":
+    if facts.ranks > 1 and ranks.after is not None and facts.strategy != "vanilla":
         dealt = excess(ranks.before).removesuffix(" than the mean")
         words.append(f"The busiest rank carries {excess(ranks.after)}; dealt round-robin, {dealt}.")
     words += facts.limits
@@ -48,8 +47,8 @@ def headlines(facts: Explanation) -> list[str]:
 
 def explain_tables(facts: Explanation) -> list[RenderableType]:
     """Return the explanation for the terminal, the headline first."""
-    title = f"{facts.job}: {facts.steps} steps on {facts.mesh} ({facts.ranks} ranks), {facts.strategy}"
-    sentences = (Padding(Text(words), (0, 0, 0, 2)) for words in headlines(facts))
+    title = f"{facts.job}: {facts.steps} steps on {facts.mesh} ({_ranks(facts)}), {facts.strategy}"
+    sentences = (Padding(Text(words), (0, 0, 0, 2)) for words in (*headlines(facts), *facts.notes))
     head = Group(Text(title, style="bold"), *sentences, "")
     parts: list[RenderableType] = [head, _balance_table(facts), _step_table(facts), _source_table(facts)]
     if facts.loaders is not None:
@@ -61,24 +60,31 @@ def render_explanation(explained: Explained) -> str:
     """Return the explanation as one HTML page."""
     facts = explained.facts
     steps = f"{facts.steps:,} step{'' if facts.steps == 1 else 's'}"
-    shown = (steps, f"mesh {facts.mesh}", f"{facts.ranks:,} ranks", f"strategy {facts.strategy}")
+    shown = (steps, f"mesh {facts.mesh}", _ranks(facts), f"strategy {facts.strategy}")
     body = (
         f"{page.tiles(_key_figures(facts))}{page.notes([*headlines(facts), *facts.notes])}"
-        f"{page.figures(explain_figures(facts))}{_html_sources(facts)}{_html_sample(explained)}"
+        f"{page.figures(explain_figures(facts))}{_html_sources(facts)}{_html_loaders(facts)}{_html_sample(explained)}"
         f"{page.footer(_methods(facts))}"
     )
     return page.page(facts.job, "overlord explain", shown, body)
 
 
+def _ranks(facts: Explanation) -> str:
+    return f"{facts.ranks:,} rank{'' if facts.ranks == 1 else 's'}"
+
+
 def _speed_words(facts: Explanation) -> str:
+    if facts.ranks == 1:
+        return "One rank: nothing to balance."
     if facts.strategy == "vanilla":
         return "Samples are dealt round-robin: nothing is balanced. Try --strategy backbone_balance."
-    if facts.expected_speedup < 1.005:
-        return f"No step gets faster by {facts.strategy}: {ratio(facts.expected_speedup)} (the cost model's estimate)."
-    return (
-        f"A step is expected to be {ratio(facts.expected_speedup)} as fast as dealt round-robin (an estimate by the "
-        f"cost model {facts.cost_model.split(' ')[0]}, not a measurement)."
+    encoder = "" if facts.crossing_tokens is None else " The encoder's time is not in it."
+    assumed = (
+        f"(an estimate by the cost model {facts.cost_model.split(' ')[0]}, not a measurement, where {facts.waiting})."
     )
+    if facts.expected_speedup < 1.005:
+        return f"No step gets faster by {facts.strategy}: {ratio(facts.expected_speedup)} {assumed}{encoder}"
+    return f"A step is expected to be {ratio(facts.expected_speedup)} as fast as dealt round-robin {assumed}{encoder}"
 
 
 def _repetition_words(facts: Explanation) -> str:
@@ -218,26 +224,38 @@ def _with_rest(table: Table, left_out: int) -> RenderableType:
 
 
 def _html_sources(facts: Explanation) -> str:
-    costs = {one.name: one for one in facts.loaders.sources} if facts.loaders is not None else {}
     names = ["planned", "realised", "samples", "tokens", "rows", "epochs", f"in {facts.projected_steps:,} steps"]
-    names += ["read CPU", "finish CPU", "handed over", "read buffer", "index"] if costs else []
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     largest = max((source.realised_share for source in facts.sources), default=0.0) or 1.0
-    rows = "".join(
-        _html_row(source, source.realised_share / largest, _loader_cells(costs[source.name]) if costs else [])
-        for source in facts.sources
-    )
+    rows = "".join(_html_row(source, source.realised_share / largest) for source in facts.sources)
     number = f"{len(facts.sources):,} source{'' if len(facts.sources) == 1 else 's'}"
     return (
         f'<section class="sources" id="sources"><h2>{number}. {escape(_repetition_words(facts))}</h2>'
         '<div class="scroll"><table><thead><tr><th scope="col">source</th><th scope="col">format</th>'
         f"{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
-        f"<p>Shares are of {facts.mixture_level}s. CPU time and bytes are of a mean step.</p></section>"
+        f"<p>Shares are of {facts.mixture_level}s.</p></section>"
     )
 
 
-def _html_row(source: SourceFacts, share: float, costs: Sequence[str]) -> str:
-    cells = "".join(f"<td>{escape(cell)}</td>" for cell in (*_source_cells(source), *costs))
+def _html_loaders(facts: Explanation) -> str:
+    if facts.loaders is None:
+        return ""
+    names = ("read CPU", "finish CPU", "handed over", "read buffer", "index", "measured")
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("source", *names))
+    rows: list[str] = []
+    for one in sorted(facts.loaders.sources, key=lambda one: -one.cpu_s):
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in (*_loader_cells(one), count(one.measured_samples)))
+        rows.append(f'<tr><th scope="row">{escape(one.name)}</th>{cells}</tr>')
+    title = f"Loading a step takes {seconds(facts.loaders.cpu_s_per_step)} of CPU time"
+    return (
+        f'<section class="sources loaders" id="loaders"><h2>{escape(title)}</h2><div class="scroll"><table><thead>'
+        f"<tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        "<p>CPU time and bytes are of a mean step, measured here on so many samples.</p></section>"
+    )
+
+
+def _html_row(source: SourceFacts, share: float) -> str:
+    cells = "".join(f"<td>{escape(cell)}</td>" for cell in _source_cells(source))
     return (
         f'<tr><th scope="row">{escape(source.name)}<i style="width:{100 * min(share, 1.0):.1f}%"></i></th>'
         f"<td>{escape(source.format)}</td>{cells}</tr>"
@@ -264,8 +282,8 @@ def _methods(facts: Explanation) -> dict[str, str]:
         "round-robin": "The same steps without a plan: samples dealt to the data-parallel groups in turn, each group's "
         "microbatches filled one after the other.",
         "cost": f"By the model {facts.cost_model}.",
-        "expected speed-up": "Time of the steps dealt round-robin over that of the plan, by the cost model: the "
-        "longest microbatch of each round (or the slowest pipeline) decides. Communication and loading are not in it.",
+        "expected speed-up": "Time of the steps dealt round-robin over that of the plan, by the cost model, where "
+        f"{facts.waiting}. Communication, loading and the encoder are not in it.",
         "encoder": "Without a plan for images (vlm_hybrid), they are encoded on the first rank of the group that holds "
         "their tokens.",
         "repetitions": f"Rows drawn and passed over, over the rows of a source; for {facts.projected_steps:,} steps, "

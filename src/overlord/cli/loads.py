@@ -57,16 +57,22 @@ def in_lockstep(loads: npt.NDArray[Any]) -> float:
     return _ratio(float(loads.max(axis=0, initial=0.0).sum()), loads)
 
 
-def in_pipeline(loads: npt.NDArray[Any], stages: int) -> float:
-    """Return the time of the slowest pipeline over that of even ranks with as many, equal microbatches.
+def in_pipeline(loads: npt.NDArray[Any], stages: int, microbatches: int | None = None) -> float:
+    """Return the time of the slowest pipeline over that of even ranks with equal microbatches.
 
     A pipeline of p stages runs its microbatches one after the other, and its largest p - 1 times more.
+
+    Args:
+        loads: Costs [rank, microbatch].
+        stages: Stages of a pipeline.
+        microbatches: How many the even ranks have; by default as many as these. Ratios can be compared only by the
+            same number.
 
     Example:
         >>> in_pipeline(np.array([[2.0, 2.0], [3.0, 1.0]]), stages=2)
         1.1666666666666667
     """
-    even = 1 + (stages - 1) / loads.shape[1]
+    even = 1 + (stages - 1) / (microbatches or loads.shape[1])
     return _ratio(float(_pipelines(loads, stages).max(initial=0.0)) / even, loads)
 
 

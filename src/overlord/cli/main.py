@@ -45,7 +45,7 @@ from overlord.cli.output import Screen, check_writable, show_error
 from overlord.cli.planning_commands import explain
 from overlord.cli.preview import preview_page, preview_source, show_previews
 from overlord.cli.report import source_table, summary_table
-from overlord.cli.running import launch_for, run_job
+from overlord.cli.running import aside_notes, launch_for, run_job
 from overlord.cli.serving import find_status, serve_until_stopped, status_tables
 from overlord.cli.sources import (
     choose_sources,
@@ -174,6 +174,8 @@ def serve(
         check_writable("--address-file", address_file)
     loaded = load(job, screen, strategy)
     options = options_of(loaded, mesh, cache, prefetch, loaders, store, resume)
+    for note in aside_notes(options):
+        screen.note(note)
     with screen.progress() as tell:
         service = launch_for(loaded.job, options, tell, any_mesh=True)
     ranks = f"{options.mesh.world_size} rank{'' if options.mesh.world_size == 1 else 's'}"

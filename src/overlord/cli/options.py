@@ -11,7 +11,7 @@ import typer
 
 from overlord.cli.job_files import JobFile, load_job_file
 from overlord.cli.output import Screen
-from overlord.cli.running import RunOptions
+from overlord.cli.running import DEFAULT_STRATEGY, RunOptions
 from overlord.cli.strategy_specs import StrategyChoice
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.session import DEFAULT_CACHE
@@ -101,4 +101,5 @@ def options_of(
         store=launch.store if store is None else str(store),
         resume=resume,
         strategy=loaded.strategy,
+        strategy_name=loaded.strategy_name or DEFAULT_STRATEGY,
     )

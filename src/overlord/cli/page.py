@@ -127,6 +127,7 @@ thead th{border-top:0;color:var(--soft);font-weight:500;font-size:13px}
 th:first-child,td:nth-child(2),thead th:nth-child(2){text-align:left;padding-left:0}
 tbody th{font-weight:600;min-width:120px;max-width:260px;overflow:hidden;text-overflow:ellipsis}
 tbody th i{display:block;height:3px;margin-top:3px;border-radius:2px;background:var(--blue)}
+.loaders td:nth-child(2),.loaders thead th:nth-child(2){text-align:right;padding-left:12px}
 .fault{color:var(--red);font-weight:600}
 footer{margin-top:36px;color:var(--soft)}
 footer h2{color:var(--ink)}

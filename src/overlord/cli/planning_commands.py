@@ -15,12 +15,12 @@ from overlord.cli.explain_report import explain_tables, headlines, render_explan
 from overlord.cli.job_files import JobFile
 from overlord.cli.options import CACHE, AsJson, Cache, JobPath, Loaders, Mesh, StrategyName, folder_of, load, mesh_of
 from overlord.cli.output import Screen, check_writable
+from overlord.cli.running import DEFAULT_STRATEGY
 from overlord.cli.strategy_specs import Cost
 from overlord.errors import SpecError
 from overlord.planning.costs import CostModel, llama_12b, vit_2b
 
 EXPLAIN_STEPS = 20
-DEFAULT_STRATEGY = "backbone_balance"
 
 
 def explain(
@@ -29,7 +29,12 @@ def explain(
     strategy: StrategyName = None,
     steps: Annotated[int, typer.Option(help="Steps to plan.")] = EXPLAIN_STEPS,
     cost: Annotated[
-        str | None, typer.Option("--cost", help="Cost model of the backbone: a preset; else the strategy's own.")
+        str | None,
+        typer.Option(
+            "--cost",
+            help="Cost model of the backbone: a preset, or '{causal_lm: {layers: 32, hidden: 4096}}'; else the "
+            "strategy's own, or llama_12b for a Python function.",
+        ),
     ] = None,
     step_time: Annotated[
         float, typer.Option("--step-time", help="Seconds of a training step, for which cores are counted.")
@@ -60,6 +65,8 @@ def explain(
         loaders_per_source=launch.loaders_per_source if loaders is None else loaders,
         step_time_s=step_time,
         measure=measure,
+        meets_once=loaded.function is None and launch.strategy is not None and launch.strategy.meets_once,
+        cost_assumed=loaded.function is not None and cost is None,
     )
     with screen.progress() as tell, screen.user_code():
         explained = explain_job(loaded.job, str(job), options, tell)
@@ -67,8 +74,6 @@ def explain(
     if html is not None:
         write_text(html, render_explanation(explained))
         screen.show(Text.assemble(("page  ", "dim"), str(html)))
-    for note in explained.facts.notes:
-        screen.note(note)
     found = dataclasses.asdict(explained.facts)
     screen.give(found | {"headlines": headlines(explained.facts), "html": None if html is None else str(html)})
 
@@ -78,7 +83,7 @@ def _costs(loaded: JobFile, given: str | None) -> tuple[CostModel, CostModel]:
     chosen = loaded.launch.strategy if loaded.function is None else None
     backbone = llama_12b if chosen is None else chosen.backbone_cost().model()
     encoder = vit_2b if chosen is None else chosen.encoder_cost().model()
-    return (backbone if given is None else Cost.from_mapping(given, lambda _: "--cost").model()), encoder
+    return (backbone if given is None else Cost.read(given).model()), encoder
 
 
 def _check_numbers(steps: int, step_time: float) -> None:

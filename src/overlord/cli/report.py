@@ -36,7 +36,7 @@ __all__ = [
 def render_report(summary: RunSummary) -> str:
     """Return the report of a run as one HTML page."""
     steps, sources = _number(summary.steps, "step"), _number(len(summary.sources), "source")
-    facts = (steps, f"mesh {summary.mesh}", f"{summary.runtime} runtime", sources)
+    facts = (steps, f"mesh {summary.mesh}", f"strategy {summary.strategy}", f"{summary.runtime} runtime", sources)
     body = (
         f"{page.tiles(_key_figures(summary))}{page.notes(summary.notes)}{page.figures(all_figures(summary))}"
         f"{_sources(summary)}{_footer(summary)}"
@@ -50,6 +50,7 @@ def summary_table(summary: RunSummary) -> Table:
     table.add_column(style="dim")
     table.add_column(justify="right", style="bold")
     table.add_column(style="dim")
+    table.add_row("strategy", escape_markup(summary.strategy), f"mesh {summary.mesh}")
     for name, value, detail in _key_figures(summary):
         table.add_row(name, value, detail)
     if summary.per_step:

@@ -24,6 +24,7 @@ from overlord.session import Service, launch
 
 MOST_RANKS = 256
 """Ranks that one process can hold without running out of file descriptors."""
+DEFAULT_STRATEGY = "backbone_balance"
 _LOOK_EVERY_S = 0.5
 
 
@@ -40,6 +41,7 @@ class RunOptions:
     store: str | None = None
     resume: bool = False
     strategy: Strategy | None = None
+    strategy_name: str = DEFAULT_STRATEGY
 
 
 def run_job(job: Job, name: str, options: RunOptions, tell: Tell) -> RunSummary:
@@ -55,6 +57,7 @@ def run_job(job: Job, name: str, options: RunOptions, tell: Tell) -> RunSummary:
             "a trainer, or `overlord explain`, which shows the mixture that the run begins with."
         )
     began = time.perf_counter()
+    aside = aside_notes(options)
     with launch_for(job, options, tell) as service:
         clients = [service.client(rank) for rank in range(options.mesh.world_size)]
         before = clients[0].state_dict()
@@ -67,7 +70,21 @@ def run_job(job: Job, name: str, options: RunOptions, tell: Tell) -> RunSummary:
         memory.look(now=True)
         for client in clients:
             client.close()  # in peace: a resume goes on behind the last step, and repeats none
-    return _sum_up(job, name, options, collector, _Facts(before, after, status, first_s - began, wall_s, memory.peak))
+    facts = _Facts(before, after, status, first_s - began, wall_s, memory.peak, aside)
+    return _sum_up(job, name, options, collector, facts)
+
+
+def aside_notes(options: RunOptions) -> list[str]:
+    """Return a note where the store holds the snapshots of a run that this one does not go on from."""
+    if options.resume or options.store is None:
+        return []
+    steps = [int(path.stem.removeprefix("snapshot-")) for path in Path(options.store).glob("snapshot-*.json")]
+    if not any(steps):  # one of step 0 is where this run begins too
+        return []
+    return [
+        f"{options.store} holds a run up to step {max(steps)}: it is set aside there (*.aside), and this one begins at "
+        "step 0. To go on from it, use --resume."
+    ]
 
 
 def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = False) -> Service:
@@ -174,6 +191,7 @@ class _Facts:
     startup_s: float
     wall_s: float
     peak_memory: int
+    aside: list[str]
 
 
 def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, facts: _Facts) -> RunSummary:
@@ -185,6 +203,7 @@ def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, fact
         job_name=name,
         mesh=str(options.mesh),
         runtime=options.runtime,
+        strategy=options.strategy_name,
         steps=collector.steps,
         wall_s=facts.wall_s,
         startup_s=facts.startup_s,
@@ -210,7 +229,7 @@ def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, fact
 
 
 def _notes(options: RunOptions, collector: Collector, facts: _Facts) -> list[str]:
-    notes = list[str]()
+    notes = list(facts.aside)
     if options.resume:
         notes.append(f"Resumed at step {facts.before['step']} from the newest snapshot in {options.store}.")
     if collector.steps < options.steps:

@@ -68,6 +68,14 @@ def _shape(name: str) -> BeforeValidator:
     return BeforeValidator(check, json_schema_input_type=dict[keys, float | bool])
 
 
+def _mapping_or_name(text: str) -> object:
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError:
+        data = text
+    return cast("object", data) if isinstance(data, Mapping) else text
+
+
 _NUMBER = real(0, math.inf, "a cost cannot be negative")
 
 
@@ -95,6 +103,15 @@ class Cost(Spec):
     """Milliseconds of one token."""
     gamma: Annotated[float, _NUMBER] | None = None
     """Milliseconds of a microbatch, whatever is in it."""
+
+    @classmethod
+    def read(cls, text: str, where: str = "--cost") -> Cost:
+        """Return the cost model of a command line: a preset, or a mapping as a job file has it.
+
+        Raises:
+            SpecError: There is no such preset, or the mapping is no cost model.
+        """
+        return cls.from_mapping(_mapping_or_name(text), lambda _: where)
 
     def model(self) -> costs.CostModel:
         """Return the cost model."""
@@ -154,7 +171,24 @@ Broadcast = Annotated[tuple[Axis, ...], BeforeValidator(_as_axes, json_schema_in
 _LLAMA, _VIT = Cost(preset="llama_12b"), Cost(preset="vit_2b")
 
 
-class Vanilla(Spec):
+class _Options(Spec):
+    @model_validator(mode="before")
+    @classmethod
+    def _name_whole_option(cls, data: Any) -> Any:
+        # The beginning of a long name is less alike to it, letter by letter, than a misspelt one.
+        known = cls.known_keys()
+        for key in cast("Mapping[Any, object]", data) if isinstance(data, Mapping) else ():
+            longer = [name for name in known if isinstance(key, str) and key and name.startswith(key)]
+            if key not in known and len(longer) == 1:
+                raise conflict(
+                    f"unknown key; it would be ignored and {cls.__name__} would not do what you asked. Did you mean "
+                    f"{longer[0]!r}? Known keys: {', '.join(known)}",
+                    cast("str", key),
+                )
+        return cast("object", data)
+
+
+class Vanilla(_Options):
     """No plan: samples are dealt in turn."""
 
     def build(self) -> Strategy:
@@ -162,7 +196,7 @@ class Vanilla(Spec):
         return strategies.vanilla()
 
 
-class BackboneBalance(Spec):
+class BackboneBalance(_Options):
     """Every data-parallel group gets the same cost, in every microbatch."""
 
     cost: AnyCost = _LLAMA
@@ -193,7 +227,7 @@ class BackboneBalance(Spec):
         )
 
 
-class VlmHybrid(Spec):
+class VlmHybrid(_Options):
     """Images over all ranks, tokens over the data-parallel groups."""
 
     encoder: AnyCost = _VIT
@@ -224,7 +258,7 @@ class VlmHybrid(Spec):
         )
 
 
-class LongShort(Spec):
+class LongShort(_Options):
     """Long and short sequences in microbatches of their own."""
 
     cost: AnyCost = _LLAMA
@@ -243,7 +277,7 @@ class LongShort(Spec):
         )
 
 
-class Hdp(Spec):
+class Hdp(_Options):
     """Every DP x CP rank is a consumer of its own; long sequences are spread over several."""
 
     cost: AnyCost = _LLAMA
@@ -314,11 +348,7 @@ class StrategyChoice(Spec):
         Raises:
             SpecError: There is no such strategy or option.
         """
-        try:
-            data = yaml.safe_load(text)
-        except yaml.YAMLError:
-            data = text
-        return cls.from_mapping(data if isinstance(data, Mapping) else text, lambda _: where)
+        return cls.from_mapping(_mapping_or_name(text), lambda _: where)
 
     @property
     def name(self) -> str:
@@ -339,6 +369,13 @@ class StrategyChoice(Spec):
         chosen = getattr(self, self.name)
         found: Cost = getattr(chosen, "backbone" if self.vlm_hybrid is not None else "cost", _LLAMA)
         return found
+
+    @property
+    def meets_once(self) -> bool:
+        """Whether it balances for groups that meet once a step (`objective: sum`); as the first stage does."""
+        if self.curriculum is not None:
+            return self.curriculum[0][1].meets_once
+        return getattr(getattr(self, self.name), "objective", None) == "sum"
 
     def encoder_cost(self) -> Cost:
         """Return what an image costs by this strategy."""

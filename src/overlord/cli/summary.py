@@ -67,6 +67,7 @@ class RunSummary:
     job_name: str
     mesh: str
     runtime: str
+    strategy: str
     steps: int
     wall_s: float
     startup_s: float

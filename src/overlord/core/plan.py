@@ -62,6 +62,9 @@ class Draw:
     def __len__(self) -> int:
         return len(self.source)
 
+    def __repr__(self) -> str:
+        return f"Draw(step={self.step}, samples={len(self)}, sources={len(self.names)})"
+
     @cached_property
     def digest(self) -> str:
         """The order digest of the step."""
@@ -121,6 +124,10 @@ class Buffer:
     def __len__(self) -> int:
         return len(self.draw)
 
+    def __repr__(self) -> str:
+        tokens = int(self.meta["tokens"].sum())
+        return f"Buffer(step={self.step}, samples={len(self)}, tokens={tokens}, sources={len(self.names)})"
+
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
@@ -172,6 +179,10 @@ class LoadingPlan:
     """How encoded images reach the ranks of their tokens."""
     ends: Int64s | None = None
     """Where the step leaves each source: rows of (epoch, group, offset); set by the planner."""
+
+    def __repr__(self) -> str:
+        shape = f"{self.num_buckets} {self.axis} buckets x {self.num_microbatches} microbatches"
+        return f"LoadingPlan(step={self.step}, {len(self.pieces)} pieces of {self.modality}, {shape})"
 
     @property
     def step(self) -> int:

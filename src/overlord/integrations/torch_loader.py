@@ -60,6 +60,7 @@ class TorchStep:
         self.global_samples = step.global_samples
         self.mixture_version = step.mixture_version
         self.weights = step.weights
+        self.source_names = step.source_names
         self.fetches = step.fetches
         """False where the trainer broadcasts to this rank: its batches are empty."""
         self.microbatches = TorchMicrobatches(step.microbatches)

@@ -42,11 +42,19 @@ def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> L
         raise
     except (Exception, SystemExit) as error:  # the border to the user's code
         raise PlanError(
-            f"the strategy {name} failed at step {buffer.step}: {type(error).__name__}: {error}. Mend it, or launch "
-            "with one of ol.strategies."
+            f"the strategy {name} failed at step {buffer.step}: {type(error).__name__}: {error}{_where(error)}. Mend "
+            "it (runtime='inline' shows the whole traceback), or launch with one of ol.strategies."
         ) from error
     check_plan(plan, buffer, tree, name)
     return plan
+
+
+def _where(error: BaseException) -> str:
+    """Return the innermost line of an error, as (file:line)."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return "" if frame is None else f" ({frame.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.tb_lineno})"
 
 
 def check_plan(plan: LoadingPlan, buffer: Buffer, tree: ClientPlaceTree, name: str = "plan") -> None:

@@ -23,6 +23,7 @@ from overlord.core.samples import SampleId
 from overlord.core.spec_errors import did_you_mean
 from overlord.errors import SpecError
 from overlord.planning.balancing.balance import Level, Method, Objective
+from overlord.planning.balancing.greedy import loads as loads_of
 from overlord.planning.balancing.microbatches import place_hybrid, place_tokens, spread_over_blocks
 from overlord.planning.checking import SPLIT_AXES
 from overlord.planning.costs import as_costs
@@ -294,6 +295,10 @@ class DGraph:
         plan = plan.with_kind(self.axis, self.modality, self.broadcast)
         return dataclasses.replace(plan, **extra) if extra else plan
 
+    def __repr__(self) -> str:
+        done = " > ".join(edge.primitive for edge in self.edges)
+        return f"DGraph(step={self.buffer.step}, {len(self.items)} items of {self.modality}: {done})"
+
     # -- looking at it -------------------------------------------------------------------------
 
     def trace(self, sample: SampleId | str) -> Trace:
@@ -324,12 +329,9 @@ class DGraph:
         """The cost of every bin: [bucket, microbatch]; what a block of ranks shares counts once on each."""
         self._need("loads", axis=True, costs=True, places=True)
         assert self.places is not None and self.costs is not None
-        share = self.costs // (self.cp_sizes if self.cp_sizes is not None else 1)
-        sums = np.zeros(self.num_buckets * self.num_microbatches, np.int64)
         width = self.cp_sizes if self.cp_sizes is not None else np.ones(len(self.items), np.int64)
-        for within in range(int(width.max(initial=1))):
-            mine = width > within
-            np.add.at(sums, self.places[mine] + within * self.num_microbatches, share[mine])
+        index, places = spread_over_blocks(self.places, width, self.num_microbatches)
+        sums = loads_of((self.costs // width)[index], places, self.num_buckets * self.num_microbatches)
         return sums.reshape(self.num_buckets, self.num_microbatches)
 
     # -- inside --------------------------------------------------------------------------------

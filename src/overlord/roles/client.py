@@ -34,6 +34,9 @@ class Client:
         """The index of the step that comes next."""
         return self._next_step
 
+    def __repr__(self) -> str:
+        return f"Client(rank={self.rank}, next_step={self._next_step})"
+
     def __iter__(self) -> Client:
         return self
 
@@ -44,7 +47,7 @@ class Client:
         self._next_step += 1
         step, feed = header.index, self._feed
         fetch = lambda m: Batch(feed.microbatch(step, m), feed.names)  # noqa: E731
-        return Step(header, Microbatches(fetch, header.num_microbatches))
+        return Step(header, Microbatches(fetch, header.num_microbatches), feed.names)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Tell the planner how training goes: `{"loss/web": 2.1}`. Takes effect at step + lag."""

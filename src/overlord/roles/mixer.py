@@ -16,12 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.plan import Draw
+from overlord.core.spec_errors import did_you_mean
 from overlord.core.specs import Job, Mixture
-from overlord.errors import ReportMissing, StateError
+from overlord.errors import ReportMissing, SpecError, StateError
 from overlord.planning.learning.rule import FunctionRule, MixingRule, make_rule
 from overlord.roles.inputs import InputLog, Report
 
 Int64s = npt.NDArray[np.int64]
+
+_METRICS = ("loss", "reference", "excess")
+"""Kinds of metrics that rules know, before the slash and a source's name."""
 
 
 class Mixer:
@@ -86,8 +90,27 @@ class Mixer:
         Raises:
             SpecError: for a loss that is no loss, or a metric that the rule needs and does not find.
         """
-        if self._rule is not None and step in self._pending:
+        if self._rule is None:
+            return
+        if not isinstance(self._rule, FunctionRule):
+            self._check_names(step, report)
+        if step in self._pending:
             self._teach(copy.deepcopy(self._rule), step, report)
+
+    def _check_names(self, step: int, report: Report) -> None:
+        told = [key.split("/", 1) for key in report if key.split("/", 1)[0] in _METRICS and "/" in key]
+        for kind, name in told:
+            if name not in self._names:
+                raise SpecError(
+                    f"report: {kind}/{name} at step {step}: no source has the name {name!r}, so the mixture would not "
+                    f"learn from it.{did_you_mean(name, self._names)} Sources: {', '.join(self._names[:12])}."
+                )
+        if not told:
+            raise SpecError(
+                f"report: the report of step {step} has no metric of a source ({', '.join(list(report)[:4]) or 'none'} "
+                "given), and the mixture follows the losses; its weights would drift. Report as in {'loss/"
+                f"{self._names[0]}': 2.1}}."
+            )
 
     def weights(self, position: float) -> list[float]:
         """Return the weight of each source at a step, or inside one."""

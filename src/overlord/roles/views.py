@@ -160,7 +160,7 @@ class Microbatches(Sequence[Batch]):
 class Step:
     """One step of one rank."""
 
-    def __init__(self, header: StepHeader, microbatches: Microbatches) -> None:
+    def __init__(self, header: StepHeader, microbatches: Microbatches, source_names: tuple[str, ...] = ()) -> None:
         self.index = header.index
         self.global_loss_tokens = header.global_loss_tokens
         """Labels in the whole global batch: divide the summed loss by this on every rank."""
@@ -173,7 +173,9 @@ class Step:
         self.mixture_version = header.mixture_version
         """Which mixture the step was drawn by; it grows with every report that counted and every live change."""
         self.weights = tuple(header.weights)
-        """That mixture's weights, aligned with `batch.meta.source_names`."""
+        """That mixture's weights, one for each of `source_names`."""
+        self.source_names = source_names
+        """The job's sources, in alphabetical order."""
         self.fetches = header.fetches
         """False where the trainer broadcasts to this rank: its batches are empty."""
         self.microbatches = microbatches

@@ -231,8 +231,11 @@ class LocalFeed:
         return RankView(arrays, reply["scalars"])
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
-        """Hand over metrics; durable when it returns."""
-        self._ask({"op": "report", "step": step, "metrics": metrics})
+        """Hand over metrics; durable when it returns.
+
+        By a connection of its own: another thread may wait for the very step that this report lets go on.
+        """
+        ask_service(self._address, {"op": "report", "step": step, "metrics": metrics})
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state before a step."""
