@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -339,13 +340,25 @@ def order_in_bins(places: Int64s, priority: Int64s | None = None) -> Int64s:
         >>> order_in_bins(places).tolist(), order_in_bins(places, np.array([1, 5, 9])).tolist()
         ([1, 0, 2], [1, 2, 0])
     """
-    order = np.argsort(places.astype(np.uint16), kind="stable") if priority is None else None
-    if order is None:
-        first = np.argsort(-priority, kind="stable")  # type: ignore[operator]
-        order = first[np.argsort(places[first].astype(np.uint16), kind="stable")]
-    if len(places) and int(places.max()) >= 1 << 16:
-        # 16 bits wide, numpy sorts by radix: two such passes are several times as fast as one of 64 bits.
-        order = order[np.argsort((places[order] >> 16).astype(np.uint16), kind="stable")]
+    wide = places.astype(np.int64, copy=False)
+    if priority is None:
+        return _count_out(wide)
+    first = np.argsort(-priority, kind="stable")
+    return first[_count_out(wide[first])]
+
+
+@numba.njit(nogil=True, cache=True)
+def _count_out(places: Int64s) -> Int64s:
+    """Sort stably by counting: one pass to count, one to place, however many bins there are."""
+    begin = np.zeros((places.max() if len(places) else 0) + 2, np.int64)
+    for place in places:
+        begin[place + 1] += 1
+    for i in range(1, len(begin)):
+        begin[i] += begin[i - 1]
+    order = np.empty(len(places), np.int64)
+    for i in range(len(places)):
+        order[begin[places[i]]] = i
+        begin[places[i]] += 1
     return order
 
 

@@ -31,7 +31,7 @@ _TOTALS = ("global_loss_tokens", "total_tokens", "squared_tokens")
 _ROUTES = ("sender", "receiver", "microbatch", "position", "length", "sample", "start")
 
 
-def plan_to_bytes(plan: LoadingPlan) -> bytes:
+def plan_to_bytes(plan: LoadingPlan) -> memoryview:
     """Return a plan as one block of bytes."""
     draw = plan.draw
     order, offsets = draw.by_source
@@ -98,7 +98,7 @@ def _plan_of(draw: Draw, scalars: dict[str, Any], prefix: str, arrays: Arrays) -
     return LoadingPlan(draw=draw, pieces=pieces, bin_offsets=arrays[f"{prefix}bin_offsets"], **found)
 
 
-def _write(scalars: dict[str, Any], arrays: Arrays) -> bytes:
+def _write(scalars: dict[str, Any], arrays: Arrays) -> memoryview:
     table: dict[str, tuple[str, list[int], int]] = {}
     at = 0
     for name, array in arrays.items():
@@ -106,14 +106,15 @@ def _write(scalars: dict[str, Any], arrays: Arrays) -> bytes:
         table[name] = (dtype, list(array.shape), at)
         at += -(-array.nbytes // _ALIGN) * _ALIGN
     head = json.dumps({"version": BLOB_VERSION, "arrays": table, **scalars}).encode()
-    parts: list[Any] = [_padded(MAGIC + struct.pack("<Q", len(head)) + head)]
-    for array in arrays.values():
-        parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % _ALIGN)]
-    return b"".join(parts)
-
-
-def _padded(head: bytes) -> bytes:
-    return head + bytes(-len(head) % _ALIGN)
+    lead = MAGIC + struct.pack("<Q", len(head)) + head
+    begin = -(-len(lead) // _ALIGN) * _ALIGN
+    # numpy's memory comes in huge pages: joining into a fresh `bytes` spends four times the copy on page faults.
+    blob = np.empty(begin + at, np.uint8)
+    blob[: len(lead)] = np.frombuffer(lead, np.uint8)
+    for name, array in arrays.items():
+        place = begin + table[name][2]
+        blob[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return blob.data
 
 
 def _read(blob: memoryview) -> tuple[dict[str, Any], Arrays]:
