@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import Buffer, Limits, LoadingPlan
+from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job, Mixture
 from overlord.errors import SpecError, StateError
 from overlord.planning import strategies
 from overlord.planning.checking import Strategy
-from overlord.roles.client import Client, is_whole
+from overlord.roles.client import Client
 from overlord.roles.inputs import FIXED_WHILE_RUNNING
 from overlord.runtimes.deployment import LaunchOptions, limits_of
 from overlord.runtimes.inline import InlineService

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from overlord.cli.figures import Figure
+from overlord.planning.pictures.page import HOUSE_CSS
 
 _WIDE, _HALF, _PHONE = 1000, 490, 345
 
@@ -27,7 +28,7 @@ def page(title: str, kind: str, facts: Sequence[str], body: str) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)} · {escape(kind)}</title><style>{_CSS}</style></head><body><main>"
+        f"<title>{escape(title)} · {escape(kind)}</title><style>{HOUSE_CSS + _CSS}</style></head><body><main>"
         f'<header><p class="eyebrow">{escape(kind)}</p><h1>{escape(title)}</h1><ul>{line}</ul></header>'
         f"{body}</main></body></html>\n"
     )
@@ -70,17 +71,6 @@ def _figure(figure: Figure) -> str:
 
 
 _CSS = """
-:root{color-scheme:light dark;--page:#f5f5f2;--card:#fff;--ink:#1b1e23;--soft:#5d636e;--line:#e3e3de;
-  --blue:#0072b2;--red:#c14a00}
-@media(prefers-color-scheme:dark){:root{--page:#121417;--card:#1b1e23;--ink:#eceef1;--soft:#a0a7b3;
-  --line:#30353d;--blue:#56b4e9;--red:#f0884a}}
-*{box-sizing:border-box;margin:0}
-body{background:var(--page);color:var(--ink);
-  font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",sans-serif}
-main{max-width:1120px;margin:0 auto;padding:40px 24px 56px}
-.eyebrow{color:var(--soft);font-size:14px}
-h1{font-size:34px;line-height:1.15;letter-spacing:-.02em;overflow-wrap:anywhere}
-h2{font-size:17px;line-height:1.35;font-weight:650;text-wrap:pretty;overflow-wrap:anywhere}
 header ul{list-style:none;padding:0;margin-top:8px;color:var(--soft);display:flex;flex-wrap:wrap;
   gap:2px 22px}
 .tiles{display:grid;grid-template-columns:repeat(6,1fr);gap:1px;margin:28px 0 20px;

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
@@ -11,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_serializer, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from overlord.core.spec_errors import Fault, conflict
-from overlord.core.spec_model import Spec, as_finite, real, whole
+from overlord.core.spec_model import Spec, as_finite, code_of, real, whole
 
 Rule = Literal["doremi", "odm", "ado", "skill_it", "function"]
 MixtureFunction = Callable[[int, Mapping[str, float]], Mapping[str, float]]
@@ -117,13 +115,7 @@ class Learn(Spec):
         fn = cast("Mapping[str, Any]", data).get("fn") if isinstance(data, Mapping) else None
         if not callable(fn):
             return data
-        name = getattr(fn, "__qualname__", type(fn).__qualname__)
-        try:
-            code = inspect.getsource(fn)
-        except (OSError, TypeError):
-            code = f"{getattr(fn, '__module__', '')}.{name}"
-        digest = hashlib.blake2b(code.encode(), digest_size=8).hexdigest()
-        return {"name": name, "code_digest": digest} | {k: v for k, v in data.items() if v not in ("", None)}
+        return code_of(fn) | {k: v for k, v in data.items() if v not in ("", None)}
 
     @model_validator(mode="after")
     def _check_together(self) -> Learn:

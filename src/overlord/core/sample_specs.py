@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
@@ -13,7 +11,7 @@ from pydantic import BeforeValidator, Field, field_serializer, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from overlord.core.spec_errors import Fault, conflict, did_you_mean, name_choices
-from overlord.core.spec_model import Spec, Word, whole
+from overlord.core.spec_model import Spec, Word, code_of, whole
 
 Int64s = npt.NDArray[np.int64]
 
@@ -247,14 +245,7 @@ class Custom(Spec):
         if not isinstance(data, Mapping) or not callable(mapping.get("fn")):
             return cast("Any", data)
         given = {key: value for key, value in mapping.items() if value is not None}
-        fn = given["fn"]
-        name = getattr(fn, "__qualname__", type(fn).__qualname__)
-        try:
-            code = inspect.getsource(fn)
-        except (OSError, TypeError):
-            code = f"{getattr(fn, '__module__', '')}.{name}"
-        digest = hashlib.blake2b(code.encode(), digest_size=8).hexdigest()
-        return {"name": name, "code_digest": digest} | given
+        return code_of(given["fn"]) | given
 
     @field_serializer("fn")
     def _no_code_in_files(self, fn: Any) -> str:

@@ -6,12 +6,14 @@ All spec classes derive from `Spec`; the field types turn what a person writes (
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 import operator
 import os
 import re
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -166,6 +168,26 @@ def describe_schema(kind: type[Spec]) -> dict[str, Any]:
         if "description" in part:
             part["description"] = part["description"].split("\n\nExample:")[0]
     return schema
+
+
+def code_of(fn: Any) -> dict[str, str]:
+    """Return the name of a function and the digest of its source code: what a fingerprint knows of it."""
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    try:
+        code = inspect.getsource(fn)
+    except (OSError, TypeError):
+        code = f"{getattr(fn, '__module__', '')}.{name}"
+    return {"name": name, "code_digest": hashlib.blake2b(code.encode(), digest_size=8).hexdigest()}
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, of Python or of numpy.
+
+    Example:
+        >>> is_whole(3), is_whole(True), is_whole("3")
+        (True, False, False)
+    """
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def whole(low: int | None, why: str, *, example: str = "") -> BeforeValidator:

@@ -21,6 +21,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import Buffer, LoadingPlan, Pieces, cut_pieces, lay_out, order_in_bins, pad_lengths
 from overlord.core.samples import SampleId
 from overlord.core.spec_errors import did_you_mean
+from overlord.core.spec_model import is_whole
 from overlord.errors import SpecError
 from overlord.planning.balancing.balance import Level, Method, Objective
 from overlord.planning.balancing.greedy import loads as loads_of
@@ -161,7 +162,7 @@ class DGraph:
                 f"distribute: over CP every rank gets its own number of microbatches, which {self.tree.pp} pipeline "
                 "stages cannot follow. Use axis='DP' with pp > 1."
             )
-        if group_size is not None and (not _is_whole(group_size) or group_size < 1):
+        if group_size is not None and (not is_whole(group_size) or group_size < 1):
             raise SpecError(f"distribute: group_size is {group_size!r}; no group could be made. Use 1 or more.")
         groups = "" if group_size is None else f" in groups of {group_size}"
         fresh = self._with("distribute", f"{buckets} buckets over {name}{groups}", axis=name, group_size=group_size,
@@ -249,7 +250,7 @@ class DGraph:
         """Place every item yourself: `places` is bucket * num_microbatches + microbatch of each."""
         self._need("placed", axis=True)
         given = np.asarray(places)
-        if not _is_whole(num_microbatches) or num_microbatches < 1:
+        if not is_whole(num_microbatches) or num_microbatches < 1:
             raise SpecError(f"placed: num_microbatches is {num_microbatches!r:.80}; use a whole number of at least 1.")
         most = self.num_buckets * num_microbatches
         if given.shape != self.items.sample.shape or given.dtype.kind not in "iu":
@@ -366,10 +367,6 @@ class DGraph:
         places = place_images(self.items, self.costs, self.num_buckets, method, self.tree, self.owner, self.scope)
         detail = f"{_name(method)}: {len(self.items)} images over {self.num_buckets} ranks"
         return self._with("balance", detail, places=places, num_microbatches=1, reorder=reorder)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _listed(what: str, values: object) -> Collection[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any
 
+from overlord.core.spec_model import is_whole
 from overlord.errors import ClosedError, SpecError
 from overlord.roles.ports import Feed
 from overlord.roles.views import Batch, Microbatches, Step
@@ -89,13 +89,3 @@ class Client:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, of Python or of numpy.
-
-    Example:
-        >>> is_whole(3), is_whole(True), is_whole("3")
-        (True, False, False)
-    """
-    return isinstance(value, Integral) and not isinstance(value, bool)

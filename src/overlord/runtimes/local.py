@@ -23,9 +23,10 @@ import numpy as np
 
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_from_bytes
+from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job, Mixture
 from overlord.errors import ClosedError, ServiceLost, SpecError, error_named
-from overlord.roles.client import Client, is_whole
+from overlord.roles.client import Client
 from overlord.roles.inputs import mixture_to_json
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.deployment import LaunchOptions

@@ -60,7 +60,7 @@ def page_of(graph: DGraph) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)} · DGraph</title><style>{_CSS}</style></head><body><main>"
+        f"<title>{escape(title)} · DGraph</title><style>{HOUSE_CSS + _CSS}</style></head><body><main>"
         f"{_header(graph, title)}{_tiles(graph, planned, dealt)}{_pipeline(graph)}"
         f'<section class="figures">{"".join(figures)}</section>'
         f"{_source_table(graph, sources)}{_item_table(graph)}{_traces(graph)}{_footer(graph)}</main></body></html>\n"
@@ -316,7 +316,7 @@ def _footer(graph: DGraph) -> str:
     )
 
 
-_CSS = """
+HOUSE_CSS = """
 :root{color-scheme:light dark;--page:#f5f5f2;--card:#fff;--ink:#1b1e23;--soft:#5d636e;--line:#e3e3de;
   --blue:#0072b2;--red:#c14a00}
 @media(prefers-color-scheme:dark){:root{--page:#121417;--card:#1b1e23;--ink:#eceef1;--soft:#a0a7b3;
@@ -328,6 +328,10 @@ main{max-width:1120px;margin:0 auto;padding:40px 24px 56px}
 .eyebrow{color:var(--soft);font-size:14px}
 h1{font-size:34px;line-height:1.15;letter-spacing:-.02em;overflow-wrap:anywhere}
 h2{font-size:17px;line-height:1.35;font-weight:650;text-wrap:pretty;overflow-wrap:anywhere}
+"""
+"""Colours, type and frame that every page of overlord shares."""
+
+_CSS = """
 h3{font-size:15px;margin-top:18px}
 header ul{list-style:none;padding:0;margin-top:8px;color:var(--soft);display:flex;flex-wrap:wrap;gap:2px 22px}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:1px;margin:28px 0 20px;
