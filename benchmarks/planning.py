@@ -29,7 +29,7 @@ from overlord.core.states import StreamState
 from overlord.planning.checking import run_strategy
 from overlord.roles.inputs import InputLog
 from overlord.roles.planner import Planner
-from overlord.runtimes.deployment import limits_of
+from overlord.runtimes.shapes import limits_of
 from overlord.stores.checkpoints import CheckpointFolder
 from overlord.stores.journal import Journal
 

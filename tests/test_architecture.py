@@ -114,7 +114,7 @@ def test_nothing_read_is_evaluated_or_unpickled():
         assert "import pickle" not in text, path
         assert not re.search(r"(?<![\w.])eval\(|(?<![\w.])exec\(|yaml\.load\(", text), path
         if "cloudpickle.loads" in text:
-            assert path.name == "local_service.py", "code travels from the launcher to its own service only"
+            assert path.name in ("local_service.py", "worker_main.py"), "code goes from the launcher to its own roles"
 
 
 def test_the_papers_words_are_files():
@@ -134,11 +134,11 @@ def test_the_five_steps_of_the_workflow_are_marked():
 
 def test_the_face():
     assert set(overlord.__all__) == {
-        "Batch", "Client", "ClientPlaceTree", "ClosedError", "Custom", "DGraph", "ImageText", "Job", "Learn",
-        "LoadingPlan", "Mixture", "OverlordError", "PlanError", "ReaderError", "ReportMissing", "SampleId", "Service",
-        "ServiceLost", "Source", "SourceError", "SpecError", "StateError", "StoreError", "Text", "ToleranceError",
-        "balance", "connect", "constructor_do_plan", "costs", "launch", "loader_do_plan", "plan_raw", "strategies",
-        "summary_buffer",
+        "Audio", "Augment", "Batch", "Chat", "Client", "ClientPlaceTree", "ClosedError", "Custom", "DGraph",
+        "ImageText", "Interleaved", "Job", "Layout", "Learn", "LoadingPlan", "Mixture", "OverlordError", "PlanError",
+        "ReaderError", "ReportMissing", "SampleId", "Service", "ServiceLost", "Source", "SourceError", "SpecError",
+        "StateError", "StoreError", "Text", "ToleranceError", "Video", "balance", "connect", "constructor_do_plan",
+        "costs", "launch", "loader_do_plan", "plan_raw", "strategies", "summary_buffer",
     }  # fmt: skip
     assert all(getattr(overlord, name).__doc__ for name in overlord.__all__)
 
@@ -152,11 +152,25 @@ def test_import_has_no_side_effect_and_needs_neither_torch_nor_ray():
     assert done.stdout.split(maxsplit=1) == ["1", "[]\n"]
 
 
+IMAGES = "patch merge temporal size resize min_pixels max_pixels image_token before after augment"
+
+
 def test_job_fields_grow_deliberately():
     fields = {
         "Job": "sources mixture tokenizer batch seed overlength lag max_steps drop_last",
         "Source": "name path sample weight lengths shuffle_bytes tolerance format storage_options",
         "Batch": "context_length global_tokens global_samples microbatch_tokens microbatches",
+        "Text": "kind column tokenized special_tokens bos eos",
+        "Chat": "kind messages template loss tools process deadline",
+        "ImageText": f"kind image text width height {IMAGES}",
+        "Interleaved": f"kind images text marker parts special_tokens {IMAGES}",
+        "Augment": "flip crop ratio brightness contrast",
+        "Audio": "kind audio text sample_rate mels seconds frames_per_token audio_token before after",
+        "Video": "kind video text fps frames min_frames max_frames patch merge temporal min_pixels max_pixels "
+        "max_tokens video_token before after",
+        "Custom": "kind fn columns name code_digest process deadline",
+        "Layout": "keys rows slicing sequence_parallel block positions tokens_per_second count_time pixels mean std "
+        "dummy_image mtp",
     }
     for name, expected in fields.items():
         assert set(getattr(overlord, name).model_fields) == set(expected.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import re
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from overlord.readers.filesystems import filesystem_of
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 JOB_FILES = ROOT / "docs" / "job-files.md"
+BATCHES = ROOT / "docs" / "batches.md"
 
 # What a block of docs/job-files.md that shows only a part of a job is completed with.
 REST = {
@@ -30,13 +32,28 @@ SECTIONS: dict[str, type[Spec]] = {
     "Job": ol.Job,
     "Source": ol.Source,
     "Text": ol.Text,
+    "Chat": ol.Chat,
     "Image and text": ol.ImageText,
+    "Interleaved": ol.Interleaved,
+    "Augment": ol.Augment,
+    "Audio": ol.Audio,
+    "Video": ol.Video,
     "Custom": ol.Custom,
     "Mixture": ol.Mixture,
     "Batch": ol.Batch,
     "Launch": LaunchOptions,
+    "Layout": ol.Layout,
 }
-DESCRIBED = {"equal": ol.Mixture(), "{text: text}": ol.Text(), "one rank": ol.ClientPlaceTree(), "–": (None, "", {})}
+DESCRIBED = {
+    "equal": [ol.Mixture()],
+    "{text: text}": [ol.Text()],
+    "one rank": [ol.ClientPlaceTree()],
+    "–": [None, "", {}],
+    "hf": ["hf", ol.Layout()],
+    "images": [("images",)],
+    "4/3": [4 / 3],
+    "CLIP's": [ol.Layout().mean, ol.Layout().std],
+}
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -52,7 +69,8 @@ def section(page: Path, title: str) -> str:
 def rows_of(text: str) -> list[list[str]]:
     """Return the cells of the first table, without its head."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
+    cells = [line.removesuffix("|").removeprefix("|").split(" |") for line in lines[2:]]
+    return [[cell.strip().replace("\\|", "|") for cell in row] for row in cells]
 
 
 def in_folder(folder: Path, name: str, text: str) -> Path:
@@ -105,7 +123,7 @@ def test_manifests_load(language, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("page", [JOB_FILES, ROOT / "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [JOB_FILES, BATCHES, ROOT / "README.md"], ids=lambda page: page.name)
 def test_python_examples_compile(page):
     assert blocks(page, "python")
     for text in blocks(page, "python"):
@@ -122,22 +140,44 @@ def test_the_readmes_job_can_be_built(tmp_path):
 
 @pytest.mark.parametrize(("title", "spec"), SECTIONS.items(), ids=SECTIONS)
 def test_every_field_is_described_with_its_default(title, spec):
-    rows = rows_of(section(JOB_FILES, title))
+    rows = rows_of(section(BATCHES if spec is ol.Layout else JOB_FILES, title))
     fields = {field.alias or name: field for name, field in spec.model_fields.items() if name != "kind"}
-    assert [row[0].strip("`") for row in rows] == list(fields)
-    for (_, default, meaning), field in zip(rows, fields.values(), strict=True):
+    described = [row[0].strip("`") for row in rows]
+    # What two kinds share is described once; the other lists the names and says where.
+    shared = [name.strip("` ") for row in rows if ", " in row[0] for name in row[0].split(",")]
+    own = {row[0].strip("`"): row for row in rows if ", " not in row[0]}
+    assert sorted([*own, *shared]) == sorted(fields), described
+    assert set(shared) <= set(ol.ImageText.model_fields)
+    for name, (_, default, meaning) in own.items():
+        field = fields[name]
         assert meaning
         if field.is_required():
             assert default == "required"
             continue
         shown, value = default.strip("`"), field.get_default()
-        wanted = DESCRIBED.get(shown)
-        if isinstance(wanted, tuple):
-            assert value in wanted
-        elif wanted is not None:
-            assert value == wanted
+        if shown in DESCRIBED:
+            assert value in DESCRIBED[shown]
         else:
             assert value == (as_bytes(shown) if shown.endswith("iB") else yaml.safe_load(shown))
+
+
+def test_the_examples_of_batches_give_what_they_show():
+    examples = "\n".join(blocks(BATCHES, "pycon"))
+    test = doctest.DocTestParser().get_doctest(examples, {}, "batches.md", str(BATCHES), 0)
+    told: list[str] = []
+    outcome = doctest.DocTestRunner().run(test, out=told.append)
+    assert outcome.attempted > 30
+    assert outcome.failed == 0, "".join(told)
+
+
+def test_every_key_of_every_layout_is_described(mixed_job, cache):
+    text = BATCHES.read_text()
+    for keys in ("hf", "megatron", "torchtitan"):
+        for rows in ("packed", "padded"):
+            job = mixed_job.replace(batch=ol.Batch(2048, global_samples=8))
+            with ol.launch(job, runtime="inline", cache=cache, layout=ol.Layout(keys, rows=rows)) as service:
+                found = {key for batch in next(service.client()).microbatches for key in batch}
+            assert [key for key in found if f"`{key}`" not in text] == []
 
 
 def test_the_table_of_temperatures_is_right():

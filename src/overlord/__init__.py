@@ -1,9 +1,24 @@
 """overlord: a disaggregated data loader for large-model training from many sources."""
 
+from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import SampleId
-from overlord.core.specs import Batch, Custom, ImageText, Job, Learn, Mixture, Source, Text
+from overlord.core.specs import (
+    Audio,
+    Augment,
+    Batch,
+    Chat,
+    Custom,
+    ImageText,
+    Interleaved,
+    Job,
+    Learn,
+    Mixture,
+    Source,
+    Text,
+    Video,
+)
 from overlord.errors import (
     ClosedError,
     OverlordError,
@@ -27,14 +42,19 @@ from overlord.session import Service, connect, launch
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audio",
+    "Augment",
     "Batch",
+    "Chat",
     "Client",
     "ClientPlaceTree",
     "ClosedError",
     "Custom",
     "DGraph",
     "ImageText",
+    "Interleaved",
     "Job",
+    "Layout",
     "Learn",
     "LoadingPlan",
     "Mixture",
@@ -52,6 +72,7 @@ __all__ = [
     "StoreError",
     "Text",
     "ToleranceError",
+    "Video",
     "balance",
     "connect",
     "constructor_do_plan",

@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
+from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import Buffer, Limits, LoadingPlan
 from overlord.core.spec_model import is_whole
@@ -17,13 +18,17 @@ from overlord.planning import strategies
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.inputs import FIXED_WHILE_RUNNING
-from overlord.runtimes.deployment import LaunchOptions, limits_of
+from overlord.roles.placement import PLACEMENTS, Placement
+from overlord.runtimes.deployment import LaunchOptions, canonical
 from overlord.runtimes.inline import InlineService
 from overlord.runtimes.local import LocalService, connect_local
 from overlord.runtimes.opening import Progress
+from overlord.runtimes.shapes import limits_of
 from overlord.stores.checkpoints import CheckpointFolder
 
 DEFAULT_CACHE = "~/.cache/overlord"
+
+_RUNTIMES: dict[str, type[InlineService] | type[LocalService]] = {"local": LocalService, "inline": InlineService}
 
 
 class Service:
@@ -97,7 +102,8 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     mesh: ClientPlaceTree | None = None,
     strategy: Strategy | None = None,
     runtime: Literal["local", "inline"] = "local",
-    layout: Literal["hf"] = "hf",
+    layout: Keys | Layout = "hf",
+    placement: Placement = "auto",
     prefetch: int = 2,
     loaders_per_source: int = 1,
     threads: int | None = None,
@@ -117,7 +123,10 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
             `ol.strategies.backbone_balance()`.
         runtime: "local": one service process, trainers attach from any process of this host.
             "inline": everything in this process, single-threaded, for tests and debugging.
-        layout: The keys of a batch: "hf", what Hugging Face models take.
+        layout: The keys and shapes of a batch: "hf" (what Hugging Face models take), "megatron", "torchtitan", or an
+            `ol.Layout` with padding, slicing, alignment and positions.
+        placement: Where images, clips and sounds are decoded: in the "loader", in the "constructor" (behind the
+            hand-over), or "auto", where fewer bytes travel. It never changes the stream.
         prefetch: Steps built ahead of each trainer.
         loaders_per_source: SourceLoaders that share the groups of each source.
         threads: Threads for decoding (default: one per core of this host).
@@ -148,25 +157,19 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     _check_numbers(prefetch=prefetch, loaders_per_source=loaders_per_source, threads=threads, budget=budget)
     _check_folders(store=store, cache=cache)
     _step("launch: skip_steps", skip_steps)
-    _check_layout(layout)
-    runtimes: dict[str, type[InlineService] | type[LocalService]] = {"local": LocalService, "inline": InlineService}
-    if not isinstance(runtime, str) or runtime not in runtimes:
-        raise SpecError(f"launch: runtime is {runtime!r}; nothing could run. Use {' or '.join(map(repr, runtimes))}.")
+    _check_word("placement", placement, PLACEMENTS, "nobody would decode")
+    _check_word("runtime", runtime, tuple(_RUNTIMES), "nothing could run")
+    chosen = _layout_of(layout)
     tree = mesh or ClientPlaceTree()
     options = LaunchOptions(
-        mesh=tree,
-        prefetch=int(prefetch),
-        loaders_per_source=int(loaders_per_source),
-        threads=int(threads or os.cpu_count() or 1),
-        budget_bytes=int(budget),
+        mesh=tree, prefetch=int(prefetch), loaders_per_source=int(loaders_per_source),
+        threads=int(threads or os.cpu_count() or 1), budget_bytes=int(budget),
         store=None if store is None else str(Path(store).absolute()),
         cache=str(Path(cache).expanduser().absolute()),
-        state=_resolve_state(state, store),
-        latest=isinstance(state, str),
-        strategy=strategy,
-        skip_steps=int(skip_steps),
-    )
-    return Service(runtimes[runtime](job, options, progress), tree, limits_of(job))
+        state=_resolve_state(state, store), latest=isinstance(state, str),
+        strategy=strategy, skip_steps=int(skip_steps), layout=chosen, placement=placement,
+    )  # fmt: skip
+    return Service(_RUNTIMES[runtime](job, options, progress), tree, limits_of(canonical(job), chosen, tree))
 
 
 def connect(address: str, rank: int) -> Client:
@@ -197,9 +200,17 @@ def _check_job(job: object, mesh: object, strategy: object) -> None:
         )
 
 
-def _check_layout(layout: object) -> None:
-    if layout != "hf":
-        raise SpecError(f"launch: layout is {layout!r:.80}; batches would have unknown keys. Use 'hf'.")
+def _layout_of(layout: object) -> Layout:
+    if isinstance(layout, Layout):
+        return layout
+    _check_word("layout", layout, (*get_args(Keys), "ol.Layout(..)"), "batches would have unknown keys")
+    return Layout(cast("Keys", layout))
+
+
+def _check_word(name: str, value: object, choices: tuple[str, ...], effect: str) -> None:
+    if not isinstance(value, str) or value not in choices or "(" in value:
+        shown = " or ".join(choice if "(" in choice else repr(choice) for choice in choices)
+        raise SpecError(f"launch: {name} is {value!r:.80}; {effect}. Use {shown}.")
 
 
 def _check_numbers(**given: int | None) -> None:

@@ -19,8 +19,23 @@ from overlord.cli.job_files import (
     load_job_file,
     write_job_schema,
 )
+from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.specs import Batch, Custom, ImageText, Job, Mixture, Source, Text
+from overlord.core.spec_model import Spec
+from overlord.core.specs import (
+    Audio,
+    Augment,
+    Batch,
+    Chat,
+    Custom,
+    ImageText,
+    Interleaved,
+    Job,
+    Mixture,
+    Source,
+    Text,
+    Video,
+)
 from overlord.errors import SpecError
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "job.schema.json"
@@ -76,7 +91,7 @@ def test_yaml_job(tmp_path: Path) -> None:
     assert job.batch == Batch(8192, global_tokens=1_000_000)
     assert job.mixture.weights_at(1000, job.names, {}) == [0.4, 0.6]
     assert launch.mesh == ClientPlaceTree(dp=2, tp=2)
-    assert (launch.prefetch, launch.loaders_per_source, launch.layout) == (4, 1, "hf")
+    assert (launch.prefetch, launch.loaders_per_source, launch.layout) == (4, 1, Layout())
     assert launch.store == f"{tmp_path}/jobs/run"
 
 
@@ -178,6 +193,130 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_file_of_aliases_is_read_in_no_time(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
     assert "unknown key" in refusal(write(tmp_path / "job.yaml", "\n".join(lines)))
+
+
+# ---- kinds of samples
+
+
+def job_of(sample: str, more: str = "") -> str:
+    sources = f"[{{name: a, path: x, sample: {sample}}}]"
+    return f"sources: {sources}\ntokenizer: t.json\nbatch: {{context_length: 4096, global_samples: 8}}\n{more}"
+
+
+@pytest.mark.parametrize(
+    ("written", "sample"),
+    [
+        ("{text: body}", Text("body")),
+        ("{column: body, bos: true, eos: 0}", Text("body", bos=True, eos=0)),
+        ("{chat: turns}", Chat("turns")),
+        ("{chat: {template: chatml, loss: last}}", Chat(template="chatml", loss="last")),
+        ("{messages: turns, process: false, deadline: 3}", Chat("turns", process=False, deadline=3)),
+        ("{image_text: png}", ImageText("png")),
+        ("{image: png, text: alt, before: '<s>', after: 7}", ImageText("png", "alt", before="<s>", after=7)),
+        ("{image: jpg, augment: {flip: 0.5, crop: 0.8}}", ImageText(augment=Augment(flip=0.5, crop=0.8))),
+        ("{image: jpg, resize: any, temporal: 2}", ImageText(resize="any", temporal=2)),
+        ("{interleaved: pictures}", Interleaved("pictures")),
+        ("{images: [0.jpg, 1.jpg], parts: json.parts}", Interleaved(["0.jpg", "1.jpg"], parts="json.parts")),
+        ("{images: pictures, text: body, marker: '<pic>'}", Interleaved("pictures", "body", marker="<pic>")),
+        ("{audio: wav}", Audio("wav")),
+        ("{kind: audio, audio: mp3, text: said, mels: 128}", Audio("mp3", "said", mels=128)),
+        ("{video: mp4, fps: 1, max_tokens: 4096}", Video("mp4", fps=1, max_tokens=4096)),
+    ],
+)
+def test_every_kind_of_sample_is_read_and_reads_back(tmp_path: Path, written: str, sample: Spec) -> None:
+    found = load_job_file(write(tmp_path / "job.yaml", job_of(written)))
+    assert found.job.sources[0].sample == sample
+    assert load_job_file(write(tmp_path / "again.yaml", dump_job_yaml(found.job))) == found
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("{chat: {loss: al}}", ["sources[0].sample.loss (source 'a') is 'al'", "'assistant', 'all' or 'last'"]),
+        ("{chat: {deadline: 0}}", ["sources[0].sample.deadline", "at least 0.01", "Give seconds"]),
+        ("{audio: {sample_rate: 16001}}", ["sources[0].sample.sample_rate", "Write sample_rate=16000"]),
+        ("{kind: audio, frames_per_token: 3}", ["sources[0].sample.frames_per_token", "is odd"]),
+        ("{video: {max_frames: 2}}", ["sources[0].sample.m", "_frames"]),
+        ("{video: mp4, fsp: 1}", ["sources[0].sample.fsp", "Did you mean 'fps'?"]),
+        ("{images: []}", ["sources[0].sample.images", "list of columns"]),
+        ("{images: a, parts: b, marker: c}", ["sources[0].sample.parts", "text and marker would be ignored"]),
+        ("{image: a, augment: {flip: 2}}", ["sources[0].sample.augment.flip", "between 0 and 1"]),
+        ("{image: a, size: 100}", ["sources[0].sample.size", "not a multiple of patch*merge = 16"]),
+        ("{column: a, bos: [1]}", ["sources[0].sample.bos", "is [1]"]),
+        ("{kind: vidio}", ["sources[0].sample.kind", "Did you mean 'video'?"]),
+    ],
+)
+def test_a_wrong_sample_names_its_field(tmp_path: Path, written: str, words: list[str]) -> None:
+    text = refusal(write(tmp_path / "job.yaml", job_of(written)))
+    assert text.startswith("job.yaml:1: ")
+    for word in words:
+        assert word in text
+
+
+def test_what_was_given_stays_given_although_it_is_the_default(tmp_path: Path) -> None:
+    """A processor folder fills in what a sample leaves open, and nothing else."""
+    path = write(tmp_path / "job.yaml", job_of("{image: jpg, patch: 16}"))
+    again = load_job_file(write(tmp_path / "again.yaml", dump_job_yaml(load_job_file(path).job)))
+    assert "patch" in again.job.sources[0].sample.model_fields_set
+    assert "merge" not in again.job.sources[0].sample.model_fields_set
+
+
+@pytest.mark.parametrize("template", ["chat.jinja", "sub/chat.jinja"])
+def test_template_files_are_seen_from_the_job_file(tmp_path: Path, template: str) -> None:
+    found = load_job_file(write(tmp_path / "job.yaml", job_of(f"{{chat: {{template: {template}}}}}")))
+    assert found.job.sources[0].sample == Chat(template=f"{tmp_path}/{template}")
+    named = load_job_file(write(tmp_path / "named.yaml", job_of("{chat: {template: chatml}}")))
+    assert named.job.sources[0].sample == Chat(template="chatml")
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize(
+    ("written", "layout"),
+    [
+        ("megatron", Layout("megatron")),
+        ("{keys: torchtitan}", Layout("torchtitan")),
+        ("{rows: padded, block: 16}", Layout(rows="padded", block=16)),
+        (
+            "{keys: megatron, slicing: contiguous, sequence_parallel: true, positions: mrope}",
+            Layout("megatron", slicing="contiguous", sequence_parallel=True, positions="mrope"),
+        ),
+        ("{pixels: float32, mean: [0, 0, 0], std: [1, 1, 1]}", Layout(pixels="float32", mean=(0, 0, 0), std=(1, 1, 1))),
+    ],
+)
+def test_layouts_are_read_and_read_back(tmp_path: Path, written: str, layout: Layout) -> None:
+    more = f"launch: {{layout: {written}, placement: constructor}}\n"
+    found = load_job_file(write(tmp_path / "job.yaml", job_of("{text: a}", more)))
+    assert (found.launch.layout, found.launch.placement) == (layout, "constructor")
+    assert load_job_file(write(tmp_path / "again.yaml", dump_job_yaml(found.job, found.launch))) == found
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("{layout: hff}", ["job.yaml:4: launch: layout is 'hff'", "'hf', 'megatron' or 'torchtitan'", "Did you mean"]),
+        ("{layout: 3}", ["launch: layout is 3", "{keys: hf, rows: padded}"]),
+        ("{layout: {rows: pad}}", ["launch: layout.rows is 'pad'", "'packed', 'padded' or 'full'"]),
+        ("{layout: {row: packed}}", ["launch: layout.row: unknown key", "Did you mean 'rows'?"]),
+        ("{layout: {block: 0}}", ["launch: layout.block is 0", "at least 1"]),
+        ("{placement: loaders}", ["launch: placement is 'loaders'", "Did you mean 'loader'?"]),
+    ],
+)
+def test_layouts_refused(tmp_path: Path, written: str, words: list[str]) -> None:
+    text = refusal(write(tmp_path / "job.yaml", job_of("{text: a}", f"launch: {written}\n")))
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize("written", ['"megatron"', 'ol.Layout("megatron")', '{"keys": "megatron"}'])
+def test_a_python_file_may_have_a_layout(tmp_path: Path, written: str) -> None:
+    lines = [
+        "import overlord as ol",
+        'job = ol.Job([ol.Source("a", "x", sample=ol.Text("i", tokenized=True))], batch=ol.Batch(8, global_samples=1))',
+        f"layout = {written}",
+    ]
+    assert load_job_file(write(tmp_path / "job.py", "\n".join(lines))).launch.layout == Layout("megatron")
 
 
 # ---- manifests named by a job file

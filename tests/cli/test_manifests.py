@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from overlord.cli.manifests import read_manifest
-from overlord.core.specs import ImageText, Source, Text
+from overlord.core.specs import Audio, Chat, ImageText, Interleaved, Source, Text, Video
 from overlord.errors import SpecError
 
 
@@ -36,6 +36,26 @@ def test_table_manifests(tmp_path: Path) -> None:
     assert read_manifest(write(tmp_path / "all.tsv", tabs)) == expected
 
 
+def test_tables_of_every_kind(tmp_path: Path) -> None:
+    table = (
+        "name,path,kind,column,messages,template,images,parts,audio,video,text,fps,bos,eos,audio_token,special_tokens\n"
+        "web,/web,text,body,,,,,,,,,true,2,,false\n"
+        "talk,/talk,chat,,turns,mine.jinja,,,,,,,,,,\n"
+        "docs,/docs,,,,,pictures,parts,,,,,,,,false\n"
+        "said,/said,,,,,,,wav,,words,,,,<|AUDIO|>,\n"
+        "heard,/heard,audio,,,,,,,,,,,,17,\n"
+        "seen,/seen,video,,,,,,,mp4,alt,0.5,,,,\n"
+    )
+    assert read_manifest(write(tmp_path / "all.csv", table)) == [
+        Source("web", "/web", sample=Text("body", bos=True, eos=2, special_tokens=False)),
+        Source("talk", "/talk", sample=Chat("turns", template=f"{tmp_path}/mine.jinja")),
+        Source("docs", "/docs", sample=Interleaved("pictures", parts="parts", special_tokens=False)),
+        Source("said", "/said", sample=Audio("wav", "words")),
+        Source("heard", "/heard", sample=Audio(audio_token=17)),
+        Source("seen", "/seen", sample=Video("mp4", "alt", fps=0.5)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "contents", "words"),
     [
@@ -52,6 +72,8 @@ def test_table_manifests(tmp_path: Path) -> None:
         ("m.csv", "name,path\n", ["the manifest names no source"]),
         ("m.csv", "name,path,tolerence\n", ["m.csv:1: unknown column 'tolerence'", "'tolerance'?"]),
         ("m.csv", "name,path,storage_options\n", ["unknown column 'storage_options'", "JSONL manifest"]),
+        ("m.csv", "name,path,augment\n", ["unknown column 'augment'", "JSONL manifest"]),
+        ("m.csv", "name,path,kind,fps\na,x,audio,2\n", ["m.csv:2: sample.fps", "unknown key", "Audio would not do"]),
         ("m.csv", "name,path,name\n", ["m.csv:1: the column 'name' is given twice"]),
         ("m.csv", "name,path\na,x\nb,y,z\n", ["m.csv:3: this line has 3 cells but the header has 2"]),
         ("m.csv", "name,path,weight\na,x,1\nb,y,big\n", ["m.csv:3: weight is 'big'", "finite number"]),

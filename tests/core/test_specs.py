@@ -57,7 +57,8 @@ def test_positional_construction_and_repr() -> None:
 
 
 def test_help_shows_the_fields() -> None:
-    assert str(inspect.signature(Text)) == ("(column='text', *, kind='text', tokenized=False, special_tokens=True)")
+    fields = "(column='text', *, kind='text', tokenized=False, special_tokens=True, bos=False, eos=False)"
+    assert str(inspect.signature(Text)) == fields
 
 
 def test_secrets_are_not_shown() -> None:

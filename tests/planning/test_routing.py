@@ -10,7 +10,7 @@ from tests.planning.test_dgraph import buffer_of
 
 import overlord as ol
 from overlord.planning.checking import run_strategy
-from overlord.transforms.per_rank import zigzag_indices
+from overlord.transforms.per_rank import slice_indices
 
 meshes = st.builds(
     ol.ClientPlaceTree, pp=st.integers(1, 2), dp=st.integers(1, 3), cp=st.sampled_from([1, 2, 3]), tp=st.integers(1, 2)
@@ -27,7 +27,7 @@ def placeholders(plan, tree, rank, microbatch):
         if start == 0:
             mask[begin : begin + int(plan.draw.meta["image_tokens"][sample])] = True
     if tree.cp > 1 and "CP" not in plan.broadcast:
-        mask = mask[zigzag_indices(cu, tree.cp, at.cp)]
+        mask = mask[slice_indices(cu, tree.cp, at.cp)]
     return np.flatnonzero(mask)
 
 

@@ -52,7 +52,8 @@ def test_every_column_type_becomes_what_numpy_can_hold(tmp_path: Path, open_sour
         "image": b"jpg",
         "meta": b'{"lang":"en","n":{"deep":4}}',
         "messages": '[{"role":"user","content":"é"}]'.encode(),
-        "images": b'[{"bytes":"/w==","path":"p"}]',
+        "images": b"\xff",
+        "__sizes__.images": [1],
         "meta.lang": b"en",
         "meta.n.deep": 4,
         "__bad__": False,
@@ -77,6 +78,27 @@ def test_a_null_is_a_bad_row_with_an_empty_value(tmp_path: Path, open_source):
     assert [row["ids"] for row in rows] == [[1], [2], [], [4, 0]]
     assert [row["image"] for row in rows] == [b"1", b"2", b"3", b""]
     assert [row["__bad__"] for row in rows] == [False, True, True, True]
+
+
+def test_a_list_of_binary_is_its_bytes_and_their_sizes(tmp_path: Path, open_source):
+    lists = [[b"a", b"bcd"], [], None, [b"", b"e"], [b"f", None], [b"gh"]]
+    images = [row and [None if i is None else {"bytes": i, "path": "p"} for i in row] for row in lists]
+    table = pa.table(
+        {
+            "raw": pa.array(lists, pa.list_(pa.binary())),
+            "images": pa.array(images, pa.large_list(IMAGE)),
+            "words": pa.array([["x"]] * 6, pa.list_(pa.string())),
+        }
+    )
+    pq.write_table(table, tmp_path / "x.parquet")
+    source = open_source(tmp_path / "x.parquet")
+    assert source.kinds() == {"raw": "bytes_list", "images": "bytes_list", "words": "json"}
+    rows = read_all(source, batch_rows=4)  # the second batch is a slice: its offsets do not begin at 0
+    assert [row["raw"] for row in rows] == [b"abcd", b"", b"", b"e", b"f", b"gh"]
+    assert [row["__sizes__.raw"] for row in rows] == [[1, 3], [], [], [0, 1], [1, 0], [2]]
+    assert [row["__bad__"] for row in rows] == [False, False, True, False, True, False]
+    assert [row["__sizes__.images"] for row in rows] == [row["__sizes__.raw"] for row in rows]
+    assert [row["images"] for row in rows] == [row["raw"] for row in rows]
 
 
 def test_bytes_of_a_block_count_only_the_columns_that_are_read(tmp_path: Path, open_source):

@@ -133,3 +133,28 @@ def test_a_column_that_no_sample_has_is_missing(tmp_path: Path, open_source):
     write_tar(tmp_path / "x.tar", [("0.jpeg", b"a"), ("0.txt", b"b")])
     with pytest.raises(SourceError, match=r"no column 'jpg' \(it has: jpeg, txt, __key__\).*Did you mean 'jpeg'"):
         open_source(tmp_path / "x.tar", columns=["jpg"]).blocks(0)
+
+
+def test_a_pattern_is_the_list_of_all_members_that_look_so(tmp_path: Path, open_source):
+    members = [
+        ("d/0.1.jpg", b"b"),
+        ("d/0.0.JPG", b"aa"),
+        ("d/0.txt", b"x"),
+        ("d/1.txt", b"y"),
+        ("d/2.txt", b"z"),
+        ("d/2.jpg", b"no dot before it"),
+        ("d/2.10.jpg", b"ccc"),
+    ]
+    write_tar(tmp_path / "x.tar", members)
+    source = open_source(tmp_path / "x.tar", columns=["txt", "*.jpg"])
+    assert source.kinds() == {"txt": "bytes", "*.jpg": "bytes_list"}
+    rows = read_all(source)
+    assert [(row["txt"], row["*.jpg"], row["__sizes__.*.jpg"]) for row in rows] == [
+        (b"x", b"baa", [1, 2]),  # in the order of the archive
+        (b"y", b"", []),  # a sample without any is not bad
+        (b"z", b"ccc", [3]),
+    ]
+    assert not any(row["__bad__"] for row in rows)
+    assert source.blocks(0).bytes.tolist() == [3 + 1 + 2 + 3]
+    with pytest.raises(SourceError, match=r"has no column '\*\.png'"):
+        open_source(tmp_path / "x.tar", columns=["*.png"]).kinds()

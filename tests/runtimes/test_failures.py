@@ -66,7 +66,7 @@ def test_a_panic_below_python_reaches_the_clients(tmp_path, cache):
         return {"tokens": [1, 2]}
 
     path = write_ids(tmp_path / "a.jsonl", [3] * 300 + [50])
-    source = ol.Source("a", str(path), sample=ol.Custom(fn, columns=["n"]), shuffle_bytes=0)
+    source = ol.Source("a", str(path), sample=ol.Custom(fn, columns=["n"], process=False), shuffle_bytes=0)
     job = ol.Job([source], batch=ol.Batch(32, global_samples=10))
     with (
         ol.launch(job, cache=cache) as service,

@@ -9,7 +9,7 @@ import pytest
 
 import overlord as ol
 from overlord.testing import digest_service
-from overlord.transforms.per_rank import zigzag_indices
+from overlord.transforms.per_rank import slice_indices
 
 MESH = ol.ClientPlaceTree(dp=2, cp=4)
 STRATEGIES = {
@@ -44,7 +44,7 @@ def collect(found, plan, mesh, rank, bucket, number, step, batch):
     if plan.first_ranks is not None and (chosen := plan.bin_range(bucket, number)).stop > chosen.start:
         mine = bucket - int(plan.first_ranks[chosen.start])
     cu = batch["cu_seq_lens_q"]
-    where = zigzag_indices(cu, of, mine) if of > 1 else np.arange(int(cu[-1]))
+    where = slice_indices(cu, of, mine) if of > 1 else np.arange(int(cu[-1]))
     assert batch["input_ids"].shape == (1, len(where))
     segment = np.searchsorted(cu, where, side="right") - 1
     lengths, offsets = batch.meta.segment_lengths, batch.meta.segment_offsets

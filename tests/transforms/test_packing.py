@@ -7,19 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overlord.core.draw import Buffer, Draw, Limits
+from overlord.core.layout_specs import Layout
 from overlord.core.messages import Payload
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import Buffer, Draw, Limits
 from overlord.core.ragged import Ragged
 from overlord.core.samples import META
 from overlord.planning.strategies import backbone_balance
 from overlord.roles.data_constructor import DataConstructor
+from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.images import decode_image, image_size, patchify_into
-from overlord.transforms.per_microbatch import join_payloads, pack_microbatch
-from overlord.transforms.per_rank import zigzag_indices
+from overlord.transforms.media_keys import MediaShape
+from overlord.transforms.per_microbatch import PackingJob, pack_microbatch
+from overlord.transforms.per_rank import slice_indices
+from overlord.transforms.step_samples import Opening, join_payloads
 
 
-def packed_of(lengths, dp=1, cp=1, context=16, cap=64):
+def packed_of(lengths, dp=1, cp=1, context=16, cap=64, layout=None):
     """Pack samples whose tokens are 100 * sample + position."""
     meta = np.zeros(len(lengths), META)
     meta["tokens"], meta["row"] = lengths, np.arange(len(lengths))
@@ -27,19 +31,25 @@ def packed_of(lengths, dp=1, cp=1, context=16, cap=64):
     plan = backbone_balance()(Buffer(draw, Limits(context, cap)), ClientPlaceTree(dp=dp, cp=cp))
     tokens = Ragged.from_rows([100 * (i + 1) + np.arange(n) for i, n in enumerate(lengths)], np.int32)
     loss = Ragged(np.ones(len(tokens.values), np.uint8), tokens.offsets)
-    payload = Payload(0, 0, tokens, loss, None, None, np.zeros(len(lengths), bool))
-    samples = join_payloads(plan, [payload])
+    samples = join_payloads(plan, [Payload(0, 0, tokens, loss)])
+    packing = packing_of(cp, layout)
     return plan, [
         [
-            pack_microbatch(plan, samples, d, m, cp=cp, patch_bytes=0, allocate=lambda n: np.empty(n, np.uint8))
+            pack_microbatch(plan, samples, d, m, packing, lambda n: np.empty(n, np.uint8))[0]
             for m in range(plan.num_microbatches)
         ]
         for d in range(dp)
     ]
 
 
+def packing_of(cp=1, layout=None):
+    return PackingJob(layout or Layout(), cp, MediaShape(), Opening([None], SerialWorkers()))
+
+
 def arrays_of(packed):
-    return {spec.name: spec.view(packed.buffer) for spec in packed.arrays}
+    named = packed.named()
+    columns = ("source", "epoch", "row", "segment_offsets", "segment_lengths")
+    return named | {f"meta.{name}": row for name, row in zip(columns, named["meta.origin"], strict=True)}
 
 
 def test_packed_sequence_as_a_hugging_face_model_takes_it():
@@ -50,14 +60,15 @@ def test_packed_sequence_as_a_hugging_face_model_takes_it():
     assert arrays["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert arrays["cu_seq_lens_q"].tolist() == [0, 3, 5]
     assert packed.scalars == {"max_length_q": 3, "max_length_k": 3, "meta.local_cp_size": 1}
+    assert "shift_labels" not in arrays
     assert {arrays[k].dtype.str for k in ("input_ids", "labels", "position_ids")} == {"<i8"}
     assert arrays["cu_seq_lens_q"].dtype == np.int32
 
 
 def test_zigzag_is_per_segment():
     cu = np.array([0, 8, 16])
-    assert zigzag_indices(cu, 2, 0).tolist() == [0, 1, 6, 7, 8, 9, 14, 15]
-    assert zigzag_indices(cu, 2, 1).tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
+    assert slice_indices(cu, 2, 0).tolist() == [0, 1, 6, 7, 8, 9, 14, 15]
+    assert slice_indices(cu, 2, 1).tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 3), st.sampled_from([1, 2, 4]))
@@ -72,7 +83,7 @@ def test_rank_views_make_the_whole(lengths, dp, cp):
             labels, shifted = ids.copy(), ids.copy()
             for rank in range(cp):
                 suffix = f"@{rank}" if cp > 1 else ""
-                at = zigzag_indices(cu, cp, rank) if cp > 1 else np.arange(cu[-1])
+                at = slice_indices(cu, cp, rank) if cp > 1 else np.arange(cu[-1])
                 ids[at] = arrays["input_ids" + suffix].reshape(-1)
                 labels[at] = arrays["labels" + suffix].reshape(-1)
                 if cp > 1:
@@ -98,14 +109,14 @@ def test_more_ranks_than_samples_get_dummies():
     ("pp_rank", "present", "absent"),
     [
         (0, {"input_ids", "position_ids"}, {"labels"}),
-        (1, {"cu_seq_lens_q"}, {"input_ids", "labels"}),
-        (2, {"labels"}, {"input_ids"}),
+        (1, {"cu_seq_lens_q", "position_ids"}, {"input_ids", "labels"}),  # every layer turns queries by positions
+        (2, {"labels", "position_ids"}, {"input_ids"}),
     ],
 )
 def test_pipeline_stages_get_only_what_they_need(pp_rank, present, absent):
     tree = ClientPlaceTree(pp=3, cp=2)
     plan, [[packed]] = packed_of([3, 2], cp=2)
-    keys = set(DataConstructor(tree, None, patch_bytes=0).view_names(tree.rank(pp=pp_rank, cp=1), plan, packed))
+    keys = set(DataConstructor(tree, None, packing_of(2)).view_of(tree.rank(pp=pp_rank, cp=1), plan, packed)[0])
     assert present <= keys
     assert not absent & keys
 

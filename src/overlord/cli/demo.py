@@ -48,6 +48,8 @@ def run_demo(
             steps=steps,
             cache=cache,
             prefetch=loaded.launch.prefetch,
+            layout=loaded.launch.layout,
+            placement=loaded.launch.placement,
             strategy=loaded.strategy,
             strategy_name=loaded.strategy_name or DEFAULT_STRATEGY,
         )

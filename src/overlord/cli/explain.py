@@ -14,13 +14,16 @@ from overlord.cli.explain_loaders import BufferWatch, LoaderFacts, loader_facts,
 from overlord.cli.explain_sources import SourceFacts, source_facts
 from overlord.cli.output import Tell
 from overlord.cli.summary import LoadHeatmap
+from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.specs import Job
 from overlord.errors import SpecError
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
-from overlord.runtimes.deployment import LaunchOptions, Roles, deploy, limits_of
+from overlord.roles.placement import Placement
+from overlord.runtimes.deployment import LaunchOptions, Roles, deploy
+from overlord.runtimes.shapes import limits_of
 from overlord.runtimes.workers import SerialWorkers, ThreadWorkers
 
 PROJECTED_STEPS = 10_000
@@ -41,6 +44,8 @@ class ExplainOptions:
     """What a sequence costs the backbone."""
     encoder: CostModel
     """What an image costs the encoder."""
+    layout: Layout = field(default_factory=Layout)
+    placement: Placement = "auto"
     prefetch: int = 2
     loaders_per_source: int = 1
     step_time_s: float = 1.0
@@ -116,6 +121,8 @@ def explain_job(job: Job, name: str, options: ExplainOptions, tell: Tell) -> Exp
                 loaders_per_source=options.loaders_per_source,
                 cache=options.cache,
                 strategy=options.strategy,
+                layout=options.layout,
+                placement=options.placement,
             )
             roles = deploy(job, launch, Path(store), callers, SerialWorkers(), tell)
             try:
@@ -142,7 +149,7 @@ def _explain(
     roles: Roles, job: Job, name: str, options: ExplainOptions, steps: int, notes: list[str], tell: Tell
 ) -> Explained:
     names = tuple(source.name for source in roles.job.sources)
-    limits, tree = limits_of(job), options.mesh
+    limits, tree = limits_of(roles.job, options.layout, options.mesh), options.mesh
     collector = Collector(job, names, limits, tree, options.cost)
     balance = Balance(tree, limits, options.cost, options.encoder, meets_once=options.meets_once)
     watch = BufferWatch(roles)
@@ -213,7 +220,8 @@ def _fault_notes(roles: Roles, names: Sequence[str]) -> list[str]:
     notes: list[str] = []
     for name, one in zip(names, roles.fleet.status(), strict=True):
         if one["bad"]:
-            notes.append(f"{name}: {one['bad']} bad samples were met; the log names them.")
+            samples = "sample was" if one["bad"] == 1 else "samples were"
+            notes.append(f"{name}: {one['bad']} bad {samples} met; the log names them.")
         if one["wrong_length"]:
             notes.append(f"{name}: {one['wrong_length']} samples have another length than their length column says.")
     return notes

@@ -228,7 +228,8 @@ class Balance:
     def _rank_bound(self, plan: LoadingPlan, loads: np.ndarray) -> float:
         """Return what the largest item alone makes of an even share; a split one counts by its parts."""
         sharing = plan.cp_sizes if plan.cp_sizes is not None else 1 if plan.axis == "CP" else self._tree.cp
-        share = self._cost(plan.padded) / sharing
+        # Rows are padded to the longest beside them, which another placement may change; their tokens stay.
+        share = self._cost(plan.pieces.length if plan.row_tokens else plan.padded) / sharing
         mean = float(loads.sum(axis=1).mean())
         if not len(share) or mean <= 0:
             return 1.0
@@ -253,6 +254,7 @@ class Balance:
 
     def _lockstep_bound(self, plan: LoadingPlan) -> float:
         known = plan.axis == "DP" and len(plan.pieces) <= _BOUNDED_PIECES and len(self._counts) < _BOUNDED_STEPS
+        known &= not plan.row_tokens or self._limits.full_rows  # else what a row costs depends on its neighbours
         costs = self._cost(plan.padded)
         if not known or not int(costs.sum()):
             return np.nan
@@ -261,8 +263,7 @@ class Balance:
         return max(1.0, least * plan.num_buckets / int(costs.sum()))
 
     def _add_images(self, plan: LoadingPlan, dealt: LoadingPlan) -> None:
-        meta = plan.draw.meta
-        tokens = np.where(meta["images"] > 0, meta["image_tokens"], 0).astype(np.int64)
+        tokens = plan.draw.images.length.astype(np.int64)
         self._image_tokens.append(int(tokens.sum()))
         if not self._image_tokens[-1]:
             return
@@ -271,7 +272,8 @@ class Balance:
         before, after = (encoder_loads(one, self._tree, self._encoder, per_token) for one in (dealt, plan))
         # Split images are no items any more: each part is one.
         images = plan.encoder.pieces.length if plan.encoder is not None else tokens
-        of = tokens if plan.encoder is None else tokens[plan.encoder.pieces.sample]
+        runs = None if plan.encoder is None else plan.encoder.pieces
+        of = tokens if runs is None else tokens[plan.draw.image_at(runs.sample, runs.start)[0]]
         shares = self._encoder(of * per_token) * (images / np.maximum(of, 1)) / after.mean()
         at = int(np.argmax(shares))
         if shares[at] > self.largest_image.shares:

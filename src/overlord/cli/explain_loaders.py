@@ -1,27 +1,36 @@
 """What the loaders of a job need: CPU time and bytes, measured here on a few samples of each source.
 
-Reading and measuring (which tokenizes) is timed apart from finishing (which decodes images). Times are CPU seconds
-of this process, so what its threads do counts, and waiting for storage does not.
+Reading and measuring (which tokenizes) is timed apart from finishing (which decodes images, clips and sounds, in the
+loader or behind it). Times are CPU seconds of this process, so what its threads do counts, and waiting for storage does
+not.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from overlord.cli.collecting import Collector
 from overlord.cli.output import Tell
-from overlord.cli.sources import count_indexed
-from overlord.core.messages import LoaderOrder, MetaRequest
+from overlord.cli.sources import count_indexed, load_tokenizer
+from overlord.cli.summary import decoded_in
+from overlord.core.messages import LoaderOrder, MetaRequest, Payload
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import SKIP, Cursor
-from overlord.core.specs import ImageText
+from overlord.core.specs import Audio, Source
 from overlord.roles.source_loader import AHEAD_BYTES, AHEAD_ROWS
 from overlord.runtimes.deployment import Roles, base_weights
+from overlord.runtimes.workers import SerialWorkers
+from overlord.transforms.media import decode_media
+from overlord.transforms.per_sample import MediaDecoder
+from overlord.transforms.sample_kinds import make_transform
+
+Unit = Literal["image_tokens", "samples", "tokens"]
 
 _FINISHED = 8
 """Samples of each source that are finished."""
@@ -40,9 +49,11 @@ class SourceCosts:
     read_cpu_s: float
     """CPU seconds a step for reading and measuring."""
     finish_cpu_s: float
-    """CPU seconds a step for finishing: token ids, images decoded and cut into patches."""
+    """CPU seconds a step for finishing: token ids, and media decoded, wherever that is done."""
     payload_bytes: float
-    """Bytes a step that the loaders hand over."""
+    """Bytes a step that the loaders hand over, media encoded or decoded as they travel."""
+    decoded_in: str | None
+    """Where its media are decoded: "loader" or "constructor"; None where it has none."""
     buffer_bytes: int
     """Largest read buffer that was seen, with one step planned ahead."""
     index_bytes: int
@@ -91,12 +102,14 @@ class Timed:
 
     finished: int = 0
     """Samples that were finished."""
+    unit: Unit = "tokens"
+    """What finishing grows with."""
     read_s: float = 0.0
-    """Of a sample with an image (its header is read), or of a token of text (it is tokenized)."""
+    """Of a sample with media (their headers are read), or of a token of text (it is tokenized)."""
     finish_s: float = 0.0
-    """Of an image token, or of a token."""
+    """Of a unit."""
     payload_bytes: float = 0.0
-    """Of an image token, or of a token."""
+    """Of a unit."""
 
 
 def time_samples(roles: Roles, steps: int, tell: Tell) -> dict[int, Timed]:
@@ -107,8 +120,10 @@ def time_samples(roles: Roles, steps: int, tell: Tell) -> dict[int, Timed]:
     weights = np.array([job.mixture.weights_at(float(state.step + n), names, base) for n in range(looked_at)])
     drawn = np.flatnonzero(weights.any(axis=0)).tolist()
     found: dict[int, Timed] = {}
+    tokenizer = load_tokenizer(job)
     for done, number in enumerate(drawn):
-        found[number] = _time_source(roles, number, state.cursor(number))
+        decoder = make_transform(job.sources[number], tokenizer).decoder
+        found[number] = _time_source(roles, number, state.cursor(number), decoder)
         tell("measuring loaders", done + 1, len(drawn))
     return found
 
@@ -118,18 +133,20 @@ def loader_facts(
 ) -> LoaderFacts:
     """Return what the planned steps cost the loaders, from what samples of each source cost."""
     found: list[SourceCosts] = []
+    statuses = roles.fleet.status()
     for number, source in enumerate(roles.job.sources):
         one, steps = timed.get(number, Timed()), max(collector.steps, 1)
         per_step, tokens = int(collector.samples[number]) / steps, int(collector.tokens[number]) / steps
-        images = int(watch.image_tokens[number]) / steps
+        amounts = {"image_tokens": int(watch.image_tokens[number]) / steps, "samples": per_step, "tokens": tokens}
         found.append(
             SourceCosts(
                 name=source.name,
                 samples_per_step=per_step,
                 measured_samples=one.finished,
-                read_cpu_s=(per_step if images else tokens) * one.read_s,
-                finish_cpu_s=(images or tokens) * one.finish_s,
-                payload_bytes=(images or tokens) * one.payload_bytes,
+                read_cpu_s=(tokens if one.unit == "tokens" else per_step) * one.read_s,
+                finish_cpu_s=amounts[one.unit] * one.finish_s,
+                payload_bytes=amounts[one.unit] * one.payload_bytes,
+                decoded_in=decoded_in(statuses[number]),
                 buffer_bytes=int(watch.most[number]),
                 index_bytes=count_indexed(roles.listings[source.name])[2],
             )
@@ -147,19 +164,19 @@ def loader_facts(
     )
 
 
-def _time_source(roles: Roles, number: int, cursor: Cursor) -> Timed:
-    count, fleet = _rows_to_read(roles, number), roles.fleet
+def _time_source(roles: Roles, number: int, cursor: Cursor, decoder: MediaDecoder | None) -> Timed:
+    count, fleet = _rows_to_read(roles, number, decoder is not None), roles.fleet
     # The first chunk opens the files, which a loader in its stride does not.
     ahead = fleet.summary_buffer([MetaRequest(number, cursor, count)])[0]
     began = time.process_time()
     delta = fleet.summary_buffer([MetaRequest(number, ahead.next_cursor, count)])[0]
-    images = bool(delta.meta["image_tokens"].any())
-    read = len(delta.meta) if images else max(int(delta.meta["tokens"].sum()), 1)
+    unit = _unit_of(roles.job.sources[number], decoder)
+    read = max(int(delta.meta["tokens"].sum()), 1) if unit == "tokens" else len(delta.meta)
     read_s = (time.process_time() - began) / read
     chosen = np.flatnonzero((delta.meta["flags"] & SKIP) == 0)[: _FINISHED + 1]
     # Of several samples one goes first and is not counted: what happens once (a decoder is loaded) is no part of it.
     parts = [chosen[:1], chosen[1:]] if len(chosen) > 1 else [chosen]
-    timed = Timed(0, read_s)
+    timed = Timed(0, unit, read_s)
     for part in parts:
         if not len(part):
             break
@@ -167,19 +184,33 @@ def _time_source(roles: Roles, number: int, cursor: Cursor) -> Timed:
         end = Cursor(*(int(rows[-1][name]) for name in Cursor._fields))
         began = time.process_time()
         payloads = fleet.loader_do_plan([LoaderOrder(roles.planner.next_step, number, rows, end)])()
-        seconds = time.process_time() - began
         size = sum(payload.nbytes for payload in payloads)
-        units = max(int(rows["image_tokens" if images else "tokens"].sum()), 1)
-        timed = Timed(len(part), read_s, seconds / units, size / units)
+        _open_media(payloads, decoder)
+        seconds = time.process_time() - began
+        units = len(rows) if unit == "samples" else max(int(rows[unit].sum()), 1)
+        timed = Timed(len(part), unit, read_s, seconds / units, size / units)
         if seconds > _BUDGET_S:
             break
     return timed
 
 
-def _rows_to_read(roles: Roles, number: int) -> int:
+def _open_media(payloads: Sequence[Payload], decoder: MediaDecoder | None) -> None:
+    """Decode what the loaders handed over encoded, as the constructor does; what does not decode counts as well."""
+    for payload in payloads:
+        if decoder is not None and payload.media is not None:
+            decode_media(payload.media, decoder, SerialWorkers())
+
+
+def _unit_of(source: Source, decoder: MediaDecoder | None) -> Unit:
+    if decoder is None:
+        return "tokens"
+    # The window of a sound is as long for every sound, and is no image.
+    return "samples" if isinstance(source.sample, Audio) else "image_tokens"
+
+
+def _rows_to_read(roles: Roles, number: int, media: bool) -> int:
     """Return how many rows are read and measured: at least as many as a loader reads at once, and not much more."""
-    source = roles.job.sources[number]
-    files = roles.listings[source.name]
+    files = roles.listings[roles.job.sources[number].name]
     row_bytes = files.total_bytes / (count_indexed(files)[0] or 1.0)
-    least = _FINISHED + 1 if isinstance(source.sample, ImageText) else _FINISHED // 2
+    least = _FINISHED + 1 if media else _FINISHED // 2
     return int(np.clip(2 * AHEAD_BYTES / max(row_bytes, 1.0), least, AHEAD_ROWS))

@@ -18,6 +18,7 @@ from overlord.cli.summary import count, excess, percent, ratio, seconds, size
 
 _MOST_ROWS = 40
 """Sources that a table of the terminal holds."""
+_LOADER_COLUMNS = ("read CPU", "finish CPU", "handed over", "read buffer", "index", "decoded in", "measured")
 _AXES = {
     "ranks": "over the ranks",
     "lockstep": "microbatches in lockstep",
@@ -187,7 +188,7 @@ def _loader_table(facts: Explanation) -> RenderableType:
     title = "loaders, in a mean step (measured here, the rest of a run may differ)"
     table = Table(title=title, title_justify="left")
     table.add_column("source", style="bold")
-    for name in ("read CPU", "finish CPU", "handed over", "read buffer", "index", "measured"):
+    for name in _LOADER_COLUMNS:
         table.add_column(name, justify="right")
     ranked = sorted(loaders.sources, key=lambda one: -one.cpu_s)
     for one in ranked[:_MOST_ROWS]:
@@ -200,6 +201,7 @@ def _loader_table(facts: Explanation) -> RenderableType:
         size(loaders.payload_bytes_per_step),
         size(loaders.buffer_bytes),
         size(loaders.index_bytes),
+        "",
         f"{loaders.measured_samples} samples",
     )
     return _with_rest(table, len(ranked) - _MOST_ROWS)
@@ -207,13 +209,14 @@ def _loader_table(facts: Explanation) -> RenderableType:
 
 def _loader_cells(one: SourceCosts) -> list[str]:
     if not one.measured_samples:
-        return ["–", "–", "–", size(one.buffer_bytes), size(one.index_bytes)]
+        return ["–", "–", "–", size(one.buffer_bytes), size(one.index_bytes), "–"]
     return [
         seconds(one.read_cpu_s),
         seconds(one.finish_cpu_s),
         size(one.payload_bytes),
         size(one.buffer_bytes),
         size(one.index_bytes),
+        one.decoded_in or "–",
     ]
 
 
@@ -240,8 +243,7 @@ def _html_sources(facts: Explanation) -> str:
 def _html_loaders(facts: Explanation) -> str:
     if facts.loaders is None:
         return ""
-    names = ("read CPU", "finish CPU", "handed over", "read buffer", "index", "measured")
-    heads = "".join(f'<th scope="col">{name}</th>' for name in ("source", *names))
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("source", *_LOADER_COLUMNS))
     rows: list[str] = []
     for one in sorted(facts.loaders.sources, key=lambda one: -one.cpu_s):
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in (*_loader_cells(one), count(one.measured_samples)))

@@ -20,14 +20,17 @@ from typing import Annotated, Any, Literal, cast
 import yaml
 from pydantic import BeforeValidator, InstanceOf, field_serializer
 
+from overlord.cli.layout_options import AnyLayout, written_layout
 from overlord.cli.manifests import read_manifest, read_manifest_lines, read_text, resolve_path, resolve_source
 from overlord.cli.strategy_specs import AnyStrategy, StrategyChoice
+from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import Fault, Loc, did_you_mean, follow
 from overlord.core.spec_model import Spec, Word, describe_schema, whole
-from overlord.core.specs import Custom, Job
+from overlord.core.specs import Custom, Interleaved, Job, Source
 from overlord.errors import SpecError
 from overlord.planning.checking import Strategy
+from overlord.roles.placement import Placement
 
 __all__ = [
     "JobFile",
@@ -69,8 +72,10 @@ class LaunchOptions(Spec):
     """Sizes of the trainer's axes: pp, dp, cp, tp."""
     strategy: AnyStrategy | None = None
     """Where samples go: a strategy's name, or {name: {options}}; backbone_balance by default."""
-    layout: Literal["hf"] = "hf"
-    """Keys of a batch, by the framework that eats it."""
+    layout: AnyLayout = Layout()
+    """Keys and shapes of a batch: the name of whoever takes it (hf, megatron, torchtitan), or {keys: hf, ..}."""
+    placement: Placement = "auto"
+    """Where images, clips and sounds are decoded: loader, constructor, or auto, where fewer bytes travel."""
     prefetch: Annotated[int, whole(1, "every step would wait for its data. Write 2 or more")] = 2
     """Steps a client asks ahead."""
     loaders_per_source: Annotated[int, whole(1, "nobody would read the source. Write 1 or more")] = 1
@@ -83,6 +88,10 @@ class LaunchOptions(Spec):
     @field_serializer("mesh")
     def _mesh_sizes(self, tree: ClientPlaceTree) -> dict[str, Any]:
         return tree.sizes()
+
+    @field_serializer("layout")
+    def _short_layout(self, layout: Layout) -> object:
+        return written_layout(layout)
 
     @field_serializer("strategy")
     def _short_strategy(self, strategy: StrategyChoice | None) -> object:
@@ -289,7 +298,7 @@ def _load_python(file: Path) -> JobFile:
         raise SpecError(
             f"{file}: the file {found}; there is nothing to run. Write job = ol.Job(..) at the top level of it."
         )
-    given = {name: names[name] for name in ("mesh", "strategy") if names.get(name) is not None}
+    given = {name: names[name] for name in ("mesh", "strategy", "layout") if names.get(name) is not None}
     function = given.pop("strategy") if callable(given.get("strategy")) else None
     if not isinstance(given.get("strategy", ""), (str, Mapping, StrategyChoice)):
         raise SpecError(
@@ -338,7 +347,7 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
     for name, field in Job.model_fields.items():
         value = getattr(job, name)
         if name == "sources":
-            value = [_source_keys(source.model_dump(mode="json", exclude_defaults=True), source) for source in value]
+            value = [_source_keys(source) for source in value]
         elif name == "mixture":
             value = _mixture_keys(job)
         elif name == "batch":
@@ -351,14 +360,24 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
     return "\n".join(out) + "\n"
 
 
-def _source_keys(keys: dict[str, Any], source: Any) -> dict[str, Any]:
-    if len(source.path) == 1:
-        keys["path"] = source.path[0]
-    sample = source.sample.model_dump(mode="json", exclude_defaults=True)
-    front = {"kind": source.sample.kind} | {n: getattr(source.sample, n) for n in source.sample.positional}
-    return {"name": keys.pop("name"), "path": keys.pop("path"), "sample": front | sample} | {
-        k: v for k, v in keys.items() if k != "sample"
-    }
+def _source_keys(source: Source) -> dict[str, Any]:
+    path = source.path[0] if len(source.path) == 1 else list(source.path)
+    front = {"name": source.name, "path": path, "sample": _sample_keys(source.sample)}
+    return front | source.model_dump(mode="json", exclude_defaults=True, exclude=set(front))
+
+
+def _sample_keys(sample: Spec) -> dict[str, Any]:
+    """Return what was given of a sample, also where it is the default: a processor folder fills in the rest."""
+    given = sample.model_fields_set
+    # What is no part of a fingerprint (where a sample is rendered) is left out of a dump, but not out of a file.
+    aside = {n: getattr(sample, n) for n, field in type(sample).model_fields.items() if field.exclude and n in given}
+    keys = {n: getattr(sample, n) for n in ("kind", *sample.positional)}
+    keys |= sample.model_dump(mode="json", exclude_unset=True) | aside
+    if isinstance(sample, Interleaved):
+        keys["images"] = sample.images[0] if len(sample.images) == 1 else list(sample.images)
+        if sample.parts is not None:  # instead of a text with markers
+            del keys["text"]
+    return keys
 
 
 def _mixture_keys(job: Job) -> dict[str, Any]:

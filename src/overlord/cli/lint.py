@@ -13,18 +13,27 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.cli.output import Tell
-from overlord.cli.sources import OpenSource, cores, counter, load_tokenizer, open_each, side_by_side
+from overlord.cli.preview_media import decode_items
+from overlord.cli.sources import (
+    Opened,
+    cores,
+    counter,
+    load_tokenizer,
+    open_each,
+    own_lengths,
+    side_by_side,
+)
 from overlord.cli.summary import percent
-from overlord.core.ragged import Ragged, RowBatch
+from overlord.core.ragged import RowBatch
 from overlord.core.samples import FILE_SHIFT, SKIP, SampleId
-from overlord.core.specs import ImageText, Job
+from overlord.core.specs import Job
 from overlord.errors import OverlordError, SpecError
 from overlord.readers.filesystems import StoredFile
 from overlord.readers.reader import READ_FAILURES
 from overlord.readers.sidecars import LengthSidecars
-from overlord.roles.source_loader import FEW_SAMPLES
+from overlord.roles.source_loader import FEW_SAMPLES, Lengths
 from overlord.runtimes.opening import known_lengths
-from overlord.transforms.images import ImageFault, decode_image
+from overlord.transforms.per_sample import no_seeds
 
 FEW_ROWS = 32
 """A source with fewer rows is seen again and again."""
@@ -78,31 +87,46 @@ def lint_job(job: Job, cache: Path, rows: int, tell: Tell) -> list[Finding]:
         rows: Rows of every file that are measured and decoded.
         tell: Told how far it is.
     """
-    opened = open_each(job, job.sources, cache, tell)
-    digest = tokenizer.digest if (tokenizer := load_tokenizer(job)) else ""
-    tasks = [(one, n) for one in opened if one.files is not None for n in range(len(one.files.files))]
+    found = open_each(job, job.sources, cache, tell)
+    opened = [one.opened for one in found if one.opened is not None]
+    tasks = [(one, n) for one in opened for n in range(len(one.files.files))]
     did = counter(tell, "looking into files", len(tasks))
-    sidecars = LengthSidecars(cache / "lengths")
-    findings = [Finding("error", one.source.name, str(one.error)) for one in opened if one.error is not None]
-    known: dict[str, Any] = {}
-    for one in opened:
-        if one.files is not None:
-            try:
-                known[one.source.name] = known_lengths(one.source, one.files, sidecars, digest)
-            except SpecError as error:
-                findings.append(Finding("error", one.source.name, str(error)))
+    findings = [Finding("error", one.source.name, str(one.error)) for one in found if one.error is not None]
+    known, wrong = _known_lengths(job, opened, cache)
 
-    def look(task: tuple[OpenSource, int]) -> _FileFacts:
+    def look(task: tuple[Opened, int]) -> _FileFacts:
         return _look_into(job, task[0], task[1], rows, known.get(task[0].source.name))
 
     facts: dict[str, list[_FileFacts]] = defaultdict(list)
-    for (one, _), found in zip(tasks, side_by_side(look, tasks, cores(), did), strict=True):
-        facts[one.source.name].append(found)
+    for (one, _), told in zip(tasks, side_by_side(look, tasks, cores(), did), strict=True):
+        facts[one.source.name].append(told)
     for one in opened:
-        if one.files is not None:
-            findings += _judge_source(job, one, facts[one.source.name])
-    findings += _never_drawn(job) + _duplicates(opened)
+        findings += _judge_source(job, one, facts[one.source.name])
+    findings += wrong + _never_drawn(job) + _duplicates(opened)
     return sorted((_one_line(finding) for finding in findings), key=lambda finding: finding.severity != "error")
+
+
+def _known_lengths(job: Job, opened: Sequence[Opened], cache: Path) -> tuple[dict[str, Lengths], list[Finding]]:
+    """Return how the lengths of each source are known beforehand, and what is wrong with that."""
+    digest = tokenizer.digest if (tokenizer := load_tokenizer(job)) else ""
+    sidecars = LengthSidecars(cache / "lengths")
+    known: dict[str, Lengths] = {}
+    findings: list[Finding] = []
+    for one in opened:
+        source = one.source
+        if source.lengths is not None and (why := own_lengths(source)) is not None:
+            message = f"lengths={source.lengths!r} is never read: {why.removeprefix('its samples are ')}. Leave it out"
+            # A run would look for the sidecars all the same.
+            findings.append(Finding("error" if source.lengths == "sidecar" else "warning", source.name, message))
+            continue
+        try:
+            lengths = known_lengths(source, one.files, sidecars, digest)
+        except SpecError as error:
+            findings.append(Finding("error", source.name, str(error)))
+            continue
+        if lengths is not None:
+            known[source.name] = lengths
+    return known, findings
 
 
 def _one_line(finding: Finding) -> Finding:
@@ -111,9 +135,8 @@ def _one_line(finding: Finding) -> Finding:
     return Finding(finding.severity, finding.source, message)
 
 
-def _look_into(job: Job, one: OpenSource, number: int, rows: int, lengths: Any) -> _FileFacts:
+def _look_into(job: Job, one: Opened, number: int, rows: int, lengths: Lengths | None) -> _FileFacts:
     facts, files = _FileFacts(), one.files
-    assert files is not None
     try:
         blocks = files.blocks(number)
         facts.rows = int(blocks.rows.sum())
@@ -131,27 +154,23 @@ def _look_into(job: Job, one: OpenSource, number: int, rows: int, lengths: Any) 
     return facts
 
 
-def _look_at_rows(job: Job, one: OpenSource, rows: RowBatch, first: int, lengths: Any, facts: _FileFacts) -> None:
-    measured = one.transform.measure(rows, None)
+def _look_at_rows(
+    job: Job, one: Opened, rows: RowBatch, first: int, lengths: Lengths | None, facts: _FileFacts
+) -> None:
+    measured = one.transform.measure(rows, None, no_seeds(rows))
     count = len(measured.tokens)
 
     def name(row: int) -> str:
         return str(SampleId(one.source.name, first + row, 0)).rpartition("@")[0]
 
     bad = dict(reversed(measured.faults))
-    if isinstance(one.source.sample, ImageText):
-        images = rows[one.source.sample.image]
-        assert isinstance(images, Ragged)  # measuring has refused any other kind
-        for row in range(count):
-            try:
-                if row not in bad:
-                    decode_image(images[row].tobytes())
-            except ImageFault as fault:
-                bad[row] = str(fault)
+    for item in decode_items(one, measured):
+        if item.fault is not None:
+            bad.setdefault(item.row, item.fault)
     facts.bad += [(name(row), reason) for row, reason in sorted(bad.items())]
     if lengths is not None:
         claimed = np.maximum(lengths(rows, first + np.arange(count)), 1)
-        true = measured.tokens - measured.image_tokens
+        true = measured.tokens - (measured.image_tokens if measured.front is None else measured.front)
         facts.lies += [
             (name(row), f"its length says {claimed[row]} tokens, the text has {true[row]}")
             for row in np.flatnonzero(claimed != true).tolist()
@@ -163,9 +182,8 @@ def _look_at_rows(job: Job, one: OpenSource, rows: RowBatch, first: int, lengths
     facts.overlong += int((measured.tokens > job.batch.context_length).sum())
 
 
-def _judge_source(job: Job, one: OpenSource, facts: Sequence[_FileFacts]) -> list[Finding]:
+def _judge_source(job: Job, one: Opened, facts: Sequence[_FileFacts]) -> list[Finding]:
     name, findings = one.source.name, list[Finding]()
-    assert one.files is not None
     for file, found in zip(one.files.files, facts, strict=True):
         if found.broken is not None:
             findings.append(Finding("error", name, found.broken))
@@ -189,7 +207,7 @@ def _judge_source(job: Job, one: OpenSource, facts: Sequence[_FileFacts]) -> lis
     return findings + _repeats(job, name, rows, tokens / looked if looked else 0.0)
 
 
-def _shuffle(one: OpenSource, blocks: int, size: int) -> list[Finding]:
+def _shuffle(one: Opened, blocks: int, size: int) -> list[Finding]:
     """Tell where a shuffle has too few blocks to merge: their rows would stay in order."""
     budget = one.source.shuffle_bytes
     if not budget or size <= budget or blocks >= _FEW_BLOCKS:
@@ -213,7 +231,7 @@ def _overlong(job: Job, name: str, overlong: int, looked: int) -> list[Finding]:
     return [Finding("warning", name, f"{share} of {looked} rows are longer than context_length={length} and {effect}")]
 
 
-def _faults(one: OpenSource, what: str, faults: Sequence[tuple[str, str]], looked: int) -> list[Finding]:
+def _faults(one: Opened, what: str, faults: Sequence[tuple[str, str]], looked: int) -> list[Finding]:
     name = one.source.name
     findings = [Finding("warning", name, f"{what}: {sample}: {reason}") for sample, reason in faults[:_NAMED_ROWS]]
     if len(faults) > _NAMED_ROWS:
@@ -260,9 +278,9 @@ def _ever_positive(job: Job, name: str) -> bool:
     return any(weight > 0 for weight in curves.get(name, {}).values())
 
 
-def _duplicates(opened: Sequence[OpenSource]) -> list[Finding]:
+def _duplicates(opened: Sequence[Opened]) -> list[Finding]:
     """Find files that two sources share, and files with the same beginning, end and size."""
-    files = [(one.source.name, file) for one in opened if one.files is not None for file in one.files.files]
+    files = [(one.source.name, file) for one in opened for file in one.files.files]
     findings = list[Finding]()
     same_place = _groups(files, lambda file: (file.filesystem.type_name, file.location))
     for group in same_place:

@@ -21,7 +21,7 @@ def rank_loads(plan: LoadingPlan, tree: ClientPlaceTree, cost: CostFunction) -> 
     ranks that hybrid data parallelism spreads it over.
     """
     sharing: Any = plan.cp_sizes if plan.cp_sizes is not None else 1 if plan.axis == "CP" else tree.cp
-    share = as_costs(cost, plan.padded) / sharing
+    share = as_costs(cost, plan.in_batch) / sharing
     sums = np.zeros(len(plan.bin_offsets) - 1)
     filled = np.flatnonzero(np.diff(plan.bin_offsets))
     if len(filled):
@@ -34,7 +34,7 @@ def positions(plan: LoadingPlan) -> int:
     sharing: Any = 1 if plan.cp_sizes is None else plan.cp_sizes
     empty = np.diff(plan.bin_offsets).reshape(plan.num_buckets, -1) == 0
     dummies = empty & (np.arange(plan.num_microbatches) < plan.microbatch_counts[:, None])
-    return int((plan.padded // sharing).sum()) + int(dummies.sum()) * plan.pad_multiple
+    return int((plan.in_batch // sharing).sum()) + int(dummies.sum()) * max(plan.pad_multiple, plan.bin_multiple)
 
 
 def over_ranks(loads: npt.NDArray[Any]) -> float:
@@ -101,19 +101,19 @@ def encoder_loads(plan: LoadingPlan, tree: ClientPlaceTree, cost: CostFunction, 
 
     Without a plan for the encoder, images are encoded on the first rank of those that hold their tokens.
     """
-    meta, images = plan.draw.meta, plan.encoder
-    whole = as_costs(cost, meta["image_tokens"].astype(np.int64) * patches_per_token).astype(np.float64)
-    if images is not None:
-        sample = images.pieces.sample
-        part = images.pieces.length / np.maximum(meta["image_tokens"][sample], 1)
-        return np.bincount(images.buckets, whole[sample] * part, tree.world_size).astype(np.float64)
-    first = plan.pieces.start == 0
-    if plan.first_ranks is not None:
-        first &= plan.first_ranks == plan.buckets
-    sample = plan.pieces.sample[first]
+    images, runs = plan.draw.images, plan.encoder
+    whole = as_costs(cost, images.length.astype(np.int64) * patches_per_token).astype(np.float64)
+    if runs is not None:
+        image = plan.draw.image_at(runs.pieces.sample, runs.pieces.start)[0]
+        part = runs.pieces.length / images.length[image]
+        return np.bincount(runs.buckets, whole[image] * part, tree.world_size).astype(np.float64)
+    held = np.arange(len(plan.pieces)) if plan.first_ranks is None else np.flatnonzero(plan.first_ranks == plan.buckets)
+    keys = (plan.pieces.sample[held].astype(np.int64) << 32) + plan.pieces.start[held]
+    order = np.argsort(keys)
+    places = (images.sample.astype(np.int64) << 32) + images.start
+    piece = held[order[np.searchsorted(keys[order], places, side="right") - 1]]
     heads = np.array([ranks[0] for ranks in tree.nodes(plan.axis)])
-    costs = np.where(meta["images"][sample] > 0, whole[sample], 0.0)
-    return np.bincount(heads[plan.buckets[first]], costs, tree.world_size).astype(np.float64)
+    return np.bincount(heads[plan.buckets[piece]], whole, tree.world_size).astype(np.float64)
 
 
 def _pipelines(loads: npt.NDArray[Any], stages: int) -> Floats:

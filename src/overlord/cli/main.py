@@ -28,8 +28,10 @@ from overlord.cli.options import (
     AsJson,
     Cache,
     JobPath,
+    LayoutName,
     Loaders,
     Mesh,
+    PlacementOption,
     Prefetch,
     Resume,
     Runtime,
@@ -44,7 +46,7 @@ from overlord.cli.options import (
 from overlord.cli.output import Screen, check_writable, show_error
 from overlord.cli.planning_commands import explain
 from overlord.cli.preview import preview_page, preview_source, show_previews
-from overlord.cli.report import source_table, summary_table
+from overlord.cli.report import media_tables, source_table, summary_table
 from overlord.cli.running import aside_notes, launch_for, run_job
 from overlord.cli.serving import find_status, serve_until_stopped, status_tables
 from overlord.cli.sources import (
@@ -116,7 +118,7 @@ def demo(
 
 
 @app.command()
-def run(
+def run(  # noqa: PLR0913 - one for each option
     job: JobPath,
     mesh: Mesh = None,
     strategy: StrategyName = None,
@@ -125,6 +127,8 @@ def run(
         typer.Option(min=1, help=f"Steps to run; else launch.steps of the job file, else {DEFAULT_STEPS}."),
     ] = None,
     runtime: Runtime = RuntimeName.local,
+    layout: LayoutName = None,
+    placement: PlacementOption = None,
     prefetch: Prefetch = None,
     loaders: Loaders = None,
     store: Store = None,
@@ -137,7 +141,7 @@ def run(
     screen = Screen(as_json=as_json)
     if report is not None:
         check_writable("--report", report)
-    loaded = load(job, screen, strategy)
+    loaded = load(job, screen, strategy, layout, placement)
     chosen = steps or loaded.launch.steps
     if chosen is None:
         screen.note(f"neither --steps nor launch.steps is given; running {DEFAULT_STEPS} steps")
@@ -153,11 +157,13 @@ def run(
 
 
 @app.command()
-def serve(
+def serve(  # noqa: PLR0913 - one for each option
     ctx: typer.Context,
     job: JobPath,
     mesh: Mesh = None,
     strategy: StrategyName = None,
+    layout: LayoutName = None,
+    placement: PlacementOption = None,
     prefetch: Prefetch = None,
     loaders: Loaders = None,
     store: Store = None,
@@ -172,7 +178,7 @@ def serve(
     screen = Screen(as_json=as_json)
     if address_file is not None:
         check_writable("--address-file", address_file)
-    loaded = load(job, screen, strategy)
+    loaded = load(job, screen, strategy, layout, placement)
     options = options_of(loaded, mesh, cache, prefetch, loaders, store, resume)
     for note in aside_notes(options):
         screen.note(note)
@@ -182,7 +188,7 @@ def serve(
 
     def announce() -> None:
         screen.show(
-            Text.assemble(("serving  ", "dim"), f"{job}, mesh {options.mesh} ({ranks})"),
+            Text.assemble(("serving  ", "dim"), f"{job}, mesh {options.mesh} ({ranks}), layout {options.layout.keys}"),
             Text.assemble(("address  ", "dim"), (service.address or "", "bold")),
             "\nAttach every trainer with\n\n    import overlord as ol\n"
             f'    client = ol.connect("{service.address}", rank=RANK)\n\nCtrl-C ends the service.',
@@ -354,7 +360,7 @@ def _command_name() -> str:
 
 
 def _show_run(screen: Screen, summary: RunSummary) -> None:
-    screen.show(source_table(summary), summary_table(summary))
+    screen.show(source_table(summary), *media_tables(summary.media), summary_table(summary))
     for note in summary.notes:
         screen.note(note)
 

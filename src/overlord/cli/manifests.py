@@ -16,13 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from overlord.core.spec_errors import did_you_mean
-from overlord.core.specs import ImageText, Source, Text
+from overlord.core.specs import Audio, Chat, ImageText, Interleaved, Source, Text, Video
 from overlord.errors import SpecError
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
-_SAMPLE_COLUMNS = {*Text.known_keys(), *ImageText.known_keys()}
-_SOURCE_COLUMNS = [key for key in Source.known_keys() if key not in ("sample", "storage_options")]
+_KINDS = (Text, Chat, ImageText, Interleaved, Audio, Video)
+_NO_CELLS = ("sample", "storage_options", "augment")
+"""Fields that are mappings, which a cell cannot hold."""
+_TOKENS = ("bos", "eos", "image_token", "video_token", "audio_token", "before", "after")
+"""Fields that take a token by its text or by its id."""
+_SAMPLE_COLUMNS = {key for kind in _KINDS for key in kind.known_keys() if key not in _NO_CELLS}
+_SOURCE_COLUMNS = [key for key in Source.known_keys() if key not in _NO_CELLS]
 
 
 def read_manifest(path: str | os.PathLike[str]) -> list[Source]:
@@ -81,7 +86,11 @@ def resolve_path(path: str, folder: Path) -> str:
 
 def resolve_source(source: Source, folder: Path) -> Source:
     """Return a source whose paths are seen from a folder."""
-    return source.model_copy(update={"path": tuple(resolve_path(p, folder) for p in source.path)})
+    changes: dict[str, Any] = {"path": tuple(resolve_path(p, folder) for p in source.path)}
+    sample = source.sample
+    if isinstance(sample, Chat) and sample.template is not None and sample.template.endswith(".jinja"):
+        changes["sample"] = sample.model_copy(update={"template": resolve_path(sample.template, folder)})
+    return source.model_copy(update=changes)
 
 
 def _json_rows(file: Path) -> Iterator[tuple[int, object]]:
@@ -149,7 +158,7 @@ def _check_header(file: Path, header: list[str]) -> None:
     known = [*_SOURCE_COLUMNS, *sorted(_SAMPLE_COLUMNS)]
     for number, column in enumerate(header):
         if column not in known:
-            hint = " Write a JSONL manifest for it." if column in Source.known_keys() else did_you_mean(column, known)
+            hint = " Write a JSONL manifest for it." if column in _NO_CELLS else did_you_mean(column, known)
             raise SpecError(
                 f"{file}:1: unknown column {column!r}; it would be ignored and the sources would not be "
                 f"what you asked.{hint} Known columns: {', '.join(known)}."
@@ -163,10 +172,17 @@ def _row_of(header: list[str], cells: list[str]) -> dict[str, Any]:
     sample: dict[str, Any] = {}
     for column, cell in zip(header, cells, strict=False):
         if cell.strip():
-            (sample if column in _SAMPLE_COLUMNS else row)[column] = cell.strip()
+            (sample if column in _SAMPLE_COLUMNS else row)[column] = _value_of(column, cell.strip())
     if sample:
         row["sample"] = sample
     return row
+
+
+def _value_of(column: str, cell: str) -> str | int | bool:
+    """Return what a cell says; of a token, a number is its id, and true the tokenizer's own."""
+    if column not in _TOKENS:
+        return cell
+    return int(cell) if cell.isdecimal() else {"true": True, "false": False}.get(cell.lower(), cell)
 
 
 def _place(file: Path, line: int, _: object) -> str:

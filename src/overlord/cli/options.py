@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from overlord.cli.job_files import JobFile, load_job_file
+from overlord.cli.layout_options import read_layout
 from overlord.cli.output import Screen
 from overlord.cli.running import DEFAULT_STRATEGY, RunOptions
 from overlord.cli.strategy_specs import StrategyChoice
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.specs import Job
+from overlord.runtimes.deployment import canonical
 from overlord.session import DEFAULT_CACHE
 
 DEFAULT_STEPS = 100
@@ -43,6 +46,28 @@ StrategyName = Annotated[
     str | None,
     typer.Option("--strategy", help="Where samples go: a name such as hdp, or '{hdp: {equal_counts: true}}'."),
 ]
+LayoutName = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        help="Keys of a batch: hf, megatron or torchtitan, or '{keys: hf, rows: padded}'.",
+        show_default=False,
+    ),
+]
+
+
+class PlacementName(StrEnum):
+    """Where media are decoded."""
+
+    auto = "auto"
+    loader = "loader"
+    constructor = "constructor"
+
+
+PlacementOption = Annotated[
+    PlacementName | None,
+    typer.Option("--placement", help="Where images, clips and sounds are decoded.", show_default=False),
+]
 Store = Annotated[Path | None, typer.Option("--store", help="Folder for the journal and snapshots.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot in the store.")]
 Cache = Annotated[Path, typer.Option("--cache", envvar="OVERLORD_CACHE", help="Folder of indices and length sidecars.")]
@@ -52,18 +77,36 @@ Runtime = Annotated[RuntimeName, typer.Option("--runtime", help="A service proce
 CACHE = Path(DEFAULT_CACHE)
 
 
-def load(path: Path, screen: Screen, strategy: str | None = None) -> JobFile:
-    """Read a job file; a strategy of the command line wins over the file's.
+def load(
+    path: Path,
+    screen: Screen,
+    strategy: str | None = None,
+    layout: str | None = None,
+    placement: PlacementName | None = None,
+) -> JobFile:
+    """Read a job file; what the command line says wins over the file.
 
     Raises:
-        SpecError: The file or the strategy is wrong; the message says where.
+        SpecError: The file, the strategy or the layout is wrong; the message says where.
     """
-    chosen = None if strategy is None else StrategyChoice.read(strategy)
+    changes: dict[str, Any] = {}
+    if strategy is not None:
+        changes["strategy"] = StrategyChoice.read(strategy)
+    if layout is not None:
+        changes["layout"] = read_layout(layout)
+    if placement is not None:
+        changes["placement"] = placement.value
     with screen.user_code():
         loaded = load_job_file(path)
-    if chosen is None:
-        return loaded
-    return dataclasses.replace(loaded, launch=loaded.launch.model_copy(update={"strategy": chosen}), function=None)
+    function = loaded.function if strategy is None else None
+    launch = loaded.launch.model_copy(update=changes)
+    return dataclasses.replace(loaded, job=completed(loaded.job), launch=launch, function=function)
+
+
+def completed(job: Job) -> Job:
+    """Return the job with what its processor folder says, as a launch completes it; the sources stay in their order."""
+    by_name = {source.name: source for source in canonical(job).sources}
+    return job.model_copy(update={"sources": tuple(by_name[name] for name in job.names)})
 
 
 def folder_of(cache: Path) -> str:
@@ -100,6 +143,8 @@ def options_of(
         loaders_per_source=launch.loaders_per_source if loaders is None else loaders,
         store=launch.store if store is None else str(store),
         resume=resume,
+        layout=launch.layout,
+        placement=launch.placement,
         strategy=loaded.strategy,
         strategy_name=loaded.strategy_name or DEFAULT_STRATEGY,
     )

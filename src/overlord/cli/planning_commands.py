@@ -13,7 +13,20 @@ from overlord.cli.demo import write_text
 from overlord.cli.explain import ExplainOptions, explain_job
 from overlord.cli.explain_report import explain_tables, headlines, render_explanation
 from overlord.cli.job_files import JobFile
-from overlord.cli.options import CACHE, AsJson, Cache, JobPath, Loaders, Mesh, StrategyName, folder_of, load, mesh_of
+from overlord.cli.options import (
+    CACHE,
+    AsJson,
+    Cache,
+    JobPath,
+    LayoutName,
+    Loaders,
+    Mesh,
+    PlacementOption,
+    StrategyName,
+    folder_of,
+    load,
+    mesh_of,
+)
 from overlord.cli.output import Screen, check_writable
 from overlord.cli.running import DEFAULT_STRATEGY
 from overlord.cli.strategy_specs import Cost
@@ -23,10 +36,12 @@ from overlord.planning.costs import CostModel, llama_12b, vit_2b
 EXPLAIN_STEPS = 20
 
 
-def explain(
+def explain(  # noqa: PLR0913 - one for each option
     job: JobPath,
     mesh: Mesh = None,
     strategy: StrategyName = None,
+    layout: LayoutName = None,
+    placement: PlacementOption = None,
     steps: Annotated[int, typer.Option(help="Steps to plan.")] = EXPLAIN_STEPS,
     cost: Annotated[
         str | None,
@@ -50,7 +65,7 @@ def explain(
     _check_numbers(steps, step_time)
     if html is not None:
         check_writable("--html", html)
-    loaded = load(job, screen, strategy)
+    loaded = load(job, screen, strategy, layout, placement)
     launch = loaded.launch
     backbone, encoder = _costs(loaded, cost)
     options = ExplainOptions(
@@ -61,6 +76,8 @@ def explain(
         strategy_name=loaded.strategy_name or DEFAULT_STRATEGY,
         cost=backbone,
         encoder=encoder,
+        layout=launch.layout,
+        placement=launch.placement,
         prefetch=launch.prefetch,
         loaders_per_source=launch.loaders_per_source if loaders is None else loaders,
         step_time_s=step_time,

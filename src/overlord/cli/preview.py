@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text as Words
 
-from overlord.cli.sources import OpenSource
+from overlord.cli.preview_media import MediaItem, Pixels, decode_items, look_at
+from overlord.cli.sources import Opened, OpenSource
 from overlord.cli.summary import size
 from overlord.core.ragged import Ragged, RowBatch, slice_rows
 from overlord.core.samples import FILE_SHIFT, SKIP, SampleId
-from overlord.core.specs import ImageText, Text
-from overlord.readers.source_files import SourceFiles
-from overlord.transforms.images import ImageFault, decode_image
+from overlord.core.specs import Chat, Custom, Interleaved, Text
+from overlord.transforms.chat import rendering
+from overlord.transforms.per_sample import Measured, no_seeds, ragged_column
 
 _SHOWN_CHARACTERS = 280
 _PAGE_CHARACTERS = 1200
 _SHOWN_IDS = 24
+_SHOWN_PICTURES = 4
 _THUMBNAIL = (28, 20)
 """Width and height in pixels; a character is one pixel wide and two high."""
+_SMALL = (17, 12)
+"""The same where there are several."""
 _PAGE_THUMBNAIL = 320
+_MEDIA = {"image": ("the image", "images"), "video": ("the clip", "clips"), "audio": ("the sound", "sounds")}
 
-Pixels = npt.NDArray[np.uint8]
+Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,58 +48,74 @@ class Preview:
     """Its id, without the epoch."""
     tokens: int
     image_tokens: int
+    """Of these, placeholders of images and clips."""
+    media_tokens: int
+    """Of these, placeholders of images, clips and sounds."""
+    loss_tokens: int | None
+    """Tokens that count in the loss, where the sample says so itself."""
     text: str
-    picture: Pixels | None
+    spans: Spans
+    """(first character, one behind the last) of the parts of the text that count in the loss, where only parts do."""
+    turns: int | None
+    """Messages of a conversation."""
+    media: tuple[MediaItem, ...]
     faults: tuple[str, ...]
     skipped: bool
 
     def facts(self) -> str:
-        """Return length, image size and state in a few words."""
+        """Return length, media and state in a few words."""
         parts = [f"{self.tokens:,} token{'' if self.tokens == 1 else 's'}"]
-        if self.image_tokens:
-            parts[0] += f" ({self.image_tokens:,} of the image)"
-        if self.picture is not None:
-            parts.append(f"image {self.picture.shape[1]}×{self.picture.shape[0]}")
+        if self.media and self.media_tokens:
+            one, many = _MEDIA[self.media[0].kind]
+            parts[0] += f" ({self.media_tokens:,} of {one if len(self.media) == 1 else f'{len(self.media)} {many}'})"
+        if self.turns is not None:
+            parts.append(f"{self.turns} message{'' if self.turns == 1 else 's'}")
+        if self.loss_tokens not in (None, self.tokens - self.media_tokens) and not self.skipped:
+            parts.append(f"{self.loss_tokens:,} in the loss")
+        parts += [item.words for item in self.media[:_SHOWN_PICTURES]]
+        if len(self.media) > _SHOWN_PICTURES:
+            parts.append(f"{len(self.media) - _SHOWN_PICTURES} more")
         if self.skipped:
             parts.append("empty or filtered: never drawn")
         return " · ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the preview for a program; the picture is told by its size."""
-        shape = None if self.picture is None else [self.picture.shape[1], self.picture.shape[0]]
+        """Return the preview for a program; media are told by their kinds and sizes."""
         return {
             "sample": self.sample,
             "tokens": self.tokens,
             "image_tokens": self.image_tokens,
-            "image_size": shape,
+            "media_tokens": self.media_tokens,
+            "loss_tokens": self.loss_tokens,
+            "media": [{"kind": item.kind} | item.facts for item in self.media],
             "text": self.text[:_PAGE_CHARACTERS],
+            "loss_spans": [list(span) for span in self.spans],
+            "messages": self.turns,
             "faults": list(self.faults),
             "skipped": self.skipped,
         }
 
 
-def preview_source(one: OpenSource, count: int) -> list[Preview]:
+def preview_source(source: OpenSource, count: int) -> list[Preview]:
     """Return the first samples of a source, in the order of its files.
 
     Raises:
         SpecError: The source could not be opened.
     """
-    if one.files is None:
-        assert one.error is not None
-        raise one.error
+    one = source.open_or_raise()
     found: list[Preview] = []
     for number in range(len(one.files.files)):
         for block in range(len(one.files.blocks(number).rows)):
             if len(found) >= count:
                 return found
-            found += _preview_block(one, one.files, number, block, count - len(found))
+            found += _preview_block(one, number, block, count - len(found))
     return found
 
 
-def _preview_block(one: OpenSource, files: SourceFiles, number: int, block: int, count: int) -> list[Preview]:
+def _preview_block(one: Opened, number: int, block: int, count: int) -> list[Preview]:
     found: list[Preview] = []
-    base = (number << FILE_SHIFT) + files.row_base(number, block)
-    for batch in files.stream(number, block, batch_rows=count):
+    base = (number << FILE_SHIFT) + one.files.row_base(number, block)
+    for batch in one.files.stream(number, block, batch_rows=count):
         rows = slice_rows(batch, 0, min(count - len(found), len(next(iter(batch.values())))))
         found += _preview_rows(one, rows, base + len(found))
         if len(found) >= count:
@@ -102,40 +123,96 @@ def _preview_block(one: OpenSource, files: SourceFiles, number: int, block: int,
     return found
 
 
-def _preview_rows(one: OpenSource, rows: RowBatch, first: int) -> list[Preview]:
-    measured = one.transform.measure(rows, None)
-    found: list[Preview] = []
-    for row in range(len(measured.tokens)):
-        faults = [reason for at, reason in measured.faults if at == row]
-        picture = None
-        if isinstance(one.source.sample, ImageText) and not faults:
-            try:
-                picture = decode_image(_bytes_of(rows, one.source.sample.image, row))
-            except ImageFault as fault:
-                faults.append(str(fault))
-        sample = str(SampleId(one.source.name, first + row, 0)).rpartition("@")[0]
-        found.append(
-            Preview(
-                sample=sample,
-                tokens=int(measured.tokens[row]),
-                image_tokens=int(measured.image_tokens[row]),
-                text=_text_of(one, rows, measured.kept, row),
-                picture=picture,
-                faults=tuple(faults),
-                skipped=bool(measured.flags[row] & SKIP),
-            )
+def _preview_rows(one: Opened, rows: RowBatch, first: int) -> list[Preview]:
+    measured = one.transform.measure(rows, None, no_seeds(rows))
+    count = len(measured.tokens)
+    faults: list[list[str]] = [[] for _ in range(count)]
+    for row, reason in measured.faults:
+        faults[row].append(reason)
+    media: list[list[MediaItem]] = [[] for _ in range(count)]
+    for item in decode_items(one, measured):
+        media[item.row].append(look_at(one, item))
+        if item.fault is not None:
+            faults[item.row].append(item.fault)
+    texts = _texts_of(one, rows, measured)
+    placeholders, loss = _per_row(measured, "media_length"), _per_row(measured, "loss")
+    return [
+        Preview(
+            sample=str(SampleId(one.source.name, first + row, 0)).rpartition("@")[0],
+            tokens=int(measured.tokens[row]),
+            image_tokens=int(measured.image_tokens[row]),
+            media_tokens=placeholders[row] if placeholders else 0,
+            loss_tokens=loss[row] if loss and not faults[row] else None,
+            text=texts[row].text,
+            spans=texts[row].spans,
+            turns=texts[row].turns,
+            media=tuple(media[row]),
+            faults=tuple(faults[row]),
+            skipped=bool(measured.flags[row] & SKIP),
         )
+        for row in range(count)
+    ]
+
+
+def _per_row(measured: Measured, column: str) -> list[int]:
+    """Return the sums of a column that the measuring kept; nothing where it kept none."""
+    if column not in measured.kept:
+        return []
+    values = ragged_column(measured.kept, column)
+    return [int(values[row].sum()) for row in range(len(values))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What is shown of a sample's text."""
+
+    text: str
+    spans: Spans = ()
+    turns: int | None = None
+
+
+def _texts_of(one: Opened, rows: RowBatch, measured: Measured) -> list[_Shown]:
+    spec, every = one.source.sample, range(len(measured.tokens))
+    if isinstance(spec, Chat):
+        return _conversations(one, spec, rows, len(every))
+    if isinstance(spec, Interleaved):
+        column = spec.parts or spec.text
+        texts = [_bytes_of(rows, column, row).decode("utf-8", "replace") for row in every]
+        return [_Shown(text if spec.parts is None else _join_parts(text, spec.marker)) for text in texts]
+    if isinstance(spec, Custom) or (isinstance(spec, Text) and spec.tokenized):
+        return [_Shown(_token_ids(ragged_column(measured.kept, "tokens")[row].tolist())) for row in every]
+    column = spec.column if isinstance(spec, Text) else spec.text
+    return [_Shown(_bytes_of(rows, column, row).decode("utf-8", "replace")) for row in every]
+
+
+def _conversations(one: Opened, spec: Chat, rows: RowBatch, count: int) -> list[_Shown]:
+    """Return conversations as the template renders them; one that it cannot render as it was read."""
+    assert one.tokenizer is not None  # measuring has refused a chat without one
+    made = rendering(spec, one.tokenizer)(rows)
+    texts, spans, faults = (ragged_column(made, column) for column in ("text", "spans", "fault"))
+    found: list[_Shown] = []
+    for row in range(count):
+        raw = _bytes_of(rows, spec.messages, row).decode("utf-8", "replace")
+        if len(faults[row]):
+            found.append(_Shown(raw))
+            continue
+        pairs = spans[row].reshape(-1, 2).tolist()
+        turns = len(json.loads(raw)) if raw else 0
+        found.append(_Shown(texts[row].tobytes().decode(), tuple((a, b) for a, b in pairs), turns))
     return found
 
 
-def _text_of(one: OpenSource, rows: RowBatch, kept: RowBatch, row: int) -> str:
-    spec = one.source.sample
-    if isinstance(spec, ImageText) or (isinstance(spec, Text) and not spec.tokenized):
-        column = spec.text if isinstance(spec, ImageText) else spec.column
-        return _bytes_of(rows, column, row).decode("utf-8", "replace")
-    ids = kept["tokens"][row]
-    more = " ..." if len(ids) > _SHOWN_IDS else ""
-    return "token ids " + " ".join(str(token) for token in ids[:_SHOWN_IDS].tolist()) + more
+def _join_parts(text: str, marker: str) -> str:
+    """Return a list of parts as one text with markers; what is no such list is shown as it is."""
+    try:
+        parts: list[dict[str, Any]] = json.loads(text)
+        return "".join(part["text"] if part["type"] == "text" else marker for part in parts)
+    except (ValueError, KeyError, TypeError):
+        return text
+
+
+def _token_ids(ids: list[int]) -> str:
+    return "token ids " + " ".join(map(str, ids[:_SHOWN_IDS])) + (" ..." if len(ids) > _SHOWN_IDS else "")
 
 
 def _bytes_of(rows: RowBatch, column: str, row: int) -> bytes:
@@ -148,22 +225,33 @@ def show_previews(one: OpenSource, previews: Sequence[Preview], *, pictures: boo
     """Return the previews of one source for the terminal; pictures need one with colours."""
     parts: list[RenderableType] = [Words(_headline(one), style="bold")]
     for preview in previews:
-        text = Words(_clip(preview.text, _SHOWN_CHARACTERS))
+        shown, spans = _clip(preview.text, preview.spans, _SHOWN_CHARACTERS)
+        text = Words(shown)
+        for begin, end in spans:
+            text.stylize("green", begin, end)
         body = Group(
             Words.assemble((preview.sample, "cyan"), ("  " + preview.facts(), "dim")),
             *(Words(f"bad: {reason}", style="red") for reason in preview.faults),
             text,
         )
-        if pictures and preview.picture is not None:
-            grid = Table.grid(padding=(0, 2))
-            grid.add_row(half_blocks(preview.picture), body)
-            parts.append(Padding(grid, (1, 0, 0, 2), expand=False))
-        else:
-            parts.append(Padding(body, (1, 0, 0, 2), expand=False))
+        drawn = [item.picture for item in preview.media if item.picture is not None] if pictures else []
+        parts.append(Padding(_beside(drawn, body), (1, 0, 0, 2), expand=False))
     return Group(*parts, "")
 
 
-def half_blocks(picture: Pixels) -> Words:
+def _beside(pictures: Sequence[Pixels], body: RenderableType) -> RenderableType:
+    """Return one picture left of the words, or several above them."""
+    if not pictures:
+        return body
+    grid = Table.grid(padding=(0, 2))
+    if len(pictures) == 1:
+        grid.add_row(half_blocks(pictures[0]), body)
+        return grid
+    grid.add_row(*(half_blocks(picture, _SMALL) for picture in pictures[:_SHOWN_PICTURES]))
+    return Group(grid, body)
+
+
+def half_blocks(picture: Pixels, limit: tuple[int, int] = _THUMBNAIL) -> Words:
     """Return a picture as coloured characters: the upper half of each is one pixel, the lower another.
 
     Example:
@@ -171,7 +259,7 @@ def half_blocks(picture: Pixels) -> Words:
         '▀▀'
     """
     height, width = picture.shape[:2]
-    scale = min(1.0, _THUMBNAIL[0] / width, _THUMBNAIL[1] / height)
+    scale = min(1.0, limit[0] / width, limit[1] / height)
     wide, tall = max(1, round(width * scale)), max(2, 2 * round(height * scale / 2))
     small = np.asarray(Image.fromarray(picture).resize((wide, tall), Image.Resampling.BOX))
     words = Words()
@@ -199,13 +287,26 @@ def preview_page(name: str, sources: Sequence[tuple[OpenSource, Sequence[Preview
 
 
 def _card(preview: Preview) -> str:
-    picture = "" if preview.picture is None else f'<img alt="" src="{_data_url(preview.picture)}">'
+    drawn = [item for item in preview.media if item.picture is not None]
+    pictures = "".join(f'<img alt="{escape(item.words)}" src="{_data_url(item.picture)}">' for item in drawn
+                       if item.picture is not None)  # fmt: skip
+    media = f'<div class="media{" many" if len(drawn) > 1 else ""}">{pictures}</div>' if drawn else ""
     faults = "".join(f'<p class="fault">bad: {escape(reason)}</p>' for reason in preview.faults)
-    text = escape(_clip(preview.text, _PAGE_CHARACTERS, keep_lines=True))
     return (
-        f"<article>{picture}<div><p><b>{escape(preview.sample)}</b> <span>{escape(preview.facts())}</span></p>"
-        f"{faults}<pre>{text}</pre></div></article>"
+        f'<article>{media}<div class="words"><p><b>{escape(preview.sample)}</b> <span>{escape(preview.facts())}</span>'
+        f"</p>{faults}<pre>{_marked(preview)}</pre></div></article>"
     )
+
+
+def _marked(preview: Preview) -> str:
+    """Return the text for a page, with marks around what counts in the loss."""
+    shown, spans = _clip(preview.text, preview.spans, _PAGE_CHARACTERS, keep_lines=True)
+    parts: list[str] = []
+    at = 0
+    for begin, end in spans:
+        parts += [escape(shown[at:begin]), f"<mark>{escape(shown[begin:end])}</mark>"]
+        at = end
+    return "".join(parts) + escape(shown[at:])
 
 
 def _data_url(picture: Pixels) -> str:
@@ -224,15 +325,31 @@ def _headline(one: OpenSource) -> str:
     return f"{one.source.name} · {one.files.format} · {files} · {size(one.files.total_bytes)}"
 
 
-def _clip(text: str, limit: int, *, keep_lines: bool = False) -> str:
-    shown = text if keep_lines else " ".join(text[: 4 * limit].split())
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+def _clip(text: str, spans: Spans, limit: int, *, keep_lines: bool = False) -> tuple[str, Spans]:
+    r"""Return the beginning of a text, perhaps in one line, and where its spans are in it.
+
+    Example:
+        >>> _clip("Hi,\n  you", ((0, 2), (6, 9)), 20)
+        ('Hi, you', ((0, 2), (4, 7)))
+    """
+    cut = text[: 4 * limit]
+    # Where each character of the text stands in what is shown: a run of blanks becomes one, at the ends none.
+    kept = [keep_lines or not c.isspace() or (n > 0 and not cut[n - 1].isspace()) for n, c in enumerate(cut)]
+    if not keep_lines and cut[:1].isspace():
+        kept[0] = False
+    shown = "".join(c if keep_lines or not c.isspace() else " " for c, keep in zip(cut, kept, strict=True) if keep)
+    places = np.concatenate([[0], np.cumsum(kept)])
+    short = len(text) <= len(cut) and len(shown) <= limit
+    shown = shown if short else shown[: limit - 1] + "…"
+    moved = tuple((int(places[min(a, len(cut))]), min(int(places[min(b, len(cut))]), limit - 1)) for a, b in spans)
+    return shown, tuple((a, b) for a, b in moved if a < b)
 
 
 _CSS = """
-:root{color-scheme:light dark;--page:#f5f5f2;--card:#fff;--ink:#1b1e23;--soft:#5d636e;--line:#e3e3de;--red:#c14a00}
+:root{color-scheme:light dark;--page:#f5f5f2;--card:#fff;--ink:#1b1e23;--soft:#5d636e;--line:#e3e3de;
+  --red:#c14a00;--mark:#cdeacb}
 @media(prefers-color-scheme:dark){:root{--page:#121417;--card:#1b1e23;--ink:#eceef1;--soft:#a0a7b3;--line:#30353d;
-  --red:#f0884a}}
+  --red:#f0884a;--mark:#1f4a2b}}
 *{box-sizing:border-box;margin:0}
 body{background:var(--page);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 main{max-width:960px;margin:0 auto;padding:40px 24px 56px}
@@ -240,11 +357,15 @@ h1{font-size:30px;line-height:1.2;letter-spacing:-.02em;overflow-wrap:anywhere}
 h2{font-size:17px;margin:32px 0 12px}
 article{display:flex;gap:20px;background:var(--card);border:1px solid var(--line);border-radius:12px;
   padding:16px 18px;margin-bottom:12px}
-article div{min-width:0;flex:1}
+article:has(.many){flex-direction:column}
+.words{min-width:0;flex:1}
+.media{display:flex;flex-wrap:wrap;gap:10px;align-content:flex-start}
 img{width:200px;height:auto;align-self:flex-start;border-radius:6px}
+.many img{width:auto;height:120px}
+mark{background:var(--mark);color:inherit}
 span{color:var(--soft);margin-left:8px}
 pre{margin-top:6px;font:14px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre-wrap;
   overflow-wrap:anywhere}
 .fault{color:var(--red);font-weight:600}
-@media(max-width:640px){article{flex-direction:column}img{width:100%}}
+@media(max-width:640px){article{flex-direction:column}img{width:100%}.many img{width:100%;height:auto}}
 """

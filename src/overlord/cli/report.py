@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from rich.markup import escape as escape_markup
@@ -11,6 +12,7 @@ from overlord.cli import page
 from overlord.cli.figures import all_figures
 from overlord.cli.summary import (
     LoadHeatmap,
+    MediaSummary,
     RunSummary,
     SourceSummary,
     StepSummary,
@@ -24,9 +26,11 @@ from overlord.planning.costs import llama_12b
 
 __all__ = [
     "LoadHeatmap",
+    "MediaSummary",
     "RunSummary",
     "SourceSummary",
     "StepSummary",
+    "media_tables",
     "render_report",
     "source_table",
     "summary_table",
@@ -36,7 +40,14 @@ __all__ = [
 def render_report(summary: RunSummary) -> str:
     """Return the report of a run as one HTML page."""
     steps, sources = _number(summary.steps, "step"), _number(len(summary.sources), "source")
-    facts = (steps, f"mesh {summary.mesh}", f"strategy {summary.strategy}", f"{summary.runtime} runtime", sources)
+    facts = (
+        steps,
+        f"mesh {summary.mesh}",
+        f"strategy {summary.strategy}",
+        f"layout {summary.layout}",
+        f"{summary.runtime} runtime",
+        sources,
+    )
     body = (
         f"{page.tiles(_key_figures(summary))}{page.notes(summary.notes)}{page.figures(all_figures(summary))}"
         f"{_sources(summary)}{_footer(summary)}"
@@ -50,7 +61,7 @@ def summary_table(summary: RunSummary) -> Table:
     table.add_column(style="dim")
     table.add_column(justify="right", style="bold")
     table.add_column(style="dim")
-    table.add_row("strategy", escape_markup(summary.strategy), f"mesh {summary.mesh}")
+    table.add_row("strategy", escape_markup(summary.strategy), f"mesh {summary.mesh}, layout {summary.layout}")
     for name, value, detail in _key_figures(summary):
         table.add_row(name, value, detail)
     if summary.per_step:
@@ -80,6 +91,18 @@ def source_table(summary: RunSummary) -> Table:
             f"{source.dropped:,}",
         )
     return table
+
+
+def media_tables(sources: Sequence[MediaSummary]) -> list[Table]:
+    """Return where media are decoded and what travels for them, for the terminal; nothing without media."""
+    table = Table(title="media", title_justify="left")
+    table.add_column("source", style="bold")
+    table.add_column("decoded in")
+    table.add_column("handed over", justify="right")
+    for one in sources:
+        travels = "encoded" if one.decoded_in == "constructor" else "decoded"
+        table.add_row(escape_markup(one.name), one.decoded_in, f"{size(one.handed_over_bytes)} {travels}")
+    return [table] if sources else []
 
 
 def _key_figures(summary: RunSummary) -> list[tuple[str, str, str]]:
@@ -115,11 +138,12 @@ def _number(value: int, thing: str) -> str:
 
 def _sources(summary: RunSummary) -> str:
     largest = max((s.realised_share for s in summary.sources), default=0.0) or 1.0
-    rows = "".join(_source_row(source, largest) for source in summary.sources)
-    numbers = "".join(
-        f'<th scope="col">{name}</th>'
-        for name in ("planned", "realised", "difference", "samples", "tokens", "epochs", "bad", "dropped")
-    )
+    media = {one.name: one for one in summary.media}
+    travelled = ["" if not media else _media_cells(media.get(source.name)) for source in summary.sources]
+    rows = "".join(_source_row(s, largest, cells) for s, cells in zip(summary.sources, travelled, strict=True))
+    names = ["planned", "realised", "difference", "samples", "tokens", "epochs", "bad", "dropped"]
+    names += ["handed over", "decoded in"] if media else []
+    numbers = "".join(f'<th scope="col">{name}</th>' for name in names)
     bad = sum(source.bad for source in summary.sources)
     found = "no sample was bad" if bad == 0 else _number(bad, "bad sample")
     return (
@@ -131,7 +155,13 @@ def _sources(summary: RunSummary) -> str:
     )
 
 
-def _source_row(source: SourceSummary, largest: float) -> str:
+def _media_cells(media: MediaSummary | None) -> str:
+    if media is None:
+        return "<td>–</td><td>–</td>"
+    return f"<td>{size(media.handed_over_bytes)}</td><td>{media.decoded_in}</td>"
+
+
+def _source_row(source: SourceSummary, largest: float, more: str) -> str:
     bar = 100 * min(source.realised_share / largest, 1.0)
     points = 100 * (source.realised_share - source.planned_share)
     # A rounded zero has no sign.
@@ -148,7 +178,7 @@ def _source_row(source: SourceSummary, largest: float) -> str:
     faults = "".join(f"<td{' class=fault' if n else ''}>{n:,}</td>" for n in (source.bad, source.dropped))
     return (
         f'<tr><th scope="row">{escape(source.name)}<i style="width:{bar:.1f}%"></i></th>'
-        f"<td>{escape(source.format)}</td>{numbers}{faults}</tr>"
+        f"<td>{escape(source.format)}</td>{numbers}{faults}{more}</tr>"
     )
 
 
@@ -162,6 +192,7 @@ _METHODS = {
     f"over steps. The cost of a segment of s tokens is s² + {llama_12b.kappa:,.0f} s: attention and the rest of a "
     "layer. Round-robin deals the samples of the same step to the ranks in turn, as they were drawn.",
     "padding": "Positions that hold no token, over all positions delivered.",
+    "handed over": "Bytes from the loaders to the constructor; media that the constructor decodes travel encoded.",
     "peak memory": "Largest sum of the proportional set sizes (PSS) of the service and its clients.",
     "wait": "From a client's request for a step until it holds all its microbatches; the longest of all ranks.",
 }

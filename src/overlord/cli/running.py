@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,13 +13,15 @@ import psutil
 from overlord.cli.collecting import Collector
 from overlord.cli.output import Tell
 from overlord.cli.sources import indexed_rows, open_each
-from overlord.cli.summary import RunSummary, SourceSummary
+from overlord.cli.summary import RunSummary, SourceSummary, media_of
+from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Job
 from overlord.errors import SpecError
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
-from overlord.runtimes.deployment import limits_of
+from overlord.roles.placement import Placement
+from overlord.runtimes.shapes import limits_of
 from overlord.session import Service, launch
 
 MOST_RANKS = 256
@@ -40,6 +42,8 @@ class RunOptions:
     loaders_per_source: int = 1
     store: str | None = None
     resume: bool = False
+    layout: Layout = field(default_factory=Layout)
+    placement: Placement = "auto"
     strategy: Strategy | None = None
     strategy_name: str = DEFAULT_STRATEGY
 
@@ -63,7 +67,7 @@ def run_job(job: Job, name: str, options: RunOptions, tell: Tell) -> RunSummary:
         before = clients[0].state_dict()
         status = service.status()
         names = tuple(before["sources"])
-        collector = Collector(job, names, limits_of(job), options.mesh)
+        collector = Collector(job, names, limits_of(job, options.layout, options.mesh), options.mesh)
         memory = MemoryWatch({os.getpid(), int(status["pid"])})
         first_s, wall_s = _consume(service, clients, options, collector, memory, tell)
         after, status = clients[0].state_dict(), service.status()
@@ -108,6 +112,8 @@ def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = Fa
         mesh=options.mesh,
         strategy=options.strategy,
         runtime=options.runtime,
+        layout=options.layout,
+        placement=options.placement,
         prefetch=options.prefetch,
         loaders_per_source=options.loaders_per_source,
         store=options.store,
@@ -204,6 +210,7 @@ def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, fact
         mesh=str(options.mesh),
         runtime=options.runtime,
         strategy=options.strategy_name,
+        layout=options.layout.keys,
         steps=collector.steps,
         wall_s=facts.wall_s,
         startup_s=facts.startup_s,
@@ -225,6 +232,7 @@ def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, fact
         load_heatmap=collector.typical_load(),
         digests=collector.digests,
         notes=_notes(options, collector, facts),
+        media=media_of(facts.status["sources"]),
     )
 
 
@@ -237,7 +245,10 @@ def _notes(options: RunOptions, collector: Collector, facts: _Facts) -> list[str
     faults = {name: (s["bad"], s["wrong_length"]) for name, s in facts.status["sources"].items()}
     for name, (bad, wrong) in faults.items():
         if bad:
-            notes.append(f"{name}: {bad} bad samples were replaced by masked stand-ins; the log names them.")
+            replaced = (
+                "sample was replaced by a masked stand-in" if bad == 1 else "samples were replaced by masked stand-ins"
+            )
+            notes.append(f"{name}: {bad} bad {replaced}; the log names {'it' if bad == 1 else 'them'}.")
         if wrong:
             notes.append(f"{name}: {wrong} samples were cut or padded, since their length column was wrong.")
     return notes

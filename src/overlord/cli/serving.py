@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from overlord.cli.output import Screen
-from overlord.cli.summary import count, size
+from overlord.cli.report import media_tables
+from overlord.cli.summary import count, media_of, size
 from overlord.errors import ServiceLost, SpecError
 from overlord.runtimes.local import status_of
 from overlord.session import Service
@@ -64,7 +65,7 @@ def find_status(address: str) -> dict[str, Any]:
 
 
 def status_tables(status: dict[str, Any]) -> list[Table]:
-    """Return the picture of a service for the terminal: its sources, and its clients."""
+    """Return the picture of a service for the terminal: its sources, their media, and its clients."""
     planner, buffers = status["planner"], status["buffers"]
     held = f"{size(buffers['read_bytes'])} read ahead, {size(buffers['views_bytes'])} of views"
     title = f"{status['runtime']} service, mesh {status['mesh']}, next plan: step {planner['next_step']}, {held}"
@@ -94,7 +95,7 @@ def status_tables(status: dict[str, Any]) -> list[Table]:
     for step in sorted(set(status["clients"].values())):
         ranks = ", ".join(rank for rank, at in status["clients"].items() if at == step)
         clients.add_row(str(step), ranks)
-    return [sources, clients] if status["clients"] else [sources]
+    return [sources, *media_tables(media_of(status["sources"])), *([clients] if status["clients"] else [])]
 
 
 def _status_or_lost(service: Service) -> dict[str, Any]:

@@ -18,14 +18,15 @@ from rich.text import Text as Words
 from overlord.cli.output import Tell
 from overlord.cli.summary import size
 from overlord.core.spec_errors import did_you_mean, list_some
-from overlord.core.specs import Custom, ImageText, Job, Source, Text
+from overlord.core.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Text, Video
 from overlord.errors import SpecError
 from overlord.readers.index import IndexCache
 from overlord.readers.sidecars import LengthSidecars
 from overlord.readers.source_files import SourceFiles
 from overlord.runtimes.opening import open_sources
 from overlord.runtimes.workers import SerialWorkers
-from overlord.transforms.per_sample import SampleTransform, make_transform
+from overlord.transforms.per_sample import SampleTransform, no_seeds
+from overlord.transforms.sample_kinds import make_transform
 from overlord.transforms.tokenize import TextTokenizer
 
 LISTING_THREADS = 16
@@ -38,13 +39,38 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """The files of a source, and what makes samples of their rows."""
+
+    source: Source
+    files: SourceFiles
+    transform: SampleTransform
+    tokenizer: TextTokenizer | None
+
+
+@dataclass(frozen=True, slots=True)
 class OpenSource:
     """A source and its files, or why they cannot be had."""
 
     source: Source
-    transform: SampleTransform
-    files: SourceFiles | None
+    opened: Opened | None
     error: SpecError | None = None
+
+    @property
+    def files(self) -> SourceFiles | None:
+        """Its files, if they can be had."""
+        return None if self.opened is None else self.opened.files
+
+    def open_or_raise(self) -> Opened:
+        """Return the opened source.
+
+        Raises:
+            SpecError: It could not be opened; the message says why.
+        """
+        if self.opened is None:
+            assert self.error is not None
+            raise self.error
+        return self.opened
 
 
 def load_tokenizer(job: Job) -> TextTokenizer | None:
@@ -60,11 +86,12 @@ def open_each(job: Job, sources: Sequence[Source], cache: Path, tell: Tell | Non
     index = IndexCache(cache / "index")
 
     def open_one(source: Source) -> OpenSource:
-        transform = make_transform(source, tokenizer)
         try:
-            return OpenSource(source, transform, open_sources([source], [transform], index, SerialWorkers(), None)[0])
+            transform = make_transform(source, tokenizer)
+            files = open_sources([source], [transform], index, SerialWorkers(), None)[0]
+            return OpenSource(source, Opened(source, files, transform, tokenizer))
         except SpecError as error:
-            return OpenSource(source, transform, None, _naming(source, error))
+            return OpenSource(source, None, _naming(source, error))
 
     return side_by_side(open_one, sources, LISTING_THREADS, counter(tell, "opening sources", len(sources)))
 
@@ -206,12 +233,24 @@ def sources_to_measure(job: Job, names: Sequence[str]) -> list[Source]:
             "whose text is slow to tokenize, or name the sources to measure."
         )
     for source in chosen:
-        if isinstance(source.sample, Custom):
+        if (why := own_lengths(source)) is not None:
             raise SpecError(
-                f"source {source.name!r} has a custom sample, whose function decides its own lengths; a sidecar would "
-                "never be read. Leave this source out."
+                f"source {source.name!r}: {why}; a sidecar would never be read. Leave this source out"
+                f"{', and its lengths too.' if source.lengths else '.'}"
             )
     return chosen
+
+
+def own_lengths(source: Source) -> str | None:
+    """Return why nobody else can know the lengths of a source's samples; None where a column or a sidecar can."""
+    sample = source.sample
+    if isinstance(sample, Custom):
+        return "it has a custom sample, whose function decides its own lengths"
+    if isinstance(sample, Chat):
+        return "its samples are chats: which tokens count in the loss is known only once they are rendered"
+    if isinstance(sample, Interleaved):
+        return "its samples are interleaved: where their images stand is known only once all text is tokenized"
+    return None
 
 
 def measure_sources(job: Job, sources: Sequence[Source], cache: Path, tell: Tell) -> dict[str, dict[str, int]]:
@@ -225,31 +264,28 @@ def measure_sources(job: Job, sources: Sequence[Source], cache: Path, tell: Tell
     sidecars = LengthSidecars(cache / "lengths")
     plain = [_text_only(source) for source in sources]
     opened = open_each(job, plain, cache, tell)
-    for one in opened:
-        if one.error is not None:
-            raise one.error
-    tasks = [(i, one, n) for i, one in enumerate(opened) if one.files for n in range(len(one.files.files))]
+    tasks = [(i, one.open_or_raise()) for i, one in enumerate(opened)]
+    files = [(i, one, n) for i, one in tasks for n in range(len(one.files.files))]
     count_rows(opened, tell)
-    rows = sum(int(one.files.blocks(number).rows.sum()) for _, one, number in tasks if one.files)
+    rows = sum(int(one.files.blocks(number).rows.sum()) for _, one, number in files)
     did = counter(tell, "measuring rows", rows)
     totals = {source.name: {"files": 0, "rows": 0, "tokens": 0, "bad": 0} for source in sources}
 
-    def measure(task: tuple[int, OpenSource, int]) -> tuple[str, int, int, int]:
+    def measure(task: tuple[int, Opened, int]) -> tuple[str, int, int, int]:
         index, one, number = task
-        assert one.files is not None
         lengths, bad = _file_lengths(one.files, number, one.transform, did)
         sidecars.write(sources[index], one.files, number, digest, lengths)
         return sources[index].name, len(lengths), int(lengths.sum()), bad
 
-    for name, num_rows, tokens, bad in side_by_side(measure, tasks, cores(), lambda _: None):
+    for name, num_rows, tokens, bad in side_by_side(measure, files, cores(), lambda _: None):
         for key, more in (("files", 1), ("rows", num_rows), ("tokens", tokens), ("bad", bad)):
             totals[name][key] += more
     return totals
 
 
 def _text_only(source: Source) -> Source:
-    """Return a source that reads the text of its samples: sidecars count text, headers tell the images' tokens."""
-    if isinstance(source.sample, ImageText):
+    """Return a source that reads the text of its samples: sidecars count text, headers tell the tokens of media."""
+    if isinstance(source.sample, ImageText | Audio | Video):
         return source.replace(sample=Text(source.sample.text), lengths=None)
     return source.replace(lengths=None)
 
@@ -261,7 +297,7 @@ def _file_lengths(
     bad = 0
     for block in range(len(files.blocks(number).rows)):
         for rows in files.stream(number, block, batch_rows=MEASURE_ROWS):
-            measured = transform.measure(rows, None)
+            measured = transform.measure(rows, None, no_seeds(rows))
             parts.append(measured.tokens)
             bad += len({row for row, _ in measured.faults})
             did(len(measured.tokens))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 NARROW_SPACE = "\u202f"
 """Stands between a number and its unit, and never breaks a line."""
@@ -28,6 +28,18 @@ class SourceSummary:
     bad: int = 0
     """Samples that could not be decoded and were replaced by a masked stand-in."""
     dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSummary:
+    """The images, clips or sounds of one source over the whole run."""
+
+    name: str
+    decoded_in: str
+    """Where they were decoded: "loader" or "constructor"."""
+    handed_over_bytes: int
+    """Bytes that its loaders handed over, also for steps that were only built ahead; media encoded or decoded, as
+    they travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +108,26 @@ class RunSummary:
     notes: list[str] = field(default_factory=list[str])
     steps_per_point: int = 1
     """Steps behind each entry of the lists above: more than one for a very long run."""
+    layout: str = "hf"
+    """Whose keys the batches have."""
+    media: list[MediaSummary] = field(default_factory=list[MediaSummary])
+    """Sources with media."""
+
+
+def decoded_in(source: Mapping[str, Any]) -> str | None:
+    """Return where the media of a source are decoded, from its part of a service's status; None without media.
+
+    Example:
+        >>> decoded_in({"decoded_in": "constructor"}), decoded_in({"decoded_in": "undecided"})
+        ('constructor', None)
+    """
+    return None if source["decoded_in"] == "undecided" else str(source["decoded_in"])
+
+
+def media_of(sources: Mapping[str, Mapping[str, Any]]) -> list[MediaSummary]:
+    """Return the sources of a service's status that have media."""
+    found = ((name, decoded_in(one), int(one["handed_over_bytes"])) for name, one in sources.items())
+    return [MediaSummary(name, where, size) for name, where, size in found if where is not None]
 
 
 def count(value: float) -> str:

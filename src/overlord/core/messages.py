@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.ragged import Ragged
+from overlord.core.ragged import Ragged, offsets_of
 from overlord.core.samples import Cursor, MetaArray
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class MetaDelta:
     meta: MetaArray
     next_cursor: Cursor
     """Where the next request begins: the same group, the next one, or the next epoch."""
+    items: Int32s | None = None
+    """[images, 2]: first token and tokens of every image of samples whose `items` is not 0, sample after sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +50,75 @@ class LoaderOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class Media:
+    """Images, clips or sounds of some samples: one entry an item, sample after sample."""
+
+    kind: str
+    """ "image", "video" or "audio"."""
+    rows: Int64s
+    """The items of sample i are rows[i] .. rows[i + 1]."""
+    start: Int32s
+    """The first placeholder token of each item inside its sample."""
+    length: Int32s
+    """Its placeholder tokens."""
+    grids: Int32s
+    """[items, 3]: t, patch rows, patch columns; of a sound: frames with sound, mel bands, frames in all."""
+    seconds: npt.NDArray[np.float32]
+    """Seconds between two temporal patches of a clip; 0 for images."""
+    seeds: npt.NDArray[np.uint64]
+    """What an item's augmentations are drawn from."""
+    bad: npt.NDArray[np.bool_]
+    """Items that are stand-ins: zeros once decoded."""
+    values: npt.NDArray[np.uint8]
+    """Bytes of all items: as they were read while `encoded`, else as a batch takes them."""
+    begin: Int64s
+    """Where each item begins in `values`."""
+    nbytes_of: Int64s
+    """Bytes of each item."""
+    encoded: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the items."""
+        return int(self.nbytes_of.sum())
+
+    def data(self, item: int) -> memoryview:
+        """Return the bytes of one item."""
+        begin = int(self.begin[item])
+        return memoryview(self.values[begin : begin + int(self.nbytes_of[item])])  # type: ignore[arg-type]
+
+    @staticmethod
+    def concat(parts: Sequence[Media]) -> Media:
+        """Join the media of several runs of samples of one source."""
+        lead = np.cumsum([0, *(len(part.values) for part in parts)])
+        columns = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in ("start", "length", "grids", "seconds", "seeds", "bad", "values", "nbytes_of")
+        }
+        counts = np.concatenate([np.diff(part.rows) for part in parts])
+        return Media(
+            kind=parts[0].kind,
+            rows=offsets_of(counts),
+            begin=np.concatenate([part.begin + at for part, at in zip(parts, lead, strict=False)]),
+            encoded=parts[0].encoded,
+            **columns,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Payload:
     """SourceLoader to DataConstructor: the samples of one order as columns."""
 
     step: int
     source: int
     tokens: Ragged
-    """Token ids (int32), image placeholders included; row i has the planned length."""
+    """Token ids (int32), placeholders included; row i has the planned length."""
     loss: Ragged
     """1 where the token counts in the loss (uint8), aligned with tokens."""
-    patches: Ragged | None
-    """uint8 patch rows, image after image; None for a source without images."""
-    grids: npt.NDArray[np.int32] | None
-    """[samples, 3]: t, patch rows, patch columns of each image."""
-    bad: npt.NDArray[np.bool_]
-    """Samples that are stand-ins."""
+    media: Media | None = None
+    """Images, clips or sounds of the samples; None for a source of text."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        return self.tokens.nbytes + self.loss.nbytes + (self.patches.nbytes if self.patches else 0)
+        """Bytes handed over."""
+        return self.tokens.nbytes + self.loss.nbytes + (self.media.nbytes if self.media else 0)

@@ -17,8 +17,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.draw import Buffer, Draw, Limits, Pieces, cut_pieces
 from overlord.core.messages import LoaderOrder
-from overlord.core.samples import Cursor, MetaArray, SampleId, take_meta
+from overlord.core.samples import Cursor, take_meta
 from overlord.errors import PlanError
 
 if TYPE_CHECKING:
@@ -27,125 +28,18 @@ if TYPE_CHECKING:
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What every plan of a job must respect, whatever the mesh."""
-
-    context_length: int
-    microbatch_tokens: int
-    """Most tokens (padding included) in a microbatch of one rank: the memory cap."""
-    microbatches: int | None = None
-    """Microbatches of a step; chosen by the plan when None."""
-    patches_per_token: int = 4
-    """Image patches behind one image token."""
-
-
-@dataclass(frozen=True, eq=False)
-class Draw:
-    """The samples of one global batch in drawing order, before any mesh or strategy is looked at."""
-
-    step: int
-    names: tuple[str, ...]
-    """The job's sources; `source` indexes it."""
-    source: Int32s
-    meta: MetaArray
-    weights: tuple[float, ...]
-    """The mixture that was in force (at the beginning of the step)."""
-    mixture_version: int = 0
-    """Which mixture that was: it grows with every report that counted and every live change."""
-
-    def __post_init__(self) -> None:
-        # A strategy sees the draw and must not change it: the order would then depend on the strategy.
-        for column in (self.source, self.meta):
-            column.flags.writeable = False
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __repr__(self) -> str:
-        return f"Draw(step={self.step}, samples={len(self)}, sources={len(self.names)})"
-
-    @cached_property
-    def digest(self) -> str:
-        """The order digest of the step."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update("\n".join(self.names).encode())
-        for column in (self.source, self.meta["row"], self.meta["epoch"]):
-            digest.update(np.ascontiguousarray(column).data)
-        return digest.hexdigest()
-
-    def sample_id(self, sample: int) -> SampleId:
-        """Return the id of one drawn sample."""
-        meta = self.meta[sample]
-        return SampleId(self.names[self.source[sample]], int(meta["row"]), int(meta["epoch"]))
-
-    @cached_property
-    def by_source(self) -> tuple[Int32s, Int64s]:
-        """The samples sorted by source (drawing order inside), and where each source begins."""
-        narrow = self.source.astype(np.uint16) if len(self.names) < 1 << 16 else self.source
-        order = np.argsort(narrow, kind="stable")  # 16 bits wide, numpy sorts by radix: ten times as fast
-        offsets = np.zeros(len(self.names) + 1, np.int64)
-        np.cumsum(np.bincount(self.source, minlength=len(self.names)), out=offsets[1:])
-        return order.astype(np.int32), offsets
-
-    def samples_of(self, source: int) -> Int32s:
-        """Return the drawn samples of one source, in their order."""
-        order, offsets = self.by_source
-        return order[int(offsets[source]) : int(offsets[source + 1])]
-
-
-@dataclass(frozen=True, eq=False)
-class Buffer:
-    """What a strategy sees: exactly one step's draw with its metadata, and the job's limits."""
-
-    draw: Draw
-    limits: Limits
-
-    @property
-    def step(self) -> int:
-        """The step."""
-        return self.draw.step
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The job's sources."""
-        return self.draw.names
-
-    @property
-    def source(self) -> Int32s:
-        """The source of each drawn sample, as an index into `names`."""
-        return self.draw.source
-
-    @property
-    def meta(self) -> MetaArray:
-        """Metadata of each drawn sample: tokens, loss_tokens, image_tokens, images, bytes, row, epoch."""
-        return self.draw.meta
-
-    def __len__(self) -> int:
-        return len(self.draw)
-
-    def __repr__(self) -> str:
-        tokens = int(self.meta["tokens"].sum())
-        return f"Buffer(step={self.step}, samples={len(self)}, tokens={tokens}, sources={len(self.names)})"
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """Drawn samples cut to the context length; most samples are one piece."""
-
-    sample: Int32s
-    """Index into the draw."""
-    start: Int32s
-    """First token of the piece inside its sample (or of a piece of an image inside its image)."""
-    length: Int32s
-
-    def __len__(self) -> int:
-        return len(self.sample)
-
-    def take(self, order: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Pieces:
-        """Return some of the pieces, or all in another order."""
-        return Pieces(self.sample[order], self.start[order], self.length[order])
+__all__ = [
+    "Buffer",
+    "Draw",
+    "Limits",
+    "LoadingPlan",
+    "Pieces",
+    "chain_digest",
+    "cut_pieces",
+    "lay_out",
+    "order_in_bins",
+    "pad_lengths",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +74,14 @@ class LoadingPlan:
     """How encoded images reach the ranks of their tokens."""
     ends: Int64s | None = None
     """Where the step leaves each source: rows of (epoch, group, offset); set by the planner."""
+    slicing: str = "zigzag"
+    """How context-parallel ranks share a sequence; see `Limits`."""
+    bin_multiple: int = 1
+    """What the tokens of a microbatch (or of a row) are a multiple of; over CP, what those of one rank are."""
+    row_tokens: int = 0
+    """Tokens of a row where every piece is a row of its own; 0 where pieces are packed."""
+    context_cuts: int | None = None
+    """Set where a strategy cuts samples elsewhere than at the context: how many cuts that one would have made."""
 
     def __repr__(self) -> str:
         shape = f"{self.num_buckets} {self.axis} buckets x {self.num_microbatches} microbatches"
@@ -198,7 +100,12 @@ class LoadingPlan:
     @cached_property
     def global_loss_tokens(self) -> int:
         """Labels of the whole step: what every rank divides its summed loss by."""
-        return int(self.draw.meta["loss_tokens"].sum(dtype=np.int64))
+        meta = self.draw.meta
+        labels = int(meta["loss_tokens"].sum(dtype=np.int64))
+        if self.context_cuts is None:
+            return labels
+        # The draw counted the cuts that the context makes; a strategy that cuts elsewhere pays a label for each more.
+        return labels - (int((self._once("start") > 0).sum()) - self.context_cuts)
 
     @cached_property
     def total_tokens(self) -> int:
@@ -231,10 +138,35 @@ class LoadingPlan:
 
     @cached_property
     def padded(self) -> Int64s:
-        """The length of each piece with its padding."""
+        """The length of each piece with its padding; the last of a microbatch takes what fills that up."""
+        if self.row_tokens:
+            return np.full(len(self.pieces), self.row_tokens, np.int64)
         if self.cp_sizes is None:
-            return pad_lengths(self.pieces.length, self.pad_multiple)
-        return pad_lengths(self.pieces.length, np.where(self.cp_sizes > 1, 2 * self.cp_sizes.astype(np.int64), 1))
+            lengths = pad_lengths(self.pieces.length, self.pad_multiple)
+            return lengths if self.bin_multiple == 1 else self._filled(lengths, self.bin_multiple)
+        lengths = pad_lengths(self.pieces.length, np.where(self.cp_sizes > 1, 2 * self.cp_sizes.astype(np.int64), 1))
+        return lengths if self.bin_multiple == 1 else self._filled(lengths, self.bin_multiple * self.cp_sizes)
+
+    def _filled(self, lengths: Int64s, multiple: int | npt.NDArray[np.integer]) -> Int64s:
+        filled = np.flatnonzero(np.diff(self.bin_offsets))
+        last = self.bin_offsets[filled + 1] - 1
+        totals = self.loads(lengths).reshape(-1)[filled]
+        wanted = multiple if isinstance(multiple, int) else multiple[last].astype(np.int64)
+        out = lengths.copy()
+        out[last] += -(-totals // wanted) * wanted - totals
+        return out
+
+    @cached_property
+    def in_batch(self) -> Int64s:
+        """The length of each piece in its batch, padding included: rows are as long as the longest of them."""
+        if not self.row_tokens:
+            return self.padded
+        counts = np.diff(self.bin_offsets)
+        longest = np.zeros(len(counts), np.int64)
+        filled = np.flatnonzero(counts)
+        if len(filled):
+            longest[filled] = np.maximum.reduceat(self.pieces.length, self.bin_offsets[filled])
+        return np.repeat(pad_lengths(longest, self.bin_multiple), counts)
 
     def bin_range(self, bucket: int, microbatch: int) -> slice:
         """Return which pieces are in one microbatch of one bucket."""
@@ -267,6 +199,8 @@ class LoadingPlan:
         digest.update(self.draw.digest.encode())
         shape = f"{self.num_buckets} {self.num_microbatches} {self.pad_multiple} {self.axis} {self.modality}"
         digest.update(f"{shape} {' '.join(self.broadcast)}".encode())
+        if (self.slicing, self.bin_multiple, self.row_tokens) != ("zigzag", 1, 0):
+            digest.update(f"{self.slicing} {self.bin_multiple} {self.row_tokens}".encode())
         # Most samples are one piece, whose start and length follow from the draw; only the others are told.
         cut = np.flatnonzero((self.pieces.start > 0) | (self.pieces.length != self.drawn_lengths))
         columns = (self.pieces.sample, self.bin_offsets, cut, self.pieces.start[cut], self.pieces.length[cut])
@@ -383,25 +317,6 @@ def lay_out(
     if len(pieces) == len(draw) and np.array_equal(pieces.length, draw.meta["tokens"]):
         plan.__dict__["drawn_lengths"] = laid.length  # no sample is cut: looking each up again costs a sort's time
     return plan
-
-
-def cut_pieces(tokens: npt.NDArray[np.integer], context_length: int) -> Pieces:
-    """Cut samples of these delivered lengths into pieces of at most the context length.
-
-    Example:
-        >>> pieces = cut_pieces(np.array([3, 10]), 4)
-        >>> pieces.sample.tolist(), pieces.start.tolist(), pieces.length.tolist()
-        ([0, 1, 1, 1], [0, 0, 4, 8], [3, 4, 4, 2])
-    """
-    if not len(tokens) or int(tokens.max()) <= context_length:
-        count = np.arange(len(tokens), dtype=np.int32)
-        return Pieces(count, np.zeros(len(tokens), np.int32), tokens.astype(np.int32))
-    counts = np.maximum(-(-tokens.astype(np.int64) // context_length), 1)
-    sample = np.repeat(np.arange(len(tokens)), counts)
-    first = np.cumsum(counts) - counts
-    start = (np.arange(len(sample)) - first[sample]) * context_length
-    length = np.minimum(tokens[sample] - start, context_length)
-    return Pieces(sample.astype(np.int32), start.astype(np.int32), length.astype(np.int32))
 
 
 def pad_lengths(lengths: npt.NDArray[np.integer], multiple: int | Int64s) -> Int64s:

@@ -20,15 +20,26 @@ from overlord.core.samples import META
 from overlord.errors import StateError
 
 MAGIC = b"OVERPLAN"
-BLOB_VERSION = 1
+BLOB_VERSION = 2
 _ALIGN = 64
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-_PLAN_SCALARS = ("num_buckets", "num_microbatches", "pad_multiple", "axis", "modality", "broadcast")
+_PLAN_SCALARS = (
+    "num_buckets",
+    "num_microbatches",
+    "pad_multiple",
+    "axis",
+    "modality",
+    "broadcast",
+    "slicing",
+    "bin_multiple",
+    "row_tokens",
+    "context_cuts",
+)
 _OPTIONAL = ("cp_sizes", "first_ranks", "counts", "ends")
 _TOTALS = ("global_loss_tokens", "total_tokens", "squared_tokens")
-_ROUTES = ("sender", "receiver", "microbatch", "position", "length", "sample", "start")
+_ROUTES = ("sender", "receiver", "microbatch", "position", "length", "sample", "start", "row", "heads")
 
 
 def plan_to_bytes(plan: LoadingPlan) -> memoryview:
@@ -36,6 +47,8 @@ def plan_to_bytes(plan: LoadingPlan) -> memoryview:
     draw = plan.draw
     order, offsets = draw.by_source
     arrays: Arrays = {"source": draw.source, "meta": draw.meta, "by_source": order, "source_offsets": offsets}
+    if draw.items is not None:
+        arrays["items"] = draw.items
     scalars: dict[str, Any] = {
         "step": draw.step,
         "names": draw.names,
@@ -69,6 +82,7 @@ def plan_from_bytes(blob: bytes | memoryview) -> LoadingPlan:
         arrays["meta"],
         tuple(scalars["weights"]),
         scalars["mixture_version"],
+        arrays.get("items"),
     )
     # What was computed once is not computed again: the parts must cost what they hold.
     draw.__dict__.update(digest=scalars["order_digest"], by_source=(arrays["by_source"], arrays["source_offsets"]))

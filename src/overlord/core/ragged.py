@@ -124,6 +124,19 @@ def expand_ranges(starts: npt.NDArray[np.integer], lengths: npt.NDArray[np.integ
 BAD_COLUMN = "__bad__"
 """A bool column that every reader adds: True where the row's bytes were read but make no sense."""
 
+
+def sizes_column(column: str) -> str:
+    """Return the name of the column that a reader adds to a list of byte strings: the bytes of each item.
+
+    Such a list (the images of a row) is two ragged columns: all items of a row one behind the other, and their sizes.
+
+    Example:
+        >>> sizes_column("images")
+        '__sizes__.images'
+    """
+    return f"__sizes__.{column}"
+
+
 RowBatch = dict[str, "Ragged | Array"]
 """Some rows of a source as columns: binary, text and list columns are Ragged, numbers are arrays."""
 

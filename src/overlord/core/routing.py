@@ -36,6 +36,10 @@ class Routing:
     """The image's sample, as an index into the draw."""
     start: Int32s
     """The first token of the run inside its image."""
+    row: Int32s
+    """The first row of the run in what its sender has encoded."""
+    heads: Int64s
+    """[bucket, cp]: the ranks of the first pipeline stage that hold the tokens (the first of each TP group)."""
     images: tuple[Int64s, Int64s]
     """Patches of all images (or runs of one) in the order in which ranks encode them, and where each rank begins."""
 
@@ -82,6 +86,24 @@ class Routing:
         """Return the arrivals of a rank in the order of its sequences: by microbatch, then position."""
         mine = self.received_by(rank)
         return np.lexsort((self.position[mine], self.microbatch[mine]))
+
+    def send_rows(self, rank: int) -> Int64s:
+        """Return the rows of what a rank has encoded, in the order in which it sends them."""
+        mine = self.sent_by(rank)
+        return expand_ranges(self.row[mine].astype(np.int64), self.length[mine].astype(np.int64))
+
+    def arrivals(self, rank: int, microbatch: int) -> tuple[Int64s, Int64s]:
+        """Return where a microbatch's image tokens stand in the rank's sequence, and their rows among all it received.
+
+        So `embeddings[positions] = received[rows]` puts every image in its place.
+        """
+        mine = self.received_by(int(rank))
+        lengths = self.length[mine].astype(np.int64)
+        before = np.cumsum(lengths) - lengths
+        chosen = np.flatnonzero(self.microbatch[mine] == microbatch)
+        chosen = chosen[np.argsort(self.position[mine[chosen]], kind="stable")]
+        at = self.position[mine[chosen]].astype(np.int64)
+        return expand_ranges(at, lengths[chosen]), expand_ranges(before[chosen], lengths[chosen])
 
     def scatter_index(self, rank: int, microbatch: int) -> Int64s:
         """Return the places of a microbatch's image tokens in the rank's sequence, in sequence order."""

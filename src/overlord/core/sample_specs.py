@@ -1,21 +1,42 @@
-"""What a row of a source is: `Text`, `ImageText` or `Custom`, and how many patches an image makes."""
+"""What a row of a source is: `Text`, `Custom`, and the table of all kinds of samples."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
-import numpy as np
-import numpy.typing as npt
-from pydantic import BeforeValidator, Field, field_serializer, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    field_serializer,
+    model_serializer,
+    model_validator,
+)
 from pydantic.json_schema import SkipJsonSchema
 
-from overlord.core.spec_errors import Fault, conflict, did_you_mean, name_choices
-from overlord.core.spec_model import Spec, Word, code_of, whole
+from overlord.core.chat_specs import Chat
+from overlord.core.image_specs import ImageText, Interleaved
+from overlord.core.media_specs import Audio, Video
+from overlord.core.spec_errors import Fault, did_you_mean, name_choices
+from overlord.core.spec_model import Spec, Word, code_of, is_whole, real
 
-Int64s = npt.NDArray[np.int64]
 
-_NO_PATCHES = "an image of no patches has no tokens. Give what the vision encoder was trained with"
+def _as_border_token(value: object) -> object:
+    if isinstance(value, bool) or (isinstance(value, str) and value):
+        return value
+    if is_whole(value) and cast("int", value) >= 0:
+        return int(cast("int", value))
+    raise Fault(
+        "this must be true (the tokenizer's own token), false, a token of the tokenizer (text) or its id (0 or more); "
+        'the ends of the texts would be unknown. Write true, "</s>" or the id'
+    )
+
+
+BorderToken = Annotated[bool | str | int, BeforeValidator(_as_border_token, json_schema_input_type=bool | str | int)]
+"""Which token stands at one end of a text, if any."""
 
 
 class Text(Spec):
@@ -36,169 +57,28 @@ class Text(Spec):
     """Whether the column already holds token ids; then no tokenizer is needed."""
     special_tokens: bool = True
     """Whether the tokenizer adds its special tokens (begin, end) to each text."""
-
-    if TYPE_CHECKING:
-
-        def __init__(self, column: str = "text", *, tokenized: bool = False, special_tokens: bool = True) -> None: ...
-
-
-def _as_image_token(value: object) -> object:
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise Fault(
-        "this must be a token of the tokenizer (text) or its id (0 or more); the places of the image's "
-        'tokens would be unknown. Write image_token="<image>" or the id'
-    )
-
-
-class ImageText(Spec):
-    """A row is one image and its text.
-
-    Example:
-        >>> ImageText("jpg", "caption", patch=14, merge=2)
-        ImageText('jpg', 'caption', patch=14, merge=2)
-    """
-
-    positional: ClassVar[tuple[str, ...]] = ("image", "text")
-
-    kind: Annotated[Literal["image_text"], Field(repr=False)] = "image_text"
-    """The kind of sample."""
-    image: Word = "jpg"
-    """Column that holds the encoded image."""
-    text: Word = "txt"
-    """Column that holds the text."""
-    patch: Annotated[int, whole(1, _NO_PATCHES, example="16")] = 16
-    """Side of a patch in pixels."""
-    merge: Annotated[int, whole(1, _NO_PATCHES, example="2")] = 1
-    """merge x merge patches become one token."""
-    size: Annotated[int, whole(1, _NO_PATCHES, example="224")] | None = None
-    """Side in pixels of the square every image is resized to; none keeps the native resolution."""
-    min_pixels: Annotated[int, whole(1, _NO_PATCHES, example="4096")] = 64 * 64
-    """Smaller images are enlarged (native resolution only)."""
-    max_pixels: Annotated[int, whole(1, _NO_PATCHES, example="1048576")] = 1024 * 1024
-    """Larger images are shrunk (native resolution only)."""
-    width: Word | None = None
-    """Column that holds the image's width; saves reading image headers."""
-    height: Word | None = None
-    """Column that holds the image's height; saves reading image headers."""
-    image_token: Annotated[str | int, BeforeValidator(_as_image_token, json_schema_input_type=str | int)] = "<image>"
-    """Token (text) or token id that stands where the image's tokens go."""
+    bos: BorderToken = False
+    """Token before each text: true for the tokenizer's own, or its text or id; not added where it is there already."""
+    eos: BorderToken = False
+    """Token behind each text: true for the tokenizer's own, or its text or id; not added where it is there already."""
 
     if TYPE_CHECKING:
 
         def __init__(
             self,
-            image: str = "jpg",
-            text: str = "txt",
+            column: str = "text",
             *,
-            patch: int = 16,
-            merge: int = 1,
-            size: int | None = None,
-            min_pixels: int = 64 * 64,
-            max_pixels: int = 1024 * 1024,
-            width: str | None = None,
-            height: str | None = None,
-            image_token: str | int = "<image>",
+            tokenized: bool = False,
+            special_tokens: bool = True,
+            bos: bool | str | int = False,
+            eos: bool | str | int = False,
         ) -> None: ...
 
-    @property
-    def factor(self) -> int:
-        """Pixels that each side of a resized image is a multiple of."""
-        return self.patch * self.merge
-
-    @property
-    def min_tokens(self) -> int:
-        """Tokens of the smallest image there can be."""
-        if self.size is not None:
-            return (self.size // self.factor) ** 2
-        return -(-self.min_pixels // self.factor**2)
-
-    @model_validator(mode="after")
-    def _check_sizes(self) -> ImageText:
-        factor = self.factor
-        if self.size is not None and self.size % factor:
-            near = max(1, round(self.size / factor)) * factor
-            raise conflict(
-                f"{self.size} is not a multiple of patch*merge = {factor}, so the last patches would be cut. "
-                f"Write size={near}",
-                "size",
-            )
-        if self.size is None and self.min_pixels > self.max_pixels:
-            raise conflict(
-                f"{self.min_pixels} is more than max_pixels = {self.max_pixels}; no image would have a legal "
-                "size. Swap them",
-                "min_pixels",
-            )
-        if self.size is None and factor**2 > self.max_pixels:
-            raise conflict(
-                f"{self.max_pixels} is less than one token of {factor} x {factor} pixels (patch*merge); no "
-                f"image would have a token. Write at least max_pixels={factor**2}",
-                "max_pixels",
-            )
-        if (self.width is None) != (self.height is None):
-            given, missing = ("width", "height") if self.height is None else ("height", "width")
-            raise conflict(
-                f"missing, although {given} is given; the size of an image needs both. Name both columns, or "
-                "neither to read the sizes from the image headers",
-                missing,
-            )
-        return self
-
-
-def image_grid(spec: ImageText, widths: npt.ArrayLike, heights: npt.ArrayLike) -> tuple[Int64s, Int64s]:
-    """Return the patch rows and patch columns (before merging) of images after resizing.
-
-    Native resolution: each side is rounded to the nearest multiple of patch*merge; an image over
-    max_pixels is shrunk (rounding down), one under min_pixels enlarged (rounding up). Where a very
-    narrow image cannot keep its shape within max_pixels, its long side is cut short: max_pixels wins.
-
-    Example:
-        >>> rows, cols = image_grid(ImageText(patch=16), [640, 3000], [480, 3000])
-        >>> rows.tolist(), cols.tolist()
-        ([30, 64], [40, 64])
-    """
-    width = np.maximum(np.asarray(widths, np.int64), 1)
-    height = np.maximum(np.asarray(heights, np.int64), 1)
-    if spec.size is not None:
-        side = np.full(width.shape, spec.size // spec.patch, np.int64)
-        return side, side.copy()
-    pixels = width.astype(np.float64) * height
-    shrink = np.sqrt(spec.max_pixels / pixels)
-    grow = np.sqrt(spec.min_pixels / pixels)
-    rows, cols = _nearest(height / spec.factor), _nearest(width / spec.factor)
-    area = spec.factor**2
-    over, under = rows * cols * area > spec.max_pixels, rows * cols * area < spec.min_pixels
-    # Rounding a very narrow side up to one token can bring an image over max_pixels although its own
-    # pixels are fewer; it must not be enlarged then.
-    shrink = np.minimum(shrink, 1.0)
-    rows = np.where(over, np.maximum(1, np.floor(height * shrink / spec.factor)), rows)
-    cols = np.where(over, np.maximum(1, np.floor(width * shrink / spec.factor)), cols)
-    rows = np.where(under, np.ceil(height * grow / spec.factor), rows).astype(np.int64)
-    cols = np.where(under, np.ceil(width * grow / spec.factor), cols).astype(np.int64)
-    most = spec.max_pixels // area
-    tall = rows > cols
-    fitted_rows, fitted_cols = (
-        np.where(tall, np.minimum(rows, np.maximum(1, most // cols)), np.minimum(rows, most)),
-        np.where(tall, np.minimum(cols, most), np.minimum(cols, np.maximum(1, most // rows))),
-    )
-    return fitted_rows.astype(np.int64) * spec.merge, fitted_cols.astype(np.int64) * spec.merge
-
-
-def _nearest(tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    return np.maximum(1, np.rint(tokens))
-
-
-def image_tokens(spec: ImageText, widths: npt.ArrayLike, heights: npt.ArrayLike) -> Int64s:
-    """Return how many tokens each image makes.
-
-    Example:
-        >>> image_tokens(ImageText(patch=14, merge=2, size=448), [640], [480]).tolist()
-        [256]
-    """
-    rows, cols = image_grid(spec, widths, heights)
-    return rows * cols // spec.merge**2
+    @model_serializer(mode="wrap")
+    def _keep_id_zero(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        # 0 equals False, so an id of 0 would be taken for the default and be lost from a job file.
+        ids = {n: v for n, v in (("bos", self.bos), ("eos", self.eos)) if info.exclude_defaults and type(v) is int}
+        return cast("dict[str, Any]", handler(self)) | ids
 
 
 class Custom(Spec):
@@ -225,6 +105,13 @@ class Custom(Spec):
     """Name in messages and in the fingerprint; the function's own by default."""
     code_digest: Annotated[str, Field(repr=False)] = ""
     """Digest of the function's source code; give your own to say that a change keeps the tokens."""
+    # Where the function runs is no part of the stream, so neither of these stands in a fingerprint.
+    process: Annotated[bool, Field(exclude=True)] = True
+    """Whether the function runs in worker processes: Python code holds up no other work then, and may crash."""
+    deadline: Annotated[
+        float, real(0.01, math.inf, "rows would be given up before they ran. Give seconds"), Field(exclude=True)
+    ] = 60.0
+    """Seconds after which a worker that has not answered is taken for hung."""
 
     if TYPE_CHECKING:
 
@@ -235,6 +122,8 @@ class Custom(Spec):
             columns: Sequence[str] | None = None,
             name: str | None = None,
             code_digest: str | None = None,
+            process: bool = True,
+            deadline: float = 60.0,
         ) -> None: ...
 
     @model_validator(mode="before")
@@ -252,12 +141,30 @@ class Custom(Spec):
         return self.name
 
 
-_KINDS: dict[str, type[Text] | type[ImageText]] = {"text": Text, "image_text": ImageText}
+_KINDS: dict[str, type[Spec]] = {
+    "text": Text,
+    "chat": Chat,
+    "image_text": ImageText,
+    "interleaved": Interleaved,
+    "audio": Audio,
+    "video": Video,
+}
+
+
+_TELLING = {
+    "messages": "chat",
+    "image": "image_text",
+    "images": "interleaved",
+    "parts": "interleaved",
+    "audio": "audio",
+    "video": "video",
+}
+"""Fields that tell the kind where it is not given."""
 
 
 def _as_sample(value: object) -> object:
     """Take a sample object, or a mapping with its kind; the kind may be the only key: {text: body}."""
-    if isinstance(value, (Text, ImageText, Custom)):
+    if isinstance(value, (*_KINDS.values(), Custom)):
         return value
     if not isinstance(value, Mapping):
         raise Fault(
@@ -270,7 +177,7 @@ def _as_sample(value: object) -> object:
         first = _KINDS[only].positional[0]
         data = dict(cast("Mapping[str, Any]", inner)) if isinstance(inner, Mapping) else {first: inner}
         data["kind"] = only
-    kind = data.get("kind", "image_text" if "image" in data else "text")
+    kind = data.get("kind", next((kind for key, kind in _TELLING.items() if key in data), "text"))
     if kind == "custom":
         raise Fault(
             "a custom sample is a Python function, which a file of keys and values cannot hold. Use a Python "
@@ -285,10 +192,10 @@ def _as_sample(value: object) -> object:
     return _KINDS[kind].nested(data)
 
 
-_Short = dict[Literal["text", "image_text"], str | dict[str, Any]]
+_Short = dict[Literal["text", "chat", "image_text", "interleaved", "audio", "video"], str | dict[str, Any]]
 
 Sample = Annotated[
-    Text | ImageText | SkipJsonSchema[Custom],
-    BeforeValidator(_as_sample, json_schema_input_type=Text | ImageText | _Short),
+    Text | Chat | ImageText | Interleaved | Audio | Video | SkipJsonSchema[Custom],
+    BeforeValidator(_as_sample, json_schema_input_type=Text | Chat | ImageText | Interleaved | Audio | Video | _Short),
 ]
 """Any kind of sample."""

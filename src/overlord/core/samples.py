@@ -25,6 +25,7 @@ META = np.dtype(
         ("image_tokens", "<i4"),
         ("images", "<i4"),
         ("bytes", "<i8"),
+        ("items", "<i8"),  # its images, as 1 + their first row in the table beside the metadata; 0: one image, in front
     ]
 )
 
@@ -39,6 +40,8 @@ SKIP = 4
 """Never drawn: filtered out, or dropped by the overlength policy."""
 OVERLONG = 8
 """Longer than the context under overlength="error"."""
+PLAIN = 16
+"""Every token but the first of a piece counts in the loss, so that a cut costs exactly one label."""
 
 
 def take_meta(meta: MetaArray, rows: npt.NDArray[np.integer]) -> MetaArray:
@@ -85,23 +88,42 @@ class Cursor(NamedTuple):
 
 
 def apply_overlength(
-    tokens: npt.NDArray[np.integer], image_tokens: npt.NDArray[np.integer], context_length: int, policy: str
+    tokens: npt.NDArray[np.integer],
+    items: tuple[npt.NDArray[np.integer], npt.NDArray[np.integer], npt.NDArray[np.integer]] | None,
+    context_length: int,
+    policy: str,
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Return (delivered tokens, flags) of samples with these raw lengths.
 
-    An image is never cut: a sample whose image alone is longer than the context is skipped.
+    An image, clip or sound is never cut: a sample with one longer than the context is skipped, and one that would be
+    cut in the middle is left out with all that follows it.
+
+    Args:
+        tokens: Raw lengths.
+        items: (sample, first token, tokens) of every image, clip and sound; None where there are none.
+        context_length: Most tokens of a piece.
+        policy: "truncate", "split", "drop" or "error".
 
     Example:
-        >>> apply_overlength(np.array([5, 12]), np.array([0, 0]), 8, "truncate")[0].tolist()
+        >>> apply_overlength(np.array([5, 12]), None, 8, "truncate")[0].tolist()
         [5, 8]
+        >>> apply_overlength(np.array([12]), (np.array([0]), np.array([6]), np.array([4])), 8, "truncate")[0].tolist()
+        [6]
     """
     over = tokens > context_length
-    flags = np.where(image_tokens > context_length, SKIP, 0)
-    delivered = tokens
+    flags = np.zeros(len(tokens), np.int32)
+    delivered = tokens.astype(np.int64)
     if policy == "truncate":
-        delivered = np.minimum(tokens, context_length)
+        delivered = np.minimum(delivered, context_length)
     elif policy == "drop":
-        flags = flags | np.where(over, SKIP, 0)
-    elif policy == "error":
-        flags = np.where(over, OVERLONG, 0)
-    return delivered.astype(np.int32), flags.astype(np.int32)
+        flags[over] |= SKIP
+    if items is not None:
+        row, start, length = (column.astype(np.int64) for column in items)
+        flags[row[length > context_length]] |= SKIP
+        hit = (start < delivered[row]) & (delivered[row] < start + length)
+        np.minimum.at(delivered, row[hit], start[hit])
+        flags[delivered < 1] |= SKIP
+        delivered = np.maximum(delivered, 1)
+    if policy == "error":
+        flags = np.where(over, OVERLONG, 0).astype(np.int32)
+    return delivered.astype(np.int32), flags

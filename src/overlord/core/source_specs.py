@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from pydantic import BeforeValidator, Field
 
-from overlord.core.sample_specs import Custom, ImageText, Sample, Text
+from overlord.core.sample_specs import Sample, Text
 from overlord.core.spec_errors import Fault, list_some
 from overlord.core.spec_model import Spec, Word, as_bytes, real
 
@@ -76,7 +76,7 @@ class Source(Spec):
             name: str,
             path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
             *,
-            sample: Text | ImageText | Custom | Mapping[str, Any] = ...,
+            sample: Spec | Mapping[str, Any] = ...,
             weight: float | None = None,
             lengths: str | None = None,
             shuffle_bytes: int | str = 4 * 2**20,

@@ -14,17 +14,25 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, model_validator
 
+from overlord.core.chat_specs import Chat
+from overlord.core.image_specs import Augment, ImageSpec, ImageText, Interleaved, image_grid, image_tokens, smart_resize
 from overlord.core.learn_specs import Learn
+from overlord.core.media_specs import Audio, Video, audio_frames, audio_tokens, pick_frames, video_frames, video_grid
 from overlord.core.mixture_specs import Mixture
-from overlord.core.sample_specs import Custom, ImageText, Sample, Text, image_grid, image_tokens
+from overlord.core.sample_specs import Custom, Sample, Text
 from overlord.core.source_specs import Source
 from overlord.core.spec_errors import Fault, conflict, did_you_mean, list_some
 from overlord.core.spec_model import Spec, Word, as_number, describe_schema, whole
 
 __all__ = [
+    "Audio",
+    "Augment",
     "Batch",
+    "Chat",
     "Custom",
+    "ImageSpec",
     "ImageText",
+    "Interleaved",
     "Job",
     "Learn",
     "Mixture",
@@ -32,10 +40,17 @@ __all__ = [
     "Source",
     "Spec",
     "Text",
+    "Video",
+    "audio_frames",
+    "audio_tokens",
     "image_grid",
     "image_tokens",
     "job_schema",
+    "pick_frames",
+    "smart_resize",
     "stream_parts",
+    "video_frames",
+    "video_grid",
 ]
 
 FINGERPRINT_VERSION = 2
@@ -277,7 +292,7 @@ def _check_tokenizer(job: Job) -> None:
             continue
         ready = (
             ""
-            if isinstance(sample, ImageText)
+            if not isinstance(sample, Text)
             else (f", or write {sample!r} with tokenized=True if the column already holds token ids")
         )
         raise conflict(
@@ -291,12 +306,20 @@ def _check_contexts(job: Job) -> None:
     length = job.batch.context_length
     for source in job.sources:
         sample = source.sample
-        if isinstance(sample, ImageText) and sample.min_tokens > length:
+        if isinstance(sample, ImageSpec) and sample.min_tokens > length:
             what = "size" if sample.size is not None else "min_pixels"
             raise conflict(
                 f"{length} tokens are fewer than the {sample.min_tokens} of the smallest image of source "
                 f"{source.name!r} ({what}={getattr(sample, what)}, patch*merge={sample.factor}); an image is "
                 f"never cut, so no sample would fit. Write a longer context_length or a smaller {what}",
+                "batch",
+                "context_length",
+            )
+        if isinstance(sample, Video) and sample.min_tokens > length:
+            raise conflict(
+                f"{length} tokens are fewer than the {sample.min_tokens} of the smallest clip of source "
+                f"{source.name!r} (min_pixels={sample.min_pixels}, patch*merge={sample.factor}); a clip is never "
+                "cut, so no sample would fit. Write a longer context_length or a smaller min_pixels",
                 "batch",
                 "context_length",
             )

@@ -86,10 +86,11 @@ class StreamState:
         parts: Mapping[str, Any],
         reports: Mapping[int, Any],
         changes: Sequence[Mapping[str, Any]] = (),
+        verdicts: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the state as a JSON-able dictionary."""
+        """Return the state as a JSON-able dictionary; most streams have no verdicts, and no word of them."""
         table = np.stack([getattr(self, name) for name in _COLUMNS], axis=1).tolist()
-        return {
+        state = {
             "version": STATE_VERSION,
             "step": self.step,
             "fingerprint": dict(parts),
@@ -98,8 +99,8 @@ class StreamState:
             "reports": {str(step): report for step, report in reports.items()},
             "changes": list(changes),
             "mixer": self.mixer,
-            "verdicts": [],
         }
+        return {**state, "verdicts": dict(verdicts)} if verdicts else state
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], names: Sequence[str], parts: Mapping[str, Any]) -> StreamState:

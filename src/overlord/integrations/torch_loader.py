@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Job
 from overlord.errors import SpecError, StateError
@@ -57,6 +59,8 @@ class TorchStep:
     def __init__(self, step: Step) -> None:
         self.index = step.index
         self.global_loss_tokens = step.global_loss_tokens
+        self.global_tokens = step.global_tokens
+        self.global_squared_tokens = step.global_squared_tokens
         self.global_samples = step.global_samples
         self.mixture_version = step.mixture_version
         self.weights = step.weights
@@ -64,6 +68,66 @@ class TorchStep:
         self.fetches = step.fetches
         """False where the trainer broadcasts to this rank: its batches are empty."""
         self.microbatches = TorchMicrobatches(step.microbatches)
+        self._step = step
+
+    @cached_property
+    def encoder(self) -> TorchBatch | None:
+        """What this rank encodes in this step (`vlm_hybrid`), and how the tokens travel; see `exchange_images`."""
+        encoder = self._step.encoder
+        return None if encoder is None else TorchBatch(encoder)
+
+
+def normalize_pixels(pixel_values: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
+    """Return uint8 patch rows as normalised floats, on the device they are on.
+
+    Example:
+        >>> black = torch.zeros(1, 3 * 4, dtype=torch.uint8)
+        >>> normalize_pixels(black, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)).unique().tolist()
+        [-1.0]
+    """
+    colours = pixel_values.to(torch.float32).div_(255.0).unflatten(-1, (3, -1))
+    shift = torch.tensor(mean, device=pixel_values.device, dtype=torch.float32)[:, None]
+    scale = torch.tensor(std, device=pixel_values.device, dtype=torch.float32)[:, None]
+    return colours.sub_(shift).div_(scale).flatten(-2)
+
+
+def exchange_images(output: torch.Tensor, encoder: Mapping[str, Any], group: Any = None) -> torch.Tensor:
+    """Send the encoder's output to the ranks that hold its tokens; gradients come back the same way.
+
+    Call it on every rank once a step, with the rows of the encoder's output (one for each image token) and
+    `step.encoder`. Then, for every microbatch: `embeddings[batch.meta.image_positions] = rows[batch.meta.image_rows]`.
+    The loss of every rank must depend on what this returns, be it by `+ 0 * rows.sum()`: the gradients come back by
+    another all-to-all, which waits for all ranks.
+
+    Args:
+        output: [image tokens of this rank, hidden].
+        encoder: `step.encoder`.
+        group: The process group of all ranks (default: the world).
+    """
+    rows = output[torch.as_tensor(encoder["send_rows"], device=output.device)]
+    if not (dist.is_available() and dist.is_initialized()):
+        return rows  # one process: what it sends is what it gets
+    return _Exchange.apply(rows, encoder["send_splits"].tolist(), encoder["recv_splits"].tolist(), group)
+
+
+class _Exchange(torch.autograd.Function):  # type: ignore[misc]
+    """An all-to-all whose backward pass swaps senders and receivers."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int], group: Any) -> torch.Tensor:
+        ctx.splits = (send, receive, group)
+        return _all_to_all(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        send, receive, group = ctx.splits
+        return _all_to_all(grads[0].contiguous(), receive, send, group), None, None, None
+
+
+def _all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], group: Any) -> torch.Tensor:
+    out = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+    return out
 
 
 class DataLoader:
@@ -89,6 +153,7 @@ class DataLoader:
         mesh: ClientPlaceTree | None = None,
         rank: int | None = None,
         strategy: Strategy | None = None,
+        layout: Keys | Layout = "hf",
         runtime: str = "local",
         prefetch: int = 2,
         store: str | None = None,
@@ -100,7 +165,8 @@ class DataLoader:
         self._rank = rank if rank is not None else (dist.get_rank() if self._grouped else 0)
         if self._grouped and not isinstance(job, str):
             self._mesh.check_world_size(dist.get_world_size())
-        self._options: dict[str, Any] = {"strategy": strategy, "runtime": runtime, "prefetch": prefetch}
+        self._options: dict[str, Any] = {"strategy": strategy, "layout": layout, "runtime": runtime}
+        self._options["prefetch"] = prefetch
         self._options |= {"store": store, "cache": cache}
         self._state: Mapping[str, Any] | None = None
         self._service: Service | None = None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from overlord.core.draw import Buffer, Pieces, context_pieces
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import Buffer, LoadingPlan
+from overlord.core.plan import LoadingPlan
+from overlord.core.samples import PLAIN
 from overlord.errors import OverlordError, PlanError
 from overlord.planning.encoder import join_encoder
 
@@ -37,7 +40,7 @@ def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> L
     name = getattr(strategy, "__name__", type(strategy).__name__)
     try:
         made: Any = strategy(buffer, tree)
-        plan = _joined(made, name, tree, buffer.limits.patches_per_token)
+        plan = _counted(_joined(made, name, tree, buffer.limits.patches_per_token), buffer)
     except OverlordError:
         raise
     except (Exception, SystemExit) as error:  # the border to the user's code
@@ -47,6 +50,13 @@ def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> L
         ) from error
     check_plan(plan, buffer, tree, name)
     return plan
+
+
+def _counted(plan: LoadingPlan, buffer: Buffer) -> LoadingPlan:
+    """Let a plan that cuts samples know how many cuts the draw has counted on: each further one costs a label."""
+    if not isinstance(plan.pieces, Pieces) or not len(plan.pieces) or not plan.pieces.start.any():
+        return plan
+    return dataclasses.replace(plan, context_cuts=len(context_pieces(buffer)) - len(buffer))
 
 
 def _where(error: BaseException) -> str:
@@ -134,7 +144,8 @@ def _check_mesh(plan: LoadingPlan, tree: ClientPlaceTree) -> None:
     for axis in plan.broadcast:
         if axis not in ("TP", "CP", "DP") or axis in split:
             raise _Wrong(f"broadcast along {axis!r} would leave ranks without their samples", "Broadcast along TP")
-    if plan.axis != "CP" and tree.cp > 1 and plan.pad_multiple % (2 * tree.cp):
+    zigzag = plan.slicing == "zigzag" and not plan.row_tokens
+    if zigzag and plan.axis != "CP" and tree.cp > 1 and plan.pad_multiple % (2 * tree.cp):
         raise _Wrong(
             f"its pad_multiple is {plan.pad_multiple}, and {tree.cp} context-parallel ranks cut a sequence into "
             f"{2 * tree.cp}",
@@ -177,6 +188,8 @@ def _check_pieces(plan: LoadingPlan, wanted: Any, buffer: Buffer) -> None:
             f"{int(got[at])} of {int(wanted[at])} {plan.modality}",
             "Let every item of the graph go through balance() and plan()",
         )
+    if plan.modality == "tokens":
+        _check_cuts(sample, start, buffer)
     several = np.flatnonzero((start > 0) | (length != wanted[sample]))
     order = several[np.lexsort((start[several], sample[several]))]
     s, begin, end = sample[order], start[order], start[order] + length[order]
@@ -184,6 +197,23 @@ def _check_pieces(plan: LoadingPlan, wanted: Any, buffer: Buffer) -> None:
     fresh[1:] = s[1:] != s[:-1]
     if not np.array_equal(begin, np.where(fresh, 0, np.concatenate([[0], end[:-1]])[: len(order)])):
         raise _Wrong("pieces of one sample overlap", "Cut samples into pieces that follow each other")
+
+
+def _check_cuts(sample: Any, start: Any, buffer: Buffer) -> None:
+    """Refuse cuts elsewhere than at the context, but for samples where every cut costs exactly one label."""
+    cut = start > 0
+    if not cut.any():
+        return
+    usual = context_pieces(buffer)
+    keys = (usual.sample.astype(np.int64) << 32) + usual.start
+    fresh = ~np.isin((sample[cut].astype(np.int64) << 32) + start[cut], keys)
+    wrong = sample[cut][fresh & (buffer.meta["flags"][sample[cut]] & PLAIN == 0)]
+    if len(wrong):
+        raise _Wrong(
+            f"it cuts {buffer.draw.sample_id(int(wrong[0]))} elsewhere than at the context length, and that sample has "
+            "images or a loss mask, so that nobody knows how many labels are left",
+            "Cut only samples whose meta['flags'] have PLAIN",
+        )
 
 
 def _each_once(plan: LoadingPlan) -> bool:

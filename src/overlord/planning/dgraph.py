@@ -17,8 +17,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.draw import context_pieces
+from overlord.core.layout_specs import piece_multiple, shape_of
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import Buffer, LoadingPlan, Pieces, cut_pieces, lay_out, order_in_bins, pad_lengths
+from overlord.core.plan import Buffer, LoadingPlan, Pieces, lay_out, order_in_bins, pad_lengths
 from overlord.core.samples import SampleId
 from overlord.core.spec_errors import did_you_mean
 from overlord.core.spec_model import is_whole
@@ -26,9 +28,11 @@ from overlord.errors import SpecError
 from overlord.planning.balancing.balance import Level, Method, Objective
 from overlord.planning.balancing.greedy import loads as loads_of
 from overlord.planning.balancing.microbatches import place_hybrid, place_tokens, spread_over_blocks
+from overlord.planning.balancing.packing import PackMethod, fill_bins, place_bins
 from overlord.planning.checking import SPLIT_AXES
 from overlord.planning.costs import as_costs
 from overlord.planning.encoder import Scope, place_images, split_images
+from overlord.planning.graph_checks import check_owner, check_packing, checked_axis, checked_places
 from overlord.planning.lineage import Trace, trace_sample
 from overlord.planning.pictures.picture import picture_of
 
@@ -95,10 +99,9 @@ class DGraph:
                 "Pass the buffer and the tree that the strategy was called with."
             )
         if modality == "tokens":
-            items = cut_pieces(buffer.meta["tokens"], buffer.limits.context_length)
+            items = context_pieces(buffer)
         elif modality == "images":
-            sample = np.flatnonzero(buffer.meta["image_tokens"] > 0).astype(np.int32)
-            items = Pieces(sample, np.zeros(len(sample), np.int32), buffer.meta["image_tokens"][sample])
+            items = buffer.draw.image_runs
         else:
             raise SpecError(
                 f"DGraph.from_buffer: modality is {modality!r}; no metadata has that name."
@@ -149,19 +152,7 @@ class DGraph:
             group_size: Balance inside groups of so many buckets only, which is cheaper in very large clusters.
         """
         buckets = self.tree.num_buckets(axis)
-        name = axis.upper()
-        if name not in ("DP", "CP", "WORLD"):
-            raise SpecError(f"distribute: axis is {axis!r}; its ranks share samples. Use 'DP', 'CP' or 'WORLD'.")
-        if self.modality == "tokens" and name == "WORLD" and buckets != self.tree.dp:
-            raise SpecError(
-                f"distribute: the mesh {self.tree} has pp, cp or tp above 1, whose ranks need the same tokens; over "
-                "WORLD they would train on different ones. Use axis='DP' (or 'CP') for tokens, 'WORLD' for images."
-            )
-        if self.modality == "tokens" and name == "CP" and self.tree.pp > 1:
-            raise SpecError(
-                f"distribute: over CP every rank gets its own number of microbatches, which {self.tree.pp} pipeline "
-                "stages cannot follow. Use axis='DP' with pp > 1."
-            )
+        name = checked_axis(axis, self.tree, self.modality)
         if group_size is not None and (not is_whole(group_size) or group_size < 1):
             raise SpecError(f"distribute: group_size is {group_size!r}; no group could be made. Use 1 or more.")
         groups = "" if group_size is None else f" in groups of {group_size}"
@@ -200,14 +191,7 @@ class DGraph:
             scope: "world": any rank, the owner's ranks where their load is within 2 % of the least loaded.
                 "group": only ranks of the owning data-parallel group, so that nothing crosses groups.
         """
-        known = isinstance(backbone, LoadingPlan) and backbone.modality == "tokens"
-        if not known or backbone.draw is not self.buffer.draw:
-            raise SpecError("toward: the backbone is no plan of this step's tokens; images would have no destination.")
-        if self.modality != "images" or scope not in ("world", "group"):
-            raise SpecError(
-                f"toward: modality is {self.modality!r} and scope {scope!r}; only images have an owner. Use it on a "
-                "graph of images, with scope 'world' or 'group'."
-            )
+        check_owner(self, backbone, scope)
         return self._with("toward", f"within the {scope}", owner=backbone, scope=scope, places=None)
 
     def balance(
@@ -246,22 +230,33 @@ class DGraph:
             num_microbatches=placed.count, cp_sizes=placed.cp_sizes, counts=placed.counts,
         )  # fmt: skip
 
+    def pack(self, method: PackMethod = "best_fit") -> DGraph:
+        """Fill microbatches as full as they go, then give every bucket as many of them, those of like cost together.
+
+        `balance` makes costs even and leaves room for that; this leaves as little room as it can. Microbatches that
+        are missing in the last round are dummies.
+
+        Args:
+            method: "best_fit" (longest item first, into the fullest microbatch that takes it), "first_fit" (items as
+                they were drawn, into the first that takes them), or "concat": items end to end, plain text cut where a
+                microbatch is full; what has images or a loss mask of its own is never cut.
+        """
+        self._need("pack", axis=True, costs=True)
+        check_packing(self, method)
+        assert self.cost_fn is not None
+        items, bins = fill_bins(self.buffer, self.items, self.padded, self.tree, self.pad_multiple, method)
+        graph = self if items is self.items else dataclasses.replace(self, items=items)._costed(self.cost_fn)
+        assert graph.costs is not None
+        placed = place_bins(self.buffer, bins, graph.costs, graph.padded, self.tree)
+        return graph._with(
+            "pack", f"{method}: {placed.detail}", reorder=False, places=placed.places, num_microbatches=placed.count,
+            cp_sizes=None, counts=None,
+        )  # fmt: skip
+
     def placed(self, places: npt.ArrayLike, num_microbatches: int, detail: str = "by hand") -> DGraph:
         """Place every item yourself: `places` is bucket * num_microbatches + microbatch of each."""
         self._need("placed", axis=True)
-        given = np.asarray(places)
-        if not is_whole(num_microbatches) or num_microbatches < 1:
-            raise SpecError(f"placed: num_microbatches is {num_microbatches!r:.80}; use a whole number of at least 1.")
-        most = self.num_buckets * num_microbatches
-        if given.shape != self.items.sample.shape or given.dtype.kind not in "iu":
-            raise SpecError(
-                f"placed: {given.shape} places of type {given.dtype} for {len(self.items)} items; some would be lost. "
-                "Give a whole number for each item."
-            )
-        if len(given) and not (int(given.min()) >= 0 and int(given.max()) < most):
-            raise SpecError(f"placed: places go from {int(given.min())} to {int(given.max())}; there are bins 0 to "
-                            f"{most - 1}. Use bucket * num_microbatches + microbatch.")  # fmt: skip
-        wide = given.astype(np.int64)
+        wide = checked_places(places, len(self.items), self.num_buckets, num_microbatches)
         return self._with("placed", detail, places=wide, num_microbatches=num_microbatches, reorder=False)
 
     def broadcast_at(self, axis: str) -> DGraph:
@@ -279,7 +274,7 @@ class DGraph:
         for name in self.broadcast:
             self._refuse_broadcast(name)
         items, places, priority = self.items, self.places, self.costs if self.reorder else None
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = shape_of(self.buffer.limits, self.tree, self.axis) if self.modality == "tokens" else {}
         if self.cp_sizes is not None:
             index, places = spread_over_blocks(places, self.cp_sizes, self.num_microbatches)
             items, priority = items.take(index), priority[index] if priority is not None else None
@@ -287,7 +282,7 @@ class DGraph:
         if self.cp_sizes is not None:
             shared = index[order]
             firsts = self.places[shared] // self.num_microbatches
-            extra = {"counts": self.counts, "cp_sizes": self.cp_sizes[shared].astype(np.int32),
+            extra |= {"counts": self.counts, "cp_sizes": self.cp_sizes[shared].astype(np.int32),
                      "first_ranks": firsts.astype(np.int32)}  # fmt: skip
         plan = lay_out(
             self.buffer.draw, items, places, self.num_buckets, self.num_microbatches,
@@ -318,11 +313,16 @@ class DGraph:
     @property
     def pad_multiple(self) -> int:
         """What the length of every item is rounded up to: zigzag slices need two chunks a rank."""
-        return 2 * self.tree.cp if self.modality == "tokens" and self.axis != "CP" and self.tree.cp > 1 else 1
+        limits = self.buffer.limits
+        if self.modality != "tokens" or self.axis == "CP" or limits.row_tokens:
+            return 1
+        return piece_multiple(limits.slicing, self.tree.cp)
 
     @cached_property
     def padded(self) -> Int64s:
-        """The length of every item with its padding."""
+        """The room that every item takes: its length with its padding."""
+        if self.modality == "tokens" and self.buffer.limits.row_tokens:
+            return np.full(len(self.items), self.buffer.limits.row_tokens, np.int64)
         return pad_lengths(self.items.length, self.pad_multiple)
 
     @cached_property
@@ -342,7 +342,8 @@ class DGraph:
 
     def _costed(self, fn: CostFn) -> DGraph:
         per_item = self.buffer.limits.patches_per_token if self.modality == "images" else 1
-        return dataclasses.replace(self, costs=as_costs(fn, self.padded * per_item, "cost"))
+        lengths = pad_lengths(self.items.length, self.pad_multiple)  # a row's padding costs nobody attention
+        return dataclasses.replace(self, costs=as_costs(fn, lengths * per_item, "cost"))
 
     def _need(self, primitive: str, *, axis: bool = False, costs: bool = False, places: bool = False) -> None:
         missing = [

@@ -43,7 +43,7 @@ def place_images(
             "balance: images are kept near their tokens by the greedy method over WORLD only; another one would not "
             "look at where they belong. Use balance('greedy') after distribute(axis='WORLD'), or leave toward() out."
         )
-    bucket = _destinations(owner)[0][items.sample]
+    bucket = _destinations(owner, items)["bucket"]
     group = tree.buckets_of("DP")
     ranks = np.argsort(group, kind="stable").astype(np.int64)
     offsets = np.searchsorted(group[ranks], np.arange(tree.dp + 1)).astype(np.int64)
@@ -95,9 +95,8 @@ def join_encoder(
             f"the tokens are distributed over {backbone.axis} and the images over {encoder.axis}; routes exist from "
             "images over WORLD to tokens over DP. Use distribute(axis='WORLD') for the images and 'DP' for the tokens."
         )
-    bucket, microbatch, position, _ = _destinations(backbone)
-    at, heads = encoder.pieces.sample, _first_stage(tree)[:, 0, 0]
-    order = np.lexsort((position[at] + encoder.pieces.start, microbatch[at], heads[bucket[at]], encoder.buckets))
+    found, heads = _destinations(backbone, encoder.pieces), _first_stage(tree)[:, 0, 0]
+    order = np.lexsort((found["position"], found["microbatch"], heads[found["bucket"]], encoder.buckets))
     encoder = dataclasses.replace(encoder, pieces=encoder.pieces.take(order))
     return dataclasses.replace(backbone, encoder=encoder, routing=route(backbone, encoder, tree, patches_per_token))
 
@@ -108,57 +107,77 @@ def route(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree, pa
     The first pipeline stage receives. Along TP and CP it follows the backbone's `broadcast_at`: with it the
     first rank gets everything; without it every TP rank gets a copy, and every CP rank the tokens of its slice.
     """
-    bucket, microbatch, position, padded = _destinations(backbone)
     images = encoder.pieces
-    at = images.sample
+    length = images.length.astype(np.int64)
+    sent = np.cumsum(length) - length
+    begins = encoder.bin_offsets[:: encoder.num_microbatches]
+    found = _destinations(backbone, images)
+    unit, size = found.pop("unit"), found.pop("size")
     columns = {
+        **found,
         "sender": encoder.buckets.astype(np.int64),
-        "bucket": bucket[at],
-        "microbatch": microbatch[at],
-        "position": position[at] + images.start,
-        "length": images.length.astype(np.int64),
-        "sample": at.astype(np.int64),
+        "length": length,
+        "sample": images.sample.astype(np.int64),
         "start": images.start.astype(np.int64),
-        "cp": np.zeros(len(at), np.int64),
+        "row": sent - np.append(sent, 0)[begins[:-1]][encoder.buckets],
+        "cp": np.zeros(len(length), np.int64),
     }
-    sliced = tree.cp > 1 and "CP" not in backbone.broadcast
-    if sliced:
-        columns = _cut_for_slices(columns, position[at], padded[at], tree.cp)
+    if tree.cp > 1 and "CP" not in backbone.broadcast:
+        columns = _cut_for_slices(columns, unit, size, tree.cp, mirrored=backbone.slicing != "contiguous")
     copies = 1 if "TP" in backbone.broadcast else tree.tp
     ranks = _first_stage(tree)
     receiver = ranks[columns["bucket"], columns["cp"]][:, :copies].reshape(-1)
     columns = {name: np.repeat(values, copies) for name, values in columns.items()}
     order = np.lexsort((columns["position"], columns["microbatch"], receiver, columns["sender"]))
     columns["receiver"] = receiver
-    names = ("sender", "receiver", "microbatch", "position", "length", "sample", "start")
+    names = ("sender", "receiver", "microbatch", "position", "length", "sample", "start", "row")
     routes = {name: columns[name][order].astype(np.int32) for name in names}
-    begins = encoder.bin_offsets[:: encoder.num_microbatches]
-    return Routing(tree.world_size, **routes, images=(images.length.astype(np.int64) * patches_per_token, begins))
+    return Routing(tree.world_size, **routes, heads=ranks[:, :, 0].copy(), images=(length * patches_per_token, begins))
 
 
-def _destinations(backbone: LoadingPlan) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Return of every drawn sample the bucket, microbatch, position and padded length of its first piece."""
-    count = backbone.num_microbatches
-    bins = np.repeat(np.arange(len(backbone.bin_offsets) - 1), np.diff(backbone.bin_offsets))
-    behind = np.cumsum(backbone.padded) - backbone.padded
-    inside = behind - behind[backbone.bin_offsets[bins]] if len(bins) else behind
-    first = backbone.pieces.start == 0
-    found = np.full((4, len(backbone.draw)), -1, np.int64)
-    columns = (bins // count, bins % count, inside, backbone.padded)
-    found[:, backbone.pieces.sample[first]] = np.stack(columns)[:, first]
-    lost = np.flatnonzero((found[0] < 0) & (backbone.draw.meta["images"] > 0))
-    if len(lost):
+def _destinations(backbone: LoadingPlan, images: Pieces) -> dict[str, Int64s]:
+    """Return where the tokens of images (or runs of them) go: bucket, microbatch and position in its sequence.
+
+    Also what the context-parallel ranks cut there: where the unit begins (a segment, a row, or the whole sequence), and
+    how long it is.
+    """
+    draw, pieces = backbone.draw, backbone.pieces
+    image, first = draw.image_at(images.sample, images.start)
+    token = draw.images.start[image] + images.start.astype(np.int64) - first if len(image) else image
+    keys = (pieces.sample.astype(np.int64) << 32) + pieces.start
+    order = np.argsort(keys, kind="stable")
+    wanted = (images.sample.astype(np.int64) << 32) + token
+    at = order[np.maximum(np.searchsorted(keys[order], wanted, side="right") - 1, 0)] if len(keys) else wanted
+    ends = pieces.start[at] + pieces.length[at] if len(keys) else wanted
+    held = (pieces.sample[at] == images.sample) & (ends > token) if len(keys) else wanted < 0
+    if not held.all():
+        lost = int(images.sample[np.argmin(held)])
         raise PlanError(
-            f"step {backbone.step}: sample {backbone.draw.sample_id(int(lost[0]))} has an image and no place in the "
-            "backbone's plan; its tokens would go nowhere. Let the plan of tokens hold every sample of the buffer."
+            f"step {backbone.step}: sample {draw.sample_id(lost)} has an image and no place in the backbone's plan; "
+            "its tokens would go nowhere. Let the plan of tokens hold every sample of the buffer."
         )
-    return found[0], found[1], found[2], found[3]
+    bins = np.repeat(np.arange(len(backbone.bin_offsets) - 1), np.diff(backbone.bin_offsets))
+    room = backbone.in_batch
+    behind = np.cumsum(room) - room
+    inside = (behind - behind[backbone.bin_offsets[bins]])[at] if len(bins) else at
+    totals = np.bincount(bins, room, len(backbone.bin_offsets)).astype(np.int64)
+    whole = backbone.slicing != "zigzag" and not backbone.row_tokens
+    return {
+        "bucket": bins[at] // backbone.num_microbatches,
+        "microbatch": bins[at] % backbone.num_microbatches,
+        "position": inside + token - pieces.start[at],
+        "unit": np.zeros(len(at), np.int64) if whole else inside,
+        "size": totals[bins[at]] if whole else room[at],
+    }
 
 
-def _cut_for_slices(columns: dict[str, Int64s], segment: Int64s, padded: Int64s, cp: int) -> dict[str, Int64s]:
-    """Cut runs where the zigzag slices of the context-parallel ranks meet; positions become those in the slice."""
-    chunk = np.maximum(padded // (2 * cp), 1)
-    begin = columns["position"] - segment
+def _cut_for_slices(
+    columns: dict[str, Int64s], unit: Int64s, size_of: Int64s, cp: int, *, mirrored: bool
+) -> dict[str, Int64s]:
+    """Cut runs where the slices of the context-parallel ranks meet; positions become those in the slice."""
+    chunks = 2 * cp if mirrored else cp
+    chunk = np.maximum(size_of // chunks, 1)
+    begin = columns["position"] - unit
     first, last = begin // chunk, (begin + np.maximum(columns["length"], 1) - 1) // chunk
     count = last - first + 1
     index = np.repeat(np.arange(len(count)), count)
@@ -166,12 +185,13 @@ def _cut_for_slices(columns: dict[str, Int64s], segment: Int64s, padded: Int64s,
     size = chunk[index]
     low = np.maximum(begin[index], number * size)
     high = np.minimum(begin[index] + columns["length"][index], (number + 1) * size)
-    mirrored = number >= cp
+    back = number >= cp
     cut = {name: values[index] for name, values in columns.items()}
-    cut["cp"] = np.where(mirrored, 2 * cp - 1 - number, number)
-    cut["position"] = segment[index] // cp + np.where(mirrored, size, 0) + low - number * size
+    cut["cp"] = np.where(back, 2 * cp - 1 - number, number)
+    cut["position"] = unit[index] // cp + np.where(back, size, 0) + low - number * size
     cut["length"] = high - low
-    cut["start"] = cut["start"] + low - begin[index]
+    for name in ("start", "row"):
+        cut[name] = cut[name] + low - begin[index]
     return cut
 
 

@@ -79,7 +79,7 @@ def trace_sample(graph: DGraph, sample: SampleId | str) -> Trace:
         detail = edge.detail
         if edge.primitive == "cost" and graph.costs is not None:
             detail = f"{', '.join(f'{int(c):,}' for c in graph.costs[items])} ({edge.detail})"
-        if edge.primitive == "balance" and graph.places is not None:
+        if edge.primitive in ("balance", "pack") and graph.places is not None:
             detail = "; ".join(_place(graph, int(item)) for item in items)
         states.append(State(edge.primitive, detail if len(items) else f"not in this graph ({edge.detail})"))
     if graph.places is not None and len(items):

@@ -15,11 +15,12 @@ from overlord.planning import costs
 from overlord.planning.balancing.balance import Level, Method, Objective
 from overlord.planning.balancing.dealing import deal
 from overlord.planning.balancing.microbatches import no_room
+from overlord.planning.balancing.packing import PackMethod
 from overlord.planning.checking import Strategy
 from overlord.planning.dgraph import CostFn, DGraph
 from overlord.planning.encoder import Scope
 
-__all__ = ["Strategy", "backbone_balance", "curriculum", "hdp", "long_short", "vanilla", "vlm_hybrid"]
+__all__ = ["Strategy", "backbone_balance", "curriculum", "hdp", "long_short", "packed", "vanilla", "vlm_hybrid"]
 
 
 def vanilla() -> Strategy:
@@ -132,6 +133,34 @@ def long_short(
         return first.then(second)
 
     return long_short
+
+
+def packed(
+    cost: CostFn = costs.llama_12b, *, method: PackMethod = "best_fit", broadcast: Collection[str] = ()
+) -> Strategy:
+    """Return the strategy that fills microbatches as full as they go, for trainers that pay for a full one anyway.
+
+    Filled microbatches are then dealt to the data-parallel groups, those of like cost together. Where the trainer pays
+    only for the tokens there are, use `backbone_balance`: it makes costs even and does not mind room.
+
+    Args:
+        cost: What a sequence costs.
+        method: "best_fit", "first_fit", or "concat", which cuts plain text where a microbatch is full: see
+            `DGraph.pack`.
+        broadcast: Axes along which the trainer broadcasts.
+
+    Example:
+        >>> from overlord import ClientPlaceTree, summary_buffer
+        >>> buffer = summary_buffer({"web": [700, 600, 400, 300]}, context_length=1000)
+        >>> packed()(buffer, ClientPlaceTree(dp=2)).bin(0, 0).length.tolist()
+        [700, 300]
+    """
+
+    def packed(buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+        graph = DGraph.from_buffer(buffer, tree, modality="tokens").mix().distribute(axis="DP").cost(cost).pack(method)
+        return _broadcast(graph, broadcast).plan()
+
+    return packed
 
 
 def hdp(cost: CostFn = costs.llama_12b, *, equal_counts: bool = False, broadcast: Collection[str] = ()) -> Strategy:

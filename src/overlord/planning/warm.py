@@ -1,19 +1,21 @@
 """Loads every planning kernel once, so that no step of a run waits for a compiler.
 
-Numba keeps compiled kernels beside the package; after the first time this takes a fraction of a second. Run
-`python -m overlord.planning.warm` when installing to have even the first launch start fast.
+Numba keeps compiled kernels beside the package; after the first time this takes a fraction of a second.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import get_args
 
 import numpy as np
 
+from overlord.core.draw import Pieces, cut_pieces
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.ragged import Ragged
 from overlord.planning import strategies
 from overlord.planning.balancing.balance import Method, Objective, balance, place
+from overlord.planning.balancing.packing import PackMethod
 from overlord.planning.checking import run_strategy
 from overlord.planning.drawing import Budget, Supply, Tally, draw_more
 from overlord.planning.low_level import summary_buffer
@@ -33,6 +35,8 @@ def warm_launch() -> None:
     """
     _draw()
     _balance("greedy", "lockstep")
+    image = Pieces(np.zeros(1, np.int32), np.ones(1, np.int32), np.ones(1, np.int32))
+    cut_pieces(np.array([3], np.int32), 2, image)
 
 
 @functools.cache
@@ -44,7 +48,8 @@ def warm_kernels() -> None:
         context_length=32,
         microbatch_tokens=64,
     )
-    for strategy in (strategies.vanilla(), strategies.vlm_hybrid(split=True), strategies.hdp()):
+    packed = [strategies.packed(method=method) for method in get_args(PackMethod)]
+    for strategy in (strategies.vanilla(), strategies.vlm_hybrid(split=True), strategies.hdp(), *packed):
         run_strategy(strategy, buffer, ClientPlaceTree(dp=2, cp=2))
     for method in METHODS:
         balance([3, 2, 1], 2, method=method)
@@ -71,7 +76,3 @@ def _draw() -> None:
         )
         tally = Tally(*np.zeros((4, 2), np.int64))
         draw_more(supply, np.full(2, SCALE // 2), tally, Budget(3, 1 << 40), by_tokens=by_tokens, sequential=False)
-
-
-if __name__ == "__main__":
-    warm_kernels()

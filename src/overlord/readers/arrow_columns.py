@@ -1,7 +1,8 @@
 """From Arrow record batches to numpy columns, without copying where Arrow's buffers allow it.
 
-Shared by Parquet and Arrow IPC. Text, binary and lists become Ragged, numbers arrays; what is nested
-deeper (chat messages, lists of images) becomes JSON text with bytes in base64.
+Shared by Parquet and Arrow IPC. Text, binary and lists become Ragged, numbers arrays; a list of binary (or of
+the images of Hugging Face datasets) becomes its bytes and their sizes. What is nested deeper (chat messages)
+becomes JSON text with bytes in base64.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from overlord.core.ragged import BAD_COLUMN, Array, Ragged, RowBatch, offsets_of
+from overlord.core.ragged import BAD_COLUMN, Array, Ragged, RowBatch, offsets_of, sizes_column
 from overlord.errors import ReaderError
 from overlord.readers.reader import Kind, missing_column
 
@@ -103,7 +104,10 @@ def to_rows(batch: pa.RecordBatch, columns: Mapping[str, Kind], path: str) -> Ro
                 f"file of the source it reads as {wanted!r}; their rows cannot be mixed. Write the files "
                 "with one type, or make them two sources."
             )
-        rows[column], nulls = _to_numpy(array, wanted)
+        if wanted == "bytes_list":
+            rows[column], rows[sizes_column(column)], nulls = _bytes_list_column(array)
+        else:
+            rows[column], nulls = _to_numpy(array, wanted)
         bad |= nulls
     rows[BAD_COLUMN] = bad
     return rows
@@ -138,15 +142,36 @@ def _bytes_column(array: pa.Array) -> Ragged:
 
 
 def _list_column(array: pa.Array) -> tuple[Ragged, Bools]:
+    child, offsets = _list_parts(array)
+    return Ragged(_number_column(child), offsets), _has_null(child, offsets)
+
+
+def _bytes_list_column(array: pa.Array) -> tuple[Ragged, Ragged, Bools]:
+    """Return the bytes of all items of each row, their sizes, and which rows are null or have a null in them."""
+    if pt.is_null(array.type):
+        empty = np.zeros(len(array) + 1, np.int64)
+        return Ragged(np.empty(0, np.uint8), empty), Ragged(np.empty(0, np.int64), empty), np.ones(len(array), np.bool_)
+    nulls = _nulls_of(array)
+    child, offsets = _list_parts(array)
+    child = _storage(child)
+    if pt.is_struct(child.type):
+        child = _storage(pc.struct_field(child, ["bytes"]))  # type: ignore[attr-defined]
+    items = _bytes_column(child)
+    data, sizes = Ragged(items.values, items.offsets[offsets]), Ragged(items.lengths, offsets)
+    return _blank(data, nulls), _blank(sizes, nulls), nulls | _has_null(child, offsets)
+
+
+def _list_parts(array: pa.Array) -> tuple[pa.Array, npt.NDArray[np.int64]]:
     if not (pt.is_list(array.type) or pt.is_large_list(array.type)):
         array = array.cast(pa.large_list(array.type.value_type))
-    offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
-    child = array.values
-    inner: Bools = np.zeros(len(array), np.bool_)
-    if child.null_count:
-        count = np.concatenate([[0], np.cumsum(_nulls_of(child))])
-        inner = count[offsets[1:]] > count[offsets[:-1]]
-    return Ragged(_number_column(child), offsets), inner
+    return array.values, array.offsets.to_numpy().astype(np.int64, copy=False)
+
+
+def _has_null(child: pa.Array, offsets: npt.NDArray[np.int64]) -> Bools:
+    if not child.null_count:
+        return np.zeros(len(offsets) - 1, np.bool_)
+    count = np.concatenate([[0], np.cumsum(_nulls_of(child))])
+    return count[offsets[1:]] > count[offsets[:-1]]
 
 
 def _number_column(array: pa.Array) -> Array:
@@ -219,6 +244,14 @@ def _is_bytes(found: pa.DataType) -> bool:
     return _has_offsets(found) or views or pt.is_fixed_size_binary(found)
 
 
+def _is_binary(found: pa.DataType) -> bool:
+    """Tell whether a type holds bytes that are no text, or is the image or audio feature of Hugging Face datasets."""
+    if pt.is_struct(found):
+        inner = {field.name: _storage_type(field.type) for field in found.fields}
+        return set(inner) <= {"bytes", "path"} and "bytes" in inner and _is_binary(inner["bytes"])
+    return _is_bytes(found) and not (pt.is_string(found) or pt.is_large_string(found) or pt.is_string_view(found))
+
+
 def _is_number(found: pa.DataType) -> bool:
     return pt.is_primitive(found) or pt.is_decimal(found)
 
@@ -235,4 +268,4 @@ def _kind_of_type(found: pa.DataType) -> Kind | None:
     lists = pt.is_list(found) or pt.is_large_list(found) or pt.is_fixed_size_list(found)
     if lists and _is_number(found.value_type):
         return "float_list" if _kind_of_type(found.value_type) == "float" else "int_list"
-    return "json"
+    return "bytes_list" if lists and _is_binary(_storage_type(found.value_type)) else "json"

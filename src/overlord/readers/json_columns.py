@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, offsets_of
+from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, offsets_of, sizes_column
 from overlord.readers.reader import Kind
 
 HEAD_ROWS = 256
@@ -118,7 +118,11 @@ class RowBuilder:
         """Return the batch and begin the next one."""
         batch: RowBatch = {}
         for (name, kind), cells in zip(self._kinds.items(), self._cells, strict=True):
-            batch[name] = _column(kind, cells)
+            if kind == "bytes_list":
+                batch[name] = _column("bytes", [b"".join(cell) for cell in cells])
+                batch[sizes_column(name)] = _column("int_list", [[len(item) for item in cell] for cell in cells])
+            else:
+                batch[name] = _column(kind, cells)
         batch[BAD_COLUMN] = np.array(self._bad, np.bool_)
         self._cells = [[] for _ in self._kinds]
         self._bad = []
@@ -132,6 +136,7 @@ _EMPTY: dict[Kind, Any] = {
     "float": 0.0,
     "int_list": (),
     "float_list": (),
+    "bytes_list": (),
 }
 
 
@@ -158,6 +163,8 @@ def _encode(value: Any, kind: Kind) -> Any:
             return _int64(value)
         case "float":
             return _float64(value)
+        case "bytes_list":  # of members of an archive; JSON has no bytes
+            return value if isinstance(value, list) else None
         case "int_list" | "float_list":
             if not isinstance(value, list):
                 return None

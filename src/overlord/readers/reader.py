@@ -23,8 +23,11 @@ from overlord.readers.filesystems import StoredFile
 BLOCK_BYTES = 1 << 20
 """How large a block of a format without blocks of its own becomes."""
 
-Kind = Literal["bytes", "json", "int", "float", "int_list", "float_list"]
-"""What a column holds. Bytes (or text) and json text are Ragged uint8, lists are Ragged, the rest arrays."""
+Kind = Literal["bytes", "json", "int", "float", "int_list", "float_list", "bytes_list"]
+"""What a column holds. Bytes (or text) and json text are Ragged uint8, lists are Ragged, the rest arrays.
+
+A list of byte strings (the images of a row) is two columns: its items one behind the other as Ragged uint8, and
+under the name `sizes_column(column)` the bytes of each as Ragged int64."""
 
 
 class DamagedFile(OSError):

@@ -1,15 +1,17 @@
 """Tar shards as WebDataset writes them: neighbouring members with one key are a sample.
 
 The key is the path up to the first dot of the file's name, the column the rest: `dog/1.jpg` and
-`dog/1.json` are the columns `jpg` and `json` of `dog/1`. `json.caption` reaches into the json member.
+`dog/1.json` are the columns `jpg` and `json` of `dog/1`. `json.caption` reaches into the json member, `*.jpg`
+is the list of all members that end so (`dog/1.0.jpg`, `dog/1.1.jpg`), in the order of the archive; it may be empty.
 A block is a run of whole samples of about 1 MiB, or the whole of a compressed archive.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +72,22 @@ class TarReader:
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
         """Find the blocks of a shard by walking its headers; payloads are passed over."""
         whole = compression_of_name(file.path) is not None
-        wanted = {extension_of(column) for column in columns} - {KEY_COLUMN}
+        wanted = _Wanted(columns)
         seen: dict[str, None] = {}
         blocks: list[tuple[int, int, int, int]] = []
         rows, size, start, stop = 0, 0, 0, 0
         with _open(file) as source:
-            for sample in _samples(source, 0, None, frozenset()):
+            for sample in _samples(source, 0, None, _Wanted(())):
                 if rows and sample.start - start >= BLOCK_BYTES and not whole:
                     blocks.append((rows, size, start, sample.start))
                     rows, size, start = 0, 0, sample.start
                 rows, stop = rows + 1, sample.stop
-                size += sum(m.size for e, m in sample.members.items() if e in wanted)
+                size += sum(m.size for e, m in sample.members.items() if wanted.has(e))
                 seen.update(dict.fromkeys(sample.members))
         if rows:
             blocks.append((rows, size, start, stop))
             for column in columns:
-                if extension_of(column) not in (KEY_COLUMN, *seen):
+                if column != KEY_COLUMN and not _Wanted([column]).any_of(seen):
                     raise missing_column(file.path, column, [*seen, KEY_COLUMN])
         return BlockIndex.of(blocks)
 
@@ -104,7 +106,7 @@ class TarReader:
         builder = RowBuilder(columns)
         start, stop = int(index.start[block]), int(index.stop[block])
         with _open(file) as source:
-            for sample in _samples(source, start, stop, frozenset(map(extension_of, columns)), skip):
+            for sample in _samples(source, start, stop, _Wanted(columns), skip):
                 builder.append(_values(sample, columns))
                 if len(builder) == batch_rows:
                     yield builder.finish()
@@ -116,28 +118,57 @@ class TarReader:
         return [*dict.fromkeys(e for sample in self._head(file, ()) for e in sample.members), KEY_COLUMN]
 
     def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
-        """Return what the wanted columns hold; all are bytes but what is inside a json member."""
+        """Return what the wanted columns hold; all are bytes but what is inside a json member, and lists of members."""
         inside = [column for column in columns if json_path_of(column) is not None]
-        head = self._head(file, tuple(map(extension_of, inside)))
+        head = self._head(file, inside)
         seen = {extension for sample in head for extension in sample.members}
         found: dict[str, Kind | None] = {}
         for column in columns:
             if column not in inside and (column in seen or column == KEY_COLUMN):
                 found[column] = "bytes"
+            elif is_pattern(column) and _Wanted([column]).any_of(seen):
+                found[column] = "bytes_list"
             elif column in inside and extension_of(column) in seen:
                 values = [_values(sample, [column])[0] for sample in head]
                 if any(value is not None for value in values):
                     found[column] = kind_of_values(values)
         return found
 
-    def _head(self, file: StoredFile, wanted: Sequence[str]) -> list[Sample]:
+    def _head(self, file: StoredFile, columns: Sequence[str]) -> list[Sample]:
         head: list[Sample] = []
         with _open(file) as source:
-            for sample in _samples(source, 0, None, frozenset(wanted)):
+            for sample in _samples(source, 0, None, _Wanted(columns)):
                 head.append(sample)
                 if len(head) == HEAD_ROWS or sample.stop >= _HEAD_BYTES:
                     break
         return head
+
+
+class _Wanted:
+    """Which members some columns read."""
+
+    def __init__(self, columns: Iterable[str]) -> None:
+        names = [extension_of(column) for column in columns if column != KEY_COLUMN]
+        self._patterns = [name for name in names if is_pattern(name)]
+        self._names = frozenset(names).difference(self._patterns)
+
+    def has(self, extension: str) -> bool:
+        """Tell whether a member is read."""
+        return extension in self._names or any(fnmatchcase(extension, pattern) for pattern in self._patterns)
+
+    def any_of(self, extensions: Iterable[str]) -> bool:
+        """Tell whether any of these members is read."""
+        return any(map(self.has, extensions))
+
+
+def is_pattern(column: str) -> bool:
+    """Tell whether a column is the list of all members whose extension looks so.
+
+    Example:
+        >>> is_pattern("*.jpg"), is_pattern("0.jpg")
+        (True, False)
+    """
+    return "*" in column
 
 
 def json_path_of(column: str) -> str | None:
@@ -168,9 +199,7 @@ def _open(file: StoredFile) -> Iterator[ArchiveBytes]:
         yield RandomBytes(native, file.size, _LOCAL_WINDOW_BYTES if file.is_local else _REMOTE_WINDOW_BYTES)
 
 
-def _samples(
-    source: ArchiveBytes, start: int, stop: int | None, wanted: frozenset[str], skip: int = 0
-) -> Iterator[Sample]:
+def _samples(source: ArchiveBytes, start: int, stop: int | None, wanted: _Wanted, skip: int = 0) -> Iterator[Sample]:
     """Yield the samples of a range with the bytes of the wanted members, after passing over `skip`."""
     current: Sample | None = None
     for member in walk_members(source, start, stop):
@@ -186,7 +215,7 @@ def _samples(
                 skip -= 1
             current = Sample(key, member.start)
         current.members[extension] = member
-        if extension in wanted and not skip:
+        if not skip and wanted.has(extension):
             current.payloads[extension] = read_payload(source, member)
     if current is not None and not skip:
         yield current
@@ -198,6 +227,9 @@ def _values(sample: Sample, columns: Mapping[str, Kind] | Sequence[str]) -> list
     for column in columns:
         if column == KEY_COLUMN:
             values.append(sample.key.encode("utf-8", "surrogateescape"))
+            continue
+        if is_pattern(column):
+            values.append([data for name, data in sample.payloads.items() if fnmatchcase(name, column)])
             continue
         path, extension = json_path_of(column), extension_of(column)
         payload = sample.payloads.get(extension)

@@ -8,6 +8,7 @@ from typing import Any
 
 from overlord.core.spec_model import is_whole
 from overlord.errors import ClosedError, SpecError
+from overlord.roles.data_constructor import ENCODER
 from overlord.roles.ports import Feed
 from overlord.roles.views import Batch, Microbatches, Step
 
@@ -28,6 +29,8 @@ class Client:
         self._feed = feed
         self._next_step = first_step
         self._closed = False
+        self.fetched_bytes = 0
+        """Bytes of all batches handed out so far: what this rank needs, and nothing else."""
 
     @property
     def next_step(self) -> int:
@@ -46,8 +49,14 @@ class Client:
             raise StopIteration
         self._next_step += 1
         step, feed = header.index, self._feed
-        fetch = lambda m: Batch(feed.microbatch(step, m), feed.names)  # noqa: E731
-        return Step(header, Microbatches(fetch, header.num_microbatches), feed.names)
+
+        def fetch(microbatch: int) -> Batch:
+            batch = Batch(feed.microbatch(step, microbatch), feed.names)
+            self.fetched_bytes += batch.nbytes
+            return batch
+
+        encoder = (lambda: fetch(ENCODER)) if header.encodes else None
+        return Step(header, Microbatches(fetch, header.num_microbatches), feed.names, encoder)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Tell the planner how training goes: `{"loss/web": 2.1}`. Takes effect at step + lag."""

@@ -5,76 +5,112 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import numpy as np
-import numpy.typing as npt
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.roles.ports import Loaders
 from overlord.roles.views import StepHeader
-from overlord.transforms.per_microbatch import PackedMicrobatch, StepSamples, join_payloads, pack_microbatch
-from overlord.transforms.per_rank import keys_of_stage
+from overlord.transforms.encoder_inputs import pack_encoder
+from overlord.transforms.packed import PackedMicrobatch
+from overlord.transforms.per_microbatch import Allocate, PackingJob, pack_microbatch
+from overlord.transforms.per_rank import Stage, needs
+from overlord.transforms.step_samples import StepSamples, join_payloads
 
-Allocate = Callable[[int], npt.NDArray[np.uint8]]
+ENCODER = -1
+"""The number of the microbatch that holds what a rank encodes; its bucket is the rank itself."""
 
 
 class DataConstructor:
     """The sink of the data-parallel groups on one host."""
 
-    def __init__(self, tree: ClientPlaceTree, loaders: Loaders, *, patch_bytes: int) -> None:
+    def __init__(self, tree: ClientPlaceTree, loaders: Loaders, packing: PackingJob) -> None:
         self._tree = tree
         self._loaders = loaders
-        self._patch_bytes = patch_bytes
+        self._packing = packing
+        self._views: dict[tuple[int, tuple[str, ...]], tuple[dict[str, str], dict[str, int]]] = {}
 
     def gather(self, plan: LoadingPlan) -> Callable[[], StepSamples]:
         """Ask the SourceLoaders for the samples of a step; call the result to wait for them."""
         drawn = np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist()
         orders = [plan.order_of(source) for source in drawn]
         collect = self._loaders.loader_do_plan(orders)  # (2) positional fetches from the SourceLoaders
-        return lambda: join_payloads(plan, collect())
+
+        def join() -> StepSamples:
+            samples = join_payloads(plan, collect())
+            if plan.encoder is not None:
+                # Tokens and images part ways: whether an image decodes must be known where its tokens go.
+                faults = samples.open_all(self._packing.opening)
+                self._tell(plan, [(int(samples.items.sample[item]), reason) for item, reason in faults])
+            return samples
+
+        return join
 
     def constructor_do_plan(
         self, plan: LoadingPlan, samples: StepSamples, bucket: int, microbatch: int, allocate: Allocate
     ) -> PackedMicrobatch:
-        """Build one microbatch of one bucket, cut for all of its ranks."""
-        return pack_microbatch(
-            plan,
-            samples,
-            bucket,
-            microbatch,
-            cp=self._tree.cp,
-            patch_bytes=self._patch_bytes,
-            allocate=allocate,
-        )
+        """Build one microbatch of one bucket, cut for all of its ranks; or what one rank encodes."""
+        packing = self._packing
+        if microbatch == ENCODER:
+            return pack_encoder(plan, samples, bucket, packing.layout, packing.media, allocate)
+        packed, faults = pack_microbatch(plan, samples, bucket, microbatch, packing, allocate)
+        self._tell(plan, faults)
+        return packed
 
-    def view_names(self, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> dict[str, str]:
-        """Return which arrays of a microbatch a rank needs: batch key -> array name.
+    def view_of(self, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> tuple[dict[str, str], dict[str, int]]:
+        """Return what a rank needs of a microbatch: batch key -> array name, and its numbers.
 
-        None for a rank that gets them by the trainer's own broadcast.
+        Nothing for a rank that gets its tokens by the trainer's own broadcast.
         """
+        names = tuple(spec.name for spec in packed.arrays)
+        if "send_rows" in names:  # what a rank encodes is its own
+            return {name: name for name in names}, {}
         if not self.fetches(rank, plan):
-            return {}
-        at = self._tree.coords(rank)
-        names = {spec.name for spec in packed.arrays}
+            return {}, {}
+        found = self._views.get((rank, names))
+        if found is None:  # microbatches differ in what media they have, and in nothing else
+            found = self._views[rank, names] = self._view_of(rank, names)
+        return found[0], {**packed.scalars, **found[1]}
+
+    def _view_of(self, rank: int, names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, int]]:
+        at, layout = self._tree.coords(rank), self._packing.layout
+        stage = Stage(at.pp, self._tree.pp, None, self._tree.vpp)
+        rotary = layout.keys != "megatron" or layout.positions != "plain"
         wanted: dict[str, str] = {}
-        for key in keys_of_stage(at.pp, self._tree.pp):
-            for name in (key, f"{key}@{at.cp}"):
-                if name in names:
-                    wanted[key] = name
-        return wanted | {name: name for name in names if name.startswith("meta.")}
+        for name in names:
+            key, _, part = name.partition("@")
+            if part and int(part) != at.cp:
+                continue
+            if key.startswith("meta.image_") and not stage.embeds:
+                continue
+            if key.startswith("meta.") or needs(stage, key, mtp=layout.mtp, rotary=rotary):
+                wanted[key] = name
+        facts = {"meta.pp_rank": at.pp, "meta.pp": self._tree.pp, "meta.vpp": self._tree.vpp, "meta.mtp": layout.mtp}
+        return wanted, {**facts, "meta.rotary": rotary}
+
+    def _tell(self, plan: LoadingPlan, faults: list[tuple[int, str]]) -> None:
+        if faults:
+            draw = plan.draw
+            self._loaders.note_faults(
+                [(int(draw.source[s]), int(draw.meta["row"][s]), int(draw.meta["epoch"][s]), why) for s, why in faults]
+            )
 
     def bucket_of(self, rank: int, plan: LoadingPlan) -> int:
         """Return the bucket of a plan that feeds a rank."""
         return self._tree.bucket_of(plan.axis, rank)
 
-    def buckets_of(self, ranks: Collection[int], plan: LoadingPlan) -> set[int]:
-        """Return the buckets of a plan that some ranks fetch."""
-        return {self.bucket_of(rank, plan) for rank in ranks if self.fetches(rank, plan)}
-
     def bins_of(self, ranks: Collection[int], plan: LoadingPlan) -> list[tuple[int, int]]:
         """Return (bucket, microbatch) of all that some ranks fetch, in the order in which it is needed."""
-        counts, buckets = plan.microbatch_counts, sorted(self.buckets_of(ranks, plan))
+        buckets = sorted({self.bucket_of(rank, plan) for rank in ranks if self.fetches(rank, plan)})
+        encoded = [(rank, ENCODER) for rank in sorted(set(ranks))] if plan.encoder is not None else []
+        counts = plan.microbatch_counts
         most = max((int(counts[bucket]) for bucket in buckets), default=0)
-        return [(bucket, m) for m in range(most) for bucket in buckets if m < counts[bucket]]
+        return encoded + [(bucket, m) for m in range(most) for bucket in buckets if m < counts[bucket]]
+
+    def bin_of(self, rank: int, plan: LoadingPlan, microbatch: int) -> tuple[int, int] | None:
+        """Return the (bucket, microbatch) that holds a rank's view; None where it has none."""
+        if microbatch == ENCODER:
+            return (rank, ENCODER) if plan.encoder is not None else None
+        return (self.bucket_of(rank, plan), microbatch) if self.fetches(rank, plan) else None
 
     def fetches(self, rank: int, plan: LoadingPlan) -> bool:
         """Whether a rank fetches its data itself."""
@@ -92,6 +128,7 @@ def header_of(plan: LoadingPlan, count: int, *, fetches: bool) -> StepHeader:
         index=plan.step,
         num_microbatches=count,
         fetches=fetches,
+        encodes=plan.encoder is not None,
         mixture_version=plan.draw.mixture_version,
         weights=plan.draw.weights,
         global_loss_tokens=plan.global_loss_tokens,

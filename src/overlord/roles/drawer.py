@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.draw import Draw
 from overlord.core.messages import MetaDelta, MetaRequest
 from overlord.core.order import BEGIN
-from overlord.core.plan import Draw
+from overlord.core.ragged import expand_ranges
 from overlord.core.samples import META, OVERLONG, Cursor, MetaArray
 from overlord.core.specs import Job, Mixture
 from overlord.core.states import StreamState
@@ -35,6 +36,8 @@ _ONCE = ("first_exhausted", "all_exhausted_without_replacement")
 
 _RAW = np.dtype((np.void, META.itemsize))
 """Rows of metadata seen as plain bytes: numpy copies those ten times as fast as it copies records."""
+_FEW_ITEMS = 1 << 16
+"""Images listed before those of drawn samples are forgotten."""
 _FIRST_GUESS = 256.0
 """Tokens of a sample of which nothing is known."""
 
@@ -62,6 +65,9 @@ class _Stock:
         self.supply = Supply(np.empty(0, np.int32), np.empty(0, np.int32), *np.zeros((3, num), np.int64))
         self._room = np.zeros(num, np.int64)
         self._end = 0
+        self._items = np.empty((0, 2), np.int32)
+        """Images of samples that do not just begin with one: `meta["items"]` points here."""
+        self._most_items = _FEW_ITEMS
 
     @property
     def left(self) -> Int64s:
@@ -78,12 +84,37 @@ class _Stock:
         places = zip(deltas, (supply.base + supply.held)[which].tolist(), given.tolist(), sizes.tolist(), strict=True)
         for delta, begin, at, size in places:
             raw[begin : begin + size] = delta.meta.view(_RAW)
+            if delta.items is not None:
+                listed = begin + np.flatnonzero(delta.meta["items"])
+                self.meta["items"][listed] += len(self._items)
+                self._items = np.concatenate([self._items, delta.items])
             supply.tokens[begin : begin + size] = tokens[at : at + size]
             supply.flags[begin : begin + size] = delta.meta["flags"]
         means = np.add.reduceat(tokens, given) / sizes
         self.mean_tokens[which] += (means - self.mean_tokens[which]) * sizes / (sizes + 16)  # few rows tell little
         self.next[which] = [delta.next_cursor for delta in deltas]
         supply.held[which] += sizes
+        if len(self._items) > self._most_items:
+            self._forget_drawn_items()
+
+    def items_of(self, meta: MetaArray) -> Int32s | None:
+        """Return the listed images of drawn samples, whose metadata points into the list from now on."""
+        listed = np.flatnonzero(meta["items"])
+        if not len(listed):
+            return None
+        count = meta["images"][listed].astype(np.int64)
+        found = self._items[expand_ranges(meta["items"][listed] - 1, count)]
+        meta["items"][listed] = 1 + np.cumsum(count) - count
+        return found
+
+    def _forget_drawn_items(self) -> None:
+        rows = expand_ranges(self.supply.base + self.supply.taken, self.left)
+        rows = rows[self.meta["items"][rows] > 0]
+        kept = self.meta[rows]
+        found = self.items_of(kept)
+        self._items = np.empty((0, 2), np.int32) if found is None else found
+        self.meta["items"][rows] = kept["items"]
+        self._most_items = max(_FEW_ITEMS, 2 * len(self._items))
 
     def _make_room(self, which: Int64s, sizes: Int64s) -> None:
         supply, room = self.supply, self._room
@@ -199,7 +230,9 @@ class Drawer:
         if self._stopped:
             work.finished[:] = 1  # a stream that is resumed here has ended as well
         source, raw = parts[0] if len(parts) == 1 else (np.concatenate(column) for column in zip(*parts, strict=True))
-        draw = Draw(step, self._names, source, raw.view(META), tuple(first), self.mixer.version)
+        meta = raw.view(META)
+        items = self._stock.items_of(meta)
+        draw = Draw(step, self._names, source, meta, tuple(first), self.mixer.version, items)
         self._refuse_overlong(draw)
         return DrawnStep(draw, self._after(work))
 

@@ -1,7 +1,7 @@
 """Planner: makes plan t once, from the loaders' metadata, and remembers what is needed to make it again.
 
 Rules of this file:
-1. Inputs (reports, changes) are durable before they are used. Plans are derivable: only a record of each is kept.
+1. Inputs (reports, changes, verdicts) are durable before they are used. Plans are derivable: only a record is kept.
 2. A snapshot never runs ahead of the clients: what it resumes at has been delivered up to there.
 3. A plan that is made again must have the digest it had; otherwise the files under it have changed.
 """
@@ -21,6 +21,7 @@ from overlord.errors import PlanError, SpecError
 from overlord.roles.drawer import Drawer
 from overlord.roles.inputs import Change, InputLog, check_mixture
 from overlord.roles.ports import Loaders
+from overlord.roles.verdicts import Verdicts
 from overlord.stores.checkpoints import CheckpointFolder
 from overlord.stores.journal import Journal
 
@@ -54,6 +55,7 @@ class Planner:
         base_weights: Mapping[str, float],
         journal: Journal,
         checkpoints: CheckpointFolder,
+        verdicts: Verdicts | None = None,
     ) -> None:
         self._job = job
         self._loaders = loaders
@@ -64,6 +66,7 @@ class Planner:
         self._base = base_weights
         self._journal = journal
         self._checkpoints = checkpoints
+        self._verdicts = verdicts or Verdicts(journal)
         self._names = tuple(source.name for source in job.sources)
         self._drawer = Drawer(job, loaders, state, base_weights, inputs)
         self._first_step = state.step
@@ -133,7 +136,8 @@ class Planner:
             self.plan_raw(step - 1)
         state = self._state_before(step)
         recent = self._inputs.recent(step - self._job.lag, step)
-        return state.to_json(self._names, self._parts, recent, self._inputs.changes_from(step))
+        changes = self._inputs.changes_from(step)
+        return state.to_json(self._names, self._parts, recent, changes, self._verdicts.to_json())
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the trainer's metrics of a step; the first report of a step counts."""
@@ -193,6 +197,7 @@ class Planner:
             self._end = step
             return
         before = self._drawer.state
+        self._verdicts.step = step
         drawn = self._drawer.draw()
         if drawn is None:
             self._end = step

@@ -36,6 +36,10 @@ class Loaders(Protocol):
         """Tell the loaders of some sources that nothing is drawn from these cursors on for now."""
         ...
 
+    def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
+        """Tell loaders of samples whose media the DataConstructor could not decode: (source, row, epoch, reason)."""
+        ...
+
 
 class Telemetry(Protocol):
     """Where roles say what they saw. Nothing here may change the stream."""

@@ -8,22 +8,35 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.draw import Pieces, cut_pieces
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.order import BEGIN, NO_GROUP, SourceOrder
-from overlord.core.ragged import RowBatch
-from overlord.core.samples import BAD, ENDS_EPOCH, META, Cursor, MetaArray, SampleId, apply_overlength
+from overlord.core.ragged import BAD_COLUMN, RowBatch, expand_ranges, offsets_of
+from overlord.core.samples import BAD, ENDS_EPOCH, META, PLAIN, Cursor, MetaArray, SampleId, apply_overlength
+from overlord.core.seeds import derive, hash64
 from overlord.core.specs import Source
 from overlord.errors import SourceError, StateError, ToleranceError
 from overlord.roles.buffer import Chunk, ReadBuffer, gather
 from overlord.roles.group_reader import Blocks, GroupReader
+from overlord.roles.placement import PlacementChoice
 from overlord.roles.ports import Telemetry, Workers
-from overlord.transforms.per_sample import Fault, Finished, SampleTransform, count_loss_tokens
+from overlord.roles.verdicts import Verdicts
+from overlord.transforms.media import decode_media
+from overlord.transforms.per_sample import (
+    Fault,
+    Finished,
+    Measured,
+    SampleTransform,
+    count_loss_tokens,
+    flat,
+    ragged_column,
+)
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
@@ -32,6 +45,8 @@ AHEAD_BYTES = 128 << 10
 """A chunk holds at least about this much even when less is asked for: tokenizers like batches."""
 FEW_SAMPLES = 1000
 """A tolerance is a share; it is judged as if at least this many samples had been seen."""
+
+Int64s = npt.NDArray[np.int64]
 
 Lengths = Callable[[RowBatch, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 """Gives known text lengths of some rows: from a column, or from a sidecar by row number."""
@@ -48,7 +63,7 @@ class Staged:
 class SourceLoader:
     """One source, or the groups of one source that this loader owns."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a loader is told everything and asks nobody
         self,
         number: int,
         source: Source,
@@ -56,17 +71,21 @@ class SourceLoader:
         order: SourceOrder,
         transform: SampleTransform,
         *,
+        seed: int,
         context_length: int,
         overlength: str,
         lengths: Lengths | None,
         workers: Workers,
         telemetry: Telemetry,
+        placement: PlacementChoice | None = None,
+        verdicts: Verdicts | None = None,
     ) -> None:
         self._number = number
         self._source = source
         self._files = files
         self._order = order
         self._transform = transform
+        self._seed = seed
         self._context_length = context_length
         self._overlength = overlength
         self._lengths = lengths
@@ -79,6 +98,9 @@ class SourceLoader:
         self._seen = 0
         self._bad: set[tuple[int, int]] = set()
         self._lies: set[tuple[int, int]] = set()
+        self._verdicts = verdicts
+        self.placement = placement or PlacementChoice("loader")
+        """Where this source's media are decoded."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -101,19 +123,19 @@ class SourceLoader:
         cursor = self._resolve(request.cursor)
         total = self._order.group(cursor.epoch, cursor.group).num_rows
         stop = min(cursor.offset + request.count, total)
-        parts: list[MetaArray] = []
+        parts: list[tuple[MetaArray, Chunk]] = []
         at = cursor.offset
         while at < stop:
             chunk = self._chunk_at(Cursor(cursor.epoch, cursor.group, at), stop)
-            parts.append(chunk.meta[at - chunk.offset : stop - chunk.offset])
+            parts.append((chunk.meta[at - chunk.offset : stop - chunk.offset], chunk))
             at = min(chunk.stop, stop)
-        meta = np.concatenate(parts)
+        meta = np.concatenate([part for part, _ in parts])
         following = Cursor(cursor.epoch, cursor.group, stop)
         if stop == total:
             following, ended = self._after_group(cursor)
             if ended:
                 meta["flags"][-1] |= ENDS_EPOCH
-        return MetaDelta(self._number, meta, following)
+        return MetaDelta(self._number, meta, following, _listed_items(meta, parts))
 
     def loader_do_plan(self, order: LoaderOrder) -> Staged:
         """Pop the planned samples from the buffer."""
@@ -126,9 +148,17 @@ class SourceLoader:
     def finish(self, staged: Staged) -> Finished:
         """Run the per-sample transforms; touches nothing of the loader, so steps may overlap here."""
         meta = staged.order.meta
-        return self._transform.finish(
+        done = self._transform.finish(
             staged.kept, meta["tokens"].astype(np.int64), (meta["flags"] & BAD) > 0, self._workers
         )
+        decoder = self._transform.decoder
+        if done.media is None or decoder is None or not len(done.media.grids):
+            return done
+        if self.placement.decodes_in_loader(done.media.nbytes, int(decoder.item_bytes(done.media.grids).sum())):
+            done.media, faults = decode_media(done.media, decoder, self._workers)
+            row_of = np.repeat(np.arange(len(meta)), np.diff(done.media.rows))
+            done.faults += [(int(row_of[item]), reason) for item, reason in faults]
+        return done
 
     def hand_over(self, staged: Staged, done: Finished) -> Payload:
         """Count what went wrong, and return the samples as columns."""
@@ -136,9 +166,13 @@ class SourceLoader:
         self._note(meta, done.faults, self._bad, self._telemetry.bad_sample)
         self._note(meta, done.lies, self._lies, self._telemetry.wrong_length)
         self._check_tolerance()
-        bad = (meta["flags"] & BAD) > 0
-        bad[[row for row, _ in done.faults]] = True
-        return Payload(staged.order.step, self._number, done.tokens, done.loss, done.patches, done.grids, bad)
+        return Payload(staged.order.step, self._number, done.tokens, done.loss, done.media)
+
+    def note_faults(self, faults: Sequence[tuple[int, int, str]]) -> None:
+        """Count what the DataConstructor could not decode: (row, epoch, reason) of each sample."""
+        for row, epoch, reason in faults:
+            self._note_one(row, epoch, reason, self._bad, self._telemetry.bad_sample)
+        self._check_tolerance()
 
     def rest(self, cursor: Cursor) -> None:
         """Keep nothing but what planned steps still need: a source that is not drawn costs no reader or index."""
@@ -220,25 +254,44 @@ class SourceLoader:
 
     def _measure(self, cursor: Cursor, rows: RowBatch, numbers: npt.NDArray[np.int64]) -> tuple[MetaArray, RowBatch]:
         lengths = self._lengths(rows, numbers) if self._lengths else None
-        measured = self._transform.measure(rows, lengths)
-        delivered, flags = apply_overlength(
-            measured.tokens, measured.image_tokens, self._context_length, self._overlength
-        )
+        seeds = hash64(derive(self._seed, "augment", self._source.name, cursor.epoch), numbers)
+        given_up = self._give_up(rows, numbers)
+        measured = self._transform.measure(rows, lengths, seeds)
+        for row, reason in measured.killed:
+            assert self._verdicts is not None, "only process workers are killed, and they come with verdicts"
+            self._verdicts.add(self._source.name, int(numbers[row]), reason)  # on disk before it counts
+        measured.faults = given_up + [fault for fault in measured.faults if fault[0] not in dict(given_up)]
+        items = _media_items(measured)
+        delivered, flags = apply_overlength(measured.tokens, items, self._context_length, self._overlength)
+        images = None if items is None else Pieces(*(column.astype(np.int32) for column in items))
+        pieces = cut_pieces(delivered, self._context_length, images)
+        sample, start = pieces.sample.astype(np.int64), pieces.start.astype(np.int64)
+        labels, plain = count_loss_tokens(measured, delivered, sample, start)
         meta = np.zeros(len(numbers), META)
         meta["epoch"] = cursor.epoch
         meta["group"] = cursor.group
         meta["offset"] = cursor.offset + np.arange(len(numbers))
         meta["row"] = numbers
-        meta["flags"] = measured.flags | flags
+        meta["flags"] = measured.flags | flags | np.where(plain, PLAIN, 0)
         meta["tokens"] = delivered
-        meta["loss_tokens"] = count_loss_tokens(measured, delivered, self._context_length)
-        meta["image_tokens"] = measured.image_tokens
-        meta["images"] = measured.images
+        meta["loss_tokens"] = labels
+        if images is not None and measured.images.any():
+            _count_images(meta, images)
         meta["bytes"] = _row_bytes(measured.kept, len(numbers))
         self._seen += len(numbers)
         self._note(meta, measured.faults, self._bad, self._telemetry.bad_sample)
         self._check_tolerance()
         return meta, measured.kept
+
+    def _give_up(self, rows: RowBatch, numbers: npt.NDArray[np.int64]) -> list[Fault]:
+        """Mark rows with a verdict as bad, so that nobody runs them again; return them with the reasons."""
+        if self._verdicts is None:
+            return []
+        known = np.flatnonzero(self._verdicts.known(self._source.name, numbers))
+        if len(known):
+            rows[BAD_COLUMN] = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
+            rows[BAD_COLUMN][known] = True  # type: ignore[index]
+        return [(int(at), self._verdicts.reason(self._source.name, int(numbers[at]))) for at in known]
 
     def _note(
         self,
@@ -248,10 +301,14 @@ class SourceLoader:
         tell: Callable[[SampleId, str], None],
     ) -> None:
         for at, reason in faults:
-            row, epoch = int(meta["row"][at]), int(meta["epoch"][at])
-            if (row, epoch) not in counted:  # a row that is read again is the same fault
-                counted.add((row, epoch))
-                tell(SampleId(self._source.name, row, epoch), reason)
+            self._note_one(int(meta["row"][at]), int(meta["epoch"][at]), reason, counted, tell)
+
+    def _note_one(
+        self, row: int, epoch: int, reason: str, counted: set[tuple[int, int]], tell: Callable[[SampleId, str], None]
+    ) -> None:
+        if (row, epoch) not in counted:  # a row that is read again is the same fault
+            counted.add((row, epoch))
+            tell(SampleId(self._source.name, row, epoch), reason)
 
     def _check_tolerance(self) -> None:
         allowed = self._source.tolerance * max(self._seen, FEW_SAMPLES)
@@ -269,3 +326,38 @@ def _row_bytes(kept: RowBatch, count: int) -> npt.NDArray[np.int64]:
     for column in kept.values():
         total += column.lengths * column.values.itemsize if hasattr(column, "lengths") else 0  # type: ignore[union-attr]
     return total
+
+
+def _media_items(measured: Measured) -> tuple[Int64s, Int64s, Int64s] | None:
+    """Return (row, first token, tokens) of every image, clip and sound."""
+    if "media_start" not in measured.kept:
+        return None
+    start = ragged_column(measured.kept, "media_start")
+    rows = np.repeat(np.arange(len(start)), start.lengths)
+    return rows, flat(start).astype(np.int64), flat(ragged_column(measured.kept, "media_length")).astype(np.int64)
+
+
+def _count_images(meta: MetaArray, images: Pieces) -> None:
+    """Count the images that are delivered; those of a sample that does not just begin with one are listed."""
+    kept = images.start.astype(np.int64) + images.length <= meta["tokens"][images.sample]
+    sample = images.sample[kept]
+    meta["image_tokens"] = np.bincount(sample, images.length[kept], len(meta))
+    meta["images"] = np.bincount(sample, minlength=len(meta))
+    simple = (meta["images"] <= 1) & (np.bincount(sample, images.start[kept], len(meta)) == 0)
+    meta["items"] = ~simple
+
+
+def _listed_items(meta: MetaArray, parts: list[tuple[MetaArray, Chunk]]) -> npt.NDArray[np.int32] | None:
+    """List the images of samples that do not just begin with one, and let their metadata point into the list."""
+    if not meta["items"].any():
+        return None
+    found: list[npt.NDArray[np.int32]] = []
+    for part, chunk in parts:
+        rows = np.flatnonzero(part["items"])
+        start, length = ragged_column(chunk.kept, "media_start"), ragged_column(chunk.kept, "media_length")
+        # Images come in the order of their tokens: those that the overlength policy leaves out are the last.
+        places = expand_ranges(start.offsets[rows + int(part["offset"][0]) - chunk.offset], part["images"][rows])
+        found.append(np.stack([start.values[places], length.values[places]], axis=1))
+    listed = np.flatnonzero(meta["items"])
+    meta["items"][listed] = 1 + offsets_of(meta["images"][listed])[:-1]
+    return np.concatenate(found).astype(np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.samples import SampleId
+from overlord.errors import SpecError
+from overlord.transforms.per_rank import Stage, needs
 
 Array = npt.NDArray[Any]
 
-_META_COLUMNS = ("source", "epoch", "row", "segment_offsets", "segment_lengths")
+_ORIGIN = ("source", "epoch", "row", "segment_offsets", "segment_lengths")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class StepHeader:
     mixture_version: int = 0
     weights: Sequence[float] = ()
     """The mixture's weights at the beginning of the step, one for each source."""
+    encodes: bool = False
+    """Whether images are encoded apart from their tokens: every rank then has encoder inputs."""
     fetches: bool = True
     """False for a rank that gets its batches by the trainer's own broadcast (`broadcast_at`)."""
 
@@ -46,23 +50,35 @@ class RankView:
     scalars: Mapping[str, int]
 
 
+_NOWHERE = np.empty(0, np.int64)
+
+
 class BatchMeta:
     """Where the segments of a microbatch came from, aligned with its cu_seqlens.
 
     A dummy microbatch, which only keeps ranks in step, has one segment with source id -1.
     """
 
-    def __init__(
-        self, names: tuple[str, ...], columns: Mapping[str, Array], cu_seqlens: Array, local_cp_size: int = 1
-    ) -> None:
+    def __init__(self, names: tuple[str, ...], columns: Mapping[str, Array], facts: Mapping[str, int]) -> None:
         self._names = names
         self._columns = columns
-        self.cu_seqlens = cu_seqlens
-        self.local_cp_size = local_cp_size
+        self.cu_seqlens: npt.NDArray[np.int32] = columns["cu_seqlens"]
+        """Where segments (or rows) begin in the whole sequence, padding included."""
+        self.local_cp_size = facts.get("local_cp_size", 1)
         """Ranks that share this microbatch's sequences: cp, or less where hybrid data parallelism decides."""
 
     @property
-    def source_ids(self) -> npt.NDArray[np.int32]:
+    def image_positions(self) -> npt.NDArray[np.int64]:
+        """Where image tokens stand in this rank's sequence, when they are encoded elsewhere (`step.encoder`)."""
+        return self._columns.get("image_positions", _NOWHERE)
+
+    @property
+    def image_rows(self) -> npt.NDArray[np.int64]:
+        """Which row of all that the rank received belongs at each of `image_positions`."""
+        return self._columns.get("image_rows", _NOWHERE)
+
+    @property
+    def source_ids(self) -> npt.NDArray[np.int64]:
         """The source of each segment, as an index into `source_names`."""
         return self._columns["source"]
 
@@ -72,12 +88,12 @@ class BatchMeta:
         return self._names
 
     @property
-    def segment_offsets(self) -> npt.NDArray[np.int32]:
+    def segment_offsets(self) -> npt.NDArray[np.int64]:
         """The first token of each segment inside its sample: 0, or more for later pieces of a split sample."""
         return self._columns["segment_offsets"]
 
     @property
-    def segment_lengths(self) -> npt.NDArray[np.int32]:
+    def segment_lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each segment without padding."""
         return self._columns["segment_lengths"]
 
@@ -101,8 +117,9 @@ class Batch(Mapping[str, Any]):
         self._values: dict[str, Any] = {**keys, **{k: v for k, v in view.scalars.items() if not k.startswith("meta.")}}
         columns = {k.removeprefix("meta."): v for k, v in view.arrays.items() if k.startswith("meta.")}
         # A rank that gets its batch by broadcast fetches nothing, so nothing is known of its segments here.
-        columns = columns or {name: np.zeros(0, np.int64) for name in _META_COLUMNS}
-        self.meta = BatchMeta(names, columns, view.arrays.get("cu_seq_lens_q", np.zeros(1, np.int32)), **facts)
+        columns = {"origin": np.zeros((5, 0), np.int64), "cu_seqlens": np.zeros(1, np.int32), **columns}
+        self.meta = BatchMeta(names, columns | dict(zip(_ORIGIN, columns["origin"], strict=True)), facts)
+        self._facts = facts
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
@@ -119,8 +136,24 @@ class Batch(Mapping[str, Any]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Bytes of the arrays: what this rank reads of the microbatch."""
         return sum(v.nbytes for v in self.values() if isinstance(v, np.ndarray))
+
+    def chunk(self, number: int) -> dict[str, Any]:
+        """Return what one model chunk of a virtual pipeline needs: the first embeds, the last computes the loss."""
+        facts = self._facts
+        stage = Stage(facts.get("pp_rank", 0), facts.get("pp", 1), number, facts.get("vpp", 1))
+        if not 0 <= number < stage.vpp:
+            raise SpecError(
+                f"chunk: {number} is none of the {stage.vpp} model chunks of a rank; it would get no data. Give the "
+                "mesh its vpp=, and use 0 to vpp - 1."
+            )
+        mtp, rotary = bool(facts.get("mtp", 0)), bool(facts.get("rotary", 1))
+        return {key: value for key, value in self.items() if needs(stage, key, mtp=mtp, rotary=rotary)}
+
+    def pair(self) -> tuple[dict[str, Any], Any]:
+        """Return (inputs, labels), as torchtitan's trainer takes a batch."""
+        return {key: value for key, value in self.items() if key != "labels"}, self.get("labels")
 
     def digest(self) -> str:
         """Return the content digest: keys, types, shapes and bytes."""
@@ -160,10 +193,19 @@ class Microbatches(Sequence[Batch]):
 class Step:
     """One step of one rank."""
 
-    def __init__(self, header: StepHeader, microbatches: Microbatches, source_names: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        header: StepHeader,
+        microbatches: Microbatches,
+        source_names: tuple[str, ...] = (),
+        encoder: Callable[[], Batch] | None = None,
+    ) -> None:
         self.index = header.index
         self.global_loss_tokens = header.global_loss_tokens
-        """Labels in the whole global batch: divide the summed loss by this on every rank."""
+        """Labels planned for the whole global batch: divide the summed loss by this on every rank.
+
+        A sample that turns out not to decode still counts: it is known too late, and every rank must divide alike.
+        """
         self.global_tokens = header.global_tokens
         self.global_squared_tokens = header.global_squared_tokens
         """Sum of squared sequence lengths of the whole global batch: what attention pays for, to count FLOPs by."""
@@ -179,6 +221,17 @@ class Step:
         self.fetches = header.fetches
         """False where the trainer broadcasts to this rank: its batches are empty."""
         self.microbatches = microbatches
+        self._fetch_encoder = encoder
+
+    @cached_property
+    def encoder(self) -> Batch | None:
+        """What this rank encodes in this step, and how the tokens travel; None where images come with their tokens.
+
+        Run the encoder once a step on its `pixel_values`, send `output[send_rows]` by an all-to-all over all ranks with
+        `send_splits` and `recv_splits`, and put the received rows into each microbatch's embeddings:
+        `embeddings[batch.meta.image_positions] = received[batch.meta.image_rows]`.
+        """
+        return self._fetch_encoder() if self._fetch_encoder is not None else None
 
     def __repr__(self) -> str:
         return f"Step(index={self.index}, microbatches={len(self.microbatches)}, samples={self.global_samples})"

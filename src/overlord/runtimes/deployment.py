@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import Limits
 from overlord.core.samples import SampleId
-from overlord.core.specs import ImageText, Job, stream_parts
+from overlord.core.specs import Job, stream_parts
 from overlord.core.states import StreamState
 from overlord.errors import SpecError
 from overlord.planning.checking import Strategy, run_strategy
 from overlord.planning.strategies import backbone_balance
-from overlord.planning.warm import warm_launch
 from overlord.readers.index import IndexCache
 from overlord.readers.sidecars import LengthSidecars
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.inputs import InputLog, changes_from_json
+from overlord.roles.placement import Placement, PlacementChoice
 from overlord.roles.planner import Planner
 from overlord.roles.source_loader import SourceLoader
+from overlord.roles.verdicts import Verdicts
 from overlord.runtimes.loader_fleet import LoaderFleet
 from overlord.runtimes.opening import Progress, index_first_windows, known_lengths, open_sources, order_of
+from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
+from overlord.runtimes.warming import warm_job
 from overlord.stores.checkpoints import CheckpointFolder
 from overlord.stores.journal import Journal, read_journal, set_aside
-from overlord.transforms.per_microbatch import warm_packing
-from overlord.transforms.per_sample import Workers, make_transform
+from overlord.transforms.chat import inline_templates
+from overlord.transforms.isolation import Isolate
+from overlord.transforms.per_microbatch import PackingJob
+from overlord.transforms.per_sample import Workers
+from overlord.transforms.processor import fill_from_processor, read_processor
+from overlord.transforms.sample_kinds import make_transform
+from overlord.transforms.step_samples import Opening
 from overlord.transforms.tokenize import TextTokenizer
 
 logger = logging.getLogger("overlord")
@@ -56,6 +65,10 @@ class LaunchOptions:
     """Where samples go; `backbone_balance()` by default."""
     skip_steps: int = 0
     """Global batches to pass over before the first step."""
+    layout: Layout = field(default_factory=Layout)
+    """Keys and shapes of the batches."""
+    placement: Placement = "auto"
+    """Where media are decoded."""
 
 
 class FaultLog:
@@ -84,7 +97,13 @@ class Roles:
 
 
 def deploy(
-    job: Job, options: LaunchOptions, store: Path, callers: Workers, workers: Workers, progress: Progress | None = None
+    job: Job,
+    options: LaunchOptions,
+    store: Path,
+    callers: Workers,
+    workers: Workers,
+    progress: Progress | None = None,
+    isolate: Isolate | None = None,
 ) -> Roles:
     """Open the sources, check everything that can be checked, and wire the roles.
 
@@ -95,13 +114,14 @@ def deploy(
         callers: Runs calls to loaders side by side (they wait for I/O).
         workers: Runs leaf work (decoding).
         progress: Told how far the opening is.
+        isolate: Brings Python code that holds the interpreter into process workers.
     """
     job = canonical(job)
-    warm_launch()  # no step may wait for a compiler
-    warm_packing()
+    warm_job(job, options.layout)  # no step may wait for a compiler
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
+    job = inline_templates(job, tokenizer) if tokenizer else job
     check_launch(job, options)
-    transforms = [make_transform(source, tokenizer) for source in job.sources]
+    transforms = [make_transform(source, tokenizer, isolate) for source in job.sources]
     cache = IndexCache(Path(options.cache) / "index")
     files = open_sources(job.sources, transforms, cache, callers, progress)
     listings = {s.name: f for s, f in zip(job.sources, files, strict=True)}
@@ -128,53 +148,81 @@ def deploy(
             opened,
             order_of(job, source, opened),
             transforms[number],
+            seed=job.seed,
             context_length=job.batch.context_length,
             overlength=job.overlength,
             lengths=lengths[number],
             workers=workers,
             telemetry=FaultLog(),
+            placement=choices[number],
+            verdicts=history.verdicts,
         )
 
+    choices = [PlacementChoice(options.placement, threading.Lock()) for _ in names]
     count = options.loaders_per_source
-    fleet = LoaderFleet([[make_loader(n) for _ in range(count)] for n in range(len(names))], callers)
-    planner = _start_planner(job, options, store, fleet, state, parts, base)
-    constructor = DataConstructor(options.mesh, fleet, patch_bytes=patch_bytes(job))
+    history = _open_store(job, options, store, state.step)
+    try:
+        fleet = LoaderFleet([[make_loader(n) for _ in range(count)] for n in range(len(names))], callers)
+        planner = _start_planner(job, options, fleet, state, parts, base, history)
+    except BaseException:
+        history.journal.close()
+        raise
+    opening = Opening([transform.decoder for transform in transforms], workers)
+    packing = PackingJob(options.layout, options.mesh.cp, media_shape(job), opening)
+    constructor = DataConstructor(options.mesh, fleet, packing)
     return Roles(job, options.mesh, planner, constructor, fleet, listings, planner.close)
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """What a store holds of a stream, and where it goes on."""
+
+    journal: Journal
+    checkpoints: CheckpointFolder
+    inputs: InputLog
+    verdicts: Verdicts
+
+
+def _open_store(job: Job, options: LaunchOptions, store: Path, step: int) -> _History:
+    checkpoints = CheckpointFolder(store)
+    checkpoints.set_aside(step)
+    later = list(read_journal(store / "journal")) if options.latest else []
+    set_aside(store / "journal", step)
+    journal = Journal(store / "journal")
+    try:
+        inputs = recover_inputs(job, journal, options.state, later)
+        verdicts = Verdicts.recover(journal, options.state, later, job.names, threading.Lock())
+    except BaseException:
+        journal.close()
+        raise
+    return _History(journal, checkpoints, inputs, verdicts)
 
 
 def _start_planner(
     job: Job,
     options: LaunchOptions,
-    store: Path,
     fleet: LoaderFleet,
     state: StreamState,
     parts: Mapping[str, Any],
     base: Mapping[str, float],
+    history: _History,
 ) -> Planner:
     strategy = options.strategy or backbone_balance()
-    checkpoints = CheckpointFolder(store)
-    checkpoints.set_aside(state.step)
-    later = list(read_journal(store / "journal")) if options.latest else []
-    set_aside(store / "journal", state.step)
-    journal = Journal(store / "journal")
-    try:
-        planner = Planner(
-            job,
-            fleet,
-            lambda buffer: run_strategy(strategy, buffer, options.mesh),
-            limits=limits_of(job),
-            state=state,
-            inputs=recover_inputs(job, journal, options.state, later),
-            parts=parts,
-            base_weights=base,
-            journal=journal,
-            checkpoints=checkpoints,
-        )
-        if options.skip_steps:
-            planner.skip_steps(options.skip_steps)
-    except BaseException:
-        journal.close()
-        raise
+    planner = Planner(
+        job,
+        fleet,
+        lambda buffer: run_strategy(strategy, buffer, options.mesh),
+        limits=limits_of(job, options.layout, options.mesh),
+        state=state,
+        inputs=history.inputs,
+        parts=parts,
+        base_weights=base,
+        journal=history.journal,
+        checkpoints=history.checkpoints,
+        verdicts=history.verdicts,
+    )
+    if options.skip_steps:
+        planner.skip_steps(options.skip_steps)
     return planner
 
 
@@ -217,7 +265,12 @@ def plan_first_step(planner: Planner) -> None:
 
 
 def canonical(job: Job) -> Job:
-    """Return the job with its sources by name: the order they are written in must not matter."""
+    """Return the job as its stream is made: what its processor folder says filled in, its sources by name.
+
+    The order that sources are written in must not matter.
+    """
+    if job.tokenizer is not None and Path(job.tokenizer).is_dir():
+        job = fill_from_processor(job, read_processor(job.tokenizer))
     if job.mixture.order == "sequential":
         return job
     return job.replace(sources=sorted(job.sources, key=lambda source: source.name))
@@ -234,42 +287,8 @@ def check_launch(job: Job, options: LaunchOptions) -> None:
         )
     if options.loaders_per_source < 1:
         raise SpecError(f"loaders_per_source is {options.loaders_per_source}; nobody would read. Use 1 or more.")
-    multiple = pad_multiple(options.mesh)
-    for name, value in (
-        ("context_length", job.batch.context_length),
-        ("microbatch_tokens", job.batch.microbatch_cap),
-    ):
-        if value % multiple:
-            raise SpecError(
-                f"batch.{name} is {value}, which is not a multiple of {multiple} (2 x cp={options.mesh.cp}): "
-                "context-parallel ranks could not share a full sequence evenly. Round it to a multiple."
-            )
-    patches = {(s.sample.patch) for s in job.sources if isinstance(s.sample, ImageText)}
-    if len(patches) > 1:
-        raise SpecError(
-            f"sources use image patches of {sorted(patches)} pixels; one batch holds one patch size. Use one."
-        )
-
-
-def limits_of(job: Job) -> Limits:
-    """Return what plans of this job must respect, whatever the mesh."""
-    merges = {s.sample.merge**2 for s in job.sources if isinstance(s.sample, ImageText)}
-    return Limits(
-        context_length=job.batch.context_length,
-        microbatch_tokens=job.batch.microbatch_cap,
-        microbatches=job.batch.microbatches,
-        patches_per_token=max(merges, default=4),
-    )
-
-
-def pad_multiple(tree: ClientPlaceTree) -> int:
-    """Return what every piece's length is rounded up to: zigzag slices need two chunks a rank."""
-    return 2 * tree.cp if tree.cp > 1 else 1
-
-
-def patch_bytes(job: Job) -> int:
-    """Return the bytes of one image patch, or 0 for a job without images."""
-    return max((3 * s.sample.patch**2 for s in job.sources if isinstance(s.sample, ImageText)), default=0)
+    check_multiples(job, options.layout, options.mesh)
+    media_shape(job)
 
 
 def base_weights(job: Job, listings: Mapping[str, SourceFiles]) -> dict[str, float]:

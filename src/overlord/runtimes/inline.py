@@ -20,7 +20,8 @@ from overlord.runtimes.deployment import LaunchOptions, Roles, deploy, plan_firs
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.status import describe
 from overlord.runtimes.workers import SerialWorkers
-from overlord.transforms.per_microbatch import PackedMicrobatch, StepSamples
+from overlord.transforms.packed import PackedMicrobatch
+from overlord.transforms.step_samples import StepSamples
 
 
 class InlineService:
@@ -86,20 +87,21 @@ class InlineService:
             raise ClosedError("the service is closed; launch it again.")
         return self._roles
 
-    def packed(self, rank: int, step: int, microbatch: int) -> PackedMicrobatch:
-        """Return a microbatch of the bucket that feeds a rank; the last few are remembered."""
+    def packed(self, rank: int, step: int, microbatch: int) -> PackedMicrobatch | None:
+        """Return the microbatch that holds a rank's view, if any; the last few are remembered."""
         roles = self.roles
         plan = self.plan_raw(step)
         assert plan is not None
-        key = (step, roles.constructor.bucket_of(rank, plan), microbatch)
+        place = roles.constructor.bin_of(rank, plan, microbatch)
+        if place is None:
+            return None
+        key = (step, *place)
         if key not in self._packed:
             if step not in self._samples:
                 self._samples[step] = roles.constructor.gather(plan)()
                 while len(self._samples) > 1:
                     self._samples.popitem(last=False)
-            self._packed[key] = roles.constructor.constructor_do_plan(
-                plan, self._samples[step], key[1], microbatch, _new_buffer
-            )
+            self._packed[key] = roles.constructor.constructor_do_plan(plan, self._samples[step], *place, _new_buffer)
             while len(self._packed) > 1 and self._packed_bytes() > self._options.budget_bytes // 4:
                 self._packed.popitem(last=False)
         return self._packed[key]
@@ -139,12 +141,12 @@ class _InlineFeed:
     def microbatch(self, step: int, microbatch: int) -> RankView:
         constructor, plan = self._service.roles.constructor, self._service.plan_raw(step)
         assert plan is not None
-        if not constructor.fetches(self._rank, plan):
-            return RankView({}, {})
         packed = self._service.packed(self._rank, step, microbatch)
-        specs = {spec.name: spec for spec in packed.arrays}
-        names = constructor.view_names(self._rank, plan, packed)
-        return RankView({key: specs[name].view(packed.buffer) for key, name in names.items()}, packed.scalars)
+        if packed is None:
+            return RankView({}, {})
+        names, scalars = constructor.view_of(self._rank, plan, packed)
+        arrays = packed.named()
+        return RankView({key: arrays[name] for key, name in names.items()}, scalars)
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
         self._service.roles.planner.report(step, metrics)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
+from overlord.core.messages import LoaderOrder, Media, MetaDelta, MetaRequest, Payload
 from overlord.core.ragged import Ragged
 from overlord.core.samples import Cursor
 from overlord.roles.ports import Collect, Workers
@@ -23,6 +24,7 @@ class LoaderFleet:
         self._loaders = loaders
         self._locks = [[threading.Lock() for _ in of_source] for of_source in loaders]
         self._workers = workers
+        self._handed_over = [0] * len(loaders)
 
     def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
         """Ask the loader that owns each request's group."""
@@ -48,7 +50,9 @@ class LoaderFleet:
             loader = self._loaders[staged.order.source][owner]
             done = loader.finish(staged)
             with self._locks[staged.order.source][owner]:
-                return loader.hand_over(staged, done)
+                payload = loader.hand_over(staged, done)
+                self._handed_over[payload.source] += payload.nbytes
+                return payload
 
         staged = self._workers.map(pop, runs)
 
@@ -69,21 +73,31 @@ class LoaderFleet:
                     loader.rest(cursor)
         give_back_freed_memory()
 
+    def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
+        """Let the loaders count samples whose media do not decode; beyond a source's tolerance this raises."""
+        for source in sorted({fault[0] for fault in faults}):
+            loader, lock = self._loaders[source][0], self._locks[source][0]
+            with lock:
+                loader.note_faults([(row, epoch, reason) for at, row, epoch, reason in faults if at == source])
+
     @property
     def buffer_bytes(self) -> int:
         """Bytes in the read buffers of all loaders."""
         return sum(one.buffer_bytes for of_source in self._loaders for one in of_source)
 
-    def status(self) -> list[dict[str, int]]:
+    def status(self) -> list[dict[str, Any]]:
         """Return what each source's loaders hold and have met."""
         return [
             {
+                "decoded_in": of_source[0].placement.where,
+                "decoded_ratio": of_source[0].placement.ratio,
+                "handed_over_bytes": self._handed_over[number],
                 "loaders": len(of_source),
                 "buffer_bytes": sum(one.buffer_bytes for one in of_source),
                 "bad": sum(one.bad_samples for one in of_source),
                 "wrong_length": sum(one.wrong_lengths for one in of_source),
             }
-            for of_source in self._loaders
+            for number, of_source in enumerate(self._loaders)
         ]
 
     def _owner(self, source: int, group: int) -> int:
@@ -105,14 +119,11 @@ def join_runs(parts: Sequence[Payload]) -> Payload:
     """Join the payloads of one source and step that came from several loaders."""
     if len(parts) == 1:
         return parts[0]
-    patches = [p.patches for p in parts if p.patches is not None]
-    grids = [p.grids for p in parts if p.grids is not None]
+    media = [p.media for p in parts if p.media is not None]
     return Payload(
         step=parts[0].step,
         source=parts[0].source,
         tokens=Ragged.concat([p.tokens for p in parts]),
         loss=Ragged.concat([p.loss for p in parts]),
-        patches=Ragged.concat(patches) if patches else None,
-        grids=np.concatenate(grids) if grids else None,
-        bad=np.concatenate([p.bad for p in parts]),
+        media=Media.concat(media) if media else None,
     )

@@ -31,6 +31,7 @@ from overlord.roles.planner import Planner
 from overlord.roles.views import StepHeader
 from overlord.runtimes.deployment import LaunchOptions, Roles, deploy, plan_first_step
 from overlord.runtimes.memory import give_back_freed_memory
+from overlord.runtimes.process_workers import ProcessWorkers
 from overlord.runtimes.shared_memory import Arena
 from overlord.runtimes.status import describe
 from overlord.runtimes.step_server import Built, StepServer
@@ -39,6 +40,9 @@ from overlord.runtimes.workers import ThreadWorkers
 
 LOADER_THREADS = 16
 """Calls to loaders that may wait for storage at the same time."""
+
+PATIENCE_S = 3.0
+"""How long a closing service waits for functions in process workers."""
 
 logger = logging.getLogger("overlord")
 
@@ -49,15 +53,18 @@ class LocalHost:
     def __init__(self, job: Job, options: LaunchOptions, folder: Path, tell: Any) -> None:
         self._callers = ThreadWorkers(LOADER_THREADS, "overlord-loaders")
         self._workers = ThreadWorkers(options.threads, "overlord-workers")
+        self._processes = ProcessWorkers(options.threads)
         self._arena = Arena()
         self._options = options
         store = Path(options.store) if options.store else folder / "store"
         try:
-            self.roles: Roles = deploy(job, options, store, self._callers, self._workers, tell)
+            isolate = self._processes.isolate
+            self.roles: Roles = deploy(job, options, store, self._callers, self._workers, tell, isolate)
             plan_first_step(self.roles.planner)
         except BaseException:
             self._callers.close()
             self._workers.close()
+            self._processes.close()
             raise
         give_back_freed_memory()  # footers and listings of hundreds of sources were just parsed
         self.server = StepServer(self.roles, self._arena, prefetch=options.prefetch, budget_bytes=options.budget_bytes)
@@ -76,9 +83,14 @@ class LocalHost:
         """End all threads and let go of everything, whatever of it fails."""
         with contextlib.ExitStack() as ends:
             # The roles end first of these: a last snapshot may have to ask the loaders.
-            for end in (self._arena.close, self._workers.close, self._callers.close):
+            for end in (self._arena.close, self._processes.close, self._workers.close, self._callers.close):
                 ends.callback(end)
             ends.callback(lambda: self.server.with_planner(lambda _: self.roles.close()))
+            # A function that hangs in a process worker must not keep a service from closing.
+            hurry = threading.Timer(PATIENCE_S, self._processes.close)
+            hurry.daemon = True
+            hurry.start()
+            ends.callback(hurry.cancel)
             self.server.close()
 
     def status(self) -> dict[str, Any]:
@@ -179,7 +191,7 @@ class _Conversation:
         lease = self._next_lease
         self._next_lease += 1
         self._leases[lease] = segment.number
-        names = self._host.roles.constructor.view_names(self._rank, plan, packed)
+        names, scalars = self._host.roles.constructor.view_of(self._rank, plan, packed)
         specs = {spec.name: spec for spec in packed.arrays}
         gone = [number for number in self._known if not self._arena.alive(number)]
         self._known.difference_update(gone)
@@ -188,7 +200,7 @@ class _Conversation:
             "segment": segment.number,
             "capacity": segment.capacity,
             "gone": gone,
-            "scalars": dict(packed.scalars),
+            "scalars": scalars,
             "arrays": [[k, specs[n].dtype, list(specs[n].shape), specs[n].offset] for k, n in names.items()],
         }
         if segment.number in self._known:

@@ -23,7 +23,8 @@ from overlord.errors import ClosedError, OverlordError
 from overlord.roles.views import StepHeader
 from overlord.runtimes.deployment import Roles
 from overlord.runtimes.shared_memory import Arena, Segment
-from overlord.transforms.per_microbatch import PackedMicrobatch, StepSamples
+from overlord.transforms.packed import PackedMicrobatch
+from overlord.transforms.step_samples import StepSamples
 
 logger = logging.getLogger("overlord")
 
@@ -133,9 +134,8 @@ class StepServer:
                 plan = self._plans.get(step)
                 if plan is None:
                     return None
-                if not constructor.fetches(rank, plan):
-                    return False
-                return self._built.get((step, constructor.bucket_of(rank, plan), microbatch))
+                place = constructor.bin_of(rank, plan, microbatch)
+                return False if place is None else self._built.get((step, *place))
 
             self._waiting[(step, rank)] += 1
             self._changed.notify_all()
@@ -189,9 +189,9 @@ class StepServer:
 
     def _drop_unwanted(self) -> None:
         wanted = self._wanted_steps()
-        plans, buckets_of = self._plans, self._roles.constructor.buckets_of
-        buckets = {step: buckets_of(ranks, plans[step]) for step, ranks in wanted.items() if step in plans}
-        for key in [k for k in self._built if k[1] not in buckets.get(k[0], ())]:
+        plans, bins_of = self._plans, self._roles.constructor.bins_of
+        bins = {step: set(bins_of(ranks, plans[step])) for step, ranks in wanted.items() if step in plans}
+        for key in [k for k in self._built if k[1:] not in bins.get(k[0], ())]:
             self._arena.release(self._built.pop(key).segment.number)
         for step in [s for s in self._samples if s not in wanted]:
             del self._samples[step]

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
+import numba
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
+
+from overlord.core.specs import ImageSpec
+from overlord.transforms.augment import alter_image, crop_image
+from overlord.transforms.per_sample import Int64s, MediaFault
 
 try:
     import simplejpeg
@@ -19,17 +25,15 @@ MAX_PIXELS = 1 << 26
 """An image whose header claims more is taken for a decompression bomb and never decoded."""
 
 _JPEG = b"\xff\xd8"
-
-
-class ImageFault(Exception):
-    """The bytes of one image make no sense; the reason goes to the log with the sample's id."""
+_ALIKE = ("YCbCr", "Gray", "RGB")
+"""Colour spaces that simplejpeg and Pillow turn into the same RGB; of CMYK, Pillow's is the usual one."""
 
 
 def image_size(data: bytes | memoryview) -> tuple[int, int]:
     """Return (width, height) from the header, without decoding.
 
     Raises:
-        ImageFault: when there is no readable header, or it claims an absurd size.
+        MediaFault: when there is no readable header, or it claims an absurd size.
     """
     try:
         if simplejpeg is not None and bytes(data[:2]) == _JPEG:
@@ -38,31 +42,41 @@ def image_size(data: bytes | memoryview) -> tuple[int, int]:
             with Image.open(io.BytesIO(data)) as image:
                 width, height = image.size
     except UnidentifiedImageError as error:
-        raise ImageFault("the bytes are no image of a known format") from error
+        raise MediaFault("the bytes are no image of a known format") from error
     except (ValueError, KeyError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ImageFault(f"no readable image header: {error}") from error
+        raise MediaFault(f"no readable image header: {error}") from error
     if width < 1 or height < 1 or width * height > MAX_PIXELS:
-        raise ImageFault(f"the header claims {width} x {height} pixels, more than {MAX_PIXELS} in all")
+        raise MediaFault(f"the header claims {width} x {height} pixels, more than {MAX_PIXELS} in all")
     return width, height
 
 
 def decode_image(data: bytes | memoryview) -> UInt8s:
-    """Return the image as uint8 [height, width, 3], RGB.
+    """Return the image as uint8 [height, width, 3], RGB, on white where it is transparent.
+
+    A rotation in the EXIF data is left as it is.
 
     Raises:
-        ImageFault: when the bytes do not decode.
+        MediaFault: when the bytes do not decode.
     """
     image_size(data)
     try:
         if simplejpeg is not None and bytes(data[:2]) == _JPEG:
             try:
-                return simplejpeg.decode_jpeg(data, colorspace="RGB")
+                if simplejpeg.decode_jpeg_header(data, strict=False)[2] in _ALIKE:
+                    return simplejpeg.decode_jpeg(data, colorspace="RGB")
             except (ValueError, KeyError):
-                pass  # CMYK and other rare colour spaces: Pillow knows them, and has the last word on faults
+                pass  # rare colour spaces: Pillow knows them, and has the last word on faults
         with Image.open(io.BytesIO(data)) as image:
-            return np.asarray(image.convert("RGB"))
+            return np.asarray(_on_white(image))
     except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ImageFault(f"does not decode: {error}") from error
+        raise MediaFault(f"does not decode: {error}") from error
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
 def resize_image(image: UInt8s, height: int, width: int) -> UInt8s:
@@ -72,14 +86,68 @@ def resize_image(image: UInt8s, height: int, width: int) -> UInt8s:
     return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def patchify_into(image: UInt8s, patch: int, merge: int, out: UInt8s) -> None:
-    """Write the image as patch rows [patches, 3 * patch * patch]; patches that merge are neighbours."""
+def patchify_into(image: UInt8s, patch: int, merge: int, out: UInt8s, *, temporal: int = 1) -> None:
+    """Write the image as patch rows [patches, 3 * temporal * patch * patch]; patches that merge are neighbours.
+
+    A row holds channel, frame, y and x in this order; all `temporal` frames of a patch are the image.
+    """
     rows, cols = image.shape[0] // (patch * merge), image.shape[1] // (patch * merge)
-    cut = image.reshape(rows, merge, patch, cols, merge, patch, 3)
-    out.reshape(rows, cols, merge, merge, 3, patch, patch)[:] = cut.transpose(0, 3, 1, 4, 6, 2, 5)
+    cut = image.reshape(rows, merge, patch, cols, merge, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    out.reshape(rows, cols, merge, merge, 3, temporal, patch, patch)[:] = cut[:, :, :, :, :, None]
 
 
-def prepare_image(data: bytes | memoryview, grid: tuple[int, int], patch: int, merge: int, out: UInt8s) -> None:
-    """Decode, resize to the planned grid and patchify one image into its place."""
-    image = resize_image(decode_image(data), grid[0] * patch, grid[1] * patch)
-    patchify_into(image, patch, merge, out)
+def normalize_patches(
+    rows: UInt8s, mean: Sequence[float], std: Sequence[float], rescale: float, out: npt.NDArray[np.float32]
+) -> None:
+    """Write patch rows as the floats that an encoder takes: (pixel * rescale - mean) / std of each channel.
+
+    Args:
+        rows: [patches, 3 * anything], channel by channel as `patchify_into` writes them.
+        mean: Mean of each of the three channels, after rescaling.
+        std: Standard deviation of each channel.
+        rescale: What a pixel (0 to 255) is multiplied with, usually 1 / 255.
+        out: As large as `rows`.
+
+    Example:
+        >>> out = np.empty((1, 6), np.float32)
+        >>> normalize_patches(np.array([[0, 255, 0, 255, 0, 255]], np.uint8), [0.5, 0, 0], [0.5, 1, 2], 1 / 255, out)
+        >>> out.tolist()
+        [[-1.0, 1.0, 0.0, 1.0, 0.0, 0.5]]
+    """
+    # A pixel has 256 values: each is rounded once, in the order in which image processors do it.
+    pixels = (np.arange(256, dtype=np.float64) * rescale).astype(np.float32)
+    table = (pixels[None] - np.asarray(mean, np.float32)[:, None]) / np.asarray(std, np.float32)[:, None]
+    shape = (len(rows), 3, rows.shape[1] // 3)
+    _look_up(np.ascontiguousarray(rows).reshape(shape), table, out.reshape(shape))
+
+
+@numba.njit(nogil=True, cache=True)
+def _look_up(rows: UInt8s, table: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+    for row in range(rows.shape[0]):
+        for channel in range(3):
+            for at in range(rows.shape[2]):
+                out[row, channel, at] = table[channel, rows[row, channel, at]]
+
+
+class ImageDecoder:
+    """Opens images at their planned grid: decoded, cropped, resized, altered, cut into patches."""
+
+    def __init__(self, spec: ImageSpec) -> None:
+        self._patch = spec.patch
+        self._merge = spec.merge
+        self._temporal = spec.temporal
+        self._augment = spec.augment
+
+    def item_bytes(self, grids: npt.NDArray[np.int32]) -> Int64s:
+        """Return the bytes of each image's patches."""
+        return np.prod(grids.astype(np.int64), axis=1) * (3 * self._temporal * self._patch**2)
+
+    def decode(self, data: memoryview, grid: npt.NDArray[np.int32], seed: int, out: UInt8s) -> None:
+        """Decode, resize to the planned grid and patchify one image into its place."""
+        image = decode_image(data)
+        if self._augment is not None:
+            image = crop_image(image, self._augment, seed)
+        image = resize_image(image, int(grid[1]) * self._patch, int(grid[2]) * self._patch)
+        if self._augment is not None:
+            image = alter_image(image, self._augment, seed)
+        patchify_into(image, self._patch, self._merge, out, temporal=self._temporal)

@@ -1,276 +1,246 @@
-"""Microbatch transformations: pieces packed into one sequence, in the keys a Hugging Face model takes.
-
-A microbatch is laid out first (names, types, shapes) and filled second, so that it can be written
-straight into shared memory, once per host, already cut for the context-parallel ranks.
-"""
+"""Microbatch transformations: pieces packed into one sequence (or padded rows), in the keys a trainer takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.messages import Payload
-from overlord.core.plan import LoadingPlan, Pieces
-from overlord.core.ragged import Ragged, offsets_of
-from overlord.transforms.per_rank import zigzag_indices
+from overlord.core.layout_specs import Layout
+from overlord.core.plan import LoadingPlan
+from overlord.transforms.media_keys import MediaKeys, MediaShape
+from overlord.transforms.packed import Blueprint, Bytes, PackedMicrobatch, stride_of
+from overlord.transforms.packing_kernels import FIELDS, copy_runs, pack
+from overlord.transforms.per_rank import Runs, cut_runs
+from overlord.transforms.positions import mrope_positions
+from overlord.transforms.step_samples import Items, Opening, StepSamples
 
-IGNORE_INDEX = -100
-ALIGNMENT = 64
-"""Arrays begin at multiples of this inside a buffer."""
+Int64s = npt.NDArray[np.int64]
+Allocate = Callable[[int], Bytes]
+"""Gives a buffer of so many bytes."""
 
-Array = npt.NDArray[Any]
+_NAMES = {
+    "hf": {"ids": "input_ids", "positions": "position_ids", "labels": "labels", "shifted": "shift_labels"},
+    "megatron": {"ids": "tokens", "positions": "position_ids", "shifted": "labels", "mask": "loss_mask"},
+    "torchtitan": {"ids": "input", "positions": "positions", "shifted": "labels"},
+}
+"""What each layout calls the arrays of a sequence."""
+_NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class ArraySpec:
-    """One array inside a buffer."""
+class PackingJob:
+    """What stays the same for all microbatches of a service."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
+    layout: Layout
+    cp: int
+    media: MediaShape
+    opening: Opening
+
+
+class _Sharing(NamedTuple):
+    """How ranks share the sequences of one microbatch."""
+
+    of: int
+    """Ranks that share them."""
+    suffixes: tuple[str, ...]
+    """Of the names of the slices that are made here."""
+    part: int | None = None
+    """The only slice that is made here; None for all."""
+
+
+class _Bin(NamedTuple):
+    """One microbatch of one bucket."""
+
+    begin: int
+    """Its first piece."""
+    cu: Int64s
+    """Where segments (or rows) begin, padding included."""
+    rows: bool
+    """Whether segments are rows of a rectangle."""
+    sharing: _Sharing
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the array."""
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
-
-    def view(self, buffer: npt.NDArray[np.uint8]) -> Array:
-        """Return the array inside its buffer."""
-        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).reshape(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedMicrobatch:
-    """One microbatch of one bucket, written into one buffer."""
-
-    buffer: npt.NDArray[np.uint8]
-    arrays: tuple[ArraySpec, ...]
-    """Named `key` when all ranks share it, `key@r` for context-parallel rank r, `meta.x` for provenance."""
-    scalars: Mapping[str, int]
-    real_tokens: int
-    """Tokens that are not padding."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepSamples:
-    """The payloads of one step joined, so that pieces can be gathered from one array."""
-
-    tokens: Ragged
-    loss: Ragged
-    row_of: npt.NDArray[np.int64]
-    """Row of each drawn sample in the joined arrays."""
-    image_of: npt.NDArray[np.int64]
-    """(payload, row) of each drawn sample's image as payload << 32 | row, or -1."""
-    payloads: tuple[Payload, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.tokens.nbytes + self.loss.nbytes + sum(p.patches.nbytes for p in self.payloads if p.patches)
-
-
-def join_payloads(plan: LoadingPlan, payloads: list[Payload]) -> StepSamples:
-    """Join the payloads of a step; every source's rows are in drawing order already."""
-    row_of = np.empty(len(plan.draw), np.int64)
-    image_of = np.full(len(plan.draw), -1, np.int64)
-    base = 0
-    for number, payload in enumerate(payloads):
-        mine = np.flatnonzero(plan.draw.source == payload.source)
-        row_of[mine] = base + np.arange(len(mine))
-        if payload.patches is not None:
-            image_of[mine] = (number << 32) + np.arange(len(mine))
-        base += len(mine)
-    return StepSamples(
-        tokens=Ragged.concat([p.tokens for p in payloads]),
-        loss=Ragged.concat([p.loss for p in payloads]),
-        row_of=row_of,
-        image_of=image_of,
-        payloads=tuple(payloads),
-    )
+    def width(self) -> int:
+        """Tokens of one rank."""
+        return int(self.cu[-1]) // self.sharing.of
 
 
 def pack_microbatch(
-    plan: LoadingPlan,
-    samples: StepSamples,
-    bucket: int,
-    microbatch: int,
-    *,
-    cp: int,
-    patch_bytes: int,
-    allocate: Callable[[int], npt.NDArray[np.uint8]],
-) -> PackedMicrobatch:
-    """Pack the pieces of one bin into one sequence and cut it for the context-parallel ranks.
+    plan: LoadingPlan, samples: StepSamples, bucket: int, microbatch: int, packing: PackingJob, allocate: Allocate
+) -> tuple[PackedMicrobatch, list[tuple[int, str]]]:
+    """Pack the pieces of one bin and cut the result for the ranks that share it.
 
     Args:
         plan: The step's plan.
         samples: The step's samples.
         bucket: The consumer: a data-parallel rank, or a rank of hybrid data parallelism.
         microbatch: Microbatch of the step.
-        cp: Context-parallel ranks of the mesh.
-        patch_bytes: Bytes of one image patch; 0 for a job without images.
-        allocate: Gives a buffer of so many bytes.
+        packing: Layout, mesh and media of the service.
+        allocate: Gives the buffer.
+
+    Returns:
+        The microbatch, and (drawn sample, reason) of media that do not decode.
     """
-    pieces, chosen = plan.bin(bucket, microbatch), plan.bin_range(bucket, microbatch)
-    padded = plan.padded[chosen]
-    dummy = len(padded) == 0
-    slices = _slices(plan, chosen, bucket, cp)
-    cu_seqlens = offsets_of([plan.pad_multiple] if dummy else padded).astype(np.int32)
-    total = int(cu_seqlens[-1])
-    images = _images_of(samples, pieces)
-    patches = sum(_patch_count(samples, image) for image in images)
-    layout = _layout(total, slices, cp > 1, len(cu_seqlens) - 1, len(images), patches, patch_bytes)
-    buffer = allocate(layout[-1].offset + layout[-1].nbytes + ALIGNMENT)
-    arrays = {spec.name: spec.view(buffer) for spec in layout}
-    _fill_tokens(arrays, samples, pieces, cu_seqlens, slices)
-    _fill_images(arrays, samples, images, patch_bytes)
-    _fill_meta(arrays, plan, pieces, dummy)
-    return PackedMicrobatch(
-        buffer=buffer,
-        arrays=tuple(layout),
-        scalars={
-            "max_length_q": int(np.diff(cu_seqlens).max()),
-            "max_length_k": int(np.diff(cu_seqlens).max()),
-            "meta.local_cp_size": slices[0].of,
-        },
-        real_tokens=int(pieces.length.sum()),
-    )
+    layout, chosen = packing.layout, plan.bin_range(bucket, microbatch)
+    sharing = _share(plan, chosen, bucket, packing.cp)
+    one = _Bin(chosen.start, _boundaries(plan, samples, chosen, sharing.of), plan.row_tokens > 0, sharing)
+    blueprint = Blueprint()
+    offsets, positions_at = _draw_up(blueprint, packing, one, hybrid=plan.cp_sizes is not None)
+    silent = _ALL_SPEAK
+    items, segment_of = samples.items_in(plan.bin(bucket, microbatch)) if len(samples.items) else (samples.items, _NONE)
+    media = None
+    if len(items) or layout.dummy_image:
+        media = MediaKeys(samples, items, layout, packing.media, routed=plan.encoder is not None)
+        media.draw_up(blueprint)
+    if plan.routing is not None:
+        arrivals = [plan.routing.arrivals(rank, microbatch) for rank in plan.routing.heads[bucket]]
+        for (places, _), suffix in zip(arrivals, sharing.suffixes, strict=False):
+            blueprint.add(f"meta.image_positions{suffix}", "<i8", (len(places),))
+            blueprint.add(f"meta.image_rows{suffix}", "<i8", (len(places),))
+    buffer = allocate(blueprint.nbytes)
+    faults: list[tuple[int, str]] = []
+    if media is not None or plan.routing is not None:
+        named = {spec.name: spec.view(buffer) for spec in blueprint.arrays}
+        if media is not None:
+            bad, faults = media.fill(named, packing.opening)
+            silent = np.zeros(len(one.cu) - 1, np.bool_)
+            silent[segment_of[bad]] = True
+        if plan.routing is not None:
+            for pair, suffix in zip(arrivals, sharing.suffixes, strict=False):
+                named[f"meta.image_positions{suffix}"][:], named[f"meta.image_rows{suffix}"][:] = pair
+    longest, real = pack(
+        buffer, offsets, stride_of(one.width), samples.tokens.values, samples.loss.values, samples.pieces.first,
+        samples.pieces.length, samples.pieces.origin, (one.begin, chosen.stop - chosen.start), silent, one.cu,
+        *_cutting(plan, one),
+    )  # fmt: skip
+    if layout.positions != "plain":
+        whole = _mrope(plan, packing, one, items, segment_of, media)
+        _fill_mrope(buffer, positions_at, layout, whole, one, plan.slicing)
+    scalars = {"meta.local_cp_size": sharing.of}
+    if layout.keys == "hf" and not one.rows:
+        scalars |= {"max_length_q": longest, "max_length_k": longest}
+    if layout.keys == "megatron":
+        _fill_numbers(buffer, blueprint, longest, sharing.of)
+    packed = PackedMicrobatch(buffer, tuple(blueprint.arrays), scalars, real)
+    return packed, [(int(items.sample[at]), reason) for at, reason in faults]
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One rank's part of a sequence."""
+def _cutting(plan: LoadingPlan, one: _Bin) -> tuple[tuple[int, int, int], Int64s, Int64s, Int64s, Int64s]:
+    """Return how the kernel cuts: (ranks, chunks of a segment, the only part), or runs where chunks cross segments."""
+    of, part = one.sharing.of, one.sharing.part
+    only = -1 if part is None else part
+    if of == 1:
+        return (1, 1, only), _NONE, _NONE, _NONE, _NONE
+    if one.rows or plan.slicing == "zigzag":
+        return (of, of if plan.slicing == "contiguous" else 2 * of, only), _NONE, _NONE, _NONE, _NONE
+    runs = _runs(plan.slicing, one)
+    return (of, 0, only), runs.segment, runs.begin, runs.length, runs.part * stride_of(one.width) + runs.place
 
-    suffix: str
-    """Of the names of its arrays."""
-    rank: int
-    of: int
-    """Ranks that share the sequence."""
+
+def _runs(slicing: str, one: _Bin) -> Runs:
+    runs = cut_runs(one.cu, one.sharing.of, slicing, rows=one.rows)
+    return runs if one.sharing.part is None else runs.of_part(one.sharing.part)
 
 
-def _slices(plan: LoadingPlan, chosen: slice, bucket: int, cp: int) -> list[Slice]:
+def _share(plan: LoadingPlan, chosen: slice, bucket: int, cp: int) -> _Sharing:
     if plan.cp_sizes is not None and plan.first_ranks is not None and chosen.stop > chosen.start:
-        shared = int(plan.cp_sizes[chosen.start])
-        return [Slice("", bucket - int(plan.first_ranks[chosen.start]), shared)]
+        return _Sharing(int(plan.cp_sizes[chosen.start]), ("",), bucket - int(plan.first_ranks[chosen.start]))
     if cp == 1 or plan.axis == "CP" or "CP" in plan.broadcast:
-        return [Slice("", 0, 1)]  # whole: the trainer cuts what it broadcasts
-    return [Slice(f"@{rank}", rank, cp) for rank in range(cp)]
+        return _Sharing(1, ("",))  # whole: the trainer cuts what it broadcasts
+    return _Sharing(cp, _suffixes(cp))
 
 
-def _layout(
-    total: int, slices: list[Slice], shifted: bool, segments: int, images: int, patches: int, patch_bytes: int
-) -> list[ArraySpec]:
-    wanted: list[tuple[str, str, tuple[int, ...]]] = []
-    keys = ["input_ids", "position_ids", "labels"] + (["shift_labels"] if shifted else [])
-    for key in keys:
-        wanted += [(f"{key}{one.suffix}", "<i8", (1, total // one.of)) for one in slices]
-    wanted += [("cu_seq_lens_q", "<i4", (segments + 1,)), ("cu_seq_lens_k", "<i4", (segments + 1,))]
-    if patch_bytes:
-        wanted += [("pixel_values", "|u1", (patches, patch_bytes)), ("image_grid_thw", "<i8", (images, 3))]
-    wanted += [
-        ("meta.source", "<i4", (segments,)),
-        ("meta.epoch", "<i4", (segments,)),
-        ("meta.row", "<i8", (segments,)),
-    ]
-    wanted += [("meta.segment_offsets", "<i4", (segments,)), ("meta.segment_lengths", "<i4", (segments,))]
-    specs: list[ArraySpec] = []
-    offset = 0
-    for name, dtype, shape in wanted:
-        specs.append(ArraySpec(name, dtype, shape, offset))
-        offset += -(-specs[-1].nbytes // ALIGNMENT) * ALIGNMENT
-    return specs
+@functools.cache
+def _suffixes(cp: int) -> tuple[str, ...]:
+    return tuple(f"@{rank}" for rank in range(cp))
 
 
-def _fill_tokens(
-    arrays: dict[str, Array], samples: StepSamples, pieces: Pieces, cu: Array, slices: list[Slice]
-) -> None:
-    starts = samples.tokens.offsets[samples.row_of[pieces.sample]] + pieces.start
-    whole = slices[0].of == 1
-    keys = ("input_ids", "labels", "position_ids")
-    full = [arrays[key].reshape(-1) if whole else np.empty(int(cu[-1]), np.int64) for key in keys]
-    _pack(samples.tokens.values, samples.loss.values, starts, pieces.length, cu, *full)
-    # The label of a slice's last token lies in another rank's slice, so the shift is done before slicing.
-    shifted = np.append(full[1][1:], IGNORE_INDEX)
-    if whole and "shift_labels" in arrays:
-        arrays["shift_labels"].reshape(-1)[:] = shifted
-    for one in [] if whole else slices:
-        chosen = zigzag_indices(cu, one.of, one.rank)
-        for key, values in zip((*keys, "shift_labels"), (*full, shifted), strict=True):
-            np.take(values, chosen, out=arrays[f"{key}{one.suffix}"].reshape(-1))
-    arrays["cu_seq_lens_q"][:] = cu
-    arrays["cu_seq_lens_k"][:] = cu
+def _boundaries(plan: LoadingPlan, samples: StepSamples, chosen: slice, of: int) -> Int64s:
+    """Return where segments (or rows) begin, padding included."""
+    if chosen.stop == chosen.start:  # a dummy that keeps ranks in step
+        least = plan.bin_multiple if plan.axis != "CP" else plan.bin_multiple * of
+        return np.array([0, max(plan.pad_multiple, least)], np.int64)
+    behind = samples.pieces.behind
+    return behind[chosen.start : chosen.stop + 1] - behind[chosen.start]
 
 
-@numba.njit(nogil=True, cache=True)
-def _pack(
-    values: Array, loss: Array, starts: Array, lengths: Array, cu: Array, ids: Array, labels: Array, positions: Array
-) -> None:
-    for segment in range(len(cu) - 1):
-        begin, end = cu[segment], cu[segment + 1]
-        length = lengths[segment] if segment < len(lengths) else 0
-        for i in range(end - begin):
-            at = begin + i
-            positions[at] = i
-            if i < length:
-                token = values[starts[segment] + i]
-                ids[at] = token
-                labels[at] = token if i > 0 and loss[starts[segment] + i] else IGNORE_INDEX
-            else:
-                ids[at] = 0
-                labels[at] = IGNORE_INDEX
+def _draw_up(blueprint: Blueprint, packing: PackingJob, one: _Bin, *, hybrid: bool) -> tuple[tuple[int, ...], int]:
+    """Make room for the arrays of the sequence.
+
+    Returns:
+        Where each begins that the kernel writes (-1 for what is not there), and where positions of several rows do.
+    """
+    layout, segments, width = packing.layout, len(one.cu) - 1, one.width
+    shape: tuple[int, ...] = (segments, width // segments) if one.rows else (1, width)
+    if layout.keys == "torchtitan" and not one.rows:
+        shape = (width,)
+    at, stride = dict.fromkeys(FIELDS, _NOWHERE), stride_of(width)
+    for field, names in _slice_names(layout.keys, one.rows, packing.cp, one.sharing.suffixes):
+        if field == "positions" and layout.positions != "plain":
+            axes = _AXES[layout.positions]
+            several = blueprint.add_slices(names, "<i8", (axes, *shape), stride_of(axes * width))
+            continue
+        at[field] = blueprint.add_slices(names, "<f4" if field == "mask" else "<i8", shape, stride)
+    at["origin"] = blueprint.add("meta.origin", "<i8", (5, segments))
+    also = () if one.rows else _BOUNDS[layout.keys]
+    at["bounds"] = blueprint.add("meta.cu_seqlens", "<i4", (segments + 1,), *also)
+    if layout.keys == "megatron":
+        if not one.rows:
+            at["unpadded"] = blueprint.add("cu_seqlens", "<i4", (segments + 1,))
+            blueprint.add("max_seqlen", "<i4", (1,))
+        if hybrid:
+            blueprint.add("local_cp_size", "<i4", (1,))
+    return tuple(at.values()), several if layout.positions != "plain" else _NOWHERE
 
 
-def warm_packing() -> None:
-    """Load the kernels of a microbatch's way, so that the first one does not wait for a compiler."""
-    ids, labels, positions = np.empty((3, 2), np.int64)
-    for kind in (np.int32, np.int64, np.uint8):
-        Ragged(np.ones(2, kind), np.arange(3)).take(np.array([1, 0]))
-    ragged = Ragged(np.ones(2, np.int32), np.array([0, 2]))
-    ones = np.ones(1, np.int32)
-    cu_seqlens = np.array([0, 2], np.int32)
-    _pack(ragged.values, np.ones(2, np.uint8), ragged.offsets[:1], ones, cu_seqlens, ids, labels, positions)
+@functools.cache
+def _slice_names(keys: str, rows: bool, cp: int, suffixes: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the fields that a layout has, and the names of their slices."""
+    # The label of a slice's last token lies in another rank's, so ranks that share get shifted ones.
+    wanted = {f: name for f, name in _NAMES[keys].items() if f != "shifted" or keys != "hf" or cp > 1}
+    if keys == "hf" and rows:
+        wanted["attention"] = "attention_mask"
+    return [(field, tuple(name + suffix for suffix in suffixes)) for field, name in wanted.items()]
 
 
-def _images_of(samples: StepSamples, pieces: Pieces) -> list[tuple[int, int]]:
-    """Return (payload, row) of the images of a bin, in sequence order; an image is in its sample's first piece."""
-    found = samples.image_of[pieces.sample[pieces.start == 0]]
-    return [(int(i) >> 32, int(i) & 0xFFFFFFFF) for i in found[found >= 0]]
+_BOUNDS = {"hf": ("cu_seq_lens_q", "cu_seq_lens_k"), "megatron": ("cu_seqlens_padded",), "torchtitan": ()}
+_AXES = {"plain": 0, "mrope": 3, "mrope_text": 4}
+_NONE = np.empty(0, np.int64)
+_ALL_SPEAK = np.empty(0, np.bool_)
 
 
-def _patch_count(samples: StepSamples, image: tuple[int, int]) -> int:
-    grids = samples.payloads[image[0]].grids
-    assert grids is not None
-    return int(np.prod(grids[image[1]]))
+def _mrope(
+    plan: LoadingPlan, packing: PackingJob, one: _Bin, items: Items, segment_of: Int64s, media: MediaKeys | None
+) -> Int64s:
+    """Return the positions of the whole sequence on three axes; ranks cut it afterwards."""
+    at = np.flatnonzero(items.kind < 2)
+    nothing = (np.empty((0, 3), np.int32), np.empty(0, np.float32))
+    grids, seconds = media.vision_grids() if media is not None else nothing
+    inside = items.start[at] - plan.pieces.start[one.begin + segment_of[at]]
+    rate = packing.layout.tokens_per_second
+    step = np.where((seconds > 0) & (rate > 0), seconds.astype(np.float64) * rate, 1.0)
+    return mrope_positions(
+        one.cu, segment_of[at], inside, items.length[at], grids, packing.media.merge, step,
+        count_time=packing.layout.count_time,
+    )  # fmt: skip
 
 
-def _fill_images(
-    arrays: dict[str, Array], samples: StepSamples, images: list[tuple[int, int]], patch_bytes: int
-) -> None:
-    at = 0
-    for number, (payload_number, row) in enumerate(images):
-        payload = samples.payloads[payload_number]
-        assert payload.patches is not None and payload.grids is not None
-        pixels = payload.patches[row]
-        count = len(pixels) // patch_bytes
-        arrays["pixel_values"][at : at + count] = pixels.reshape(count, patch_bytes)
-        arrays["image_grid_thw"][number] = payload.grids[row]
-        at += count
+def _fill_mrope(buffer: Bytes, offset: int, layout: Layout, whole: Int64s, one: _Bin, slicing: str) -> None:
+    """Write positions of several rows into the slices of the ranks."""
+    axes, width, runs = _AXES[layout.positions], one.width, _runs(slicing, one)
+    stride = stride_of(axes * width)
+    if axes == 4:  # the first row is that of plain text
+        whole = np.concatenate([[np.arange(int(one.cu[-1])) - np.repeat(one.cu[:-1], np.diff(one.cu))], whole])
+    block = buffer[offset : offset + 8 * stride * len(one.sharing.suffixes)].view(np.int64)
+    copy_runs(whole, block, one.cu[runs.segment] + runs.begin, runs.length, runs.part * stride + runs.place, width)
 
 
-def _fill_meta(arrays: dict[str, Array], plan: LoadingPlan, pieces: Pieces, dummy: bool) -> None:
-    if dummy:
-        for name in ("meta.source", "meta.epoch", "meta.row"):
-            arrays[name][:] = -1
-        arrays["meta.segment_offsets"][:] = 0
-        arrays["meta.segment_lengths"][:] = 0
-        return
-    arrays["meta.source"][:] = plan.draw.source[pieces.sample]
-    arrays["meta.epoch"][:] = plan.draw.meta["epoch"][pieces.sample]
-    arrays["meta.row"][:] = plan.draw.meta["row"][pieces.sample]
-    arrays["meta.segment_offsets"][:] = pieces.start
-    arrays["meta.segment_lengths"][:] = pieces.length
+def _fill_numbers(buffer: Bytes, blueprint: Blueprint, longest: int, of: int) -> None:
+    for spec in blueprint.arrays:
+        if spec.name in ("max_seqlen", "local_cp_size"):
+            spec.view(buffer)[:] = longest if spec.name == "max_seqlen" else of

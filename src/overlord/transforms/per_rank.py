@@ -2,42 +2,168 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from overlord.core.ragged import expand_ranges
 
-FIRST_STAGE_KEYS = ("input_ids", "position_ids", "pixel_values", "image_grid_thw")
-LAST_STAGE_KEYS = ("labels", "shift_labels")
-EVERY_STAGE_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+Int64s = npt.NDArray[np.int64]
+
+FIRST_STAGE_KEYS = (
+    "input_ids",
+    "tokens",
+    "input",
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
+    "input_features",
+    "feature_attention_mask",
+)
+"""What embedding needs: token ids, and what the encoders read."""
+LAST_STAGE_KEYS = ("labels", "shift_labels", "loss_mask")
+"""What the loss needs."""
+EVERY_STAGE_KEYS = (
+    "attention_mask",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_length_q",
+    "max_length_k",
+    "max_seqlen",
+    "local_cp_size",
+    "positions",
+)
+"""What attention needs in every layer."""
+TOKEN_KEYS = ("input_ids", "tokens", "input")
 
 
-def zigzag_indices(cu_seqlens: npt.NDArray[np.integer], cp: int, cp_rank: int) -> npt.NDArray[np.int64]:
-    """Return the tokens of one context-parallel rank: two mirrored chunks of every segment.
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The layers that a pipeline rank (or one of its chunks) holds."""
 
-    Segments must be multiples of 2 * cp long. Slicing the packed stream as a whole instead would give
-    one rank all of the early segments.
+    pp_rank: int = 0
+    pp: int = 1
+    chunk: int | None = None
+    """Which of the rank's model chunks; None for all of them."""
+    vpp: int = 1
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the embedding is among them."""
+        return self.pp_rank == 0 and self.chunk in (None, 0)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.pp_rank == self.pp - 1 and self.chunk in (None, self.vpp - 1)
+
+
+def needs(stage: Stage, key: str, *, mtp: bool = False, rotary: bool = True) -> bool:
+    """Return whether a pipeline stage needs a key: the first embeds, the last computes the loss.
+
+    Args:
+        stage: The stage.
+        key: A key of the batch.
+        mtp: Whether the last stage predicts several tokens.
+        rotary: Whether every layer turns its queries by `position_ids` (all but Megatron's, which counts itself).
 
     Example:
-        >>> zigzag_indices(np.array([0, 8, 16]), 2, 0).tolist()
+        >>> [key for key in ("tokens", "labels", "cu_seqlens") if needs(Stage(1, 4), key)]
+        ['cu_seqlens']
+    """
+    if key == "position_ids":
+        return rotary or stage.embeds or (mtp and stage.has_loss)
+    if key in FIRST_STAGE_KEYS:
+        return stage.embeds or (mtp and stage.has_loss and key in TOKEN_KEYS)
+    if key in LAST_STAGE_KEYS:
+        return stage.has_loss
+    return key in EVERY_STAGE_KEYS
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """A sequence cut where segments and the slices of ranks meet: each run is one stretch of both."""
+
+    segment: Int64s
+    begin: Int64s
+    """The run's first token inside its segment."""
+    length: Int64s
+    part: Int64s
+    """The rank that gets it."""
+    place: Int64s
+    """Where it begins in that rank's slice."""
+
+    def of_part(self, part: int) -> Runs:
+        """Return the runs of one rank, as if it were the only one."""
+        mine = np.flatnonzero(self.part == part)
+        return Runs(self.segment[mine], self.begin[mine], self.length[mine], np.zeros(len(mine), np.int64),
+                    self.place[mine])  # fmt: skip
+
+
+def cut_runs(cu_seqlens: npt.NDArray[np.integer], cp: int, slicing: str, *, rows: bool = False) -> Runs:
+    """Cut a sequence of segments for the ranks that share it.
+
+    Args:
+        cu_seqlens: Where segments begin, padding included.
+        cp: Ranks that share the sequence.
+        slicing: "zigzag", "whole_zigzag" or "contiguous".
+        rows: Whether segments are rows of a rectangle, each cut by itself.
+
+    Example:
+        >>> runs = cut_runs(np.array([0, 8, 16]), 2, "zigzag").of_part(0)
+        >>> (runs.begin.tolist(), runs.place.tolist())
+        ([0, 6, 0, 6], [0, 2, 4, 6])
+    """
+    cu = cu_seqlens.astype(np.int64)
+    if cp == 1:
+        number = np.arange(len(cu) - 1)
+        return Runs(number, np.zeros(len(number), np.int64), np.diff(cu), np.zeros(len(number), np.int64), cu[:-1])
+    per_segment = rows or slicing == "zigzag"
+    units = cu if per_segment else cu[[0, -1]]
+    chunks = cp if slicing == "contiguous" else 2 * cp
+    size: Int64s = np.diff(units) // chunks
+    starts: Int64s = (units[:-1, None] + size[:, None] * np.arange(chunks)).reshape(-1)
+    number = np.tile(np.arange(chunks), len(size))
+    mirrored = number >= cp
+    part = np.where(mirrored, 2 * cp - 1 - number, number)
+    # A rank's slice of a unit begins at the unit's own share; its second chunk lies behind the first.
+    place: Int64s = np.repeat(units[:-1] // cp, chunks) + np.where(mirrored, np.repeat(size, chunks), 0)
+    lengths = np.repeat(size, chunks)
+    if per_segment:
+        segment = np.repeat(np.arange(len(size)), chunks)
+        return Runs(segment, starts - cu[segment], lengths, part, place)
+    # Chunks of the whole sequence are cut once more where segments meet.
+    bounds: Int64s = np.union1d(starts, cu[:-1])
+    chunk = np.searchsorted(starts, bounds, side="right") - 1
+    segment = np.searchsorted(cu, bounds, side="right") - 1
+    return Runs(
+        segment,
+        bounds - cu[segment],
+        np.diff(np.append(bounds, cu[-1])),
+        part[chunk],
+        place[chunk] + bounds - starts[chunk],
+    )
+
+
+def slice_indices(
+    cu_seqlens: npt.NDArray[np.integer], cp: int, cp_rank: int, slicing: str = "zigzag", *, rows: bool = False
+) -> Int64s:
+    """Return the tokens of one context-parallel rank, in its order.
+
+    Example:
+        >>> slice_indices(np.array([0, 8, 16]), 2, 0).tolist()
         [0, 1, 6, 7, 8, 9, 14, 15]
+        >>> slice_indices(np.array([0, 8, 16]), 2, 0, "whole_zigzag").tolist()
+        [0, 1, 2, 3, 12, 13, 14, 15]
+        >>> slice_indices(np.array([0, 8, 16]), 2, 1, "contiguous").tolist()
+        [8, 9, 10, 11, 12, 13, 14, 15]
     """
-    starts = cu_seqlens[:-1].astype(np.int64)
-    chunk = np.diff(cu_seqlens).astype(np.int64) // (2 * cp)
-    begins = np.stack([starts + cp_rank * chunk, starts + (2 * cp - 1 - cp_rank) * chunk], axis=1).reshape(-1)
-    return expand_ranges(begins, np.repeat(chunk, 2))
-
-
-def keys_of_stage(pp_rank: int, pp: int) -> tuple[str, ...]:
-    """Return the keys a pipeline stage needs: the first embeds, the last computes the loss.
-
-    Example:
-        >>> keys_of_stage(1, 4) == EVERY_STAGE_KEYS
-        True
-    """
-    keys: tuple[str, ...] = EVERY_STAGE_KEYS
-    if pp_rank == 0:
-        keys = FIRST_STAGE_KEYS + keys
-    if pp_rank == pp - 1:
-        keys = LAST_STAGE_KEYS + keys
-    return keys
+    runs = cut_runs(cu_seqlens, cp, slicing, rows=rows).of_part(cp_rank)
+    order = np.argsort(runs.place, kind="stable")
+    begin = cu_seqlens.astype(np.int64)[runs.segment] + runs.begin
+    return expand_ranges(begin[order], runs.length[order])

@@ -1,33 +1,51 @@
-"""Sample transformations: measured before planning, finished after it (in the SourceLoader).
+"""Sample transformations: measured before planning, finished after it. What every kind of sample shares.
 
-Rules of this file:
-1. `measure` decides every length. It sees headers and text, and never decodes an image.
+Rules of this folder:
+1. `measure` decides every length. It sees headers and text, and never decodes an image, clip or sound.
 2. `finish` delivers exactly the planned lengths: what turns out longer is cut, shorter is padded.
-3. A fault belongs to one sample: it becomes a stand-in with a reason, never an exception.
+3. Media stay encoded through both; a `MediaDecoder` opens them, in the SourceLoader or in the DataConstructor.
+4. A fault belongs to one sample: it becomes a stand-in with a reason, never an exception.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, expand_ranges, num_rows, offsets_of
-from overlord.core.samples import BAD, SKIP
-from overlord.core.specs import Custom, ImageText, Source, Text, image_grid
+from overlord.core.messages import Media
+from overlord.core.ragged import Ragged, RowBatch, expand_ranges, num_rows, offsets_of
+from overlord.core.samples import BAD
 from overlord.errors import SpecError
-from overlord.transforms.images import ImageFault, image_size, prepare_image
-from overlord.transforms.tokenize import TextTokenizer, decode_texts
 
 STAND_IN_TOKEN = 0
-IMAGES_PER_TASK = 4
 
 Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
 Fault = tuple[int, str]
 """(row of the batch, what is wrong with it)."""
+
+_NOWHERE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class TransformFacts:
+    """What a transform declares about itself."""
+
+    needs: tuple[str, ...]
+    """Columns it reads; empty for all."""
+    gives: tuple[str, ...]
+    """What it adds to a batch: "tokens", "image", "video", "audio"."""
+    changes_length: bool = True
+    """Whether it decides how long a sample is; such a transform runs before planning, wherever else it could run."""
+    byte_size: Literal["keeps", "grows"] = "keeps"
+    """Whether what it hands over is larger than what it read: then it is better run behind the hand-over."""
+    holds_gil: bool = False
+    """Whether it is Python code that lets no other thread work meanwhile; such a transform runs in process workers."""
 
 
 @dataclass(slots=True)
@@ -35,22 +53,27 @@ class Measured:
     """What is known of some rows before planning, and what must be kept of them."""
 
     tokens: Int64s
-    """Raw length, image placeholders included, before the overlength policy."""
+    """Raw length, placeholders included, before the overlength policy."""
     image_tokens: Int64s
+    """Placeholders of images and clips."""
     images: Int64s
+    """Images and clips."""
     flags: npt.NDArray[np.int32]
     kept: RowBatch
     faults: list[Fault] = field(default_factory=list)
+    front: Int64s | None = None
+    """Tokens in front of the text that never count in the loss; by default the image tokens."""
+    killed: list[Fault] = field(default_factory=list)
+    """Rows that killed their process worker twice; the verdict is written down before it counts."""
 
 
 @dataclass(slots=True)
 class Finished:
-    """Some samples ready to be packed."""
+    """Some samples ready to be packed, but for their media, which are still encoded."""
 
     tokens: Ragged
     loss: Ragged
-    patches: Ragged | None
-    grids: npt.NDArray[np.int32] | None
+    media: Media | None
     faults: list[Fault]
     lies: list[Fault]
     """Samples whose true length was not the measured one."""
@@ -64,219 +87,138 @@ class Workers(Protocol):
         ...
 
 
+class MediaFault(Exception):
+    """The bytes of one image, clip or sound make no sense; the reason goes to the log with the sample's id."""
+
+
+class MediaDecoder(Protocol):
+    """Opens the media of one source, item by item, into memory that somebody else has laid out."""
+
+    def item_bytes(self, grids: npt.NDArray[np.int32]) -> Int64s:
+        """Return how many bytes each item has once it is decoded."""
+        ...
+
+    def decode(self, data: memoryview, grid: npt.NDArray[np.int32], seed: int, out: npt.NDArray[np.uint8]) -> None:
+        """Decode one item into its place, which it must fill wholly.
+
+        Raises:
+            MediaFault: when the bytes do not decode; `out` may be half written then.
+        """
+        ...
+
+
 class SampleTransform(Protocol):
     """How the samples of one source are measured and finished."""
 
     columns: tuple[str, ...]
+    facts: TransformFacts
 
-    def measure(self, rows: RowBatch, lengths: Int64s | None) -> Measured:
-        """Measure rows; `lengths` are text lengths that somebody else already knows."""
+    @property
+    def decoder(self) -> MediaDecoder | None:
+        """What opens this kind's media; None for text."""
         ...
 
-    def finish(self, kept: RowBatch, planned: Int64s, bad: npt.NDArray[np.bool_], workers: Workers) -> Finished:
+    def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
+        """Measure rows; `lengths` are text lengths that somebody else already knows, `seeds` the rows' own."""
+        ...
+
+    def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
         """Bring kept rows into their final form, with exactly the planned lengths."""
         ...
 
 
-def make_transform(source: Source, tokenizer: TextTokenizer | None) -> SampleTransform:
-    """Return the transform that a source's sample spec asks for."""
-    spec = source.sample
-    if isinstance(spec, Custom):
-        return CustomTransform(spec)
-    if tokenizer is None and not (isinstance(spec, Text) and spec.tokenized):
-        raise SpecError(
-            f"source {source.name!r}: its text must be tokenized, but the job has no tokenizer; set tokenizer= to a "
-            "tokenizer.json, or give a column that holds token ids and Text(..., tokenized=True)."
-        )
-    if isinstance(spec, ImageText):
-        assert tokenizer is not None
-        return ImageTextTransform(spec, tokenizer)
-    return TextTransform(spec, tokenizer)
+# -- media: columns of kept rows, and the message they become ----------------------------------
+
+MEDIA_COLUMNS = ("media", "media_bytes", "media_start", "media_length", "media_grid", "media_seconds", "media_seed")
+"""How kept rows hold media, every column ragged with a row of the sample:
+media (uint8: all encoded items of the row, one behind the other), media_bytes (int64: bytes of each item),
+media_start (int32: its first placeholder in the sample), media_length (int32: its placeholders),
+media_grid (int32: three numbers of each item), media_seconds (float32: of a temporal patch, 0 for images),
+media_seed (uint64: what its augmentations are drawn from)."""
 
 
-class TextTransform:
-    """A column of text (or of token ids) becomes one sequence."""
+def media_columns(
+    encoded: Ragged,
+    *,
+    items: npt.ArrayLike,
+    nbytes: npt.ArrayLike,
+    start: npt.ArrayLike,
+    length: npt.ArrayLike,
+    grid: npt.ArrayLike,
+    seeds: npt.ArrayLike,
+    seconds: npt.ArrayLike | None = None,
+) -> RowBatch:
+    """Return the columns of kept rows that hold media.
 
-    def __init__(self, spec: Text, tokenizer: TextTokenizer | None) -> None:
-        self._spec = spec
-        self._tokenizer = tokenizer
-        self.columns: tuple[str, ...] = (spec.column,)
-
-    def measure(self, rows: RowBatch, lengths: Int64s | None) -> Measured:
-        bad = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
-        faults: list[Fault] = [(int(r), "the row cannot be parsed or lacks its column") for r in np.flatnonzero(bad)]
-        column = _ragged(rows, self._spec.column)
-        if lengths is not None:
-            claimed, empty = np.where(bad, 1, np.maximum(lengths, 1)), lengths <= 0
-            kept: RowBatch = {"raw": column, "claimed": claimed}
-            # No text has that many tokens: a wild claim must not cost memory, nor leave 32 bits.
-            tokens = np.minimum(claimed, np.minimum(16 * column.lengths + 1024, np.iinfo(np.int32).max))
-        else:
-            encoded, empty = self._encode(column, bad, faults)
-            tokens, kept = encoded.lengths, {"tokens": encoded}
-        kept["empty"] = empty
-        return _measured(tokens, np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0), kept, faults)
-
-    def finish(self, kept: RowBatch, planned: Int64s, bad: npt.NDArray[np.bool_], workers: Workers) -> Finished:
-        faults: list[Fault] = []
-        tokens, lies = _text_tokens(kept, bad, faults, self._encode)
-        # The stand-in of an empty text (beside an image) is there for its place only.
-        loss = np.repeat(~bad & ~np.asarray(kept["empty"], np.bool_), planned).astype(np.uint8)
-        fitted, padding = fit_rows(tokens, planned)
-        loss[padding] = 0
-        _mask_rows(loss, fitted.offsets, [row for row, _ in faults])
-        return Finished(fitted, Ragged(loss, fitted.offsets), None, None, faults, lies)
-
-    def _encode(
-        self, column: Ragged, bad: npt.NDArray[np.bool_], faults: list[Fault]
-    ) -> tuple[Ragged, npt.NDArray[np.bool_]]:
-        """Encode rows; bad and empty ones become one stand-in token. Marks rows that are not UTF-8 as bad."""
-        if self._spec.tokenized:
-            tokens = Ragged(column.values.astype(np.int32, copy=False), column.offsets)
-        else:
-            texts, unreadable = decode_texts(column)
-            for row in np.flatnonzero(unreadable & ~bad):
-                faults.append((int(row), "the text is not valid UTF-8"))
-            bad |= unreadable
-            assert self._tokenizer is not None
-            tokens = self._tokenizer.encode(texts, special_tokens=self._spec.special_tokens)
-        empty = tokens.lengths == 0
-        return _with_stand_ins(tokens, bad | empty), empty
+    Args:
+        encoded: All encoded items of each row, one behind the other.
+        items: How many items each row has; the others have one entry for each item, row after row.
+        nbytes: Bytes of each item.
+        start: Its first placeholder inside the sample.
+        length: Its placeholders.
+        grid: Its three numbers: [items, 3].
+        seeds: What its augmentations are drawn from.
+        seconds: Seconds of a temporal patch.
+    """
+    offsets = offsets_of(items)
+    count = int(offsets[-1])
+    return {
+        "media": encoded,
+        "media_bytes": Ragged(np.asarray(nbytes, np.int64), offsets),
+        "media_start": Ragged(np.asarray(start, np.int32), offsets),
+        "media_length": Ragged(np.asarray(length, np.int32), offsets),
+        "media_grid": Ragged(np.asarray(grid, np.int32).reshape(-1), 3 * offsets),
+        "media_seconds": Ragged(np.zeros(count, np.float32) if seconds is None else np.asarray(seconds, np.float32),
+                                offsets),
+        "media_seed": Ragged(np.asarray(seeds, np.uint64), offsets),
+    }  # fmt: skip
 
 
-class ImageTextTransform:
-    """One image and its text: image placeholders first, then the text."""
+def media_of(kind: str, kept: RowBatch, planned: Int64s, bad: Bools) -> Media:
+    """Return the media of kept rows, still encoded; without the items that the planned length leaves out.
 
-    def __init__(self, spec: ImageText, tokenizer: TextTokenizer) -> None:
-        self._spec = spec
-        self._text = TextTransform(Text(spec.text), tokenizer)
-        self._image_token = tokenizer.id_of(spec.image_token)
-        self.columns = tuple(c for c in (spec.image, spec.text, spec.width, spec.height) if c)
-
-    def measure(self, rows: RowBatch, lengths: Int64s | None) -> Measured:
-        text = self._text.measure(rows, lengths)
-        bad = (text.flags & BAD) > 0
-        images = _ragged(rows, self._spec.image)
-        widths, heights = self._sizes(rows, images, bad, text.faults)
-        grid_rows, grid_cols = image_grid(self._spec, widths, heights)
-        small = self._spec.merge
-        text.kept["image"] = images
-        text.kept["grid_rows"] = np.where(bad, small, grid_rows).astype(np.int32)
-        text.kept["grid_cols"] = np.where(bad, small, grid_cols).astype(np.int32)
-        image_tokens = text.kept["grid_rows"].astype(np.int64) * text.kept["grid_cols"] // small**2  # type: ignore[union-attr,operator]
-        # An image without a caption is still a sample; only its text is a stand-in.
-        return Measured(
-            tokens=text.tokens + image_tokens,
-            image_tokens=image_tokens,
-            images=np.ones(len(bad), np.int64),
-            flags=np.where(bad, BAD, 0).astype(np.int32),
-            kept=text.kept,
-            faults=text.faults,
-        )
-
-    def finish(self, kept: RowBatch, planned: Int64s, bad: npt.NDArray[np.bool_], workers: Workers) -> Finished:
-        spec = self._spec
-        grid_rows, grid_cols = np.asarray(kept["grid_rows"]), np.asarray(kept["grid_cols"])
-        image_tokens = grid_rows.astype(np.int64) * grid_cols // spec.merge**2
-        text = self._text.finish(kept, np.maximum(planned - image_tokens, 0), bad, workers)
-        offsets = offsets_of(planned)
-        tokens = np.full(int(offsets[-1]), self._image_token, np.int32)
-        loss = np.zeros(int(offsets[-1]), np.uint8)
-        places = expand_ranges(offsets[:-1] + image_tokens, text.tokens.lengths)
-        tokens[places] = text.tokens.values
-        loss[places] = text.loss.values
-        patches, faults = self._patches(kept, grid_rows, grid_cols, bad, workers)
-        _mask_rows(loss, offsets, [row for row, _ in faults])
-        grids = np.stack([np.ones_like(grid_rows), grid_rows, grid_cols], axis=1).astype(np.int32)
-        return Finished(Ragged(tokens, offsets), Ragged(loss, offsets), patches, grids, text.faults + faults, text.lies)
-
-    def _sizes(
-        self, rows: RowBatch, images: Ragged, bad: npt.NDArray[np.bool_], faults: list[Fault]
-    ) -> tuple[Int64s, Int64s]:
-        if self._spec.width and self._spec.height:
-            widths, heights = (np.asarray(rows[c]).astype(np.int64) for c in (self._spec.width, self._spec.height))
-            wrong = (widths < 1) | (heights < 1)
-            faults.extend((int(r), "the width or height column is not positive") for r in np.flatnonzero(wrong & ~bad))
-            bad |= wrong
-            return np.where(bad, 1, widths), np.where(bad, 1, heights)
-        widths, heights = np.ones(len(images), np.int64), np.ones(len(images), np.int64)
-        for row in np.flatnonzero(~bad):
-            try:
-                widths[row], heights[row] = image_size(_memory(images, int(row)))
-            except ImageFault as fault:
-                faults.append((int(row), str(fault)))
-                bad[row] = True
-        return widths, heights
-
-    def _patches(
-        self,
-        kept: RowBatch,
-        grid_rows: npt.NDArray[Any],
-        grid_cols: npt.NDArray[Any],
-        bad: npt.NDArray[np.bool_],
-        workers: Workers,
-    ) -> tuple[Ragged, list[Fault]]:
-        spec, images = self._spec, _ragged(kept, "image")
-        patch_bytes = 3 * spec.patch**2
-        offsets = offsets_of(grid_rows.astype(np.int64) * grid_cols * patch_bytes)
-        out = np.empty(int(offsets[-1]), np.uint8)
-
-        def prepare(rows: Sequence[int]) -> list[Fault]:
-            faults: list[Fault] = []
-            for row in rows:
-                place = out[offsets[row] : offsets[row + 1]]
-                if bad[row]:
-                    place[:] = 0
-                    continue
-                try:
-                    grid = (int(grid_rows[row]), int(grid_cols[row]))
-                    prepare_image(_memory(images, row), grid, spec.patch, spec.merge, place)
-                except ImageFault as fault:
-                    place[:] = 0
-                    faults.append((row, str(fault)))
-            return faults
-
-        count = len(images)
-        tasks = [range(at, min(at + IMAGES_PER_TASK, count)) for at in range(0, count, IMAGES_PER_TASK)]
-        return Ragged(out, offsets), [fault for part in workers.map(prepare, tasks) for fault in part]
+    Items of bad rows are marked bad: they are delivered as zeros.
+    """
+    start, length = ragged_column(kept, "media_start"), ragged_column(kept, "media_length")
+    rows = np.repeat(np.arange(len(start)), start.lengths)
+    begin, count = flat(start).astype(np.int64), flat(length).astype(np.int64)
+    nbytes = flat(ragged_column(kept, "media_bytes"))
+    encoded = ragged_column(kept, "media")
+    ends = np.cumsum(nbytes)
+    # An item's bytes begin where its row's begin, behind the items before it in the row.
+    before = ends - nbytes
+    first = np.concatenate([[0], np.cumsum(start.lengths)])[:-1]
+    base = np.where(start.lengths > 0, before[np.minimum(first, max(len(before) - 1, 0))] if len(before) else 0, 0)
+    at = encoded.offsets[:-1][rows] + before - base[rows]
+    inside = begin + count <= planned[rows]
+    grids = flat(ragged_column(kept, "media_grid")).reshape(-1, 3)
+    return Media(
+        kind=kind,
+        rows=offsets_of(np.bincount(rows[inside], minlength=len(start))),
+        start=begin[inside].astype(np.int32),
+        length=count[inside].astype(np.int32),
+        grids=grids[inside],
+        seconds=flat(ragged_column(kept, "media_seconds"))[inside],
+        seeds=flat(ragged_column(kept, "media_seed"))[inside],
+        bad=bad[rows][inside],
+        values=encoded.values,
+        begin=at[inside],
+        nbytes_of=nbytes[inside],
+        encoded=True,
+    )
 
 
-class CustomTransform:
-    """A user's function from a row to tokens. It runs before planning, since it decides lengths."""
+# -- what the kinds of samples share -----------------------------------------------------------
 
-    def __init__(self, spec: Custom) -> None:
-        self._spec = spec
-        self.columns: tuple[str, ...] = tuple(spec.columns or ())
 
-    def measure(self, rows: RowBatch, lengths: Int64s | None) -> Measured:
-        count = num_rows(rows)
-        bad = np.asarray(rows[BAD_COLUMN], np.bool_)
-        flags = np.where(bad, BAD, 0).astype(np.int32)
-        faults: list[Fault] = [(int(r), "the row cannot be parsed or lacks its column") for r in np.flatnonzero(bad)]
-        stand_in = np.full(1, STAND_IN_TOKEN, np.int32)
-        tokens: list[npt.NDArray[Any]] = [stand_in] * count
-        masks: list[npt.NDArray[Any]] = [np.zeros(1, np.uint8)] * count
-        for row in np.flatnonzero(~bad).tolist():
-            values = {c: bytes(v[row]) if _is_bytes(v) else v[row] for c, v in rows.items() if c != BAD_COLUMN}
-            try:
-                made = self._spec.fn(values)
-                if made is None:
-                    flags[row] |= SKIP
-                    continue
-                tokens[row], masks[row] = _checked_custom(made)
-            except Exception as error:  # the border to the user's code: whatever it raises is a fault of this row
-                faults.append((int(row), f"the custom function raised {type(error).__name__}: {error}"))
-                flags[row] |= BAD
-        kept: RowBatch = {
-            "tokens": Ragged.from_rows(tokens, np.int32),
-            "loss": Ragged.from_rows(masks, np.uint8),
-        }
-        return _measured(kept["tokens"].lengths, flags, kept, faults)  # type: ignore[union-attr]
+def no_seeds(rows: RowBatch) -> UInt64s:
+    """Return seeds for rows that are only looked at: what is drawn from them is the same for every row."""
+    return np.zeros(num_rows(rows), np.uint64)
 
-    def finish(self, kept: RowBatch, planned: Int64s, bad: npt.NDArray[np.bool_], workers: Workers) -> Finished:
-        tokens, _ = fit_rows(_ragged(kept, "tokens"), planned)
-        loss, _ = fit_rows(_ragged(kept, "loss"), planned)
-        return Finished(tokens, loss, None, None, [], [])
+
+def flat(rows: Ragged) -> npt.NDArray[Any]:
+    """Return the values of all rows, one behind the other."""
+    return rows.values[rows.offsets[0] : rows.offsets[-1]]
 
 
 def fit_rows(rows: Ragged, lengths: Int64s) -> tuple[Ragged, Int64s]:
@@ -291,34 +233,36 @@ def fit_rows(rows: Ragged, lengths: Int64s) -> tuple[Ragged, Int64s]:
     return Ragged(out, offsets), expand_ranges(offsets[:-1] + copied, lengths - copied)
 
 
-def count_loss_tokens(measured: Measured, delivered: npt.NDArray[np.integer], context_length: int) -> Int64s:
-    """Return how many labels each sample will have: the first token of a piece predicts nothing."""
-    pieces = np.maximum(-(-delivered.astype(np.int64) // context_length), 1)
+def count_loss_tokens(
+    measured: Measured, delivered: npt.NDArray[np.integer], sample: Int64s, start: Int64s
+) -> tuple[Int64s, Bools]:
+    """Return how many labels each sample will have, and which samples lose exactly one by any further cut.
+
+    The first token of a piece predicts nothing; pieces are given by their sample and first token.
+    """
     if "loss" not in measured.kept:
-        # Text counts, images do not; an image at the front already covers the first piece's first token.
-        counted = delivered - measured.image_tokens - pieces + (measured.image_tokens > 0)
+        front = measured.image_tokens if measured.front is None else measured.front
+        behind = np.bincount(sample[start >= front[sample]], minlength=len(delivered))
         silent = (measured.flags & BAD > 0) | np.asarray(measured.kept["empty"], np.bool_)
-        return np.where(silent, 0, np.maximum(counted, 0))
-    loss = _ragged(measured.kept, "loss")
+        return np.where(silent, 0, np.maximum(delivered - front - behind, 0)), ~silent & (front == 0)
+    loss = ragged_column(measured.kept, "loss")
     sums = np.concatenate([[0], np.cumsum(loss.values, dtype=np.int64)])
     first = loss.offsets[:-1]
     total = sums[first + np.minimum(delivered, loss.lengths)] - sums[first]
-    sample = np.repeat(np.arange(len(delivered)), pieces)
-    begin = (np.arange(len(sample)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * context_length
-    at_start = loss.values[first[sample] + np.minimum(begin, loss.lengths[sample] - 1)] * (begin < delivered[sample])
+    plain = (total == delivered) & (measured.flags & BAD == 0)
+    at_start = loss.values[first[sample] + np.minimum(start, loss.lengths[sample] - 1)] * (start < delivered[sample])
     np.subtract.at(total, sample, at_start.astype(np.int64))
-    return total
+    return total, plain
 
 
-_NOWHERE = np.empty(0, np.int64)
-
-
-def _measured(tokens: Int64s, flags: npt.NDArray[Any], kept: RowBatch, faults: list[Fault]) -> Measured:
+def measured_text(tokens: Int64s, flags: npt.NDArray[Any], kept: RowBatch, faults: list[Fault]) -> Measured:
+    """Return what is known of rows without images."""
     zeros = np.zeros(len(tokens), np.int64)
     return Measured(tokens.astype(np.int64), zeros, zeros, flags.astype(np.int32), kept, faults)
 
 
-def _ragged(rows: RowBatch, column: str) -> Ragged:
+def ragged_column(rows: RowBatch, column: str) -> Ragged:
+    """Return a column of text, bytes or lists."""
     found = rows[column]
     if not isinstance(found, Ragged):
         raise SpecError(
@@ -328,15 +272,13 @@ def _ragged(rows: RowBatch, column: str) -> Ragged:
     return found
 
 
-def _memory(rows: Ragged, row: int) -> memoryview:
+def row_memory(rows: Ragged, row: int) -> memoryview:
+    """Return the bytes of one row without copying them."""
     return memoryview(rows[row])  # type: ignore[arg-type]
 
 
-def _is_bytes(values: Ragged | npt.NDArray[Any]) -> bool:
-    return isinstance(values, Ragged) and values.values.dtype == np.uint8
-
-
-def _with_stand_ins(tokens: Ragged, replaced: npt.NDArray[np.bool_]) -> Ragged:
+def with_stand_ins(tokens: Ragged, replaced: npt.NDArray[np.bool_]) -> Ragged:
+    """Return rows of tokens, some of them replaced by one stand-in token."""
     if not replaced.any():
         return tokens
     lengths = np.where(replaced, 1, tokens.lengths)
@@ -348,34 +290,7 @@ def _with_stand_ins(tokens: Ragged, replaced: npt.NDArray[np.bool_]) -> Ragged:
     return Ragged(out, offsets)
 
 
-def _text_tokens(
-    kept: RowBatch,
-    bad: npt.NDArray[np.bool_],
-    faults: list[Fault],
-    encode: Callable[[Ragged, npt.NDArray[np.bool_], list[Fault]], tuple[Ragged, npt.NDArray[np.bool_]]],
-) -> tuple[Ragged, list[Fault]]:
-    """Return the text's tokens, and where they are not as long as was claimed."""
-    if "tokens" in kept:
-        return _ragged(kept, "tokens"), []
-    tokens, _ = encode(_ragged(kept, "raw"), bad.copy(), faults)
-    claimed = np.asarray(kept["claimed"])
-    broken = {row for row, _ in faults}
-    lies = [
-        (int(r), f"its length column says {int(claimed[r])} tokens, the text has {int(tokens.lengths[r])}")
-        for r in np.flatnonzero((tokens.lengths != claimed) & ~bad)
-        if int(r) not in broken
-    ]
-    return tokens, lies
-
-
-def _mask_rows(loss: npt.NDArray[np.uint8], offsets: Int64s, rows: Sequence[int]) -> None:
+def mask_rows(loss: npt.NDArray[np.uint8], offsets: Int64s, rows: Sequence[int]) -> None:
+    """Take whole rows out of the loss."""
     for row in rows:
         loss[offsets[row] : offsets[row + 1]] = 0
-
-
-def _checked_custom(made: Any) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    tokens = np.asarray(made["tokens"], np.int32)
-    mask = (np.asarray(made.get("loss_mask", np.ones(len(tokens)))) != 0).astype(np.uint8)  # counted as ones
-    if tokens.ndim != 1 or len(tokens) == 0 or mask.shape != tokens.shape:
-        raise ValueError(f"tokens must be a non-empty list and loss_mask as long, got {tokens.shape} and {mask.shape}")
-    return tokens, mask

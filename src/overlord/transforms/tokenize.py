@@ -1,11 +1,14 @@
-"""Text to token ids, in batches, with a Hugging Face `tokenizers` file."""
+"""Text to token ids, in batches, with a Hugging Face `tokenizers` file, and what its folder says beside it."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,21 +17,46 @@ from tokenizers import Tokenizer
 from overlord.core.ragged import Ragged, offsets_of
 from overlord.errors import SpecError
 
+Int32s = npt.NDArray[np.int32]
+
+DEFAULT_TEMPLATE = "default"
+"""Name of the chat template that is used unless another one is asked for."""
+
+_CONFIG = "tokenizer_config.json"
+_SPECIAL_MAP = "special_tokens_map.json"
+_OWN_DECODER = "added_tokens_decoder"  # where a config has it, special_tokens_map.json is a leftover
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpans:
+    """Token ids of some texts, and the characters of its text that each token stands for."""
+
+    tokens: Ragged
+    """Token ids (int32)."""
+    begin: Int32s
+    """First character of each token, one entry a token, text after text."""
+    end: Int32s
+    """One behind its last character; equal to `begin` for a token that stands for no character."""
+
 
 class TextTokenizer:
-    """A loaded tokenizer and the digest of its file."""
+    """A loaded tokenizer, what its folder says about it, and the digest of both.
+
+    Args:
+        path: A tokenizer.json, or a Hugging Face tokenizer or processor folder; of a bare file nothing else is read.
+    """
 
     def __init__(self, path: str) -> None:
         file = Path(path)
-        if file.is_dir():
-            file = file / "tokenizer.json"
+        folder = file if file.is_dir() else None
+        if folder is not None:
+            file = folder / "tokenizer.json"
         if not file.is_file():
             raise SpecError(
                 f"tokenizer: {path!r} is neither a tokenizer.json nor a folder with one; no text could be turned into "
                 "tokens. Give the path of a tokenizer.json or of a Hugging Face tokenizer folder."
             )
         content = file.read_bytes()
-        self.digest = hashlib.blake2b(content, digest_size=8).hexdigest()
         try:
             self._tokenizer = Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception for a file it cannot parse
@@ -39,16 +67,41 @@ class TextTokenizer:
         # Lengths are promises: a stored truncation or padding setting must not change them.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._path = path
+        self.special_tokens: Mapping[str, str] = special_token_names(folder) if folder else {}
+        """The special tokens by their names: {"bos_token": "<s>", ..}; a chat template knows them by these."""
+        self.chat_templates: Mapping[str, str] = chat_templates(folder) if folder else {}
+        """The chat templates of the folder by name; the usual one is "default"."""
+        self.digest = _digest(content, self.special_tokens, self.chat_templates)
+        """Digest of everything that decides which tokens a text or a conversation becomes."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the token the folder names as the beginning of a text, if it names one of the vocabulary."""
+        return self._named_id("bos_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the token the folder names as the end of a text, if it names one of the vocabulary."""
+        return self._named_id("eos_token")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The folder's chat template, if it has one."""
+        return self.chat_templates.get(DEFAULT_TEMPLATE)
 
     def encode(self, texts: Sequence[str], *, special_tokens: bool) -> Ragged:
         """Return the token ids (int32) of each text."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
-        ids = [encoding.ids for encoding in encodings]
-        offsets = offsets_of([len(one) for one in ids])
-        values = np.empty(int(offsets[-1]), np.int32)
-        for start, one in zip(offsets.tolist(), ids, strict=False):
-            values[start : start + len(one)] = one
-        return Ragged(values, offsets)
+        return _joined_ids(self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens))
+
+    def encode_spans(self, texts: Sequence[str], *, special_tokens: bool) -> TokenSpans:
+        """Return the token ids of each text and which of its characters each token stands for."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=special_tokens)
+        tokens = _joined_ids(encodings)
+        pairs = itertools.chain.from_iterable(encoding.offsets for encoding in encodings)
+        count = len(tokens.values)
+        borders = np.fromiter(itertools.chain.from_iterable(pairs), np.int32, 2 * count).reshape(count, 2)
+        return TokenSpans(tokens, np.ascontiguousarray(borders[:, 0]), np.ascontiguousarray(borders[:, 1]))
 
     def id_of(self, token: str | int) -> int:
         """Return the id of a token of the vocabulary."""
@@ -57,10 +110,52 @@ class TextTokenizer:
         found = self._tokenizer.token_to_id(token)
         if found is None:
             raise SpecError(
-                f"tokenizer: the token {token!r} is not in the vocabulary; images would have no place in the text. "
-                "Set image_token to one of the tokenizer's special tokens, or to an id."
+                f"tokenizer: the token {token!r} is not in the vocabulary; images, clips or sounds would have no place "
+                "in the text. Set image_token, video_token, audio_token, before or after, whichever names it, to one "
+                "of the tokenizer's special tokens, or to an id."
             )
         return int(found)
+
+    def border_id(self, field: Literal["bos", "eos"], wanted: bool | str | int) -> int | None:
+        """Return the id of the token that `bos` or `eos` of a Text asks for; None when it asks for none.
+
+        Raises:
+            SpecError: when there is no such token.
+        """
+        if wanted is False:
+            return None
+        if wanted is True:
+            return self._own_border(field)
+        found = wanted if isinstance(wanted, int) else self._tokenizer.token_to_id(wanted)
+        if found is None or found > np.iinfo(np.int32).max or self._tokenizer.id_to_token(found) is None:
+            raise SpecError(
+                f"{field}={wanted!r}: the tokenizer {self._path!r} has no such token; the model would meet an id it "
+                f"does not know, or none. Give a token of the vocabulary, its id, or {field}=True for the tokenizer's "
+                "own."
+            )
+        return int(found)
+
+    def _own_border(self, field: Literal["bos", "eos"]) -> int:
+        named = self.special_tokens.get(f"{field}_token")
+        if named is None:
+            raise SpecError(
+                f"{field}=True: the tokenizer {self._path!r} does not say which token that is ({_CONFIG} or "
+                f"{_SPECIAL_MAP} beside tokenizer.json would name its {field}_token); texts would run into each other. "
+                f'Give the whole tokenizer folder, or name the token: {field}="<token>".'
+            )
+        found = self._named_id(f"{field}_token")
+        if found is None:
+            raise SpecError(
+                f"{field}=True: the folder {self._path!r} names {named!r} as its {field}_token, which is not in its "
+                f"vocabulary; texts would run into each other. Save the folder anew with `save_pretrained(...)`, or "
+                f'name another token: {field}="<token>".'
+            )
+        return found
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        found = None if token is None else self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
 
 
 def decode_texts(column: Ragged) -> tuple[list[str], npt.NDArray[np.bool_]]:
@@ -76,3 +171,83 @@ def decode_texts(column: Ragged) -> tuple[list[str], npt.NDArray[np.bool_]]:
             texts.append("")
             bad[row] = True
     return texts, bad
+
+
+# -- what a Hugging Face folder says beside its tokenizer.json -----------------------------------
+
+
+def special_token_names(folder: Path) -> dict[str, str]:
+    """Return the special tokens a tokenizer folder names: {"bos_token": "<s>", "eos_token": "</s>", ..}."""
+    config, table = read_json(folder / _CONFIG), read_json(folder / _SPECIAL_MAP)
+    layers = (table, config) if _OWN_DECODER in config else (config, table)
+    names: dict[str, str] = {}
+    for layer in layers:
+        extra = layer.get("extra_special_tokens")
+        for key, value in (*layer.items(), *(extra.items() if isinstance(extra, dict) else ())):
+            token = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(token, str) and token:
+                names[key] = token
+    return dict(sorted(names.items()))
+
+
+def chat_templates(folder: Path) -> dict[str, str]:
+    """Return the chat templates of a tokenizer or processor folder by name; the usual one is "default"."""
+    found: dict[str, str] = {}
+    # The later ones win: a file of its own is the newer way to keep a template.
+    for content in (read_json(folder / "chat_template.json"), read_json(folder / _CONFIG)):
+        found |= _named_templates(content.get("chat_template"))
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[file.stem] = file.read_text(encoding="utf-8")
+    if (file := folder / "chat_template.jinja").is_file():
+        found[DEFAULT_TEMPLATE] = file.read_text(encoding="utf-8")
+    return dict(sorted(found.items()))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one where there is no such file.
+
+    Raises:
+        SpecError: when the file holds no JSON object.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise SpecError(
+            f"tokenizer: {str(file)!r} is not JSON ({error}); the special tokens and sizes it names would be unknown. "
+            "Save the folder anew with `save_pretrained(...)`."
+        ) from error
+    if not isinstance(content, dict):
+        raise SpecError(
+            f"tokenizer: {str(file)!r} holds a {type(content).__name__}, not keys and values; the special tokens and "
+            "sizes it names would be unknown. Save the folder anew with `save_pretrained(...)`."
+        )
+    return content
+
+
+def _named_templates(value: object) -> dict[str, str]:
+    if isinstance(value, str):
+        return {DEFAULT_TEMPLATE: value}
+    if isinstance(value, list):  # [{"name": .., "template": ..}, ..]
+        value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+    if not isinstance(value, dict):
+        return {}
+    return {name: text for name, text in value.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def _digest(content: bytes, special_tokens: Mapping[str, str], templates: Mapping[str, str]) -> str:
+    digest = hashlib.blake2b(content, digest_size=8)
+    if special_tokens or templates:  # a bare tokenizer.json keeps the digest of the file itself
+        beside = {"special_tokens": dict(special_tokens), "chat_templates": dict(templates)}
+        digest.update(b"\0" + json.dumps(beside, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _joined_ids(encodings: Sequence[Any]) -> Ragged:
+    ids = [encoding.ids for encoding in encodings]
+    offsets = offsets_of([len(one) for one in ids])
+    values = np.empty(int(offsets[-1]), np.int32)
+    for start, one in zip(offsets.tolist(), ids, strict=False):
+        values[start : start + len(one)] = one
+    return Ragged(values, offsets)

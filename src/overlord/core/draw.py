@@ -1,0 +1,247 @@
+"""The draw of one step, before any mesh or strategy is looked at: its samples, their images, their pieces."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.ragged import expand_ranges, offsets_of
+from overlord.core.samples import MetaArray, SampleId
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every plan of a job must respect, whatever the mesh."""
+
+    context_length: int
+    microbatch_tokens: int
+    """Most tokens (padding included) in a microbatch of one rank: the memory cap."""
+    microbatches: int | None = None
+    """Microbatches of a step; chosen by the plan when None."""
+    patches_per_token: int = 4
+    """Image patches behind one image token."""
+    slicing: str = "zigzag"
+    """How context-parallel ranks share a sequence: "zigzag" (of every segment), "whole_zigzag" or "contiguous"."""
+    rank_multiple: int = 1
+    """What the tokens of a microbatch on one rank are a multiple of: sequence parallelism, low-precision blocks."""
+    row_tokens: int = 0
+    """Tokens of a row where every piece is a padded row of its own; 0 where pieces are packed."""
+    full_rows: bool = False
+    """Whether rows are that long always, and not just as long as the longest of their microbatch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """The samples of one global batch in drawing order, before any mesh or strategy is looked at."""
+
+    step: int
+    names: tuple[str, ...]
+    """The job's sources; `source` indexes it."""
+    source: Int32s
+    meta: MetaArray
+    weights: tuple[float, ...]
+    """The mixture that was in force (at the beginning of the step)."""
+    mixture_version: int = 0
+    """Which mixture that was: it grows with every report that counted and every live change."""
+    items: Int32s | None = None
+    """[images, 2]: first token and tokens of the images of samples that do not just begin with one."""
+
+    def __post_init__(self) -> None:
+        # A strategy sees the draw and must not change it: the order would then depend on the strategy.
+        for column in (self.source, self.meta):
+            column.flags.writeable = False
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __repr__(self) -> str:
+        return f"Draw(step={self.step}, samples={len(self)}, sources={len(self.names)})"
+
+    @cached_property
+    def digest(self) -> str:
+        """The order digest of the step."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update("\n".join(self.names).encode())
+        for column in (self.source, self.meta["row"], self.meta["epoch"]):
+            digest.update(np.ascontiguousarray(column).data)
+        return digest.hexdigest()
+
+    @cached_property
+    def images(self) -> Pieces:
+        """Every image (or clip) of the step: its sample, its first token inside the sample, its tokens."""
+        meta = self.meta
+        some = np.flatnonzero(meta["image_tokens"] > 0)
+        if self.items is None:
+            return Pieces(some.astype(np.int32), np.zeros(len(some), np.int32), meta["image_tokens"][some])
+        listed = meta["items"][some] > 0
+        count = np.where(listed, meta["images"][some], 1).astype(np.int64)
+        sample = np.repeat(some, count)
+        start, length = np.zeros(len(sample), np.int32), np.repeat(meta["image_tokens"][some], count)
+        rows = expand_ranges(meta["items"][some[listed]] - 1, count[listed])
+        places = np.repeat(listed, count)
+        start[places], length[places] = self.items[rows].T
+        return Pieces(sample.astype(np.int32), start, length)
+
+    @cached_property
+    def _image_keys(self) -> tuple[Int64s, Int64s]:
+        """Where each image begins among the image tokens of its sample, and that as a key which rises over images."""
+        images = self.images
+        length = images.length.astype(np.int64)
+        before = np.cumsum(length) - length
+        fresh = np.ones(len(length), np.bool_)
+        fresh[1:] = images.sample[1:] != images.sample[:-1]
+        first = before - before[np.maximum.accumulate(np.where(fresh, np.arange(len(length)), 0))]
+        return first, (images.sample.astype(np.int64) << 32) + first
+
+    @property
+    def image_runs(self) -> Pieces:
+        """Every image as plans of images count it: by its place among the image tokens of its sample."""
+        return Pieces(self.images.sample, self._image_keys[0].astype(np.int32), self.images.length)
+
+    def image_at(self, sample: Int32s, start: Int32s) -> tuple[Int64s, Int64s]:
+        """Return which image of `images` holds an image token of a sample, and where that image begins.
+
+        Both count the image tokens of the sample alone, as plans of images do.
+        """
+        first, keys = self._image_keys
+        image = np.searchsorted(keys, (sample.astype(np.int64) << 32) + start, side="right") - 1
+        return image, first[image]
+
+    def sample_id(self, sample: int) -> SampleId:
+        """Return the id of one drawn sample."""
+        meta = self.meta[sample]
+        return SampleId(self.names[self.source[sample]], int(meta["row"]), int(meta["epoch"]))
+
+    @cached_property
+    def by_source(self) -> tuple[Int32s, Int64s]:
+        """The samples sorted by source (drawing order inside), and where each source begins."""
+        narrow = self.source.astype(np.uint16) if len(self.names) < 1 << 16 else self.source
+        order = np.argsort(narrow, kind="stable")  # 16 bits wide, numpy sorts by radix: ten times as fast
+        offsets = np.zeros(len(self.names) + 1, np.int64)
+        np.cumsum(np.bincount(self.source, minlength=len(self.names)), out=offsets[1:])
+        return order.astype(np.int32), offsets
+
+    def samples_of(self, source: int) -> Int32s:
+        """Return the drawn samples of one source, in their order."""
+        order, offsets = self.by_source
+        return order[int(offsets[source]) : int(offsets[source + 1])]
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """What a strategy sees: exactly one step's draw with its metadata, and the job's limits."""
+
+    draw: Draw
+    limits: Limits
+
+    @property
+    def step(self) -> int:
+        """The step."""
+        return self.draw.step
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The job's sources."""
+        return self.draw.names
+
+    @property
+    def source(self) -> Int32s:
+        """The source of each drawn sample, as an index into `names`."""
+        return self.draw.source
+
+    @property
+    def meta(self) -> MetaArray:
+        """Metadata of each drawn sample: tokens, loss_tokens, image_tokens, images, bytes, row, epoch."""
+        return self.draw.meta
+
+    def __len__(self) -> int:
+        return len(self.draw)
+
+    def __repr__(self) -> str:
+        tokens = int(self.meta["tokens"].sum())
+        return f"Buffer(step={self.step}, samples={len(self)}, tokens={tokens}, sources={len(self.names)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Drawn samples cut to the context length; most samples are one piece."""
+
+    sample: Int32s
+    """Index into the draw."""
+    start: Int32s
+    """First token of the piece inside its sample (or of a piece of an image inside its image)."""
+    length: Int32s
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+    def take(self, order: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Pieces:
+        """Return some of the pieces, or all in another order."""
+        return Pieces(self.sample[order], self.start[order], self.length[order])
+
+
+def cut_pieces(tokens: npt.NDArray[np.integer], context_length: int, images: Pieces | None = None) -> Pieces:
+    """Cut samples of these delivered lengths into pieces of at most the context length.
+
+    An image is never cut: a piece ends before one that does not fit wholly.
+
+    Example:
+        >>> pieces = cut_pieces(np.array([3, 10]), 4)
+        >>> pieces.sample.tolist(), pieces.start.tolist(), pieces.length.tolist()
+        ([0, 1, 1, 1], [0, 0, 4, 8], [3, 4, 4, 2])
+        >>> image = Pieces(np.array([0]), np.array([3]), np.array([3]))
+        >>> cut_pieces(np.array([7]), 4, image).length.tolist()
+        [3, 4]
+    """
+    if not len(tokens) or int(tokens.max()) <= context_length:
+        count = np.arange(len(tokens), dtype=np.int32)
+        return Pieces(count, np.zeros(len(tokens), np.int32), tokens.astype(np.int32))
+    if images is not None and bool((tokens[images.sample] > context_length).any()):
+        begin = offsets_of(np.bincount(images.sample, minlength=len(tokens)))
+        wide = tokens.astype(np.int64)
+        count = _cut_around(wide, context_length, begin, images.start, images.length, np.empty((0, 3), np.int32))
+        out = np.empty((count, 3), np.int32)
+        _cut_around(wide, context_length, begin, images.start, images.length, out)
+        return Pieces(*np.ascontiguousarray(out.T))
+    counts = np.maximum(-(-tokens.astype(np.int64) // context_length), 1)
+    sample = np.repeat(np.arange(len(tokens)), counts)
+    first = np.cumsum(counts) - counts
+    start = (np.arange(len(sample)) - first[sample]) * context_length
+    length = np.minimum(tokens[sample] - start, context_length)
+    return Pieces(sample.astype(np.int32), start.astype(np.int32), length.astype(np.int32))
+
+
+def context_pieces(buffer: Buffer) -> Pieces:
+    """Cut a step's samples at the context length."""
+    tokens, most = buffer.meta["tokens"], buffer.limits.context_length
+    long = len(tokens) and int(tokens.max()) > most
+    return cut_pieces(tokens, most, buffer.draw.images if long else None)
+
+
+@numba.njit(nogil=True, cache=True)
+def _cut_around(tokens: Int64s, most: int, begin: Int64s, start: Int32s, length: Int32s, out: Int32s) -> int:
+    """Write (sample, start, length) of every piece if there is room for them, and return how many there are."""
+    count = 0
+    for sample in range(len(tokens)):
+        at = 0
+        image = begin[sample]
+        while at < tokens[sample]:
+            end = min(at + most, tokens[sample])
+            while image < begin[sample + 1] and start[image] + length[image] <= end:
+                image += 1
+            # The image that the end would cut goes to the next piece; one longer than a piece is none we deliver.
+            if image < begin[sample + 1] and at < start[image] < end:
+                end = start[image]
+            if len(out):
+                out[count, 0], out[count, 1], out[count, 2] = sample, at, end - at
+            count += 1
+            at = end
+    return count

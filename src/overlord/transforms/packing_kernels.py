@@ -1,0 +1,208 @@
+"""The kernels of packing: a microbatch written in one call, already cut for the ranks that share it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+IGNORE_INDEX = -100
+
+FIELDS = ("ids", "positions", "labels", "shifted", "mask", "attention", "origin", "bounds", "unpadded")
+"""What the kernel writes, in the order of its offsets."""
+
+Array = npt.NDArray[Any]
+
+
+@numba.njit(nogil=True, cache=True)
+def pack(  # noqa: PLR0913 - a kernel takes arrays, and nothing it would have to take apart
+    buffer: Array,
+    offsets: tuple[int, ...],
+    stride: int,
+    values: Array,
+    loss: Array,
+    first: Array,
+    length: Array,
+    origin: Array,
+    pieces: tuple[int, int],
+    silent: Array,
+    cu: Array,
+    cutting: tuple[int, int, int],
+    run_segment: Array,
+    run_begin: Array,
+    run_length: Array,
+    run_place: Array,
+) -> tuple[int, int]:
+    """Write one microbatch, cut for its ranks; return its longest segment and its tokens.
+
+    `offsets` say where arrays begin in the buffer (`FIELDS`), -1 for what is not there; `stride` how many elements the
+    slices of two ranks are apart. `first`, `length` and `origin` are of all pieces of the step, `pieces` (first, count)
+    those of this microbatch. `cutting` is (ranks, chunks of a segment, the only rank that is cut for or -1), with no
+    chunks where runs are given instead.
+    """
+    # The whole microbatch in one call: 8,192 tokens are what a copy writes in 15 us, so every array that the
+    # interpreter makes would show. Key after key, each in a loop of its own over all runs: calls and reference counts
+    # for every run cost more than the runs.
+    begin, count = pieces
+    of, chunks, only = cutting
+    longest = real = 0
+    for segment in range(len(cu) - 1):
+        longest = max(longest, cu[segment + 1] - cu[segment])
+        real += length[begin + segment] if segment < count else 0
+    if chunks > 0:
+        run_segment, run_begin, run_length, run_place = _cut(cu, of, chunks, only, stride)
+    source, filled, ahead = _sources(first, length, begin, count, run_segment, run_begin, run_length)
+    elements = (of if only < 0 else 1) * stride
+    _widen(_block(buffer, offsets[0], elements), run_place, run_length, values, source, filled)
+    if offsets[1] >= 0:
+        _number(_block(buffer, offsets[1], elements), run_place, run_length, run_begin)
+    if offsets[5] >= 0:
+        _mark(_block(buffer, offsets[5], elements), run_place, run_length, filled)
+    if len(silent):
+        for run in range(len(run_segment)):
+            if silent[run_segment[run]]:
+                filled[run] = ahead[run] = 0
+    if offsets[2] >= 0:
+        labels = _block(buffer, offsets[2], elements)
+        _label(labels, run_place, run_length, values, loss, source, filled)
+        for run in range(len(run_place)):
+            if run_begin[run] == 0 and run_length[run] > 0:
+                labels[run_place[run]] = IGNORE_INDEX
+    source += 1
+    if offsets[3] >= 0:
+        _label(_block(buffer, offsets[3], elements), run_place, run_length, values, loss, source, ahead)
+    if offsets[4] >= 0:
+        mask = _block(buffer, offsets[4], elements // 2).view(np.float32)
+        _widen(mask, run_place, run_length, loss, source, ahead)
+    _write_origin(buffer, offsets, origin, length, cu, begin, count)
+    return longest, real
+
+
+@numba.njit(nogil=True, cache=True)
+def _sources(
+    first: Array, length: Array, begin: int, count: int, segment: Array, skipped: Array, size: Array
+) -> tuple[Array, Array, Array]:
+    """Return of each run where its tokens begin, how many there are, and how many have another behind them."""
+    source, filled = np.empty(len(segment), np.int64), np.empty(len(segment), np.int64)
+    ahead = np.empty(len(segment), np.int64)
+    for run in range(len(segment)):
+        there = segment[run] < count
+        whole = length[begin + segment[run]] if there else 0
+        source[run] = (first[begin + segment[run]] if there else 0) + skipped[run]
+        filled[run] = min(max(whole - skipped[run], 0), size[run])
+        ahead[run] = min(max(whole - 1 - skipped[run], 0), size[run])
+    return source, filled, ahead
+
+
+# Indices below are unsigned: only where none can be negative does the compiler make vector code, which is four times
+# as fast.
+
+
+@numba.njit(nogil=True, cache=True)
+def _widen(out: Array, place: Array, size: Array, values: Array, source: Array, count: Array) -> None:
+    for run in range(len(place)):
+        at, start, some = np.uintp(place[run]), np.uintp(source[run]), np.uintp(count[run])
+        for i in range(some):
+            out[at + i] = values[start + i]
+        for i in range(some, np.uintp(size[run])):
+            out[at + i] = 0
+
+
+@numba.njit(nogil=True, cache=True)
+def _number(out: Array, place: Array, size: Array, begin: Array) -> None:
+    for run in range(len(place)):
+        at, start = np.uintp(place[run]), begin[run]
+        for i in range(np.uintp(size[run])):
+            out[at + i] = start + np.int64(i)
+
+
+@numba.njit(nogil=True, cache=True)
+def _mark(out: Array, place: Array, size: Array, count: Array) -> None:
+    for run in range(len(place)):
+        at, some = np.uintp(place[run]), np.uintp(count[run])
+        for i in range(some):
+            out[at + i] = 1
+        for i in range(some, np.uintp(size[run])):
+            out[at + i] = 0
+
+
+@numba.njit(nogil=True, cache=True)
+def _label(out: Array, place: Array, size: Array, values: Array, loss: Array, source: Array, count: Array) -> None:
+    """Write tokens that count, and -100 for those that do not: by a product, which is half as slow as a choice."""
+    ignored = np.int32(IGNORE_INDEX)
+    for run in range(len(place)):
+        at, start, some = np.uintp(place[run]), np.uintp(source[run]), np.uintp(count[run])
+        for i in range(some):
+            token = np.int32(values[start + i] - ignored)
+            out[at + i] = np.int32(token * np.int32(loss[start + i])) + ignored
+        for i in range(some, np.uintp(size[run])):
+            out[at + i] = IGNORE_INDEX
+
+
+@numba.njit(nogil=True, cache=True)
+def _block(buffer: Array, offset: int, elements: int) -> Array:
+    """Return the block of one key for all ranks that share it; empty where the key is not there."""
+    if offset < 0:
+        return buffer[:0].view(np.int64)
+    return buffer[offset : offset + 8 * elements].view(np.int64)
+
+
+@numba.njit(nogil=True, cache=True)
+def _cut(cu: Array, of: int, chunks: int, only: int, stride: int) -> tuple[Array, Array, Array, Array]:
+    """Cut every segment into chunks: rank r gets chunks r and, mirrored, 2 * ranks - 1 - r, one behind the other."""
+    runs = np.empty((4, (len(cu) - 1) * chunks), np.int64)
+    made = 0
+    for segment in range(len(cu) - 1):
+        size = (cu[segment + 1] - cu[segment]) // chunks
+        for chunk in range(chunks):
+            mirrored = chunk >= of
+            part = 2 * of - 1 - chunk if mirrored else chunk
+            if only >= 0 and part != only:
+                continue
+            slot = part if only < 0 else 0
+            runs[0, made], runs[1, made], runs[2, made] = segment, chunk * size, size
+            runs[3, made] = slot * stride + cu[segment] // of + (size if mirrored else 0)
+            made += 1
+    return runs[0, :made], runs[1, :made], runs[2, :made], runs[3, :made]
+
+
+@numba.njit(nogil=True, cache=True)
+def _write_origin(
+    buffer: Array, offsets: tuple[int, ...], origin: Array, length: Array, cu: Array, begin: int, count: int
+) -> None:
+    segments = len(cu) - 1
+    facts = buffer[offsets[6] : offsets[6] + 40 * segments].view(np.int64)
+    for row in range(5):
+        nobody = -1 if row < 3 else 0
+        for segment in range(segments):
+            facts[row * segments + segment] = origin[row, begin + segment] if segment < count else nobody
+    bounds = buffer[offsets[7] : offsets[7] + 4 * (segments + 1)].view(np.int32)
+    for segment in range(segments + 1):
+        bounds[segment] = cu[segment]
+    if offsets[8] >= 0:
+        unpadded = buffer[offsets[8] : offsets[8] + 4 * (segments + 1)].view(np.int32)
+        unpadded[0] = 0
+        for segment in range(segments):
+            unpadded[segment + 1] = unpadded[segment] + (length[begin + segment] if segment < count else 0)
+
+
+@numba.njit(nogil=True, cache=True)
+def copy_runs(whole: Array, out: Array, begins: Array, lengths: Array, places: Array, width: int) -> None:
+    """Copy runs of every row of `whole` to their places; the rows of a slice are `width` apart."""
+    for run in range(len(begins)):
+        begin, count = begins[run], lengths[run]
+        for axis in range(whole.shape[0]):
+            at = places[run] + axis * width
+            out[at : at + count] = whole[axis, begin : begin + count]
+
+
+def warm_packing() -> None:
+    """Load the kernels, so that the first microbatch does not wait for a compiler."""
+    one, nothing = np.ones(1, np.int64), np.empty(0, np.int64)
+    pack(
+        np.empty(512, np.uint8), (0, -1, -1, -1, -1, -1, 128, 256, -1), 2, np.ones(1, np.int32), np.ones(1, np.uint8),
+        np.zeros(1, np.int64), one, np.zeros((5, 1), np.int64), (0, 1), np.zeros(0, np.bool_), np.arange(2), (1, 1, -1),
+        nothing, nothing, nothing, nothing,
+    )  # fmt: skip

@@ -1,0 +1,219 @@
+"""Sounds and clips beside text: one stream at every scale, features beside their tokens, damage that stays put."""
+
+from __future__ import annotations
+
+import logging
+import tarfile
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+import overlord as ol
+from overlord.cli.demo_media import media_job, write_media
+from overlord.core.specs import audio_tokens
+from overlord.testing import assert_resumes_anywhere, stream_digests
+from overlord.transforms.audio import AudioDecoder
+from overlord.transforms.video import VideoDecoder
+
+STEPS = 6
+MEDIA = {"pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "input_features", "feature_attention_mask"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("media")
+    write_media(path, clips=12, sounds=12)
+    return path
+
+
+@pytest.fixture(scope="module")
+def job(folder) -> ol.Job:
+    return media_job(folder)
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory) -> ol.Job:
+    """The same media, but one clip and one sound have a body that does not decode."""
+    path = tmp_path_factory.mktemp("damaged")
+    write_media(path, clips=12, sounds=12, corrupt=1)
+    return media_job(path)
+
+
+@pytest.fixture(scope="module")
+def reference(job, cache):
+    return stream_digests(job, mesh=ol.ClientPlaceTree(dp=2), steps=STEPS, cache=cache)
+
+
+def batches_of(job, cache, steps=STEPS):
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        for step, _ in zip(service.client(), range(steps), strict=False):
+            yield from step.microbatches
+
+
+def segments(batch, key):
+    """Return (sample, values) of every segment of a packed row."""
+    return list(zip(batch.meta.sample_ids, np.split(batch[key][0], batch["cu_seq_lens_q"][1:-1]), strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loaders_per_source": 3},
+        {"runtime": "local", "prefetch": 4, "threads": 4},
+    ],
+    ids=str,
+)
+def test_scale_and_runtime_change_nothing(job, cache, reference, options):
+    assert reference.steps == STEPS
+    assert stream_digests(job, mesh=ol.ClientPlaceTree(dp=2), steps=STEPS, cache=cache, **options) == reference
+
+
+def test_resumes_at_every_step(job, cache):
+    assert_resumes_anywhere(job, steps=4, cache=cache)
+
+
+def test_every_placeholder_has_its_features(job, cache):
+    tokenizer = Tokenizer.from_file(job.tokenizer)
+    heard, seen = (tokenizer.token_to_id(token) for token in ("<|AUDIO|>", "<|video_pad|>"))
+    found: set[str] = set()
+    for batch in batches_of(job, cache):
+        ids = batch["input_ids"][0]
+        found |= MEDIA & set(batch)
+        mask = batch["feature_attention_mask"].sum(axis=1) if "feature_attention_mask" in batch else np.zeros(0)
+        grid = batch["video_grid_thw"] if "video_grid_thw" in batch else np.zeros((0, 3), np.int64)
+        assert (ids == heard).sum() == audio_tokens(mask).sum()
+        assert (ids == seen).sum() == (grid.prod(axis=1) // 4).sum()
+        if len(mask):
+            assert batch["input_features"].shape == (len(mask), 80, 600)
+        if len(grid):
+            assert batch["pixel_values_videos"].shape == (grid.prod(axis=1).sum(), 3 * 2 * 14 * 14)
+            assert (batch["second_per_grid_ts"] > 0).all()
+        assert (batch["labels"][0][(ids == heard) | (ids == seen)] == -100).all()
+    assert found == MEDIA
+
+
+def encoded_rows(folder) -> dict[ol.SampleId, bytes]:
+    """Return the encoded sounds and clips by their ids of the first epoch."""
+    rows: dict[ol.SampleId, bytes] = {}
+    for file, path in enumerate(sorted((folder / "sounds").iterdir())):
+        with tarfile.open(path) as tar:
+            members = [m for m in tar.getmembers() if m.name.endswith(".flac")]
+            for row, member in enumerate(members):
+                rows[ol.SampleId("sounds", (file << 32) + row, 0)] = tar.extractfile(member).read()
+    for file, path in enumerate(sorted((folder / "clips").iterdir())):
+        for row, clip in enumerate(pq.read_table(path)["mp4"].to_pylist()):
+            rows[ol.SampleId("clips", (file << 32) + row, 0)] = clip
+    return rows
+
+
+def test_features_are_those_of_the_samples_they_stand_beside(job, folder, cache):
+    encoded = encoded_rows(folder)
+    specs = {source.name: source.sample for source in job.sources}
+    checked = {"sounds": 0, "clips": 0}
+    for batch in batches_of(job, cache, steps=3):
+        samples = batch.meta.sample_ids
+        sounds = [s for s in samples if s.source == "sounds"]
+        clips = [s for s in samples if s.source == "clips"]
+        patches = 0
+        for number, sample in enumerate(sounds):
+            place = np.empty(80 * 600 * 4, np.uint8)
+            AudioDecoder(specs["sounds"]).decode(memoryview(encoded[sample]), np.array([0, 80, 600]), 0, place)
+            np.testing.assert_array_equal(batch["input_features"][number], place.view(np.float32).reshape(80, 600))
+        for number, sample in enumerate(clips):
+            grid = batch["video_grid_thw"][number]
+            rows = batch["pixel_values_videos"][patches : patches + int(grid.prod())]
+            place = np.empty(rows.size, np.uint8)
+            VideoDecoder(specs["clips"]).decode(memoryview(encoded[sample]), grid.astype(np.int32), 0, place)
+            np.testing.assert_array_equal(rows.reshape(-1), place)
+            patches += int(grid.prod())
+        checked["sounds"] += len(sounds)
+        checked["clips"] += len(clips)
+    assert min(checked.values()) >= 3
+
+
+def test_global_loss_tokens_is_the_number_of_labels(job, cache):
+    for overlength, context in (("truncate", 128), ("split", 128)):
+        short = job.replace(overlength=overlength, batch=ol.Batch(context, global_samples=8))
+        with ol.launch(short, runtime="inline", cache=cache) as service:
+            for step, _ in zip(service.client(), range(4), strict=False):
+                labels = sum(int((batch["labels"] != -100).sum()) for batch in step.microbatches)
+                assert labels == step.global_loss_tokens > 0
+
+
+def test_damage_is_counted_named_once_and_stays_where_it_is(job, damaged, cache, caplog):
+    broken = {ol.SampleId("clips", 3, 0), ol.SampleId("sounds", 3, 0)}
+    met: set[ol.SampleId] = set()
+    with caplog.at_level(logging.WARNING, "overlord"), ol.launch(damaged, runtime="inline", cache=cache) as service:
+        spoilt = (b for step, _ in zip(service.client(), range(4), strict=False) for b in step.microbatches)
+        for whole, found in zip(batches_of(job, cache, 4), spoilt, strict=True):
+            np.testing.assert_array_equal(whole["input_ids"], found["input_ids"])
+            assert whole.meta.sample_ids == found.meta.sample_ids
+            both = zip(segments(whole, "labels"), segments(found, "labels"), strict=True)
+            for (sample, expected), (_, labels) in both:
+                if sample in broken:
+                    met.add(sample)
+                    assert (labels == -100).all() and (expected != -100).any()
+                else:
+                    np.testing.assert_array_equal(labels, expected)
+            assert_same_media_but(whole, found, broken)
+        status = service.status()["sources"]
+    assert met == broken
+    for source in ("clips", "sounds"):
+        assert status[source]["bad"] == 1
+        assert caplog.text.count(f"bad sample {source}:0:3@0: does not decode") == 1
+
+
+def assert_same_media_but(whole, found, broken):
+    """Check that the media of two batches are equal but for the broken samples', which are zeros."""
+    samples = whole.meta.sample_ids
+    for number, sample in enumerate(s for s in samples if s.source == "sounds"):
+        expected = np.zeros((80, 600)) if sample in broken else whole["input_features"][number]
+        np.testing.assert_array_equal(found["input_features"][number], expected)
+    patches = 0
+    for number, sample in enumerate(s for s in samples if s.source == "clips"):
+        count = int(whole["video_grid_thw"][number].prod())
+        here = slice(patches, patches + count)
+        expected = 0 if sample in broken else whole["pixel_values_videos"][here]
+        assert (found["pixel_values_videos"][here] == expected).all()
+        patches += count
+    for key in MEDIA - {"input_features", "pixel_values_videos"}:
+        if key in whole:
+            np.testing.assert_array_equal(whole[key], found[key])
+
+
+def test_damage_does_not_change_the_stream(job, damaged, cache):
+    # Only the bodies are damaged: every length is what it was, so order and plan are too.
+    options = {"steps": 4, "cache": cache}
+    clean, found = stream_digests(job, **options), stream_digests(damaged, **options)
+    assert (clean.order, clean.plan) == (found.order, found.plan)
+    assert clean.content != found.content
+    assert found == stream_digests(damaged, runtime="local", threads=1, loaders_per_source=3, **options)
+
+
+def test_broken_headers_are_stand_ins_too(tmp_path, cache):
+    write_media(tmp_path, clips=6, sounds=6, corrupt=2)
+    job = media_job(tmp_path)
+    once = job.replace(mixture=ol.Mixture(stopping="all_exhausted_without_replacement"))
+    with ol.launch(once, runtime="inline", cache=cache) as service:
+        samples = {s for step in service.client() for b in step.microbatches for s in b.meta.sample_ids}
+        status = service.status()["sources"]
+    assert len([s for s in samples if s.source != "notes"]) == 12
+    assert [status[source]["bad"] for source in ("clips", "sounds")] == [2, 2]
+
+
+def test_numbers_that_make_no_media_are_refused(tmp_path):
+    for numbers in ({"clips": 1, "sounds": 4}, {"clips": 4, "sounds": 4, "corrupt": 5}):
+        with pytest.raises(ol.SpecError, match="clips="):
+            write_media(tmp_path, **numbers)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_seed_gives_other_media_and_the_same_seed_the_same(tmp_path):
+    written = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        files = write_media(tmp_path / name, clips=2, sounds=2, seed=seed)
+        written.append({path.name: path.read_bytes() for path in files})
+    assert written[0] == written[1]
+    assert all(written[0][name] != written[2][name] for name in written[0])

@@ -1,0 +1,413 @@
+"""Process workers: what a row kills is its worker and nothing else; innocent rows are never judged; nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import cloudpickle
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import overlord as ol
+from overlord.core.ragged import Ragged, RowBatch, num_rows, slice_rows
+from overlord.runtimes.process_workers import ProcessWorkers
+from overlord.runtimes.row_wire import receive_rows, rows_to_bytes, send_rows
+from overlord.transforms.isolation import run_rows
+
+SEGFAULT, EXIT, SLEEP, SPIN, SYS_EXIT = 1000, 1001, 1002, 1003, 1004
+
+# As the functions of a script travel: by value. A fresh worker would else import this file, and pytest with it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def behave(rows: RowBatch) -> RowBatch:
+    """Double the numbers and turn the words; some numbers are deadly."""
+    for number in np.asarray(rows["n"]).tolist():
+        if number == SEGFAULT:
+            ctypes.string_at(0)
+        elif number == EXIT:
+            os._exit(3)
+        elif number == SLEEP:
+            time.sleep(1000)
+        elif number == SPIN:
+            while True:
+                pass
+        elif number == SYS_EXIT:
+            sys.exit(5)
+    words = rows["word"]
+    turned = [bytes(words[row])[::-1] for row in range(num_rows(rows))]
+    return {"n": np.asarray(rows["n"]) * 2, "word": Ragged.from_rows(turned)}
+
+
+def rows_of(numbers) -> RowBatch:
+    return {"n": np.array(numbers, np.int64), "word": Ragged.from_rows([b"w%d" % n for n in numbers])}
+
+
+def plain(rows: RowBatch) -> list[tuple[int, bytes]]:
+    return [(int(n), bytes(rows["word"][row])) for row, n in enumerate(np.asarray(rows["n"]))]
+
+
+def is_up(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ProcessWorkers(2) as workers:
+        yield workers
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 31, 32, 33, 64, 200])
+def test_rows_come_back_in_order(pool, count):
+    rows = slice_rows(rows_of(range(count + 5)), 3, 3 + count)  # as readers give them: a window of larger columns
+    made, killed = pool.isolate(behave, name="behave")(rows)
+    assert plain(made) == plain(behave(rows))
+    assert [column.dtype if isinstance(column, np.ndarray) else column.values.dtype for column in made.values()] == [
+        np.int64,
+        np.uint8,
+    ]
+    assert killed == []
+
+
+@pytest.mark.parametrize(
+    ("at", "deadly", "reason"),
+    [
+        (0, SEGFAULT, "killed its worker twice: signal 11 (SIGSEGV)"),
+        (57, SEGFAULT, "killed its worker twice: signal 11 (SIGSEGV)"),
+        (69, EXIT, "killed its worker twice: exit code 3"),
+        (33, SYS_EXIT, "killed its worker twice: exit code 5"),
+        (0, SLEEP, "killed its worker twice: no answer within 0.4 s"),
+        (69, SPIN, "killed its worker twice: no answer within 0.4 s"),
+    ],
+)
+def test_the_row_that_kills_is_found_and_no_other(pool, at, deadly, reason):
+    numbers = list(range(70))
+    numbers[at] = deadly
+    made, killed = pool.isolate(behave, name="behave", deadline=0.4)(rows_of(numbers))
+    assert killed == [(at, reason)]
+    assert plain(made) == plain(behave(rows_of(numbers[:at] + numbers[at + 1 :])))
+
+
+def test_several_deadly_rows(pool):
+    numbers = list(range(70))
+    numbers[3] = numbers[4] = numbers[50] = EXIT
+    made, killed = pool.isolate(behave, name="behave")(rows_of(numbers))
+    assert [row for row, _ in killed] == [3, 4, 50]
+    assert plain(made) == plain(behave(rows_of([n for n in numbers if n != EXIT])))
+
+
+def test_nothing_but_deadly_rows(pool):
+    made, killed = pool.isolate(behave, name="behave")(rows_of([EXIT] * 3))
+    assert [row for row, _ in killed] == [0, 1, 2]
+    assert plain(made) == [] and set(made) == {"n", "word"}
+    filled, _ = run_rows(behave, pool.isolate(behave, name="behave"), rows_of([EXIT] * 3), rows_of([-1]))
+    assert plain(filled) == [(-1, b"w-1")] * 3
+
+
+def test_stand_ins_take_the_places_of_killed_rows(pool):
+    filled, killed = run_rows(
+        behave, pool.isolate(behave, name="behave"), rows_of([EXIT, 1, 2, EXIT, 3]), rows_of([-1])
+    )
+    assert [n for n, _ in plain(filled)] == [-1, 2, 4, -1, 6]
+    assert [row for row, _ in killed] == [0, 3]
+
+
+def test_a_row_that_kills_one_worker_alone_is_innocent(pool, tmp_path):
+    """As the out-of-memory killer does: the run of rows dies, then the row alone, and then it lives."""
+    scores = tmp_path / "kills"
+    scores.write_text("")
+
+    def unlucky(rows):
+        if 7 in rows["n"].tolist() and len(scores.read_text()) < 2:
+            scores.write_text(scores.read_text() + "x")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"n": np.asarray(rows["n"])}
+
+    made, killed = pool.isolate(unlucky, name="unlucky")({"n": np.arange(20)})
+    assert killed == [] and made["n"].tolist() == list(range(20))
+    assert scores.read_text() == "xx"
+
+
+def test_the_second_try_has_a_worker_of_its_own(tmp_path):
+    """A row that poisons its worker makes a later one crash there; the later one is innocent."""
+    poisoned: list[int] = []
+
+    def poison(rows):
+        for number in rows["n"].tolist():
+            if poisoned and number != poisoned[0]:
+                os._exit(9)
+            if number == 3:
+                poisoned.append(number)
+        return {"n": np.asarray(rows["n"])}
+
+    with ProcessWorkers(1) as pool:
+        made, killed = pool.isolate(poison, name="poison")({"n": np.arange(10)})
+    assert killed == []
+    assert made["n"].tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_workers_killed_at_rest_or_at_work_change_nothing(pool, seed):
+    isolated = pool.isolate(lambda rows: (time.sleep(0.02), behave(rows))[1], name="slow")
+    rows = rows_of(range(300))
+    isolated(rows)
+    pauses = np.random.default_rng(seed).uniform(0, 0.1, 2).tolist()
+
+    def murder() -> None:  # twice, which is one time too few to judge a row: together, alone, and alone again
+        for pause in pauses:
+            time.sleep(pause)
+            with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # it was replaced just now
+                psutil.Process(pool._nursery.pid).children()[0].kill()
+
+    killer = threading.Thread(target=murder)
+    killer.start()
+    made, killed = isolated(rows)
+    killer.join()
+    assert killed == [] and plain(made) == plain(behave(rows))
+    assert plain(isolated(rows)[0]) == plain(behave(rows)), "a worker that died at rest is replaced"
+
+
+def test_the_nursery_is_killed_and_another_takes_its_place(pool):
+    isolated = pool.isolate(behave, name="behave")
+    isolated(rows_of(range(40)))
+    first = psutil.Process(pool._nursery.pid)
+    workers = first.children()
+    first.kill()
+    numbers = [*range(40), EXIT, *range(40)]  # how the first worker died, nobody is left to say
+    made, killed = isolated(rows_of(numbers))
+    assert killed == [(40, "killed its worker twice: exit code 3")]
+    assert plain(made) == plain(behave(rows_of(numbers[:40] * 2)))
+    assert pool._nursery.pid != first.pid
+    _, alive = psutil.wait_procs(workers, 5)
+    assert not alive, "the workers of a lost nursery are ended too"
+
+
+def test_many_threads_and_functions_share_the_workers(pool):
+    def times(factor):
+        return pool.isolate(lambda rows: {"n": np.asarray(rows["n"]) * factor}, name=f"times {factor}")
+
+    functions = [times(factor) for factor in range(6)]
+
+    def use(number):
+        made, killed = functions[number % 6]({"n": np.arange(100) + number})
+        return not killed and made["n"].tolist() == [(n + number) * (number % 6) for n in range(100)]
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(use, range(60)))
+    assert len(psutil.Process(pool._nursery.pid).children()) <= pool.count
+
+
+def test_a_pause_of_the_host_is_not_taken_for_a_hang(pool):
+    """Service and workers stop for longer than the deadline, as when a host is suspended."""
+    script = (
+        "import time, numpy as np\n"
+        "from overlord.runtimes.process_workers import ProcessWorkers\n"
+        "def slow(rows):\n    time.sleep(0.4)\n    return {'n': np.asarray(rows['n'])}\n"
+        "with ProcessWorkers(1) as pool:\n"
+        "    isolated = pool.isolate(slow, name='slow', deadline=1.2)\n"
+        "    isolated({'n': np.arange(1)})\n"
+        "    print(pool._nursery.pid, flush=True)\n"
+        "    print(isolated({'n': np.arange(1)})[1], flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as service:
+        nursery = int(service.stdout.readline())
+        time.sleep(0.1)
+        for stopped in (service.pid, *(child.pid for child in psutil.Process(nursery).children())):
+            os.kill(stopped, signal.SIGSTOP)
+        time.sleep(1.5)
+        for child in psutil.Process(nursery).children():
+            os.kill(child.pid, signal.SIGCONT)
+        os.kill(service.pid, signal.SIGCONT)
+        printed, logged = service.communicate(timeout=20)
+    assert printed == "[]\n"
+    assert "was lost" not in logged
+
+
+def test_what_the_function_itself_raises_is_an_error(pool):
+    with pytest.raises(ol.OverlordError, match=r"bad: the function failed as a whole.*ZeroDivisionError"):
+        pool.isolate(lambda rows: {"n": 1 // 0}, name="bad")({"n": np.arange(3)})
+    with pytest.raises(ol.OverlordError, match=r"bad: the function made \{'n': 1\} rows of 2"):
+        pool.isolate(lambda rows: {"n": np.arange(1)}, name="bad")({"n": np.arange(4)})
+    with pytest.raises(ol.OverlordError, match="holds Python objects"):
+        pool.isolate(lambda rows: {"n": np.array([object()] * len(rows["n"]))}, name="bad")({"n": np.arange(3)})
+    made, _ = pool.isolate(behave, name="behave")(rows_of([1]))  # and the workers are as good as before
+    assert plain(made) == [(2, b"1w")]
+
+
+def test_a_function_that_cannot_travel_is_refused(pool):
+    lock = threading.Lock()
+    with pytest.raises(ol.SpecError, match=r"held: the function cannot be sent to a worker process.*process=False"):
+        pool.isolate(lambda rows: (lock, rows)[1], name="held")
+
+
+class _Unloadable:
+    def __reduce__(self):
+        return (__import__, ("there_is_no_such_module",))
+
+
+class _Deadly:
+    def __reduce__(self):
+        return (os._exit, (4,))
+
+
+def test_a_function_that_cannot_be_loaded_is_no_fault_of_a_row(pool):
+    missing, deadly = _Unloadable(), _Deadly()
+    with pytest.raises(ol.SpecError, match=r"no: a worker process cannot load the function \(ModuleNotFoundError"):
+        pool.isolate(lambda rows: (missing, rows)[1], name="no")({"n": np.arange(3)})
+    with pytest.raises(ol.OverlordError, match=r"no: 3 worker processes were lost before they ran a row.*exit code 4"):
+        pool.isolate(lambda rows: (deadly, rows)[1], name="no")({"n": np.arange(3)})
+
+
+def test_printing_goes_to_the_log_and_standard_input_is_empty(capfd):
+    def talk(rows):
+        print("said aloud")
+        os.write(1, b"written\n")
+        print("complained", file=sys.stderr)
+        return {"n": np.asarray(rows["n"]) + len(sys.stdin.read())}
+
+    with ProcessWorkers(1) as pool:
+        made, _ = pool.isolate(talk, name="talk")({"n": np.arange(2)})
+        pool.isolate(lambda rows: (sys.stdout.flush(), rows)[1], name="flush")({"n": np.arange(1)})
+    assert made["n"].tolist() == [0, 1]
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "said aloud" in err and "written" in err and "complained" in err
+
+
+def test_workers_start_late_share_memory_and_are_few():
+    before = set(psutil.Process().children())
+    with ProcessWorkers(64) as pool:
+        assert pool.count == len(os.sched_getaffinity(0))
+        isolated = pool.isolate(behave, name="behave")
+        assert set(psutil.Process().children()) == before
+        isolated(rows_of(range(200)))
+        (nursery,) = set(psutil.Process().children()) - before
+        workers = nursery.children()
+        assert 1 <= len(workers) <= pool.count
+        assert all(worker.memory_full_info().uss < 16 << 20 for worker in workers)
+        assert nursery.num_threads() == 1, "a process with threads must not fork"
+
+
+@pytest.mark.parametrize("doing", ["nothing", "sleeping", "spinning"])
+def test_closing_is_quick_and_leaves_nothing(doing):
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    before = set(psutil.Process().children(recursive=True))
+    pool = ProcessWorkers(2)
+    isolated = pool.isolate(behave, name="behave")
+    isolated(rows_of(range(100)))
+    family = set(psutil.Process().children(recursive=True)) - before
+    assert len(family) >= 2
+    errors: list[BaseException] = []
+
+    def use(numbers):
+        try:
+            isolated(rows_of(numbers))
+        except ol.ClosedError as error:
+            errors.append(error)
+
+    deadly = {"sleeping": SLEEP, "spinning": SPIN}.get(doing)
+    users = [threading.Thread(target=use, args=([deadly] * 70,)) for _ in range(3)] if deadly else []
+    for user in users:
+        user.start()
+    time.sleep(0.2 if users else 0)
+    begin = time.monotonic()
+    pool.close()
+    for user in users:
+        user.join()
+    assert time.monotonic() - begin < 2
+    assert len(errors) == len(users), "who was waiting is told, and no row is judged"
+    assert not [process for process in family if is_up(process)]
+    assert set(psutil.Process().children(recursive=True)) <= before, "not even a zombie"
+    assert threading.active_count() == threads and len(os.listdir("/proc/self/fd")) == descriptors
+    with pytest.raises(ol.ClosedError):
+        isolated(rows_of(range(3)))
+    pool.close()
+
+
+_SERVICE = """
+import sys, threading, time
+import numpy as np, psutil
+from overlord.runtimes.process_workers import ProcessWorkers
+def deadly(rows):
+    if sys.argv[1] == "spin" and len(rows["n"]) > 1:
+        while True:
+            pass
+    return {"n": np.asarray(rows["n"])}
+pool = ProcessWorkers(2)
+isolated = pool.isolate(deadly, name="deadly")
+isolated({"n": np.arange(2)}) if sys.argv[1] == "rest" else isolated({"n": np.arange(1)})
+threading.Thread(target=isolated, args=({"n": np.arange(100)},), daemon=True).start()
+time.sleep(0.3)
+print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("doing", ["rest", "spin"])
+def test_workers_die_with_the_service(doing):
+    with subprocess.Popen([sys.executable, "-c", _SERVICE, doing], stdout=subprocess.PIPE, text=True) as service:
+        family = [psutil.Process(int(pid)) for pid in service.stdout.readline().split()]
+        assert len(family) >= 2
+        service.kill()
+        service.communicate()
+    deadline = time.monotonic() + 5
+    while any(is_up(process) for process in family) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [process for process in family if is_up(process)]
+
+
+COLUMN = hnp.arrays(
+    st.sampled_from([np.uint8, np.int32, np.int64, np.float32, np.bool_, np.uint64]), st.integers(0, 40)
+)
+
+
+@given(st.lists(COLUMN, min_size=1, max_size=4), st.data())
+@settings(max_examples=60)
+def test_rows_survive_the_wire(columns, data):
+    rows: RowBatch = {}
+    for number, values in enumerate(columns):
+        cuts = data.draw(st.lists(st.integers(0, len(values)), min_size=3, max_size=3))
+        rows[f"ragged {number}"] = Ragged(values, np.array(sorted(cuts)[:3], np.int64))
+        rows[f"numbers {number}"] = np.resize(values, (2, 3)) if len(values) else np.zeros((2, 0), values.dtype)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_rows(ours, {"op": "run", "n": 3}, rows)
+        head, found = receive_rows(theirs)
+    assert head == {"op": "run", "n": 3} and list(found) == list(rows)
+    for name, column in rows.items():
+        back = found[name]
+        if isinstance(column, Ragged):
+            assert [back[row].tobytes() for row in range(2)] == [column[row].tobytes() for row in range(2)]
+            assert back.values.dtype == column.values.dtype
+        else:
+            assert back.dtype == column.dtype and back.tobytes() == column.tobytes() and back.shape == column.shape
+
+
+@given(st.binary(min_size=1, max_size=60), st.integers(0, 200))
+def test_bytes_that_are_no_rows_are_refused(noise, at):
+    frame = rows_to_bytes({"op": "run"}, {"n": np.arange(9)}).tobytes()
+    broken = frame[: 16 + at % (len(frame) - 16)] + noise + frame[16 + at % (len(frame) - 16) + len(noise) :]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(broken)
+        ours.shutdown(socket.SHUT_WR)
+        try:
+            _, found = receive_rows(theirs)
+        except ol.ServiceLost:
+            return
+    assert all(isinstance(column, (np.ndarray, Ragged)) for column in found.values())
