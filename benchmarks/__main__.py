@@ -131,6 +131,43 @@ BENCHMARKS = (
         ),
         quick=("--quick", "--rounds", "1"),
     ),
+    Benchmark(
+        "construct",
+        what="payloads to the views of all ranks: joined, packed, labelled, cut, in microbatches of 32k tokens; the "
+        "figure is the worst of four layouts and meshes",
+        against="one numpy copy of the same bytes between two warm arrays",
+        figure="ratio",
+        bar="bar",
+        at_least=True,
+        unit="×",
+        plot_title="Packing and cutting views as a share of one memory copy",
+        plot_unit="× the copy",
+        plotted=(
+            ("hf", "ratio_hf", ""),
+            ("hf, cp=4", "ratio_hf_cp4", ""),
+            ("megatron, cp=2", "ratio_megatron_cp2", ""),
+            ("torchtitan", "ratio_torchtitan", ""),
+            ("hf, microbatches of 8k", "ratio_hf_microbatches_of_8k", ""),
+        ),
+        quick=("--quick", "--rounds", "1"),
+    ),
+    Benchmark(
+        "placement",
+        what="bytes that SourceLoaders hand to the DataConstructor with placement='auto', image-text samples",
+        against="placement='loader': decoded before the hand-over; the same batches",
+        figure="bytes_ratio",
+        bar="bar",
+        at_least=False,
+        unit="×",
+        plot_title="Bytes handed over for each image-text sample",
+        plot_unit="KB",
+        plotted=(
+            ("auto", "auto_kb_per_sample", ""),
+            ("loader", "loader_kb_per_sample", ""),
+        ),
+        quick=("--quick",),
+        limit_of="loader_kb_per_sample",
+    ),
 )
 
 

@@ -50,3 +50,13 @@ def test_an_edited_job_file_is_kept(folder: Path, cache: str) -> None:
     assert "your version is now" in outcome.stderr
     assert "seed: 1" in (folder / "job.yaml.old").read_text()
     assert job.read_text() == before
+
+
+def test_the_media_demo_counts_its_corrupt_clips(tmp_path: Path, cache: str) -> None:
+    options = ["--folder", str(tmp_path), "--steps", "12", "--scale", "0.1", "--cache", cache, "--media", "--json"]
+    outcome = CliRunner().invoke(app, ["demo", *options])
+    assert outcome.exit_code == 0, outcome.stderr
+    result = json.loads(outcome.stdout)
+    bad = {source["name"]: source["bad"] for source in result["sources"]}
+    assert bad["notes"] == 0 and bad["clips"] + bad["sounds"] > 0
+    assert {one["name"]: one["decoded_in"] for one in result["media"]}["clips"] == "constructor"

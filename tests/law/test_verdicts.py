@@ -133,7 +133,7 @@ def kill_service(service) -> None:
 
 
 def test_a_verdict_behind_the_newest_snapshot_survives_kills_of_the_service(tmp_path, cache):
-    """Rows are read 64 at a time: with row 130 the verdict comes at step 25, the last snapshot is of step 16."""
+    """Rows are read 64 at a time: with row 130 the verdict comes at step 25, the last snapshot is of step 16 or 17."""
     job = deadly_job(tmp_path, "exit", rows=200, at=130)
     store = tmp_path / "store"
     service = ol.launch(job, cache=cache, store=str(store))
@@ -150,7 +150,9 @@ def test_a_verdict_behind_the_newest_snapshot_survives_kills_of_the_service(tmp_
     service = ol.launch(job, cache=cache, store=str(store), state="latest")
     client = service.client()
     step = next(client)
-    assert (step.index, step.order_digest) == (16, orders[16])
+    first = step.index
+    assert first in (16, 17)  # a snapshot may be taken while the client asks for the next step
+    assert step.order_digest == orders[first]
     assert client.state_dict()["verdicts"] == verdicts
     kill_service(service)  # before its first snapshot
     service.close()
@@ -158,8 +160,8 @@ def test_a_verdict_behind_the_newest_snapshot_survives_kills_of_the_service(tmp_
         client = service.client()
         assert client.state_dict()["verdicts"] == verdicts
         later = [step.order_digest for step in client]
-    assert later[: len(orders) - 16] == orders[16:]
-    assert len(later) == 200 // 5 - 16
+    assert later[: len(orders) - first] == orders[first:]
+    assert len(later) == 200 // 5 - first
     assert calls_of(tmp_path) == 3
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from overlord.cli.demo_data import DemoFiles, demo_job, write_demo
+from overlord.cli.demo_media import media_job, write_media
 from overlord.cli.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
 from overlord.cli.output import Screen, Tell, check_writable
 from overlord.cli.report import render_report
@@ -17,6 +18,8 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
 
 JOB_NAME = "job.yaml"
+MEDIA = 80
+"""Sounds, and clips, of the media demo."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,10 +40,17 @@ def run_demo(
     cache: str,
     screen: Screen,
     scale: float = 1.0,
+    *,
+    media: bool = False,
 ) -> DemoResult:
-    """Write the demo's data and job file into a folder, run it, and write the report beside them."""
+    """Write the demo's data and job file into a folder, run it, and write the report beside them.
+
+    With `media` these are sounds and clips, in a folder `media` of their own; some of them are corrupt.
+    """
+    folder = folder / "media" if media else folder
     with screen.progress() as tell:
-        job_path = prepare_demo(folder, LaunchOptions(mesh=mesh, steps=steps), screen, tell, scale)
+        launch = LaunchOptions(mesh=mesh, steps=steps)
+        job_path = prepare_demo(folder, launch, screen, tell, scale, media=media)
         loaded: JobFile = load_job_file(job_path)
         options = RunOptions(
             mesh=mesh,
@@ -60,16 +70,26 @@ def run_demo(
     return DemoResult(summary, job_path, report, numbers)
 
 
-def prepare_demo(folder: Path, launch: LaunchOptions, screen: Screen, tell: Tell, scale: float = 1.0) -> Path:
+def prepare_demo(
+    folder: Path, launch: LaunchOptions, screen: Screen, tell: Tell, scale: float = 1.0, *, media: bool = False
+) -> Path:
     """Write the demo's data, unless it is there, and the job file; return the path of the job file."""
     try:
-        files = write_demo(folder, scale=scale, progress=lambda what, done, of: tell(f"writing {what}", done, of))
+        if media:
+            count = max(8, round(MEDIA * scale))
+            if not (folder / "tokenizer.json").exists():  # the last file that is written
+                tell("writing sounds and clips", 0, 1)
+                write_media(folder, clips=count, sounds=count, corrupt=max(1, count // 40))
+            job = media_job(Path())
+        else:
+            files = write_demo(folder, scale=scale, progress=lambda what, done, of: tell(f"writing {what}", done, of))
+            job = demo_job(_seen_from_folder(files))
     except OSError as error:
         raise SpecError(
             f"--folder {folder}: the demo's data cannot be written there ({error.strerror or error}). Name a folder on "
             "a disk with about 60 MB free."
         ) from error
-    text = dump_job_yaml(demo_job(_seen_from_folder(files)), launch)
+    text = dump_job_yaml(job, launch)
     path = folder / JOB_NAME
     if path.exists() and path.read_text(encoding="utf-8") != text:
         kept = path.with_suffix(".yaml.old")

@@ -20,7 +20,6 @@ from overlord.cli.sources import (
     counter,
     load_tokenizer,
     open_each,
-    own_lengths,
     side_by_side,
 )
 from overlord.cli.summary import percent
@@ -114,11 +113,6 @@ def _known_lengths(job: Job, opened: Sequence[Opened], cache: Path) -> tuple[dic
     findings: list[Finding] = []
     for one in opened:
         source = one.source
-        if source.lengths is not None and (why := own_lengths(source)) is not None:
-            message = f"lengths={source.lengths!r} is never read: {why.removeprefix('its samples are ')}. Leave it out"
-            # A run would look for the sidecars all the same.
-            findings.append(Finding("error" if source.lengths == "sidecar" else "warning", source.name, message))
-            continue
         try:
             lengths = known_lengths(source, one.files, sidecars, digest)
         except SpecError as error:

@@ -100,11 +100,13 @@ def demo(
     mesh: Annotated[str, typer.Option(help="Sizes of the axes.")] = "dp=2,cp=2,tp=2",
     cache: Cache = CACHE,
     scale: Annotated[float, typer.Option(hidden=True, help="Samples relative to the full demo.")] = 1.0,
+    media: Annotated[bool, typer.Option("--media", help="Sounds and clips instead, some of them corrupt.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write eight small sources, run a VLM-shaped job on them, and show what came out."""
     screen = Screen(as_json=as_json)
-    result = run_demo(folder, ClientPlaceTree.parse(mesh), runtime_of(runtime), steps, folder_of(cache), screen, scale)
+    tree = ClientPlaceTree.parse(mesh)
+    result = run_demo(folder, tree, runtime_of(runtime), steps, folder_of(cache), screen, scale, media=media)
     paths = {"job": str(result.job), "report": str(result.report), "summary_file": str(result.summary_file)}
     _show_run(screen, result.summary)
     screen.show(

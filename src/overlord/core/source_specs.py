@@ -7,10 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from overlord.core.sample_specs import Sample, Text
-from overlord.core.spec_errors import Fault, list_some
+from overlord.core.chat_specs import Chat
+from overlord.core.image_specs import Interleaved
+from overlord.core.sample_specs import Custom, Sample, Text
+from overlord.core.spec_errors import Fault, conflict, list_some
 from overlord.core.spec_model import Spec, Word, as_bytes, real
 
 
@@ -84,3 +86,13 @@ class Source(Spec):
             format: str | None = None,
             storage_options: Mapping[str, Any] = ...,
         ) -> None: ...
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Source:
+        if self.lengths is not None and isinstance(self.sample, (Chat, Interleaved, Custom)):
+            raise conflict(
+                f"{self.lengths!r} would not be looked at: {type(self.sample).__name__} is measured when it is read, "
+                "since its labels or images decide the length too. Leave it out",
+                "lengths",
+            )
+        return self

@@ -12,7 +12,7 @@ from typing import Any
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.samples import SampleId
-from overlord.core.specs import Job, stream_parts
+from overlord.core.specs import Job, Source, stream_parts
 from overlord.core.states import StreamState
 from overlord.errors import SpecError
 from overlord.planning.checking import Strategy, run_strategy
@@ -35,7 +35,7 @@ from overlord.stores.journal import Journal, read_journal, set_aside
 from overlord.transforms.chat import inline_templates
 from overlord.transforms.isolation import Isolate
 from overlord.transforms.per_microbatch import PackingJob
-from overlord.transforms.per_sample import Workers
+from overlord.transforms.per_sample import SampleTransform, Workers
 from overlord.transforms.processor import fill_from_processor, read_processor
 from overlord.transforms.sample_kinds import make_transform
 from overlord.transforms.step_samples import Opening
@@ -121,7 +121,7 @@ def deploy(
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
     job = inline_templates(job, tokenizer) if tokenizer else job
     check_launch(job, options)
-    transforms = [make_transform(source, tokenizer, isolate) for source in job.sources]
+    transforms = [_transform_of(source, tokenizer, isolate) for source in job.sources]
     cache = IndexCache(Path(options.cache) / "index")
     files = open_sources(job.sources, transforms, cache, callers, progress)
     listings = {s.name: f for s, f in zip(job.sources, files, strict=True)}
@@ -171,6 +171,14 @@ def deploy(
     packing = PackingJob(options.layout, options.mesh.cp, media_shape(job), opening)
     constructor = DataConstructor(options.mesh, fleet, packing)
     return Roles(job, options.mesh, planner, constructor, fleet, listings, planner.close)
+
+
+def _transform_of(source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None) -> SampleTransform:
+    try:
+        return make_transform(source, tokenizer, isolate)
+    except SpecError as error:
+        named = repr(source.name) in str(error)
+        raise error if named else type(error)(f"source {source.name!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,14 +71,13 @@ class StepServer:
         self._reached: dict[int, int] = {}
         self._end: int | None = None
         self._failed: tuple[int, OverlordError] | None = None
-        self._closing = False
-        self._ever_attached = False
+        self._closing = self._ever_attached = False
         self._gathering: dict[int, LoadingPlan] = {}
-        self._told_missing = -1
-        self._last_bytes = 0
+        self._told_missing, self._last_bytes = -1, 0
         self._turn = threading.Lock()
-        # Two gather threads: while one waits for the last decodes of its step, the other's keep the workers busy.
-        loops = (self._plan_loop, self._gather_loop, self._gather_loop, self._pack_loop)
+        self._packing: set[Bin] = set()
+        # Two threads gather and two pack: while one waits for its last decodes, the other's keep the workers busy.
+        loops = (self._plan_loop, self._gather_loop, self._gather_loop, self._pack_loop, self._pack_loop)
         self._threads = [threading.Thread(target=loop, name=f"overlord{loop.__name__}") for loop in loops]
 
     def start(self) -> None:
@@ -291,7 +290,7 @@ class StepServer:
                 self._roles.planner.passed(self._all_passed())
             with self._changed:
                 if plan is None:
-                    self._end = step if self._end is None else min(self._end, step)
+                    self._end = min(step, step if self._end is None else self._end)
                 else:
                     self._plans[step] = plan
                 self._drop_unwanted()
@@ -316,12 +315,10 @@ class StepServer:
                 if step is None:
                     return
                 collecting: list[Callable[[], StepSamples]] = []
-                popped = self._attempt(step, partial(self._pop, step, collecting))
+                gather = self._roles.constructor.gather
+                popped = self._attempt(step, lambda: collecting.append(gather(self._gathering[step])))  # noqa: B023
             if popped:
                 self._attempt(step, partial(self._collect, step, collecting))
-
-    def _pop(self, step: int, collecting: list[Callable[[], StepSamples]]) -> None:
-        collecting.append(self._roles.constructor.gather(self._gathering[step]))
 
     def _collect(self, step: int, collecting: list[Callable[[], StepSamples]]) -> None:
         samples = collecting.pop()()
@@ -337,8 +334,9 @@ class StepServer:
             wanted = self._wanted_steps()
             for step, ranks in wanted.items():
                 if step in self._samples and step in self._plans:
-                    missing = self._missing_bins(step, ranks)
+                    missing = [key for key in self._missing_bins(step, ranks) if key not in self._packing]
                     if missing and self._has_room(step, wanted):
+                        self._packing.add(missing[0])
                         return missing[0]
             return None
 
@@ -346,11 +344,15 @@ class StepServer:
             step, bucket, microbatch = key
             with self._changed:
                 plan, samples = self._plans.get(step), self._samples.get(step)
-            if plan is None or samples is None:
-                return
-            built = self._pack(plan, samples, bucket, microbatch)
+            made: dict[Bin, Built] = {}
+            try:
+                if plan is not None and samples is not None:
+                    made[key] = self._pack(plan, samples, bucket, microbatch)
+            finally:
+                with self._changed:  # at once: in between, the other thread would take it for missing
+                    self._packing.remove(key)
+                    self._built |= made
             with self._changed:
-                self._built[key] = built
                 self._drop_unwanted()  # the clients may have moved on meanwhile
                 if step in self._plans and not self._missing_bins(step, self._wanted_steps()[step]):
                     self._samples.pop(step, None)

@@ -12,8 +12,6 @@ from overlord.core.messages import Media
 from overlord.core.ragged import offsets_of
 from overlord.transforms.per_sample import Fault, Int64s, MediaDecoder, MediaFault, Workers
 
-ITEMS_PER_TASK = 4
-
 Place = npt.NDArray[np.uint8]
 
 
@@ -37,20 +35,16 @@ def decode_into(
 ) -> list[Fault]:
     """Decode some items into their places; return (item, reason) of those that do not decode: they are zeros."""
 
-    def prepare(task: range) -> list[Fault]:
-        faults: list[Fault] = []
-        for at in task:
-            item, place = int(items[at]), places[at]
-            if media.bad[item]:
-                place[:] = 0
-                continue
-            try:
-                decoder.decode(media.data(item), media.grids[item], int(media.seeds[item]), place)
-            except MediaFault as fault:
-                place[:] = 0
-                faults.append((item, str(fault)))
-        return faults
+    def prepare(at: int) -> list[Fault]:
+        item, place = int(items[at]), places[at]
+        if media.bad[item]:
+            place[:] = 0
+            return []
+        try:
+            decoder.decode(media.data(item), media.grids[item], int(media.seeds[item]), place)
+        except MediaFault as fault:
+            place[:] = 0
+            return [(item, str(fault))]
+        return []
 
-    count = len(items)
-    tasks = [range(at, min(at + ITEMS_PER_TASK, count)) for at in range(0, count, ITEMS_PER_TASK)]
-    return [fault for part in workers.map(prepare, tasks) for fault in part]
+    return [fault for found in workers.map(prepare, range(len(items))) for fault in found]
