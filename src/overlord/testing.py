@@ -48,6 +48,8 @@ def digest_service(service: Service, *, steps: int) -> StreamDigests:
         for step in opened:
             assert step is not None
             content.extend(batch.digest() for batch in step.microbatches)
+            if step.encoder is not None:
+                content.append(step.encoder.digest())
     for client in clients:
         client.close()
     return StreamDigests(chain_digest(order), chain_digest(plan), chain_digest(content), len(order))

@@ -18,17 +18,17 @@ GOLDEN = {
     "whole": (
         "a3f197a9084ff4fac6b306b72f86b081",
         "75421052f16bb1f77150def7581b143b",
-        "8824bdc75cf80667acc4dd3d190b3f42",
+        "eaec9cd2d51db1d77ae90177bb5d6a6e",
     ),
     "streamed": (
         "6a96139d99daa17af3697958af5e1aeb",
         "a1de59d9ee41e0d5b791e3aa1579e633",
-        "b59ce1e5db43997553a8a34c42cb31e1",
+        "365738123da4ba44bd0b235e54d23fbe",
     ),
     "tokens": (
         "001be76f9193aaf270c9751385adee3a",
         "863cebc5ea758f2f679c9e6648cbd237",
-        "1ed0e69e51e3da09a263a485c770ea3d",
+        "6c59ace75cb1e3cb90bd8e55ef7422cf",
     ),
 }
 

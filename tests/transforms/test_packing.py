@@ -59,7 +59,12 @@ def test_packed_sequence_as_a_hugging_face_model_takes_it():
     assert arrays["labels"].tolist() == [[-100, 101, 102, -100, 201]]
     assert arrays["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert arrays["cu_seq_lens_q"].tolist() == [0, 3, 5]
-    assert packed.scalars == {"max_length_q": 3, "max_length_k": 3, "meta.local_cp_size": 1}
+    assert packed.scalars == {
+        "max_length_q": 3,
+        "max_length_k": 3,
+        "use_cache": False,
+        "meta.local_cp_size": 1,
+    }
     assert "shift_labels" not in arrays
     assert {arrays[k].dtype.str for k in ("input_ids", "labels", "position_ids")} == {"<i8"}
     assert arrays["cu_seq_lens_q"].dtype == np.int32

@@ -86,8 +86,8 @@ def draw_of(lengths, items):
     meta["tokens"], meta["row"] = lengths, np.arange(len(lengths))
     table = []
     for sample in range(len(lengths)):
-        mine = [(i[1], i[2]) for i in items if i[0] == sample]
-        meta["images"][sample], meta["image_tokens"][sample] = len(mine), sum(n for _, n in mine)
+        mine = [(i[1], i[2], 0, 0) for i in items if i[0] == sample]
+        meta["images"][sample], meta["image_tokens"][sample] = len(mine), sum(one[1] for one in mine)
         if mine:
             meta["items"][sample] = len(table) + 1
             table += mine

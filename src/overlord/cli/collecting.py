@@ -50,6 +50,8 @@ class Collector:
         self._loads: dict[int, tuple[float, LoadHeatmap]] = {}
         self.samples: Int64s = np.zeros(len(names), np.int64)
         self.tokens: Int64s = np.zeros(len(names), np.int64)
+        self.full: Int64s = np.zeros(len(names), np.int64)
+        """Samples of each source that fill the context: all that are cut do."""
         self.positions = 0
         self._planned: Floats = np.zeros(len(names))
         self._imbalance: Floats = np.zeros(2)
@@ -79,6 +81,8 @@ class Collector:
         self.steps += 1
         self.samples += samples
         self.tokens += tokens.astype(np.int64)
+        fills = draw.meta["tokens"] == self._limits.context_length
+        self.full += np.bincount(draw.source[fills], minlength=len(self._names))
         self.positions += delivered
         self._planned += weights
         self._imbalance += imbalance

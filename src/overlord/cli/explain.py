@@ -7,17 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from overlord.cli.collecting import Collector
+from overlord.cli.context_fit import context_notes
 from overlord.cli.explain_balance import Balance, BalanceFacts, StepFacts, words_on_limits
 from overlord.cli.explain_graph import TracedSample, draw_first_step
 from overlord.cli.explain_loaders import BufferWatch, LoaderFacts, loader_facts, time_samples
 from overlord.cli.explain_sources import SourceFacts, source_facts
+from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
 from overlord.cli.summary import LoadHeatmap
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.core.specs import Job
+from overlord.core.specs import Job, Video
 from overlord.errors import SpecError
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
@@ -65,6 +69,8 @@ class Explanation:
     mesh: str
     ranks: int
     strategy: str
+    layout: str
+    """Whose keys the batches have, and the fields of the layout that differ from the defaults."""
     cost_model: str
     """The model that all costs are by, and where it is from."""
     steps: int
@@ -83,6 +89,8 @@ class Explanation:
     """Image tokens a step that are encoded on another rank than the one that needs them; None without images."""
     image_tokens: float
     """Image tokens a step."""
+    has_clips: bool
+    """Whether clips count among the images."""
     length_histogram: list[tuple[int, int, int]]
     load_heatmap: LoadHeatmap | None
     largest_sample: TracedSample
@@ -165,6 +173,10 @@ def _explain(
         notes.append(f"The stream ends by itself after {collector.steps} of {steps} steps.")
     state = roles.planner.latest_state
     horizon = job.max_steps or PROJECTED_STEPS
+    share = (collector.full / np.maximum(collector.samples, 1)).tolist()
+    full, skipped = (dict(zip(names, values, strict=True)) for values in (share, state.skipped.tolist()))
+    notes += context_notes(job, Path(options.cache), full, skipped) + layout_advice(job, options.layout)
+    clips = any(isinstance(source.sample, Video) for source in job.sources)
     sources = source_facts(roles, collector, state, horizon)
     loaders = None if timed is None else loader_facts(roles, collector, watch, timed, options.step_time_s)
     buffer = roles.planner.summary_buffer(first.step)
@@ -176,6 +188,7 @@ def _explain(
         mesh=str(tree),
         ranks=tree.world_size,
         strategy=options.strategy_name,
+        layout=layout_words(options.layout),
         cost_model=f"{options.cost.name} ({options.cost.origin})",
         steps=collector.steps,
         expected_speedup=balance.speedup,
@@ -188,10 +201,11 @@ def _explain(
         loaders=loaders,
         crossing_tokens=balance.crossing_tokens,
         image_tokens=balance.image_tokens,
+        has_clips=clips,
         length_histogram=collector.histogram,
         load_heatmap=collector.typical_load(),
         largest_sample=traced,
-        limits=words_on_limits(balance),
+        limits=words_on_limits(balance, clips=clips),
         notes=notes + _fault_notes(roles, names),
     )
     return Explained(facts, page)

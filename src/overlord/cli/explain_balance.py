@@ -283,8 +283,13 @@ class Balance:
         self._crossing.append(plan.routing.crossing_tokens() if plan.routing is not None else 0)
 
 
-def words_on_limits(balance: Balance) -> list[str]:
-    """Say what keeps steps from being even that no better placement by this strategy could change."""
+def words_on_limits(balance: Balance, *, clips: bool = False) -> list[str]:
+    """Say what keeps steps from being even that no better placement by this strategy could change.
+
+    Args:
+        balance: The steps.
+        clips: Whether clips count among the images.
+    """
     words: list[str] = []
     ranks, lockstep, encoder = (balance.means(axis) for axis in ("ranks", "lockstep", "encoder"))
     if ranks and _limits(ranks):
@@ -303,13 +308,14 @@ def words_on_limits(balance: Balance) -> list[str]:
         )
     if encoder and _limits(encoder):
         words.append(
-            f"One image of {balance.largest_image.length:,} patches is {ratio(balance.largest_image.shares)} an even "
-            "share of the encoder's work: only cutting it (vlm_hybrid with split) would help."
+            f"One image{' or clip' if clips else ''} of {balance.largest_image.length:,} patches is "
+            f"{ratio(balance.largest_image.shares)} an even share of the encoder's work: only cutting it (vlm_hybrid with "
+            "split) would help."
         )
     elif encoder and not balance.images_planned and encoder[1] >= _UNEVEN:
         words.append(
-            f"The busiest encoder rank has {ratio(encoder[1])} the mean, since images are encoded with their tokens: "
-            "vlm_hybrid would spread them over all ranks."
+            f"The busiest encoder rank has {ratio(encoder[1])} the mean, since images{' and clips' if clips else ''} "
+            "are encoded with their tokens: vlm_hybrid would spread them over all ranks."
         )
     return words
 

@@ -14,7 +14,7 @@ from overlord.cli.explain import Explained, Explanation
 from overlord.cli.explain_figures import explain_figures
 from overlord.cli.explain_loaders import SourceCosts
 from overlord.cli.explain_sources import SourceFacts
-from overlord.cli.summary import count, excess, percent, ratio, seconds, size
+from overlord.cli.summary import count, excess, number, percent, ratio, seconds, size
 
 _MOST_ROWS = 40
 """Sources that a table of the terminal holds."""
@@ -48,7 +48,8 @@ def headlines(facts: Explanation) -> list[str]:
 
 def explain_tables(facts: Explanation) -> list[RenderableType]:
     """Return the explanation for the terminal, the headline first."""
-    title = f"{facts.job}: {facts.steps} steps on {facts.mesh} ({_ranks(facts)}), {facts.strategy}"
+    steps = number(facts.steps, "step")
+    title = f"{facts.job}: {steps} on {facts.mesh} ({_ranks(facts)}), {facts.strategy}, layout {facts.layout}"
     sentences = (Padding(Text(words), (0, 0, 0, 2)) for words in (*headlines(facts), *facts.notes))
     head = Group(Text(title, style="bold"), *sentences, "")
     parts: list[RenderableType] = [head, _balance_table(facts), _step_table(facts), _source_table(facts)]
@@ -60,8 +61,8 @@ def explain_tables(facts: Explanation) -> list[RenderableType]:
 def render_explanation(explained: Explained) -> str:
     """Return the explanation as one HTML page."""
     facts = explained.facts
-    steps = f"{facts.steps:,} step{'' if facts.steps == 1 else 's'}"
-    shown = (steps, f"mesh {facts.mesh}", _ranks(facts), f"strategy {facts.strategy}")
+    steps = number(facts.steps, "step")
+    shown = (steps, f"mesh {facts.mesh}", _ranks(facts), f"strategy {facts.strategy}", f"layout {facts.layout}")
     body = (
         f"{page.tiles(_key_figures(facts))}{page.notes([*headlines(facts), *facts.notes])}"
         f"{page.figures(explain_figures(facts))}{_html_sources(facts)}{_html_loaders(facts)}{_html_sample(explained)}"
@@ -71,7 +72,7 @@ def render_explanation(explained: Explained) -> str:
 
 
 def _ranks(facts: Explanation) -> str:
-    return f"{facts.ranks:,} rank{'' if facts.ranks == 1 else 's'}"
+    return number(facts.ranks, "rank")
 
 
 def _speed_words(facts: Explanation) -> str:
@@ -151,8 +152,12 @@ def _step_table(facts: Explanation) -> Table:
     table.add_row("padding", percent(step.padding), "of the positions")
     if facts.crossing_tokens is not None:
         crossing = f"{count(facts.crossing_tokens)} are encoded on another rank than the one that needs them"
-        table.add_row("image tokens", count(facts.image_tokens), crossing)
+        table.add_row(_image_words(facts), count(facts.image_tokens), crossing)
     return table
+
+
+def _image_words(facts: Explanation) -> str:
+    return "tokens of images and clips" if facts.has_clips else "image tokens"
 
 
 def _source_table(facts: Explanation) -> RenderableType:
@@ -231,9 +236,9 @@ def _html_sources(facts: Explanation) -> str:
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     largest = max((source.realised_share for source in facts.sources), default=0.0) or 1.0
     rows = "".join(_html_row(source, source.realised_share / largest) for source in facts.sources)
-    number = f"{len(facts.sources):,} source{'' if len(facts.sources) == 1 else 's'}"
+    title = f"{number(len(facts.sources), 'source')}. {_repetition_words(facts)}"
     return (
-        f'<section class="sources" id="sources"><h2>{number}. {escape(_repetition_words(facts))}</h2>'
+        f'<section class="sources" id="sources"><h2>{escape(title)}</h2>'
         '<div class="scroll"><table><thead><tr><th scope="col">source</th><th scope="col">format</th>'
         f"{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
         f"<p>Shares are of {facts.mixture_level}s.</p></section>"
@@ -286,8 +291,8 @@ def _methods(facts: Explanation) -> dict[str, str]:
         "cost": f"By the model {facts.cost_model}.",
         "expected speed-up": "Time of the steps dealt round-robin over that of the plan, by the cost model, where "
         f"{facts.waiting}. Communication, loading and the encoder are not in it.",
-        "encoder": "Without a plan for images (vlm_hybrid), they are encoded on the first rank of the group that holds "
-        "their tokens.",
+        "encoder": f"Without a plan for images{' and clips' if facts.has_clips else ''} (vlm_hybrid), they are encoded "
+        "on the first rank of the group that holds their tokens.",
         "repetitions": f"Rows drawn and passed over, over the rows of a source; for {facts.projected_steps:,} steps, "
         "scaled by the schedule of the mixture. ~ marks rows that are estimated by bytes, since not all files are "
         "indexed yet.",

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator
 from overlord.cli.cost_specs import mapping_or_name
 from overlord.core.layout_specs import Keys, Layout
 from overlord.core.spec_errors import Fault, did_you_mean, name_choices, show
+from overlord.core.specs import Job
 from overlord.errors import SpecError
 
 
@@ -43,7 +44,7 @@ def read_layout(text: str) -> Layout:
     try:
         return Layout.from_mapping(_any_form(given), lambda _: "--layout")
     except Fault as fault:
-        raise SpecError(f"--layout is {show(given)}: {fault}{'' if str(fault).endswith('?') else '.'}") from None
+        raise SpecError(f"--layout is {show(given)}: {fault}{'' if str(fault).endswith(('.', '?')) else '.'}") from None
 
 
 def written_layout(layout: Layout) -> object:
@@ -55,3 +56,25 @@ def written_layout(layout: Layout) -> object:
     """
     changed = layout.model_dump(mode="json", exclude_defaults=True)
     return {"keys": layout.keys} | changed if set(changed) - {"keys"} else layout.keys
+
+
+def layout_words(layout: Layout) -> str:
+    """Return a layout in a few words: its keys, and the fields that differ from the defaults.
+
+    Example:
+        >>> layout_words(Layout("megatron")), layout_words(Layout(rows="padded", block=32))
+        ('megatron', 'hf, rows=padded, block=32')
+    """
+    changed = layout.model_dump(mode="json", exclude_defaults=True, exclude={"keys"})
+    return ", ".join([layout.keys, *(f"{name}={value}" for name, value in changed.items())])
+
+
+def layout_advice(job: Job, layout: Layout) -> list[str]:
+    """Return what to change where a layout of rows leaves room for only one row in a microbatch."""
+    context, most = job.batch.context_length, job.batch.microbatch_cap
+    if layout.rows == "packed" or most >= 2 * context:
+        return []
+    return [
+        f"A microbatch has one row, since rows={layout.rows} counts every row as context_length={context:,} tokens and "
+        f"batch.microbatch_tokens is {most:,}: raise batch.microbatch_tokens, to {8 * context:,} for eight rows."
+    ]

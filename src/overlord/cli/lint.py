@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from overlord.cli.context_fit import ContextFit, fit_context, sum_fits
+from overlord.cli.media_tokens import borders_left_out, has_borders, tokens_told
 from overlord.cli.output import Tell
 from overlord.cli.preview_media import decode_items
 from overlord.cli.sources import (
@@ -22,8 +25,8 @@ from overlord.cli.sources import (
     open_each,
     side_by_side,
 )
-from overlord.cli.summary import percent
-from overlord.core.ragged import RowBatch
+from overlord.cli.summary import number, percent
+from overlord.core.ragged import RowBatch, num_rows, slice_rows
 from overlord.core.samples import FILE_SHIFT, SKIP, SampleId
 from overlord.core.specs import Job
 from overlord.errors import OverlordError, SpecError
@@ -67,18 +70,37 @@ class _FileFacts:
     rows: int = 0
     blocks: int = 0
     bytes: int = 0
-    looked_at: int = 0
+    fit: ContextFit = field(default_factory=ContextFit)
     tokens: int = 0
-    empty: int = 0
-    overlong: int = 0
+    bordered: bool = False
+    """Whether the text itself has the tokens that stand around media."""
     bad: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """(sample id, reason)."""
     lies: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     broken: str | None = None
 
+    @property
+    def looked_at(self) -> int:
+        """Rows that were measured and decoded."""
+        return self.fit.rows
 
-def lint_job(job: Job, cache: Path, rows: int, tell: Tell) -> list[Finding]:
-    """Return everything that looks wrong in a job's sources; errors first.
+
+@dataclass(frozen=True, slots=True)
+class LintResult:
+    """What a look into every file told."""
+
+    findings: list[Finding]
+    """What is wrong, errors first."""
+    looked_at: int
+    """Rows that were measured and decoded."""
+    rows: int
+    """Rows of all files that could be opened."""
+    media_tokens: list[str]
+    """Which tokens stand for images, clips and sounds, in a line for all sources that are alike."""
+
+
+def lint_job(job: Job, cache: Path, rows: int, tell: Tell) -> LintResult:
+    """Return everything that looks wrong in a job's sources, as far as so many rows of every file tell.
 
     Args:
         job: The job.
@@ -94,7 +116,7 @@ def lint_job(job: Job, cache: Path, rows: int, tell: Tell) -> list[Finding]:
     known, wrong = _known_lengths(job, opened, cache)
 
     def look(task: tuple[Opened, int]) -> _FileFacts:
-        return _look_into(job, task[0], task[1], rows, known.get(task[0].source.name))
+        return _look_into(task[0], task[1], rows, known.get(task[0].source.name))
 
     facts: dict[str, list[_FileFacts]] = defaultdict(list)
     for (one, _), told in zip(tasks, side_by_side(look, tasks, cores(), did), strict=True):
@@ -102,7 +124,13 @@ def lint_job(job: Job, cache: Path, rows: int, tell: Tell) -> list[Finding]:
     for one in opened:
         findings += _judge_source(job, one, facts[one.source.name])
     findings += wrong + _never_drawn(job) + _duplicates(opened)
-    return sorted((_one_line(finding) for finding in findings), key=lambda finding: finding.severity != "error")
+    every = [one for found in facts.values() for one in found]
+    return LintResult(
+        sorted((_one_line(finding) for finding in findings), key=lambda finding: finding.severity != "error"),
+        sum(one.looked_at for one in every),
+        sum(one.rows for one in every),
+        tokens_told(opened),
+    )
 
 
 def _known_lengths(job: Job, opened: Sequence[Opened], cache: Path) -> tuple[dict[str, Lengths], list[Finding]]:
@@ -129,7 +157,7 @@ def _one_line(finding: Finding) -> Finding:
     return Finding(finding.severity, finding.source, message)
 
 
-def _look_into(job: Job, one: Opened, number: int, rows: int, lengths: Lengths | None) -> _FileFacts:
+def _look_into(one: Opened, number: int, rows: int, lengths: Lengths | None) -> _FileFacts:
     facts, files = _FileFacts(), one.files
     try:
         blocks = files.blocks(number)
@@ -140,7 +168,8 @@ def _look_into(job: Job, one: Opened, number: int, rows: int, lengths: Lengths |
             if facts.looked_at >= rows:
                 break
             for batch in files.stream(number, block, batch_rows=min(_BATCH_ROWS, rows - facts.looked_at)):
-                _look_at_rows(job, one, batch, (number << FILE_SHIFT) + facts.looked_at, lengths, facts)
+                part = slice_rows(batch, 0, min(num_rows(batch), rows - facts.looked_at))
+                _look_at_rows(one, part, (number << FILE_SHIFT) + facts.looked_at, lengths, facts)
                 if facts.looked_at >= rows:
                     break
     except OverlordError as error:
@@ -148,17 +177,17 @@ def _look_into(job: Job, one: Opened, number: int, rows: int, lengths: Lengths |
     return facts
 
 
-def _look_at_rows(
-    job: Job, one: Opened, rows: RowBatch, first: int, lengths: Lengths | None, facts: _FileFacts
-) -> None:
+def _look_at_rows(one: Opened, rows: RowBatch, first: int, lengths: Lengths | None, facts: _FileFacts) -> None:
     measured = one.transform.measure(rows, None, no_seeds(rows))
     count = len(measured.tokens)
+    delivered, flags = fit_context(one, measured)
 
     def name(row: int) -> str:
         return str(SampleId(one.source.name, first + row, 0)).rpartition("@")[0]
 
     bad = dict(reversed(measured.faults))
-    for item in decode_items(one, measured):
+    never_drawn = ((measured.flags | flags) & SKIP) > 0  # and so never decoded either
+    for item in decode_items(one, measured, delivered.astype(np.int64), never_drawn):
         if item.fault is not None:
             bad.setdefault(item.row, item.fault)
     facts.bad += [(name(row), reason) for row, reason in sorted(bad.items())]
@@ -170,10 +199,9 @@ def _look_at_rows(
             for row in np.flatnonzero(claimed != true).tolist()
             if row not in bad
         ]
-    facts.looked_at += count
-    facts.tokens += int(measured.tokens.sum())
-    facts.empty += int(((measured.flags & SKIP) > 0).sum())
-    facts.overlong += int((measured.tokens > job.batch.context_length).sum())
+    facts.tokens += int(delivered.sum())
+    facts.bordered |= has_borders(one, measured)
+    facts.fit.add(measured, delivered, flags)
 
 
 def _judge_source(job: Job, one: Opened, facts: Sequence[_FileFacts]) -> list[Finding]:
@@ -184,19 +212,18 @@ def _judge_source(job: Job, one: Opened, facts: Sequence[_FileFacts]) -> list[Fi
         elif found.rows == 0:
             findings.append(Finding("warning", name, f"{file.path} has no rows"))
     looked = sum(f.looked_at for f in facts)
-    findings += _faults(one, "bad", [b for f in facts for b in f.bad], looked)
-    findings += _faults(one, "wrong length", [b for f in facts for b in f.lies], looked)
     rows, tokens = sum(f.rows for f in facts), sum(f.tokens for f in facts)
+    findings += _faults(one, "bad", [b for f in facts for b in f.bad], looked, rows)
+    findings += _faults(one, "wrong length", [b for f in facts for b in f.lies], looked, rows)
     broken = any(f.broken is not None for f in facts)
     if rows == 0 and not broken:
         findings.append(Finding("error", name, "no file has any rows; the mixture would wait for it for ever"))
     elif rows < FEW_ROWS and not broken:
-        findings.append(Finding("warning", name, f"tiny: {rows} rows; the model sees the same samples again and again"))
-    if looked and (empty := sum(f.empty for f in facts)) > _MANY_EMPTY * looked:
-        share = percent(empty / looked)
-        findings.append(Finding("warning", name, f"{share} of {looked} rows looked at are empty and never drawn"))
-    if looked and (overlong := sum(f.overlong for f in facts)):
-        findings += _overlong(job, name, overlong, looked)
+        few = f"tiny: {number(rows, 'row')}; the model sees the same samples again and again"
+        findings.append(Finding("warning", name, few))
+    findings += _never_fits(job, one, sum_fits([f.fit for f in facts]), rows)
+    if looked and (pair := borders_left_out(one)) is not None and not any(f.bordered for f in facts):
+        findings.append(Finding("warning", name, _borders(pair)))
     findings += _shuffle(one, sum(f.blocks for f in facts), sum(f.bytes for f in facts))
     return findings + _repeats(job, name, rows, tokens / looked if looked else 0.0)
 
@@ -214,26 +241,61 @@ def _shuffle(one: Opened, blocks: int, size: int) -> list[Finding]:
     return [Finding("warning", one.source.name, message)]
 
 
-def _overlong(job: Job, name: str, overlong: int, looked: int) -> list[Finding]:
-    length, share = job.batch.context_length, percent(overlong / looked)
-    if job.overlength == "error":
-        message = f"{share} of {looked} rows are longer than context_length={length}, and overlength is 'error'"
-        return [Finding("error", name, f"{message}; the run would stop at the first")]
-    if job.overlength == "split" or overlong < _MANY_EMPTY * looked:
+def _never_fits(job: Job, one: Opened, fit: ContextFit, rows: int) -> list[Finding]:
+    """Tell of rows that are never drawn, or not as a whole."""
+    name, length = one.source.name, one.context_length
+    if not fit.rows:
         return []
-    effect = "are cut" if job.overlength == "truncate" else "are dropped"
-    return [Finding("warning", name, f"{share} of {looked} rows are longer than context_length={length} and {effect}")]
+    found: list[Finding] = []
+    if fit.refused:
+        message = f"{percent(fit.refused / fit.rows)} of {fit.rows} rows are longer than context_length={length}, and "
+        found.append(Finding("error", name, f"{message}overlength is 'error'; the run would stop at the first"))
+    if fit.empty + fit.dropped == fit.rows:
+        why = " and ".join(
+            words
+            for count, words in ((fit.empty, "empty or filtered out"), (fit.dropped, f"too long for {length} tokens"))
+            if count
+        )
+        alike = "" if fit.rows == rows else ", if the others are alike"
+        message = f"all {fit.rows} rows looked at would be skipped ({why}); a run would find nothing to draw{alike}"
+        drawn = name not in {idle.source for idle in _never_drawn(job)}
+        return [*found, Finding("error" if drawn else "warning", name, message)]
+    if fit.empty > _MANY_EMPTY * fit.rows:
+        share = percent(fit.empty / fit.rows)
+        found.append(Finding("warning", name, f"{share} of {fit.rows} rows looked at are empty and never drawn"))
+    # Who asked for rows to be dropped knows that some are; nobody asks for it where a text would just be cut.
+    if fit.dropped > (_MANY_EMPTY * fit.rows if one.overlength == "drop" else 0):
+        what = "are" if one.overlength == "drop" else "have an image, clip or sound"
+        message = f"{percent(fit.dropped_share)} of {fit.rows} rows {what} longer than context_length={length} and"
+        found.append(Finding("warning", name, f"{message} are dropped"))
+    if fit.cut >= _MANY_EMPTY * fit.rows:
+        message = f"{percent(fit.cut_share)} of {fit.rows} rows are longer than context_length={length} and are cut"
+        found.append(Finding("warning", name, f"{message}, which loses {percent(fit.lost_share)} of the tokens"))
+    return found
 
 
-def _faults(one: Opened, what: str, faults: Sequence[tuple[str, str]], looked: int) -> list[Finding]:
-    name = one.source.name
+def _borders(pair: tuple[str, str]) -> str:
+    before, after = pair
+    return (
+        f"the tokenizer has {before} and {after}, between which its model was trained to find media, but neither "
+        f'before nor after is set. Write before: "{before}" and after: "{after}" in its sample'
+    )
+
+
+def _faults(one: Opened, what: str, faults: Sequence[tuple[str, str]], looked: int, rows: int) -> list[Finding]:
+    name, tolerance, count = one.source.name, one.source.tolerance, len(faults)
     findings = [Finding("warning", name, f"{what}: {sample}: {reason}") for sample, reason in faults[:_NAMED_ROWS]]
-    if len(faults) > _NAMED_ROWS:
-        findings.append(Finding("warning", name, f"{what}: {len(faults) - _NAMED_ROWS} more rows like these"))
-    # The rule by which a run would stop.
-    if len(faults) > one.source.tolerance * max(looked, FEW_SAMPLES) or (looked and len(faults) == looked):
-        found = f"{what}: {len(faults)} of {looked} rows ({percent(len(faults) / looked)})"
-        message = f"{found} are more than tolerance={one.source.tolerance:g} allows; a run would stop"
+    if count > _NAMED_ROWS:
+        findings.append(Finding("warning", name, f"{what}: {count - _NAMED_ROWS} more rows like these"))
+    if not count:
+        return findings
+    share, found = count / looked, f"{what}: {count} of {looked} rows ({percent(count / looked)})"
+    if count > tolerance * max(looked, FEW_SAMPLES):  # the rule by which a run stops
+        message = f"{found} are more than tolerance={tolerance:g} allows; a run would stop"
+        findings.append(Finding("error", name, message))
+    elif share > tolerance and (count > 1 or looked == rows):  # one row among many may be the only one
+        after = math.floor(tolerance * FEW_SAMPLES / share) + 1
+        message = f"{found} are a larger share than tolerance={tolerance:g}; a run would stop after about {after} rows"
         findings.append(Finding("error", name, message))
     return findings
 

@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from overlord import __version__
 from overlord.cli.demo import run_demo, write_report, write_text
 from overlord.cli.job_files import job_file_schema
+from overlord.cli.layout_options import layout_words
 from overlord.cli.lint import count_errors, lint_job
 from overlord.cli.options import (
     AS_JSON,
@@ -58,7 +59,7 @@ from overlord.cli.sources import (
     source_listing,
     sources_to_measure,
 )
-from overlord.cli.summary import RunSummary, count
+from overlord.cli.summary import RunSummary, count, number
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError
 
@@ -186,11 +187,11 @@ def serve(  # noqa: PLR0913 - one for each option
         screen.note(note)
     with screen.progress() as tell:
         service = launch_for(loaded.job, options, tell, any_mesh=True)
-    ranks = f"{options.mesh.world_size} rank{'' if options.mesh.world_size == 1 else 's'}"
+    ranks, layout = number(options.mesh.world_size, "rank"), layout_words(options.layout)
 
     def announce() -> None:
         screen.show(
-            Text.assemble(("serving  ", "dim"), f"{job}, mesh {options.mesh} ({ranks}), layout {options.layout.keys}"),
+            Text.assemble(("serving  ", "dim"), f"{job}, mesh {options.mesh} ({ranks}), layout {layout}"),
             Text.assemble(("address  ", "dim"), (service.address or "", "bold")),
             "\nAttach every trainer with\n\n    import overlord as ol\n"
             f'    client = ol.connect("{service.address}", rank=RANK)\n\nCtrl-C ends the service.',
@@ -279,20 +280,28 @@ def lint(
     screen = Screen(as_json=as_json)
     loaded = load(job, screen)
     with screen.progress() as tell, screen.user_code():
-        findings = lint_job(loaded.job, Path(folder_of(cache)), rows, tell)
+        result = lint_job(loaded.job, Path(folder_of(cache)), rows, tell)
+    findings = result.findings
     errors = count_errors(findings)
     for finding in findings:
         colour = "bold red" if finding.severity == "error" else "yellow"
         line = Text.assemble((finding.severity, colour), f" {finding.source}: {finding.message}")
         if not as_json:
             screen.out.print(line, soft_wrap=True)
-    total = f"{len(loaded.job.sources)} sources: {errors} errors, {len(findings) - errors} warnings"
-    screen.show(Text(total, style="bold"))
+    for words in result.media_tokens:
+        if not as_json:
+            screen.out.print(Text.assemble(("note", "dim"), f" {words}"), soft_wrap=True)
+    total = f"{number(len(loaded.job.sources), 'source')}: {number(errors, 'error')}, "
+    looked = f"{number(len(findings) - errors, 'warning')}; {result.looked_at:,} of {number(result.rows, 'row')} "
+    screen.show(Text(f"{total}{looked}looked at (--rows {rows} of every file)", style="bold"))
     screen.give(
         {
             "job": str(job),
             "errors": errors,
             "warnings": len(findings) - errors,
+            "looked_at": result.looked_at,
+            "rows": result.rows,
+            "media_tokens": result.media_tokens,
             "findings": [finding.to_json() for finding in findings],
         }
     )

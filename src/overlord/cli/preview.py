@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import base64
 import io
-import json
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text as Words
 
+from overlord.cli.context_fit import fit_context
+from overlord.cli.media_tokens import token_words
 from overlord.cli.preview_media import MediaItem, Pixels, decode_items, look_at
+from overlord.cli.preview_text import Spans, shown_texts
 from overlord.cli.sources import Opened, OpenSource
 from overlord.cli.summary import size
-from overlord.core.ragged import Ragged, RowBatch, slice_rows
-from overlord.core.samples import FILE_SHIFT, SKIP, SampleId
-from overlord.core.specs import Chat, Custom, Interleaved, Text
-from overlord.transforms.chat import rendering
-from overlord.transforms.per_sample import Measured, no_seeds, ragged_column
+from overlord.core.ragged import RowBatch, slice_rows
+from overlord.core.samples import BAD, FILE_SHIFT, SKIP, SampleId
+from overlord.runtimes.workers import SerialWorkers
+from overlord.transforms.per_sample import no_seeds
 
-_SHOWN_CHARACTERS = 280
+_SHOWN_CHARACTERS = 400
 _PAGE_CHARACTERS = 1200
-_SHOWN_IDS = 24
 _SHOWN_PICTURES = 4
 _THUMBNAIL = (28, 20)
 """Width and height in pixels; a character is one pixel wide and two high."""
@@ -36,8 +38,6 @@ _SMALL = (17, 12)
 """The same where there are several."""
 _PAGE_THUMBNAIL = 320
 _MEDIA = {"image": ("the image", "images"), "video": ("the clip", "clips"), "audio": ("the sound", "sounds")}
-
-Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class Preview:
     sample: str
     """Its id, without the epoch."""
     tokens: int
+    delivered: int
+    """Tokens that the context leaves of it."""
     image_tokens: int
     """Of these, placeholders of images and clips."""
     media_tokens: int
@@ -61,6 +63,9 @@ class Preview:
     media: tuple[MediaItem, ...]
     faults: tuple[str, ...]
     skipped: bool
+    """Whether it is never drawn, whatever the context: empty, or filtered out."""
+    dropped: bool
+    """Whether it is never drawn because of the context."""
 
     def facts(self) -> str:
         """Return length, media and state in a few words."""
@@ -70,13 +75,17 @@ class Preview:
             parts[0] += f" ({self.media_tokens:,} of {one if len(self.media) == 1 else f'{len(self.media)} {many}'})"
         if self.turns is not None:
             parts.append(f"{self.turns} message{'' if self.turns == 1 else 's'}")
-        if self.loss_tokens not in (None, self.tokens - self.media_tokens) and not self.skipped:
+        if self.delivered < self.tokens:
+            parts.append(f"cut to {self.delivered:,}")
+        if self.loss_tokens not in (None, self.delivered - self.media_tokens) and not self.skipped:
             parts.append(f"{self.loss_tokens:,} in the loss")
         parts += [item.words for item in self.media[:_SHOWN_PICTURES]]
         if len(self.media) > _SHOWN_PICTURES:
             parts.append(f"{len(self.media) - _SHOWN_PICTURES} more")
         if self.skipped:
             parts.append("empty or filtered: never drawn")
+        if self.dropped:
+            parts.append("does not fit into the context: dropped")
         return " · ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -84,6 +93,7 @@ class Preview:
         return {
             "sample": self.sample,
             "tokens": self.tokens,
+            "delivered": self.delivered,
             "image_tokens": self.image_tokens,
             "media_tokens": self.media_tokens,
             "loss_tokens": self.loss_tokens,
@@ -93,6 +103,7 @@ class Preview:
             "messages": self.turns,
             "faults": list(self.faults),
             "skipped": self.skipped,
+            "dropped": self.dropped,
         }
 
 
@@ -125,105 +136,51 @@ def _preview_block(one: Opened, number: int, block: int, count: int) -> list[Pre
 
 def _preview_rows(one: Opened, rows: RowBatch, first: int) -> list[Preview]:
     measured = one.transform.measure(rows, None, no_seeds(rows))
-    count = len(measured.tokens)
+    delivered, flags = fit_context(one, measured)
+    count, dropped = len(measured.tokens), (flags & SKIP) > 0
+    # What is dropped is shown as a whole: it is why it was dropped.
+    planned = np.where(dropped, measured.tokens, delivered).astype(np.int64)
+    done = one.transform.finish(measured.kept, planned, (measured.flags & BAD) > 0, SerialWorkers())
     faults: list[list[str]] = [[] for _ in range(count)]
     for row, reason in measured.faults:
         faults[row].append(reason)
     media: list[list[MediaItem]] = [[] for _ in range(count)]
-    for item in decode_items(one, measured):
+    for item in decode_items(one, measured, planned, np.zeros(count, np.bool_)):
         media[item.row].append(look_at(one, item))
         if item.fault is not None:
             faults[item.row].append(item.fault)
-    texts = _texts_of(one, rows, measured)
-    placeholders, loss = _per_row(measured, "media_length"), _per_row(measured, "loss")
+    texts = shown_texts(one, rows, measured, done)
+    placeholders = [0] * count if done.media is None else _sums(done.media.length, done.media.rows)
+    loss = _sums(done.loss.values, done.loss.offsets) if "loss" in measured.kept else [None] * count
     return [
         Preview(
             sample=str(SampleId(one.source.name, first + row, 0)).rpartition("@")[0],
             tokens=int(measured.tokens[row]),
+            delivered=int(planned[row]),
             image_tokens=int(measured.image_tokens[row]),
-            media_tokens=placeholders[row] if placeholders else 0,
-            loss_tokens=loss[row] if loss and not faults[row] else None,
+            media_tokens=placeholders[row],
+            loss_tokens=None if faults[row] else loss[row],
             text=texts[row].text,
             spans=texts[row].spans,
             turns=texts[row].turns,
             media=tuple(media[row]),
             faults=tuple(faults[row]),
             skipped=bool(measured.flags[row] & SKIP),
+            dropped=bool(dropped[row]) and not measured.flags[row] & SKIP,
         )
         for row in range(count)
     ]
 
 
-def _per_row(measured: Measured, column: str) -> list[int]:
-    """Return the sums of a column that the measuring kept; nothing where it kept none."""
-    if column not in measured.kept:
-        return []
-    values = ragged_column(measured.kept, column)
-    return [int(values[row].sum()) for row in range(len(values))]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """What is shown of a sample's text."""
-
-    text: str
-    spans: Spans = ()
-    turns: int | None = None
-
-
-def _texts_of(one: Opened, rows: RowBatch, measured: Measured) -> list[_Shown]:
-    spec, every = one.source.sample, range(len(measured.tokens))
-    if isinstance(spec, Chat):
-        return _conversations(one, spec, rows, len(every))
-    if isinstance(spec, Interleaved):
-        column = spec.parts or spec.text
-        texts = [_bytes_of(rows, column, row).decode("utf-8", "replace") for row in every]
-        return [_Shown(text if spec.parts is None else _join_parts(text, spec.marker)) for text in texts]
-    if isinstance(spec, Custom) or (isinstance(spec, Text) and spec.tokenized):
-        return [_Shown(_token_ids(ragged_column(measured.kept, "tokens")[row].tolist())) for row in every]
-    column = spec.column if isinstance(spec, Text) else spec.text
-    return [_Shown(_bytes_of(rows, column, row).decode("utf-8", "replace")) for row in every]
-
-
-def _conversations(one: Opened, spec: Chat, rows: RowBatch, count: int) -> list[_Shown]:
-    """Return conversations as the template renders them; one that it cannot render as it was read."""
-    assert one.tokenizer is not None  # measuring has refused a chat without one
-    made = rendering(spec, one.tokenizer)(rows)
-    texts, spans, faults = (ragged_column(made, column) for column in ("text", "spans", "fault"))
-    found: list[_Shown] = []
-    for row in range(count):
-        raw = _bytes_of(rows, spec.messages, row).decode("utf-8", "replace")
-        if len(faults[row]):
-            found.append(_Shown(raw))
-            continue
-        pairs = spans[row].reshape(-1, 2).tolist()
-        turns = len(json.loads(raw)) if raw else 0
-        found.append(_Shown(texts[row].tobytes().decode(), tuple((a, b) for a, b in pairs), turns))
-    return found
-
-
-def _join_parts(text: str, marker: str) -> str:
-    """Return a list of parts as one text with markers; what is no such list is shown as it is."""
-    try:
-        parts: list[dict[str, Any]] = json.loads(text)
-        return "".join(part["text"] if part["type"] == "text" else marker for part in parts)
-    except (ValueError, KeyError, TypeError):
-        return text
-
-
-def _token_ids(ids: list[int]) -> str:
-    return "token ids " + " ".join(map(str, ids[:_SHOWN_IDS])) + (" ..." if len(ids) > _SHOWN_IDS else "")
-
-
-def _bytes_of(rows: RowBatch, column: str, row: int) -> bytes:
-    values = rows[column]
-    assert isinstance(values, Ragged)  # measuring has refused any other kind
-    return values[row].tobytes()
+def _sums(values: npt.NDArray[Any], offsets: npt.NDArray[np.integer]) -> list[int]:
+    return [int(values[begin:end].sum()) for begin, end in itertools.pairwise(offsets.tolist())]
 
 
 def show_previews(one: OpenSource, previews: Sequence[Preview], *, pictures: bool) -> RenderableType:
     """Return the previews of one source for the terminal; pictures need one with colours."""
     parts: list[RenderableType] = [Words(_headline(one), style="bold")]
+    if one.opened is not None and (tokens := token_words(one.opened)) is not None:
+        parts.append(Words(tokens, style="dim"))
     for preview in previews:
         shown, spans = _clip(preview.text, preview.spans, _SHOWN_CHARACTERS)
         text = Words(shown)
@@ -275,7 +232,7 @@ def half_blocks(picture: Pixels, limit: tuple[int, int] = _THUMBNAIL) -> Words:
 def preview_page(name: str, sources: Sequence[tuple[OpenSource, Sequence[Preview]]]) -> str:
     """Return the previews as one HTML page that needs nothing else."""
     sections = "".join(
-        f"<section><h2>{escape(_headline(one))}</h2>{''.join(_card(preview) for preview in previews)}</section>"
+        f"<section><h2>{escape(_headline(one))}</h2>{_html_tokens(one)}{''.join(map(_card, previews))}</section>"
         for one, previews in sources
     )
     return (
@@ -284,6 +241,11 @@ def preview_page(name: str, sources: Sequence[tuple[OpenSource, Sequence[Preview
         f"<title>{escape(name)} · samples</title><style>{_CSS}</style></head>"
         f"<body><main><h1>{escape(name)}</h1>{sections}</main></body></html>\n"
     )
+
+
+def _html_tokens(one: OpenSource) -> str:
+    words = None if one.opened is None else token_words(one.opened)
+    return "" if words is None else f'<p class="tokens">{escape(words)}</p>'
 
 
 def _card(preview: Preview) -> str:
@@ -300,7 +262,7 @@ def _card(preview: Preview) -> str:
 
 def _marked(preview: Preview) -> str:
     """Return the text for a page, with marks around what counts in the loss."""
-    shown, spans = _clip(preview.text, preview.spans, _PAGE_CHARACTERS, keep_lines=True)
+    shown, spans = _clip(preview.text, preview.spans, _PAGE_CHARACTERS)
     parts: list[str] = []
     at = 0
     for begin, end in spans:
@@ -325,24 +287,16 @@ def _headline(one: OpenSource) -> str:
     return f"{one.source.name} · {one.files.format} · {files} · {size(one.files.total_bytes)}"
 
 
-def _clip(text: str, spans: Spans, limit: int, *, keep_lines: bool = False) -> tuple[str, Spans]:
-    r"""Return the beginning of a text, perhaps in one line, and where its spans are in it.
+def _clip(text: str, spans: Spans, limit: int) -> tuple[str, Spans]:
+    r"""Return the beginning of a text, and where its spans are in it.
 
     Example:
-        >>> _clip("Hi,\n  you", ((0, 2), (6, 9)), 20)
-        ('Hi, you', ((0, 2), (4, 7)))
+        >>> _clip("Hi,\n  you there", ((0, 2), (6, 15)), 10)
+        ('Hi,\n  you…', ((0, 2), (6, 9)))
     """
-    cut = text[: 4 * limit]
-    # Where each character of the text stands in what is shown: a run of blanks becomes one, at the ends none.
-    kept = [keep_lines or not c.isspace() or (n > 0 and not cut[n - 1].isspace()) for n, c in enumerate(cut)]
-    if not keep_lines and cut[:1].isspace():
-        kept[0] = False
-    shown = "".join(c if keep_lines or not c.isspace() else " " for c, keep in zip(cut, kept, strict=True) if keep)
-    places = np.concatenate([[0], np.cumsum(kept)])
-    short = len(text) <= len(cut) and len(shown) <= limit
-    shown = shown if short else shown[: limit - 1] + "…"
-    moved = tuple((int(places[min(a, len(cut))]), min(int(places[min(b, len(cut))]), limit - 1)) for a, b in spans)
-    return shown, tuple((a, b) for a, b in moved if a < b)
+    if len(text) <= limit:
+        return text, spans
+    return text[: limit - 1] + "…", tuple((a, min(b, limit - 1)) for a, b in spans if a < limit - 1)
 
 
 _CSS = """
@@ -366,6 +320,7 @@ mark{background:var(--mark);color:inherit}
 span{color:var(--soft);margin-left:8px}
 pre{margin-top:6px;font:14px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre-wrap;
   overflow-wrap:anywhere}
+.tokens{color:var(--soft);margin:-8px 0 12px}
 .fault{color:var(--red);font-weight:600}
 @media(max-width:640px){article{flex-direction:column}img{width:100%}.many img{width:100%;height:auto}}
 """

@@ -11,13 +11,12 @@ import numpy.typing as npt
 from PIL import Image
 
 from overlord.cli.sources import Opened
-from overlord.core.messages import Media
 from overlord.core.samples import BAD
 from overlord.core.specs import Audio, Interleaved, Video
 from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.audio import sound_size
 from overlord.transforms.images import decode_image
-from overlord.transforms.per_sample import Measured, MediaFault
+from overlord.transforms.per_sample import Bools, Int64s, Measured, MediaFault
 from overlord.transforms.video import read_clip
 
 Pixels = npt.NDArray[np.uint8]
@@ -57,10 +56,18 @@ class OpenItem:
     """Why it does not decode."""
 
 
-def decode_items(one: Opened, measured: Measured) -> Iterator[OpenItem]:
-    """Decode the media of measured rows one after the other, each into the same memory; bad rows are left out."""
+def decode_items(one: Opened, measured: Measured, planned: Int64s, left_out: Bools) -> Iterator[OpenItem]:
+    """Decode the media of measured rows one after the other, each into the same memory.
+
+    Args:
+        one: The source.
+        measured: Its rows.
+        planned: Tokens of each row that are delivered; items behind them are passed over.
+        left_out: Rows that are passed over, beside the bad ones.
+    """
     decoder = one.transform.decoder
-    media = None if decoder is None else _media_of(one, measured)
+    bad = ((measured.flags & BAD) > 0) | left_out
+    media = None if decoder is None else one.transform.finish(measured.kept, planned, bad, SerialWorkers()).media
     if decoder is None or media is None:
         return
     sizes = decoder.item_bytes(media.grids)
@@ -83,11 +90,6 @@ def look_at(one: Opened, item: OpenItem) -> MediaItem:
     """Return an item for a person to look at; one that does not decode has no picture."""
     look = {"image": _look_at_image, "video": _look_at_clip, "audio": _look_at_sound}[item.kind]
     return look(one, item)
-
-
-def _media_of(one: Opened, measured: Measured) -> Media | None:
-    bad = (measured.flags & BAD) > 0
-    return one.transform.finish(measured.kept, measured.tokens, bad, SerialWorkers()).media
 
 
 def _look_at_image(one: Opened, item: OpenItem) -> MediaItem:

@@ -17,6 +17,7 @@ from overlord.cli.summary import (
     SourceSummary,
     StepSummary,
     count,
+    number,
     percent,
     ratio,
     seconds,
@@ -39,7 +40,7 @@ __all__ = [
 
 def render_report(summary: RunSummary) -> str:
     """Return the report of a run as one HTML page."""
-    steps, sources = _number(summary.steps, "step"), _number(len(summary.sources), "source")
+    steps, sources = number(summary.steps, "step"), number(len(summary.sources), "source")
     facts = (
         steps,
         f"mesh {summary.mesh}",
@@ -57,7 +58,8 @@ def render_report(summary: RunSummary) -> str:
 
 def summary_table(summary: RunSummary) -> Table:
     """Return the key figures of a run for the terminal."""
-    table = Table(title=f"{escape_markup(summary.job_name)}: {summary.steps} steps", show_header=False)
+    title = f"{escape_markup(summary.job_name)}: {number(summary.steps, 'step')}"
+    table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="dim")
     table.add_column(justify="right", style="bold")
     table.add_column(style="dim")
@@ -73,7 +75,7 @@ def summary_table(summary: RunSummary) -> Table:
 
 def source_table(summary: RunSummary) -> Table:
     """Return the planned and realised mixture for the terminal."""
-    table = Table(title=f"mixture, by {summary.mixture_level}")
+    table = Table(title=f"mixture, by {summary.mixture_level}", title_justify="left")
     table.add_column("source", style="bold")
     table.add_column("format", style="dim")
     for name in ("planned", "realised", "samples", "tokens", "epochs", "bad", "dropped"):
@@ -132,10 +134,6 @@ def _epochs(epochs: float | None) -> str:
     return "–" if epochs is None else f"{epochs:.2f}"
 
 
-def _number(value: int, thing: str) -> str:
-    return f"{value:,} {thing}{'' if value == 1 else 's'}"
-
-
 def _sources(summary: RunSummary) -> str:
     largest = max((s.realised_share for s in summary.sources), default=0.0) or 1.0
     media = {one.name: one for one in summary.media}
@@ -145,9 +143,9 @@ def _sources(summary: RunSummary) -> str:
     names += ["handed over", "decoded in"] if media else []
     numbers = "".join(f'<th scope="col">{name}</th>' for name in names)
     bad = sum(source.bad for source in summary.sources)
-    found = "no sample was bad" if bad == 0 else _number(bad, "bad sample")
+    found = "no sample was bad" if bad == 0 else number(bad, "bad sample")
     return (
-        f'<section class="sources" id="sources"><h2>{_number(len(summary.sources), "source")}, {found}</h2>'
+        f'<section class="sources" id="sources"><h2>{number(len(summary.sources), "source")}, {found}</h2>'
         '<div class="scroll"><table><thead><tr><th scope="col">source</th><th scope="col">format</th>'
         f"{numbers}</tr></thead><tbody>{rows}</tbody></table></div>"
         f"<p>Shares are of {summary.mixture_level}s over the whole run; differences are in points.</p>"

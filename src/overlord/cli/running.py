@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import psutil
 
 from overlord.cli.collecting import Collector
+from overlord.cli.context_fit import context_notes
+from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
 from overlord.cli.sources import indexed_rows, open_each
 from overlord.cli.summary import RunSummary, SourceSummary, media_of
@@ -205,12 +208,13 @@ def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, fact
     samples, tokens = int(collector.samples.sum()), int(collector.tokens.sum())
     wall_s = max(facts.wall_s, 1e-9)
     ours, theirs = collector.imbalance
+    sources = _sources(job, options, collector, facts)
     return RunSummary(
         job_name=name,
         mesh=str(options.mesh),
         runtime=options.runtime,
         strategy=options.strategy_name,
-        layout=options.layout.keys,
+        layout=layout_words(options.layout),
         steps=collector.steps,
         wall_s=facts.wall_s,
         startup_s=facts.startup_s,
@@ -222,7 +226,7 @@ def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, fact
         imbalance_planned=ours,
         imbalance_round_robin=theirs,
         peak_memory_bytes=facts.peak_memory,
-        sources=_sources(job, options, collector, facts),
+        sources=sources,
         per_step=per_step,
         steps_per_point=every,
         mixture_level=job.mixture.level,
@@ -231,7 +235,7 @@ def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, fact
         length_histogram=collector.histogram,
         load_heatmap=collector.typical_load(),
         digests=collector.digests,
-        notes=_notes(options, collector, facts),
+        notes=_notes(options, collector, facts) + _shape_notes(job, options, collector, facts, sources),
         media=media_of(facts.status["sources"]),
     )
 
@@ -252,6 +256,16 @@ def _notes(options: RunOptions, collector: Collector, facts: _Facts) -> list[str
         if wrong:
             notes.append(f"{name}: {wrong} samples were cut or padded, since their length column was wrong.")
     return notes
+
+
+def _shape_notes(
+    job: Job, options: RunOptions, collector: Collector, facts: _Facts, sources: list[SourceSummary]
+) -> list[str]:
+    """Say what the context cuts and drops, and where rows waste room."""
+    share = collector.full / np.maximum(collector.samples, 1)
+    full = dict(zip(facts.after["sources"], share.tolist(), strict=True))
+    dropped = {source.name: source.dropped for source in sources}
+    return context_notes(job, Path(options.cache), full, dropped) + layout_advice(job, options.layout)
 
 
 def _sources(job: Job, options: RunOptions, collector: Collector, facts: _Facts) -> list[SourceSummary]:

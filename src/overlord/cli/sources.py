@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text as Words
 
 from overlord.cli.output import Tell
-from overlord.cli.summary import size
+from overlord.cli.summary import number, size
 from overlord.core.spec_errors import did_you_mean, list_some
 from overlord.core.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Text, Video
 from overlord.errors import SpecError
@@ -46,6 +46,8 @@ class Opened:
     files: SourceFiles
     transform: SampleTransform
     tokenizer: TextTokenizer | None
+    context_length: int
+    overlength: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ def open_each(job: Job, sources: Sequence[Source], cache: Path, tell: Tell | Non
         try:
             transform = make_transform(source, tokenizer)
             files = open_sources([source], [transform], index, SerialWorkers(), None)[0]
-            return OpenSource(source, Opened(source, files, transform, tokenizer))
+            opened = Opened(source, files, transform, tokenizer, job.batch.context_length, job.overlength)
+            return OpenSource(source, opened)
         except SpecError as error:
             return OpenSource(source, None, _naming(source, error))
 
@@ -207,7 +210,9 @@ def describe_source(one: OpenSource) -> dict[str, Any]:
 
 def source_listing(job_name: str, found: Sequence[Mapping[str, Any]]) -> Table:
     """Return what `describe_source` tells of each source, for the terminal."""
-    table = Table("source", "sample", "format", title=f"{len(found)} sources of {job_name}", title_justify="left")
+    table = Table(
+        "source", "sample", "format", title=f"{number(len(found), 'source')} of {job_name}", title_justify="left"
+    )
     for name in ("files", "bytes", "rows"):
         table.add_column(name, justify="right")
     for one in found:

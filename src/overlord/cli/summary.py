@@ -28,6 +28,7 @@ class SourceSummary:
     bad: int = 0
     """Samples that could not be decoded and were replaced by a masked stand-in."""
     dropped: int = 0
+    """Rows that were passed over: empty, filtered out, or dropped as too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class RunSummary:
     steps_per_point: int = 1
     """Steps behind each entry of the lists above: more than one for a very long run."""
     layout: str = "hf"
-    """Whose keys the batches have."""
+    """Whose keys the batches have, and the fields of the layout that differ from the defaults."""
     media: list[MediaSummary] = field(default_factory=list[MediaSummary])
     """Sources with media."""
 
@@ -142,6 +143,16 @@ def count(value: float) -> str:
             size = 1e3 if unit == "k" else limit
             return f"{_three_digits(value / size)}{unit}"
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else _three_digits(value)
+
+
+def number(value: int, thing: str) -> str:
+    """Write how many there are of a thing.
+
+    Example:
+        >>> number(1, "source"), number(1200, "error")
+        ('1 source', '1,200 errors')
+    """
+    return f"{value:,} {thing}{'' if value == 1 else 's'}"
 
 
 def percent(share: float) -> str:

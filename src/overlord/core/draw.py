@@ -52,7 +52,8 @@ class Draw:
     mixture_version: int = 0
     """Which mixture that was: it grows with every report that counted and every live change."""
     items: Int32s | None = None
-    """[images, 2]: first token and tokens of the images of samples that do not just begin with one."""
+    """[images, 4]: first token, tokens, and tokens before and behind that go with it, of the images of samples that do
+    not just begin with one."""
 
     def __post_init__(self) -> None:
         # A strategy sees the draw and must not change it: the order would then depend on the strategy.
@@ -87,8 +88,22 @@ class Draw:
         start, length = np.zeros(len(sample), np.int32), np.repeat(meta["image_tokens"][some], count)
         rows = expand_ranges(meta["items"][some[listed]] - 1, count[listed])
         places = np.repeat(listed, count)
-        start[places], length[places] = self.items[rows].T
+        start[places], length[places] = self.items[rows, :2].T
         return Pieces(sample.astype(np.int32), start, length)
+
+    @property
+    def image_spans(self) -> Pieces:
+        """Every image with the tokens around it that are never cut off from it."""
+        images = self.images
+        if self.items is None:
+            return images
+        listed = self.meta["items"][images.sample] > 0
+        before, behind = np.zeros((2, len(images)), np.int32)
+        firsts = np.flatnonzero(np.diff(images.sample, prepend=-1))
+        within = np.arange(len(images)) - np.repeat(firsts, np.diff(np.append(firsts, len(images))))
+        rows = (self.meta["items"][images.sample] - 1 + within)[listed]
+        before[listed], behind[listed] = self.items[rows, 2:].T
+        return Pieces(images.sample, images.start - before, images.length + before + behind)
 
     @cached_property
     def _image_keys(self) -> tuple[Int64s, Int64s]:
@@ -223,7 +238,7 @@ def context_pieces(buffer: Buffer) -> Pieces:
     """Cut a step's samples at the context length."""
     tokens, most = buffer.meta["tokens"], buffer.limits.context_length
     long = len(tokens) and int(tokens.max()) > most
-    return cut_pieces(tokens, most, buffer.draw.images if long else None)
+    return cut_pieces(tokens, most, buffer.draw.image_spans if long else None)
 
 
 @numba.njit(nogil=True, cache=True)

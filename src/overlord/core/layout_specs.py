@@ -17,8 +17,9 @@ Rows = Literal["packed", "padded", "full"]
 Slicing = Literal["zigzag", "whole_zigzag", "contiguous"]
 Positions = Literal["plain", "mrope", "mrope_text"]
 
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+"""What CLIP's and Qwen-VL's encoders were trained with."""
 
 
 class Layout(Spec):
@@ -53,9 +54,9 @@ class Layout(Spec):
     columns (transformers 5); they differ for clips longer than they are high and wide."""
     pixels: Literal["uint8", "float32"] = "uint8"
     """Whether pixels stay bytes until the device, or are normalised on the host."""
-    mean: tuple[float, float, float] = _CLIP_MEAN
+    mean: tuple[float, float, float] = CLIP_MEAN
     """Mean of each colour, for normalised pixels."""
-    std: tuple[float, float, float] = _CLIP_STD
+    std: tuple[float, float, float] = CLIP_STD
     """Standard deviation of each colour, for normalised pixels."""
     dummy_image: bool = False
     """Whether a microbatch without images gets one of zeros, so that every rank runs its encoder (FSDP). It has no
@@ -77,8 +78,8 @@ class Layout(Spec):
             tokens_per_second: float = 0.0,
             count_time: bool = False,
             pixels: Literal["uint8", "float32"] = "uint8",
-            mean: tuple[float, float, float] = _CLIP_MEAN,
-            std: tuple[float, float, float] = _CLIP_STD,
+            mean: tuple[float, float, float] = CLIP_MEAN,
+            std: tuple[float, float, float] = CLIP_STD,
             dummy_image: bool = False,
             mtp: bool = False,
         ) -> None: ...
@@ -93,6 +94,9 @@ class Layout(Spec):
 
     @model_validator(mode="after")
     def _check_together(self) -> Layout:
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if not all(math.isfinite(value) for value in values):
+                raise conflict(f"{values} is no three finite numbers; every pixel would be lost", name)
         if min(self.std) <= 0:
             raise conflict("a deviation of 0 or less divides every pixel by nothing. Write that of the encoder", "std")
         if self.keys == "torchtitan" and self.positions != "plain":

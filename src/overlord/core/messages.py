@@ -34,7 +34,8 @@ class MetaDelta:
     next_cursor: Cursor
     """Where the next request begins: the same group, the next one, or the next epoch."""
     items: Int32s | None = None
-    """[images, 2]: first token and tokens of every image of samples whose `items` is not 0, sample after sample."""
+    """[images, 4]: first token, tokens, and the tokens before and behind it that go with it, of every image of samples
+    whose `items` is not 0, sample after sample."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class Routing:
         return order, np.searchsorted(self.receiver[order], np.arange(self.world_size + 1)).astype(np.int64)
 
     def vit_cu_seqlens(self, rank: int) -> Int64s:
-        """Return where the images of a rank begin in its sequence of patches: its attention segments.
+        """Return where the images of a rank begin in its sequence of patches (a clip counts as one).
 
         The images themselves are those of `plan.encoder.bin(rank, 0)`, in this order, which is the order in which
         their tokens are sent.

@@ -15,12 +15,12 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
-from pydantic.json_schema import SkipJsonSchema
+from pydantic.json_schema import SkipJsonSchema, WithJsonSchema
 
 from overlord.core.chat_specs import Chat
 from overlord.core.image_specs import ImageText, Interleaved
 from overlord.core.media_specs import Audio, Video
-from overlord.core.spec_errors import Fault, did_you_mean, name_choices
+from overlord.core.spec_errors import Fault, conflict, did_you_mean, name_choices
 from overlord.core.spec_model import Spec, Word, code_of, is_whole, real
 
 
@@ -163,7 +163,7 @@ _TELLING = {
 
 
 def _as_sample(value: object) -> object:
-    """Take a sample object, or a mapping with its kind; the kind may be the only key: {text: body}."""
+    """Take a sample object, or a mapping with its kind; the kind may be a key itself: {chat: messages, loss: last}."""
     if isinstance(value, (*_KINDS.values(), Custom)):
         return value
     if not isinstance(value, Mapping):
@@ -172,11 +172,16 @@ def _as_sample(value: object) -> object:
             "ol.ImageText(..) in Python, {kind: text, column: ..} in a file"
         )
     data = dict(cast("Mapping[str, Any]", value))
-    if len(data) == 1 and (only := next(iter(data))) in _KINDS:
-        inner = data[only]
-        first = _KINDS[only].positional[0]
-        data = dict(cast("Mapping[str, Any]", inner)) if isinstance(inner, Mapping) else {first: inner}
-        data["kind"] = only
+    named = [key for key in data if key in _KINDS]
+    # `text` is a field of other kinds too, and then means that.
+    only = next((key for key in named if key != "text"), "text" if named and not _TELLING.keys() & data else None)
+    if only is not None and "kind" not in data:
+        inner = data.pop(only)
+        fields = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else {_KINDS[only].positional[0]: inner}
+        for key in fields:
+            if key in data:
+                raise conflict(f"given twice, here and by {only}: one would be lost. Give it once", key)
+        data = {**fields, **data, "kind": only}
     kind = data.get("kind", next((kind for key, kind in _TELLING.items() if key in data), "text"))
     if kind == "custom":
         raise Fault(
@@ -192,7 +197,15 @@ def _as_sample(value: object) -> object:
     return _KINDS[kind].nested(data)
 
 
-_Short = dict[Literal["text", "chat", "image_text", "interleaved", "audio", "video"], str | dict[str, Any]]
+def _short_form(name: str, kind: type[Spec]) -> dict[str, Any]:
+    fields: dict[str, Any] = {key: True for key in kind.known_keys() if key != "kind"}
+    fields[name] = {"type": ["string", "array", "object"]}
+    return {"type": "object", "properties": fields, "required": [name], "additionalProperties": False}
+
+
+_Short = Annotated[
+    dict[str, Any], WithJsonSchema({"anyOf": [_short_form(name, kind) for name, kind in _KINDS.items()]})
+]
 
 Sample = Annotated[
     Text | Chat | ImageText | Interleaved | Audio | Video | SkipJsonSchema[Custom],

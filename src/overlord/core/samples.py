@@ -5,7 +5,7 @@ Metadata is one structured array per source or step, never an object per sample.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -87,9 +87,28 @@ class Cursor(NamedTuple):
     offset: int
 
 
+class Spans(Protocol):
+    """Stretches of tokens inside samples."""
+
+    @property
+    def sample(self) -> npt.NDArray[np.int32]:
+        """The sample of each."""
+        ...
+
+    @property
+    def start(self) -> npt.NDArray[np.int32]:
+        """Its first token."""
+        ...
+
+    @property
+    def length(self) -> npt.NDArray[np.int32]:
+        """Its tokens."""
+        ...
+
+
 def apply_overlength(
     tokens: npt.NDArray[np.integer],
-    items: tuple[npt.NDArray[np.integer], npt.NDArray[np.integer], npt.NDArray[np.integer]] | None,
+    items: Spans | None,
     context_length: int,
     policy: str,
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
@@ -100,14 +119,16 @@ def apply_overlength(
 
     Args:
         tokens: Raw lengths.
-        items: (sample, first token, tokens) of every image, clip and sound; None where there are none.
+        items: Every image, clip and sound with the tokens that go with it; None where there are none.
         context_length: Most tokens of a piece.
         policy: "truncate", "split", "drop" or "error".
 
     Example:
         >>> apply_overlength(np.array([5, 12]), None, 8, "truncate")[0].tolist()
         [5, 8]
-        >>> apply_overlength(np.array([12]), (np.array([0]), np.array([6]), np.array([4])), 8, "truncate")[0].tolist()
+        >>> from overlord.core.draw import Pieces
+        >>> image = Pieces(np.array([0]), np.array([6]), np.array([4]))
+        >>> apply_overlength(np.array([12]), image, 8, "truncate")[0].tolist()
         [6]
     """
     over = tokens > context_length
@@ -118,7 +139,7 @@ def apply_overlength(
     elif policy == "drop":
         flags[over] |= SKIP
     if items is not None:
-        row, start, length = (column.astype(np.int64) for column in items)
+        row, start, length = (column.astype(np.int64) for column in (items.sample, items.start, items.length))
         flags[row[length > context_length]] |= SKIP
         hit = (start < delivered[row]) & (delivered[row] < start + length)
         np.minimum.at(delivered, row[hit], start[hit])

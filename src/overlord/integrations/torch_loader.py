@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from overlord.core.layout_specs import Keys, Layout
+from overlord.core.layout_specs import CLIP_MEAN, CLIP_STD, Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Job
 from overlord.errors import SpecError, StateError
@@ -21,13 +21,31 @@ from overlord.roles.views import Batch, BatchMeta, Step
 from overlord.session import DEFAULT_CACHE, Service, connect, launch
 
 
+class TorchMeta:
+    """Where the segments of a batch came from: what `Batch.meta` has, with indices as tensors."""
+
+    def __init__(self, meta: BatchMeta) -> None:
+        self._meta = meta.detached()  # a view would keep the shared segment
+        self.image_positions = torch.tensor(meta.image_positions)
+        """Where image tokens stand in this rank's sequences (all rows one behind the other)."""
+        self.image_rows = torch.tensor(meta.image_rows)
+        """Which of the rows that `exchange_images` returns belongs at each of them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._meta, name)
+
+    def __repr__(self) -> str:
+        return repr(self._meta)
+
+
 class TorchBatch(Mapping[str, Any]):
     """One microbatch as tensors: `model(**batch)` works. `batch.meta` tells where its segments came from."""
 
     def __init__(self, batch: Batch) -> None:
         # One copy out of shared memory: tensors may be written to, and the shared segment is free again.
         self._values = {k: torch.tensor(v) if isinstance(v, np.ndarray) else v for k, v in batch.items()}
-        self.meta: BatchMeta = batch.meta
+        self._keys_of_chunk = batch.keys_of_chunk
+        self.meta = TorchMeta(batch.meta)
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
@@ -37,6 +55,24 @@ class TorchBatch(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{k}{list(v.shape) if hasattr(v, 'shape') else '=' + str(v)}" for k, v in self.items())
+        return f"TorchBatch({shapes})"
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TorchBatch:
+        """Move the tensors to a device; return this batch."""
+        move = {k: v.to(device, non_blocking=non_blocking) for k, v in self.items() if isinstance(v, torch.Tensor)}
+        self._values |= move
+        return self
+
+    def chunk(self, number: int) -> dict[str, Any]:
+        """Return what one model chunk of a virtual pipeline needs."""
+        return {key: self[key] for key in self._keys_of_chunk(number)}
+
+    def pair(self) -> tuple[dict[str, Any], Any]:
+        """Return (inputs, labels), as torchtitan's trainer takes a batch."""
+        return {key: value for key, value in self.items() if key != "labels"}, self.get("labels")
 
 
 class TorchMicrobatches(Sequence[TorchBatch]):
@@ -77,8 +113,12 @@ class TorchStep:
         return None if encoder is None else TorchBatch(encoder)
 
 
-def normalize_pixels(pixel_values: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
+def normalize_pixels(
+    pixel_values: torch.Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD
+) -> torch.Tensor:
     """Return uint8 patch rows as normalised floats, on the device they are on.
+
+    By default with the mean and deviation of CLIP's and Qwen-VL's encoders.
 
     Example:
         >>> black = torch.zeros(1, 3 * 4, dtype=torch.uint8)

@@ -152,7 +152,7 @@ class DGraph:
             group_size: Balance inside groups of so many buckets only, which is cheaper in very large clusters.
         """
         buckets = self.tree.num_buckets(axis)
-        name = checked_axis(axis, self.tree, self.modality)
+        name = checked_axis(axis, self.tree, self.modality, rows=self.buffer.limits.row_tokens > 0)
         if group_size is not None and (not is_whole(group_size) or group_size < 1):
             raise SpecError(f"distribute: group_size is {group_size!r}; no group could be made. Use 1 or more.")
         groups = "" if group_size is None else f" in groups of {group_size}"

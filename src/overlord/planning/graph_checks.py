@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 
 
-def checked_axis(axis: str, tree: ClientPlaceTree, modality: str) -> str:
+def checked_axis(axis: str, tree: ClientPlaceTree, modality: str, *, rows: bool = False) -> str:
     """Return the name of an axis that samples can be distributed over, or raise SpecError."""
     name = axis.upper()
     if name not in ("DP", "CP", "WORLD"):
@@ -29,6 +29,11 @@ def checked_axis(axis: str, tree: ClientPlaceTree, modality: str) -> str:
         raise SpecError(
             f"distribute: the mesh {tree} has pp, cp or tp above 1, whose ranks need the same tokens; over "
             "WORLD they would train on different ones. Use axis='DP' (or 'CP') for tokens, 'WORLD' for images."
+        )
+    if modality == "tokens" and name == "CP" and rows:
+        raise SpecError(
+            "distribute: over CP short sequences are packed on one rank and long ones spread over several, which "
+            "rows of one length cannot follow. Use axis='DP' (not hdp), or the layout rows='packed'."
         )
     if modality == "tokens" and name == "CP" and tree.pp > 1:
         raise SpecError(

@@ -147,10 +147,13 @@ def _list_column(array: pa.Array) -> tuple[Ragged, Bools]:
 
 
 def _bytes_list_column(array: pa.Array) -> tuple[Ragged, Ragged, Bools]:
-    """Return the bytes of all items of each row, their sizes, and which rows are null or have a null in them."""
+    """Return the bytes of all items of each row, their sizes, and which rows have a null among them.
+
+    A row that is null has no items, which is no fault: a text without images is often written so.
+    """
     if pt.is_null(array.type):
-        empty = np.zeros(len(array) + 1, np.int64)
-        return Ragged(np.empty(0, np.uint8), empty), Ragged(np.empty(0, np.int64), empty), np.ones(len(array), np.bool_)
+        empty, none = np.zeros(len(array) + 1, np.int64), np.zeros(len(array), np.bool_)
+        return Ragged(np.empty(0, np.uint8), empty), Ragged(np.empty(0, np.int64), empty), none
     nulls = _nulls_of(array)
     child, offsets = _list_parts(array)
     child = _storage(child)
@@ -158,7 +161,7 @@ def _bytes_list_column(array: pa.Array) -> tuple[Ragged, Ragged, Bools]:
         child = _storage(pc.struct_field(child, ["bytes"]))  # type: ignore[attr-defined]
     items = _bytes_column(child)
     data, sizes = Ragged(items.values, items.offsets[offsets]), Ragged(items.lengths, offsets)
-    return _blank(data, nulls), _blank(sizes, nulls), nulls | _has_null(child, offsets)
+    return _blank(data, nulls), _blank(sizes, nulls), ~nulls & _has_null(child, offsets)
 
 
 def _list_parts(array: pa.Array) -> tuple[pa.Array, npt.NDArray[np.int64]]:

@@ -25,6 +25,8 @@ class Chunk:
     offset: int
     meta: MetaArray
     kept: RowBatch
+    margin: tuple[int, int] = (0, 0)
+    """Tokens before and behind an image's placeholders that are never cut off from it."""
 
     @property
     def stop(self) -> int:

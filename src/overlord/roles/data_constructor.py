@@ -37,9 +37,12 @@ class DataConstructor:
 
         def join() -> StepSamples:
             samples = join_payloads(plan, collect())
-            if plan.encoder is not None:
-                # Tokens and images part ways: whether an image decodes must be known where its tokens go.
-                faults = samples.open_all(self._packing.opening)
+            if len(samples.items):
+                # Whether an image decodes must be known wherever tokens of its sample go: at once where the image
+                # goes elsewhere, or its sample is cut into pieces. The others are opened when they are packed.
+                apart = np.full(len(plan.draw), plan.encoder is not None)
+                apart[plan.pieces.sample[plan.pieces.start > 0]] = True
+                faults = samples.open_media(self._packing.opening, apart)
                 self._tell(plan, [(int(samples.items.sample[item]), reason) for item, reason in faults])
             return samples
 

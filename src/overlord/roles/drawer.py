@@ -65,7 +65,7 @@ class _Stock:
         self.supply = Supply(np.empty(0, np.int32), np.empty(0, np.int32), *np.zeros((3, num), np.int64))
         self._room = np.zeros(num, np.int64)
         self._end = 0
-        self._items = np.empty((0, 2), np.int32)
+        self._items = np.empty((0, 4), np.int32)
         """Images of samples that do not just begin with one: `meta["items"]` points here."""
         self._most_items = _FEW_ITEMS
 
@@ -112,7 +112,7 @@ class _Stock:
         rows = rows[self.meta["items"][rows] > 0]
         kept = self.meta[rows]
         found = self.items_of(kept)
-        self._items = np.empty((0, 2), np.int32) if found is None else found
+        self._items = np.empty((0, 4), np.int32) if found is None else found
         self.meta["items"][rows] = kept["items"]
         self._most_items = max(_FEW_ITEMS, 2 * len(self._items))
 

@@ -46,8 +46,6 @@ AHEAD_BYTES = 128 << 10
 FEW_SAMPLES = 1000
 """A tolerance is a share; it is judged as if at least this many samples had been seen."""
 
-Int64s = npt.NDArray[np.int64]
-
 Lengths = Callable[[RowBatch, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 """Gives known text lengths of some rows: from a column, or from a sidecar by row number."""
 
@@ -249,10 +247,10 @@ class SourceLoader:
         rows, numbers = reader.read(min(most, max(stop - cursor.offset, ahead)))
         if reader.offset == reader.group.num_rows:
             self._reader = None  # nothing of a finished group stays open
-        meta, kept = self._measure(cursor, rows, numbers)
-        return Chunk(cursor.epoch, cursor.group, cursor.offset, meta, kept)
+        meta, measured = self._measure(cursor, rows, numbers)
+        return Chunk(cursor.epoch, cursor.group, cursor.offset, meta, measured.kept, measured.margin)
 
-    def _measure(self, cursor: Cursor, rows: RowBatch, numbers: npt.NDArray[np.int64]) -> tuple[MetaArray, RowBatch]:
+    def _measure(self, cursor: Cursor, rows: RowBatch, numbers: npt.NDArray[np.int64]) -> tuple[MetaArray, Measured]:
         lengths = self._lengths(rows, numbers) if self._lengths else None
         seeds = hash64(derive(self._seed, "augment", self._source.name, cursor.epoch), numbers)
         given_up = self._give_up(rows, numbers)
@@ -261,10 +259,9 @@ class SourceLoader:
             assert self._verdicts is not None, "only process workers are killed, and they come with verdicts"
             self._verdicts.add(self._source.name, int(numbers[row]), reason)  # on disk before it counts
         measured.faults = given_up + [fault for fault in measured.faults if fault[0] not in dict(given_up)]
-        items = _media_items(measured)
-        delivered, flags = apply_overlength(measured.tokens, items, self._context_length, self._overlength)
-        images = None if items is None else Pieces(*(column.astype(np.int32) for column in items))
-        pieces = cut_pieces(delivered, self._context_length, images)
+        images, spans = media_items(measured)
+        delivered, flags = apply_overlength(measured.tokens, spans, self._context_length, self._overlength)
+        pieces = cut_pieces(delivered, self._context_length, spans)
         sample, start = pieces.sample.astype(np.int64), pieces.start.astype(np.int64)
         labels, plain = count_loss_tokens(measured, delivered, sample, start)
         meta = np.zeros(len(numbers), META)
@@ -281,7 +278,7 @@ class SourceLoader:
         self._seen += len(numbers)
         self._note(meta, measured.faults, self._bad, self._telemetry.bad_sample)
         self._check_tolerance()
-        return meta, measured.kept
+        return meta, measured
 
     def _give_up(self, rows: RowBatch, numbers: npt.NDArray[np.int64]) -> list[Fault]:
         """Mark rows with a verdict as bad, so that nobody runs them again; return them with the reasons."""
@@ -328,13 +325,15 @@ def _row_bytes(kept: RowBatch, count: int) -> npt.NDArray[np.int64]:
     return total
 
 
-def _media_items(measured: Measured) -> tuple[Int64s, Int64s, Int64s] | None:
-    """Return (row, first token, tokens) of every image, clip and sound."""
+def media_items(measured: Measured) -> tuple[Pieces | None, Pieces | None]:
+    """Return every image, clip and sound by its placeholders, and with the tokens around it that go with it."""
     if "media_start" not in measured.kept:
-        return None
+        return None, None
     start = ragged_column(measured.kept, "media_start")
-    rows = np.repeat(np.arange(len(start)), start.lengths)
-    return rows, flat(start).astype(np.int64), flat(ragged_column(measured.kept, "media_length")).astype(np.int64)
+    rows = np.repeat(np.arange(len(start)), start.lengths).astype(np.int32)
+    first, length = flat(start), flat(ragged_column(measured.kept, "media_length"))
+    before, behind = measured.margin
+    return Pieces(rows, first, length), Pieces(rows, first - before, length + before + behind)
 
 
 def _count_images(meta: MetaArray, images: Pieces) -> None:
@@ -357,7 +356,8 @@ def _listed_items(meta: MetaArray, parts: list[tuple[MetaArray, Chunk]]) -> npt.
         start, length = ragged_column(chunk.kept, "media_start"), ragged_column(chunk.kept, "media_length")
         # Images come in the order of their tokens: those that the overlength policy leaves out are the last.
         places = expand_ranges(start.offsets[rows + int(part["offset"][0]) - chunk.offset], part["images"][rows])
-        found.append(np.stack([start.values[places], length.values[places]], axis=1))
+        margins = np.broadcast_to(np.array(chunk.margin), (len(places), 2))
+        found.append(np.concatenate([np.stack([start.values[places], length.values[places]], axis=1), margins], axis=1))
     listed = np.flatnonzero(meta["items"])
     meta["items"][listed] = 1 + offsets_of(meta["images"][listed])[:-1]
     return np.concatenate(found).astype(np.int32)

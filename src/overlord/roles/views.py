@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,14 @@ class BatchMeta:
         """Tokens of each segment without padding."""
         return self._columns["segment_lengths"]
 
+    def detached(self) -> BatchMeta:
+        """Return a copy that holds nothing of the shared memory."""
+        columns = {name: column.copy() for name, column in self._columns.items()}
+        return BatchMeta(self._names, columns, {"local_cp_size": self.local_cp_size})
+
+    def __repr__(self) -> str:
+        return f"BatchMeta({len(self.segment_lengths)} segments of {int(self.segment_lengths.sum())} tokens)"
+
     @cached_property
     def sample_ids(self) -> list[SampleId]:
         """The sample of each segment."""
@@ -141,23 +149,22 @@ class Batch(Mapping[str, Any]):
 
     def chunk(self, number: int) -> dict[str, Any]:
         """Return what one model chunk of a virtual pipeline needs: the first embeds, the last computes the loss."""
-        facts = self._facts
-        stage = Stage(facts.get("pp_rank", 0), facts.get("pp", 1), number, facts.get("vpp", 1))
-        if not 0 <= number < stage.vpp:
-            raise SpecError(
-                f"chunk: {number} is none of the {stage.vpp} model chunks of a rank; it would get no data. Give the "
-                "mesh its vpp=, and use 0 to vpp - 1."
-            )
-        mtp, rotary = bool(facts.get("mtp", 0)), bool(facts.get("rotary", 1))
-        return {key: value for key, value in self.items() if needs(stage, key, mtp=mtp, rotary=rotary)}
+        return {key: self[key] for key in self.keys_of_chunk(number)}
+
+    @property
+    def keys_of_chunk(self) -> Callable[[int], list[str]]:
+        """A function from a model chunk to the keys it needs; it holds no array."""
+        return partial(_keys_of_chunk, dict(self._facts), tuple(self))
 
     def pair(self) -> tuple[dict[str, Any], Any]:
         """Return (inputs, labels), as torchtitan's trainer takes a batch."""
         return {key: value for key, value in self.items() if key != "labels"}, self.get("labels")
 
     def digest(self) -> str:
-        """Return the content digest: keys, types, shapes and bytes."""
+        """Return the content digest: keys, types, shapes and bytes; and where images go that are encoded elsewhere."""
         digest = hashlib.blake2b(digest_size=16)
+        for index in (self.meta.image_positions, self.meta.image_rows):
+            digest.update(np.ascontiguousarray(index).data)
         for key in sorted(self):
             value = self[key]
             if isinstance(value, np.ndarray):
@@ -166,6 +173,17 @@ class Batch(Mapping[str, Any]):
             else:
                 digest.update(f"{key} {value}".encode())
         return digest.hexdigest()
+
+
+def _keys_of_chunk(facts: Mapping[str, int], keys: tuple[str, ...], number: int) -> list[str]:
+    stage = Stage(facts.get("pp_rank", 0), facts.get("pp", 1), number, facts.get("vpp", 1))
+    if not 0 <= number < stage.vpp:
+        raise SpecError(
+            f"chunk: {number} is none of the {stage.vpp} model chunks of a rank; it would get no data. Give the "
+            "mesh its vpp=, and use 0 to vpp - 1."
+        )
+    mtp, rotary = bool(facts.get("mtp", 0)), bool(facts.get("rotary", 1))
+    return [key for key in keys if needs(stage, key, mtp=mtp, rotary=rotary)]
 
 
 class Microbatches(Sequence[Batch]):

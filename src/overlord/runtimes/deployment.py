@@ -24,7 +24,7 @@ from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.inputs import InputLog, changes_from_json
 from overlord.roles.placement import Placement, PlacementChoice
 from overlord.roles.planner import Planner
-from overlord.roles.source_loader import SourceLoader
+from overlord.roles.source_loader import Lengths, SourceLoader
 from overlord.roles.verdicts import Verdicts
 from overlord.runtimes.loader_fleet import LoaderFleet
 from overlord.runtimes.opening import Progress, index_first_windows, known_lengths, open_sources, order_of
@@ -37,7 +37,7 @@ from overlord.transforms.isolation import Isolate
 from overlord.transforms.per_microbatch import PackingJob
 from overlord.transforms.per_sample import SampleTransform, Workers
 from overlord.transforms.processor import fill_from_processor, read_processor
-from overlord.transforms.sample_kinds import make_transform
+from overlord.transforms.sample_kinds import make_transform, reserve_placeholders
 from overlord.transforms.step_samples import Opening
 from overlord.transforms.tokenize import TextTokenizer
 
@@ -119,7 +119,9 @@ def deploy(
     job = canonical(job)
     warm_job(job, options.layout)  # no step may wait for a compiler
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
-    job = inline_templates(job, tokenizer) if tokenizer else job
+    if tokenizer is not None:
+        job = inline_templates(job, tokenizer)
+        reserve_placeholders(job, tokenizer)
     check_launch(job, options)
     transforms = [_transform_of(source, tokenizer, isolate) for source in job.sources]
     cache = IndexCache(Path(options.cache) / "index")
@@ -140,6 +142,31 @@ def deploy(
     lengths = [known_lengths(source, listings[source.name], sidecars, digest) for source in job.sources]
     index_first_windows(job, files, state, job.mixture.weights_at(float(state.step), names, base), callers, progress)
 
+    history = _open_store(job, options, store, state.step)
+    try:
+        fleet = _make_fleet(job, options, files, transforms, lengths, history.verdicts, callers, workers)
+        planner = _start_planner(job, options, fleet, state, parts, base, history)
+    except BaseException:
+        history.journal.close()
+        raise
+    opening = Opening([transform.decoder for transform in transforms], workers)
+    packing = PackingJob(options.layout, options.mesh.cp, media_shape(job), opening)
+    constructor = DataConstructor(options.mesh, fleet, packing)
+    return Roles(job, options.mesh, planner, constructor, fleet, listings, planner.close)
+
+
+def _make_fleet(
+    job: Job,
+    options: LaunchOptions,
+    files: Sequence[SourceFiles],
+    transforms: Sequence[SampleTransform],
+    lengths: Sequence[Lengths | None],
+    verdicts: Verdicts,
+    callers: Workers,
+    workers: Workers,
+) -> LoaderFleet:
+    choices = [PlacementChoice(options.placement, threading.Lock()) for _ in job.sources]
+
     def make_loader(number: int) -> SourceLoader:
         source, opened = job.sources[number], files[number]
         return SourceLoader(
@@ -155,22 +182,11 @@ def deploy(
             workers=workers,
             telemetry=FaultLog(),
             placement=choices[number],
-            verdicts=history.verdicts,
+            verdicts=verdicts,
         )
 
-    choices = [PlacementChoice(options.placement, threading.Lock()) for _ in names]
     count = options.loaders_per_source
-    history = _open_store(job, options, store, state.step)
-    try:
-        fleet = LoaderFleet([[make_loader(n) for _ in range(count)] for n in range(len(names))], callers)
-        planner = _start_planner(job, options, fleet, state, parts, base, history)
-    except BaseException:
-        history.journal.close()
-        raise
-    opening = Opening([transform.decoder for transform in transforms], workers)
-    packing = PackingJob(options.layout, options.mesh.cp, media_shape(job), opening)
-    constructor = DataConstructor(options.mesh, fleet, packing)
-    return Roles(job, options.mesh, planner, constructor, fleet, listings, planner.close)
+    return LoaderFleet([[make_loader(n) for _ in range(count)] for n in range(len(files))], callers)
 
 
 def _transform_of(source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None) -> SampleTransform:

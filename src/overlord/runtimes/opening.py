@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from overlord.core.order import DataFile, SourceOrder
 from overlord.core.ragged import Ragged, RowBatch
 from overlord.core.samples import FILE_SHIFT
-from overlord.core.specs import Job, Source
+from overlord.core.specs import Audio, ImageText, Job, Source, Text, Video
 from overlord.core.states import StreamState
 from overlord.errors import SourceError, SpecError
 from overlord.readers.index import IndexCache
+from overlord.readers.reader import Kind
 from overlord.readers.sidecars import LengthSidecars
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.source_loader import Lengths
@@ -46,7 +47,7 @@ def open_sources(
                 storage_options=source.storage_options,
                 cache=cache,
             )
-            opened.kinds()  # a missing column shows here, before anything runs
+            check_kinds(source, opened.kinds())  # a missing or wrong column shows here, before anything runs
         except SpecError as error:
             if repr(source.name) in str(error):
                 raise
@@ -57,6 +58,47 @@ def open_sources(
         return opened
 
     return workers.map(open_one, list(zip(sources, transforms, strict=True)))
+
+
+_NUMBERS, _BYTES = ("int", "float"), ("bytes",)
+
+
+def check_kinds(source: Source, kinds: Mapping[str, Kind]) -> None:
+    """Refuse columns that cannot hold what a sample's field names them for.
+
+    Raises:
+        SourceError: A column is of another kind.
+    """
+    sample = source.sample
+    wanted: dict[str, tuple[str, tuple[str, ...], str]] = {}
+    if isinstance(sample, Text) and sample.tokenized:
+        wanted[sample.column] = ("column", ("int_list",), "token ids (lists of whole numbers)")
+    if isinstance(sample, ImageText):
+        wanted[sample.image] = ("image", _BYTES, "one encoded image; of several use ol.Interleaved")
+        for field in ("width", "height"):
+            if getattr(sample, field) is not None:
+                wanted[getattr(sample, field)] = (field, _NUMBERS, "numbers of pixels")
+    if isinstance(sample, (Audio, Video)):
+        field = "audio" if isinstance(sample, Audio) else "video"
+        wanted[getattr(sample, field)] = (field, _BYTES, f"one encoded {'sound' if field == 'audio' else 'clip'}")
+    for column, (field, allowed, what) in wanted.items():
+        kind = kinds.get(column)
+        if kind is not None and kind not in allowed:
+            raise SourceError(
+                f"source {source.name!r}: sample.{field}={column!r} holds {_KIND_WORDS[kind]}, and there must be {what}"
+                "; samples would be nonsense. Name another column."
+            )
+
+
+_KIND_WORDS: dict[Kind, str] = {
+    "bytes": "text or bytes",
+    "json": "nested values",
+    "int": "whole numbers",
+    "float": "fractions",
+    "int_list": "lists of whole numbers",
+    "float_list": "lists of fractions",
+    "bytes_list": "lists of bytes",
+}
 
 
 def order_of(job: Job, source: Source, files: SourceFiles) -> SourceOrder:

@@ -6,6 +6,7 @@ from overlord.core.draw import Limits
 from overlord.core.image_specs import ImageSpec
 from overlord.core.layout_specs import Layout, bin_multiple, piece_multiple
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.spec_errors import list_some
 from overlord.core.specs import Audio, Job, Video
 from overlord.errors import SpecError
 from overlord.transforms.media_keys import MediaShape
@@ -32,17 +33,25 @@ def media_shape(job: Job) -> MediaShape:
     Raises:
         SpecError: where sources differ.
     """
-    vision = {(s.patch, s.merge, s.temporal) for s in _vision(job)}
-    sounds = {(s.sample.mels, s.sample.seconds * 100) for s in job.sources if isinstance(s.sample, Audio)}
+    vision: dict[tuple[int, int, int], list[str]] = {}
+    sounds: dict[tuple[int, int], list[str]] = {}
+    for source in job.sources:
+        spec = source.sample
+        if isinstance(spec, (ImageSpec, Video)):
+            vision.setdefault((spec.patch, spec.merge, spec.temporal), []).append(source.name)
+        elif isinstance(spec, Audio):
+            sounds.setdefault((spec.mels, spec.seconds * 100), []).append(source.name)
     if len(vision) > 1:
-        shown = "; ".join(f"patch={p}, merge={m}, temporal={t}" for p, m, t in sorted(vision))
+        shown = "; ".join(f"patch={p}, merge={m}, temporal={t} in {_some(n)}" for (p, m, t), n in vision.items())
         raise SpecError(
             f"sources use image patches of different kinds ({shown}); one batch holds one kind. Give all sources the "
             "same patch, merge and temporal."
         )
     if len(sounds) > 1:
+        shown = "; ".join(f"mels={m}, seconds={f // 100} in {_some(n)}" for (m, f), n in sounds.items())
         raise SpecError(
-            "sources use sounds of different mels or seconds; one batch holds one shape. Give all sources the same."
+            f"sources use sounds of different shapes ({shown}); one batch holds one shape. Give all sources the same "
+            "mels and seconds."
         )
     patch, merge, temporal = next(iter(vision), (0, 1, 1))
     mels, frames = next(iter(sounds), (0, 0))
@@ -64,6 +73,10 @@ def check_multiples(job: Job, layout: Layout, mesh: ClientPlaceTree) -> None:
                 f"batch.{name} is {value}, which is not a multiple of {multiple} ({', '.join(parts)}): the ranks could "
                 "not share a full sequence evenly. Round it to a multiple."
             )
+
+
+def _some(names: list[str]) -> str:
+    return f"source{'' if len(names) == 1 else 's'} {list_some(names, limit=4)}"
 
 
 def _vision(job: Job) -> list[ImageSpec | Video]:

@@ -72,6 +72,9 @@ class ChatTransform:
         bad[[row for row, _ in killed]] = True
         texts, _ = decode_texts(ragged_column(rendered, "text"))
         tokens, loss = self._encode(texts, ragged_column(rendered, "spans"))
+        stray = self._tokenizer.holds_reserved(tokens) & ~bad
+        faults += [(int(row), "it holds a placeholder of images, clips or sounds") for row in np.flatnonzero(stray)]
+        bad |= stray
         empty = tokens.lengths == 0
         flags = np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0)
         replaced = bad | empty
@@ -94,7 +97,7 @@ class ChatTransform:
     def _encode(self, texts: list[str], spans: Ragged) -> tuple[Ragged, Ragged]:
         # The template writes the special tokens itself.
         if self._spec.loss == "all":
-            tokens = self._tokenizer.encode(texts, special_tokens=False)
+            tokens = self._tokenizer.encode_spans(texts, special_tokens=False).tokens
             return tokens, Ragged(np.ones(len(tokens.values), np.uint8), tokens.offsets)
         encoded = self._tokenizer.encode_spans(texts, special_tokens=False)
         return encoded.tokens, loss_in_spans(encoded, spans, np.array([len(text) for text in texts], np.int64))

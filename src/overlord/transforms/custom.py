@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, num_rows
+from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, num_rows, sizes_column
 from overlord.core.samples import BAD, SKIP
 from overlord.core.specs import Custom
 from overlord.transforms.isolation import Isolate, run_rows
@@ -81,8 +82,9 @@ def custom_rows(fn: RowToTokens, rows: RowBatch) -> RowBatch:
     tokens: list[npt.NDArray[Any]] = [np.full(1, STAND_IN_TOKEN, np.int32)] * num_rows(rows)
     masks: list[npt.NDArray[Any]] = [np.zeros(1, np.uint8)] * num_rows(rows)
     reasons = [b""] * num_rows(rows)
+    names = [name for name in rows if name != BAD_COLUMN and not name.startswith(sizes_column(""))]
     for row in np.flatnonzero(~unread).tolist():
-        values = {c: bytes(v[row]) if _is_bytes(v) else v[row] for c, v in rows.items() if c != BAD_COLUMN}
+        values = {name: _value(rows, name, row) for name in names}
         try:
             made = fn(values)
             if made is None:
@@ -90,7 +92,7 @@ def custom_rows(fn: RowToTokens, rows: RowBatch) -> RowBatch:
                 continue
             tokens[row], masks[row] = _checked_custom(made)
         except Exception as error:  # the border to the user's code: whatever it raises is a fault of this row
-            reasons[row] = f"the custom function raised {type(error).__name__}: {error}".encode(errors="replace")
+            reasons[row] = _reason(error).encode(errors="replace")
             flags[row] |= BAD
     return {
         "tokens": Ragged.from_rows(tokens, np.int32),
@@ -109,13 +111,46 @@ _STAND_IN: RowBatch = {
 """What stands where a row killed its worker."""
 
 
+def _value(rows: RowBatch, name: str, row: int) -> Any:
+    """Return a value as the user's function takes it: bytes, a list of bytes, an array or a number."""
+    value, sizes = rows[name], rows.get(sizes_column(name))
+    if not _is_bytes(value):
+        return value[row]
+    data = bytes(value[row])
+    if not isinstance(sizes, Ragged):
+        return data
+    ends = np.cumsum(sizes[row]).tolist()
+    return [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
 def _is_bytes(values: Ragged | npt.NDArray[Any]) -> bool:
     return isinstance(values, Ragged) and values.values.dtype == np.uint8
 
 
-def _checked_custom(made: Mapping[str, Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    tokens = np.asarray(made["tokens"], np.int32)
-    mask = (np.asarray(made.get("loss_mask", np.ones(len(tokens)))) != 0).astype(np.uint8)  # counted as ones
-    if tokens.ndim != 1 or len(tokens) == 0 or mask.shape != tokens.shape:
-        raise ValueError(f"tokens must be a non-empty list and loss_mask as long, got {tokens.shape} and {mask.shape}")
-    return tokens, mask
+class _WrongReturn(Exception):
+    """What the function returned cannot be used."""
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, _WrongReturn):
+        return f"the custom function returned {error}"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})" if trace is not None else ""
+    return f"the custom function raised {type(error).__name__}: {error}{where}"
+
+
+def _checked_custom(made: object) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    if not isinstance(made, Mapping) or "tokens" not in made:
+        shown = f"a mapping without 'tokens' ({', '.join(map(str, made))})" if isinstance(made, Mapping) else repr(made)
+        raise _WrongReturn(f"{shown:.80}; expected {{'tokens': [..], 'loss_mask': [..]}}, the mask being optional")
+    raw = np.asarray(made["tokens"])
+    if raw.ndim != 1 or not len(raw) or raw.dtype.kind not in "iu":
+        raise _WrongReturn(f"tokens of type {raw.dtype} and shape {raw.shape}; expected a list of whole numbers")
+    if int(raw.min()) < 0 or int(raw.max()) > np.iinfo(np.int32).max:
+        raise _WrongReturn(f"token ids from {raw.min()} to {raw.max()}; expected 0 to 2**31 - 1")
+    mask = (np.asarray(made.get("loss_mask", np.ones(len(raw)))) != 0).astype(np.uint8)  # counted as ones
+    if mask.shape != raw.shape:
+        raise _WrongReturn(f"{len(raw)} tokens and a loss_mask of shape {mask.shape}; expected one as long")
+    return raw.astype(np.int32), mask

@@ -45,8 +45,14 @@ class ImagePlaces:
     @classmethod
     def of(cls, spec: ImageSpec, tokenizer: TextTokenizer) -> ImagePlaces:
         """Look up the tokens that a spec names."""
-        ids = (None if token is None else tokenizer.id_of(token) for token in (spec.before, spec.after))
-        return cls(tokenizer.id_of(spec.image_token), *ids)
+        around = (("before", spec.before), ("after", spec.after))
+        ids = (None if token is None else tokenizer.id_of(token, field) for field, token in around)
+        return cls(tokenizer.id_of(spec.image_token, "image_token"), *ids)
+
+    @property
+    def margin(self) -> tuple[int, int]:
+        """Tokens before and behind the placeholders of an image."""
+        return self.lead, self.extra - self.lead
 
     @property
     def lead(self) -> int:
@@ -123,6 +129,7 @@ class ImageTextTransform:
             kept=text.kept,
             faults=text.faults,
             front=front,
+            margin=self._places.margin,
         )
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:

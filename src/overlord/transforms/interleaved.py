@@ -98,6 +98,7 @@ class InterleavedTransform:
             images=layout.items,
             flags=(np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0)).astype(np.int32),
             kept=kept,
+            margin=self._places.margin,
             # One reason a row: a sample is bad once, however many of its images are.
             faults=sorted(dict(reversed(faults)).items()),
         )

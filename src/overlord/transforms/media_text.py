@@ -50,9 +50,9 @@ class ItemThenText:
     def __init__(self, spec: Audio | Video, kind: str, item_token: str | int, tokenizer: TextTokenizer) -> None:
         self.text = TextTransform(Text(spec.text), tokenizer)
         self._kind = kind
-        self._item_token = tokenizer.id_of(item_token)
-        self._before = None if spec.before is None else tokenizer.id_of(spec.before)
-        self._after = None if spec.after is None else tokenizer.id_of(spec.after)
+        self._item_token = tokenizer.id_of(item_token, f"{kind}_token")
+        self._before = None if spec.before is None else tokenizer.id_of(spec.before, "before")
+        self._after = None if spec.after is None else tokenizer.id_of(spec.after, "after")
 
     def measured(
         self, text: Measured, bad: Bools, items: Ragged, length: Int64s, grid: Int64s, seeds: UInt64s,
@@ -85,6 +85,7 @@ class ItemThenText:
             kept=text.kept,
             faults=text.faults,
             front=lead,
+            margin=(int(self._before is not None), int(self._after is not None)),
         )
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:

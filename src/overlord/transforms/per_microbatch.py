@@ -94,6 +94,8 @@ def pack_microbatch(
     silent = _ALL_SPEAK
     items, segment_of = samples.items_in(plan.bin(bucket, microbatch)) if len(samples.items) else (samples.items, _NONE)
     media = None
+    if len(samples.items) and chosen.stop > chosen.start and samples.silent.any():
+        silent = samples.silent[plan.pieces.sample[chosen]]
     if len(items) or layout.dummy_image:
         media = MediaKeys(samples, items, layout, packing.media, routed=plan.encoder is not None)
         media.draw_up(blueprint)
@@ -108,7 +110,7 @@ def pack_microbatch(
         named = {spec.name: spec.view(buffer) for spec in blueprint.arrays}
         if media is not None:
             bad, faults = media.fill(named, packing.opening)
-            silent = np.zeros(len(one.cu) - 1, np.bool_)
+            silent = silent.copy() if len(silent) else np.zeros(len(one.cu) - 1, np.bool_)
             silent[segment_of[bad]] = True
         if plan.routing is not None:
             for pair, suffix in zip(arrivals, sharing.suffixes, strict=False):
@@ -123,7 +125,8 @@ def pack_microbatch(
         _fill_mrope(buffer, positions_at, layout, whole, one, plan.slicing)
     scalars = {"meta.local_cp_size": sharing.of}
     if layout.keys == "hf" and not one.rows:
-        scalars |= {"max_length_q": longest, "max_length_k": longest}
+        # With a cache, transformers' eager and sdpa attention do not look for packed samples: they would mix silently.
+        scalars |= {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
     if layout.keys == "megatron":
         _fill_numbers(buffer, blueprint, longest, sharing.of)
     packed = PackedMicrobatch(buffer, tuple(blueprint.arrays), scalars, real)

@@ -37,6 +37,7 @@ EVERY_STAGE_KEYS = (
     "max_seqlen",
     "local_cp_size",
     "positions",
+    "use_cache",
 )
 """What attention needs in every layer."""
 TOKEN_KEYS = ("input_ids", "tokens", "input")

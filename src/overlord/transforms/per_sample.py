@@ -63,6 +63,8 @@ class Measured:
     faults: list[Fault] = field(default_factory=list)
     front: Int64s | None = None
     """Tokens in front of the text that never count in the loss; by default the image tokens."""
+    margin: tuple[int, int] = (0, 0)
+    """Tokens before and behind the placeholders of an item that are never cut off from it."""
     killed: list[Fault] = field(default_factory=list)
     """Rows that killed their process worker twice; the verdict is written down before it counts."""
 

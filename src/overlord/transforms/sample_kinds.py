@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overlord.core.specs import Audio, Chat, Custom, ImageText, Interleaved, Source, Text, Video
+from overlord.core.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Text, Video
 from overlord.errors import SpecError
 from overlord.transforms.audio import AudioTransform
 from overlord.transforms.chat import ChatTransform
@@ -14,6 +14,14 @@ from overlord.transforms.per_sample import SampleTransform
 from overlord.transforms.text import TextTransform
 from overlord.transforms.tokenize import TextTokenizer
 from overlord.transforms.video import VideoTransform
+
+
+def reserve_placeholders(job: Job, tokenizer: TextTokenizer) -> None:
+    """Keep the placeholders of a job's media out of its texts, where they would stand for media that are not there."""
+    fields = ("image_token", "audio_token", "video_token")
+    named: set[str | int | None] = {getattr(source.sample, f, None) for source in job.sources for f in fields}
+    ids = {tokenizer.find(token) if isinstance(token, str) else token for token in named}
+    tokenizer.reserve({found for found in ids if found is not None})
 
 
 def make_transform(source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None = None) -> SampleTransform:

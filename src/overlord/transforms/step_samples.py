@@ -91,6 +91,8 @@ class StepSamples:
     loss: Ragged
     pieces: PieceTable
     items: Items
+    count: int
+    """Drawn samples."""
     media: list[Media]
     """The media of each payload that has some; `items.payload` counts these."""
     sources: list[int]
@@ -114,15 +116,23 @@ class StepSamples:
         chosen = expand_ranges(low, high - low)
         return self.items.take(chosen), np.repeat(np.arange(len(pieces)), high - low)
 
-    def open_all(self, opening: Opening) -> list[tuple[int, str]]:
-        """Decode whatever is still encoded; return (item, reason) of what does not decode."""
+    def open_media(self, opening: Opening, samples: Bools) -> list[tuple[int, str]]:
+        """Decode what is still encoded of the payloads that hold some samples; return (item, reason) of what fails."""
         faults: list[tuple[int, str]] = []
+        wanted = set(self.items.payload[samples[self.items.sample]].tolist())
         for number, (media, source) in enumerate(zip(self.media, self.sources, strict=True)):
             decoder = opening.decoders[source]
-            if media.encoded and decoder is not None:
+            if number in wanted and media.encoded and decoder is not None:
                 self.media[number], found = decode_media(media, decoder, opening.workers)
                 faults += [(self._item_at(number, item), reason) for item, reason in found]
         return faults
+
+    @cached_property
+    def silent(self) -> Bools:
+        """Drawn samples with a medium that is known not to decode: nothing of them counts in the loss."""
+        silent = np.zeros(self.count, np.bool_)
+        silent[self.items.sample[self.bad(self.items)]] = True
+        return silent
 
     def grids_of(self, items: Items) -> npt.NDArray[np.int32]:
         """Return the grids of items: [items, 3]."""
@@ -213,6 +223,7 @@ def join_payloads(plan: LoadingPlan, payloads: list[Payload]) -> StepSamples:
         loss=Ragged.concat([p.loss for p in payloads]),
         pieces=PieceTable.of(plan, tokens, row_of),
         items=items,
+        count=len(plan.draw),
         media=media,
         sources=sources,
     )

@@ -70,6 +70,10 @@ class TextTransform:
         """Encode rows; bad and empty ones become one stand-in token. Marks rows that are not UTF-8 as bad."""
         if self._spec.tokenized:
             tokens = Ragged(column.values.astype(np.int32, copy=False), column.offsets)
+            wild = _rows_with(column, (column.values < 0) | (column.values > np.iinfo(np.int32).max))
+            for row in np.flatnonzero(wild & ~bad):
+                faults.append((int(row), "a token id is negative, or 2**31 and more"))
+            bad |= wild
         else:
             texts, unreadable = decode_texts(column)
             for row in np.flatnonzero(unreadable & ~bad):
@@ -140,3 +144,10 @@ def _text_tokens(
         if int(r) not in broken
     ]
     return tokens, lies
+
+
+def _rows_with(column: Ragged, found: Bools) -> Bools:
+    """Return which rows hold a value that was found."""
+    rows = np.zeros(len(column), np.bool_)
+    rows[np.searchsorted(column.offsets, np.flatnonzero(found), side="right") - 1] = bool(len(rows))
+    return rows

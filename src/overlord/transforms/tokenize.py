@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +68,8 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._path = path
+        self._reserved = np.empty(0, np.int32)
+        self._spelling = self._tokenizer
         self.special_tokens: Mapping[str, str] = special_token_names(folder) if folder else {}
         """The special tokens by their names: {"bos_token": "<s>", ..}; a chat template knows them by these."""
         self.chat_templates: Mapping[str, str] = chat_templates(folder) if folder else {}
@@ -90,9 +92,34 @@ class TextTokenizer:
         """The folder's chat template, if it has one."""
         return self.chat_templates.get(DEFAULT_TEMPLATE)
 
+    def reserve(self, ids: Collection[int]) -> None:
+        """Keep some ids for the placeholders of media: a text that happens to hold one is spelled out instead."""
+        self._reserved = np.array(sorted(one for one in ids if one <= np.iinfo(np.int32).max), np.int32)
+        self._spelling = Tokenizer.from_str(self._tokenizer.to_str())
+        self._spelling.encode_special_tokens = True
+
     def encode(self, texts: Sequence[str], *, special_tokens: bool) -> Ragged:
         """Return the token ids (int32) of each text."""
-        return _joined_ids(self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens))
+        tokens = _joined_ids(self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens))
+        wrong = np.flatnonzero(self.holds_reserved(tokens))
+        if not len(wrong):
+            return tokens
+        parts = [tokens[row] for row in range(len(tokens))]
+        chosen = [texts[row] for row in wrong.tolist()]
+        spelled = self._spelling.encode_batch_fast(chosen, add_special_tokens=special_tokens)
+        for row, encoding in zip(wrong.tolist(), spelled, strict=True):
+            ids = np.array(encoding.ids, np.int32)
+            # A placeholder that is an ordinary word of the vocabulary cannot be spelled: it becomes the first one.
+            parts[row] = np.where(np.isin(ids, self._reserved), 0, ids).astype(np.int32)
+        return Ragged.from_rows(parts, np.int32)
+
+    def holds_reserved(self, tokens: Ragged) -> npt.NDArray[np.bool_]:
+        """Return which rows hold an id that is kept for placeholders."""
+        held = np.zeros(len(tokens), np.bool_)
+        if len(self._reserved):
+            places = np.flatnonzero(np.isin(tokens.values[tokens.offsets[0] : tokens.offsets[-1]], self._reserved))
+            held[np.searchsorted(tokens.offsets - tokens.offsets[0], places, side="right") - 1] = True
+        return held
 
     def encode_spans(self, texts: Sequence[str], *, special_tokens: bool) -> TokenSpans:
         """Return the token ids of each text and which of its characters each token stands for."""
@@ -103,18 +130,31 @@ class TextTokenizer:
         borders = np.fromiter(itertools.chain.from_iterable(pairs), np.int32, 2 * count).reshape(count, 2)
         return TokenSpans(tokens, np.ascontiguousarray(borders[:, 0]), np.ascontiguousarray(borders[:, 1]))
 
-    def id_of(self, token: str | int) -> int:
-        """Return the id of a token of the vocabulary."""
-        if isinstance(token, int):
-            return token
+    def find(self, token: str) -> int | None:
+        """Return the id of a token, if it is in the vocabulary."""
         found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text that token ids stand for, special tokens as they are written."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def id_of(self, token: str | int, field: str) -> int:
+        """Return the id of a token of the vocabulary; `field` is the field of the sample that names it.
+
+        Raises:
+            SpecError: when there is no such token.
+        """
+        found = self.find(token) if isinstance(token, str) else token
+        if isinstance(token, int) and not 0 <= token < self._tokenizer.get_vocab_size():
+            found = None
         if found is None:
             raise SpecError(
-                f"tokenizer: the token {token!r} is not in the vocabulary; images, clips or sounds would have no place "
-                "in the text. Set image_token, video_token, audio_token, before or after, whichever names it, to one "
-                "of the tokenizer's special tokens, or to an id."
+                f"sample.{field}: the token {token!r} is not in the vocabulary of the tokenizer {self._path!r}; "
+                f"images, clips or sounds would have no place in the text. Set {field} to one of the tokenizer's "
+                "special tokens, or to an id."
             )
-        return int(found)
+        return found
 
     def border_id(self, field: Literal["bos", "eos"], wanted: bool | str | int) -> int | None:
         """Return the id of the token that `bos` or `eos` of a Text asks for; None when it asks for none.
