@@ -133,8 +133,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "construct",
-        what="payloads to the views of all ranks: joined, packed, labelled, cut, in microbatches of 32k tokens; the "
-        "figure is the worst of four layouts and meshes",
+        what="payloads to the views of all ranks: joined, packed, labelled, cut, in microbatches of 32k tokens a rank; "
+        "the figure is the worst of four layouts and meshes",
         against="one numpy copy of the same bytes between two warm arrays",
         figure="ratio",
         bar="bar",

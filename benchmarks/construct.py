@@ -2,7 +2,7 @@
 
 1. Tokens/s from payloads to the views of all ranks (joined, packed, labelled, cut for dp x cp ranks, into buffers that
    are reused as shared memory is), against one numpy copy of the same bytes between two warm arrays. One thread on both
-   sides, microbatches of 32k tokens; those of 8k beside them.
+   sides, microbatches of 32k tokens a rank; those of 8k beside them.
 2. Fill: tokens over room of the microbatches that `strategies.packed()` makes of the demo's lengths at 8k context.
 3. The most bytes of views a `local` service holds while a slow trainer consumes, against its budget.
 """
@@ -46,9 +46,9 @@ def lengths_of_the_demo(files, steps: int, tokens: int) -> list[ol.LoadingPlan]:
         return [plan for step in range(steps) if (plan := service.plan_raw(step)) is not None]
 
 
-def fill_of(plan: ol.LoadingPlan) -> float:
-    """Return tokens over the room of all microbatches that hold any."""
-    used = int((np.diff(plan.bin_offsets) > 0).sum())
+def fill_of(plan: ol.LoadingPlan, *, dummies: bool = False) -> float:
+    """Return tokens over the room of all microbatches that hold any; or of all, with those that keep ranks in step."""
+    used = len(plan.bin_offsets) - 1 if dummies else int((np.diff(plan.bin_offsets) > 0).sum())
     return plan.total_tokens / (used * CONTEXT)
 
 
@@ -62,7 +62,9 @@ def payloads_of(lengths: np.ndarray) -> tuple[Draw, list[Payload]]:
     for number in range(SOURCES):
         mine = lengths[source == number].astype(np.int64)
         values = rng.integers(1, 32_000, int(mine.sum())).astype(np.int32)
-        loss = (rng.random(len(values)) < 0.9).astype(np.uint8)
+        # One source in four holds conversations, of which half the tokens count; of plain text all do.
+        loss = (rng.random(len(values) // 64 + 1) < (0.5 if number % 4 == 3 else 1.0)).repeat(64)[: len(values)]
+        loss = loss.astype(np.uint8)
         payloads.append(Payload(0, number, Ragged(values, offsets_of(mine)), Ragged(loss, offsets_of(mine))))
     return Draw(0, tuple(f"s{n}" for n in range(SOURCES)), source, meta, (1.0,) * SOURCES), payloads
 
@@ -90,10 +92,10 @@ class Buffers:
 
 
 def construct(
-    lengths: np.ndarray, mesh: ol.ClientPlaceTree, layout: ol.Layout, rounds: int, microbatch: int = 4 * CONTEXT
+    lengths: np.ndarray, mesh: ol.ClientPlaceTree, layout: ol.Layout, rounds: int, a_rank: int = 4 * CONTEXT
 ) -> dict[str, float]:
     """Measure one mesh and layout: seconds a step, and of one copy of the same bytes."""
-    batch = ol.Batch(CONTEXT, global_tokens=int(lengths.sum()), microbatch_tokens=microbatch)
+    batch = ol.Batch(CONTEXT, global_tokens=int(lengths.sum()), microbatch_tokens=a_rank * mesh.cp)
     job = ol.Job([ol.Source("s", "x", sample=ol.Text("ids", tokenized=True))], batch=batch)
     draw, payloads = payloads_of(lengths)
     plan = run_strategy(ol.strategies.packed(), Buffer(draw, limits_of(job, layout, mesh)), mesh)
@@ -189,6 +191,7 @@ def main() -> None:
         "samples": len(lengths),
         "fill": statistics.mean(fill_of(plan) for plan in plans),
         "fill_worst_step": min(fill_of(plan) for plan in plans),
+        "fill_with_dummies_at_dp4": statistics.mean(fill_of(plan, dummies=True) for plan in plans),
         "fill_bar": BAR_FILL,
         "views_peak_mb": peak / 2**20,
         "views_of_one_step_mb": one_step / 2**20,

@@ -208,17 +208,24 @@ def job_of(sample: str, more: str = "") -> str:
     [
         ("{text: body}", Text("body")),
         ("{column: body, bos: true, eos: 0}", Text("body", bos=True, eos=0)),
+        ("{text: body, eos: true}", Text("body", eos=True)),
         ("{chat: turns}", Chat("turns")),
+        ("{chat: turns, template: chatml}", Chat("turns", template="chatml")),
+        ("{chat: {loss: last}, template: chatml}", Chat(template="chatml", loss="last")),
         ("{chat: {template: chatml, loss: last}}", Chat(template="chatml", loss="last")),
         ("{messages: turns, process: false, deadline: 3}", Chat("turns", process=False, deadline=3)),
         ("{image_text: png}", ImageText("png")),
+        ("{image_text: png, text: alt, merge: 2}", ImageText("png", "alt", merge=2)),
         ("{image: png, text: alt, before: '<s>', after: 7}", ImageText("png", "alt", before="<s>", after=7)),
         ("{image: jpg, augment: {flip: 0.5, crop: 0.8}}", ImageText(augment=Augment(flip=0.5, crop=0.8))),
         ("{image: jpg, resize: any, temporal: 2}", ImageText(resize="any", temporal=2)),
         ("{interleaved: pictures}", Interleaved("pictures")),
+        ("{interleaved: [a, b], text: body}", Interleaved(["a", "b"], "body")),
         ("{images: [0.jpg, 1.jpg], parts: json.parts}", Interleaved(["0.jpg", "1.jpg"], parts="json.parts")),
         ("{images: pictures, text: body, marker: '<pic>'}", Interleaved("pictures", "body", marker="<pic>")),
         ("{audio: wav}", Audio("wav")),
+        ("{audio: wav, text: said}", Audio("wav", "said")),
+        ("{audio: {mels: 128}, text: said}", Audio(text="said", mels=128)),
         ("{kind: audio, audio: mp3, text: said, mels: 128}", Audio("mp3", "said", mels=128)),
         ("{video: mp4, fps: 1, max_tokens: 4096}", Video("mp4", fps=1, max_tokens=4096)),
     ],
@@ -238,6 +245,8 @@ def test_every_kind_of_sample_is_read_and_reads_back(tmp_path: Path, written: st
         ("{kind: audio, frames_per_token: 3}", ["sources[0].sample.frames_per_token", "is odd"]),
         ("{video: {max_frames: 2}}", ["sources[0].sample.m", "_frames"]),
         ("{video: mp4, fsp: 1}", ["sources[0].sample.fsp", "Did you mean 'fps'?"]),
+        ("{chat: a, templat: chatml}", ["sources[0].sample.templat", "Did you mean 'template'?"]),
+        ("{chat: a, messages: b}", ["sources[0].sample.messages", "given twice, here and by chat"]),
         ("{images: []}", ["sources[0].sample.images", "list of columns"]),
         ("{images: a, parts: b, marker: c}", ["sources[0].sample.parts", "text and marker would be ignored"]),
         ("{image: a, augment: {flip: 2}}", ["sources[0].sample.augment.flip", "between 0 and 1"]),
@@ -478,6 +487,17 @@ def test_the_schema_covers_the_whole_file() -> None:
         "string",
     ]
     assert all(ref in schema["$defs"] for ref in _refs(schema))
+
+
+def test_the_schema_knows_the_short_forms() -> None:
+    forms = {
+        one["required"][0]: set(one["properties"])
+        for one in job_file_schema()["$defs"]["Source"]["properties"]["sample"]["anyOf"]
+        if "required" in one
+    }
+    assert sorted(forms) == ["audio", "chat", "image_text", "interleaved", "text", "video"]
+    assert {"chat", "messages", "template", "loss"} <= forms["chat"]
+    assert "kind" not in forms["chat"]
 
 
 def _refs(part: Any) -> list[str]:

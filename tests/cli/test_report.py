@@ -13,9 +13,11 @@ from rich.console import Console
 from overlord.cli.charts import nice_ticks, spread_labels
 from overlord.cli.report import (
     LoadHeatmap,
+    MediaSummary,
     RunSummary,
     SourceSummary,
     StepSummary,
+    media_tables,
     render_report,
     source_table,
     summary_table,
@@ -221,3 +223,10 @@ def test_labels_keep_apart_and_inside() -> None:
     placed = spread_labels([90, 95, 99], 10, 0, 100)
     assert placed == [80, 90, 100]
     assert spread_labels([], 10, 0, 100) == []
+
+
+def test_titles_stand_at_the_left_of_every_table() -> None:
+    summary = dataclasses.replace(run(), media=[MediaSummary("photos", "loader", 10)])
+    tables = [summary_table(summary), source_table(summary), *media_tables(summary.media)]
+    assert {table.title_justify for table in tables} == {"left"}
+    assert shown(summary_table(dataclasses.replace(summary, steps=1))).split("\n")[0].rstrip() == "demo: 1 step"

@@ -137,8 +137,8 @@ def test_chats_are_shown_as_they_are_rendered(shown: dict[str, list[dict[str, An
 
 def test_interleaved_rows_show_all_their_images(shown: dict[str, list[dict[str, Any]]]) -> None:
     for name, text in (
-        ("docs", "figure 0: <image> figure 1: <image> the end."),
-        ("parts", "(0)<image>(1)<image>the end."),
+        ("docs", "figure 0: [<image> x 6] figure 1: [<image> x 10] the end."),
+        ("parts", "(0)[<image> x 6](1)[<image> x 10]the end."),
     ):
         row = shown[name][2]
         assert row["text"] == text
@@ -257,9 +257,11 @@ def test_a_token_that_is_missing_is_the_fault_of_one_source(job: ol.Job, tmp_pat
     path.write_text(dump_job_yaml(job.replace(sources=[job.sources[0], sounds])))
     outcome = call("sources", "list", path)
     assert outcome.exit_code == 2
-    assert "error: source 'sounds': tokenizer: the token '<|odd|>' is not in the vocabulary" in outcome.stderr
-    assert "audio_token" in outcome.stderr
+    assert "error: source 'sounds': sample.audio_token: the token '<|odd|>' is not in the vocabulary" in outcome.stderr
     assert "Chat" in outcome.stdout
+    for command in ("run", "explain"):
+        told = call(command, path).stderr
+        assert "error: source 'sounds': sample.audio_token: the token '<|odd|>' is not in the vocabulary" in told
 
 
 @pytest.mark.parametrize(
@@ -330,13 +332,51 @@ def test_a_layout_of_the_command_line_wins_over_the_file(job: ol.Job, tmp_path: 
     packed, padded = (
         result_of("run", path, *options, *more) for more in ((), ("--layout", "{keys: hf, rows: padded}"))
     )
-    assert (packed["layout"], padded["layout"]) == ("torchtitan", "hf")
+    assert (packed["layout"], padded["layout"]) == ("torchtitan", "hf, rows=padded")
     assert packed["digests"]["order"] == padded["digests"]["order"]
     assert packed["padding"] == 0 < padded["padding"]
-    for wrong, words in (("hff", "Did you mean 'hf'?"), ("{rows: flat}", "--layout: rows is 'flat'")):
+    for wrong, words in (
+        ("hff", "Did you mean 'hf'?"),
+        ("megatrn", "batches would have unknown keys. Did you mean 'megatron'?\n"),
+        ("foo", "batches would have unknown keys.\n"),
+        ("{rows: flat}", "--layout: rows is 'flat'"),
+    ):
         refused = call("run", path, "--layout", wrong)
         assert refused.exit_code == 2
         assert words in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        (
+            (ol.Video("mp4", "caption", patch=14), ol.Video("mp4", "caption", patch=16)),
+            "(patch=14, merge=2, temporal=2 in source 'a'; patch=16, merge=2, temporal=2 in source 'b')",
+        ),
+        (
+            (ol.Audio("flac", "txt", mels=80), ol.Audio("flac", "txt", mels=128)),
+            "(mels=80, seconds=30 in source 'a'; mels=128, seconds=30 in source 'b')",
+        ),
+    ],
+)
+def test_media_of_different_shapes_name_their_sources(
+    samples: tuple[Any, Any], words: str, job: ol.Job, tmp_path: Path
+) -> None:
+    paths = {type(source.sample): source.path for source in job.sources}
+    sources = [ol.Source(name, paths[type(sample)], sample=sample) for name, sample in zip("ab", samples, strict=True)]
+    path = tmp_path / "job.yaml"
+    path.write_text(dump_job_yaml(job.replace(sources=sources, batch=ol.Batch(4096, global_samples=4))))
+    outcome = call("run", path)
+    assert outcome.exit_code == 2
+    assert words in outcome.stderr
+
+
+def test_clips_count_among_the_images(job: ol.Job, job_file: Path, tmp_path: Path) -> None:
+    assert "tokens of images and clips" in call("explain", job_file, "--steps", 2).stdout
+    path = tmp_path / "job.yaml"
+    path.write_text(dump_job_yaml(job.replace(sources=[source for source in job.sources if source.name == "docs"])))
+    told = call("explain", path, "--steps", 2).stdout
+    assert "image tokens" in told and "images and clips" not in told
 
 
 def test_status_tells_where_media_are_decoded(job: ol.Job, cache: str) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 import overlord as ol
 from overlord.cli.job_files import LaunchOptions, dump_job_yaml
 from overlord.cli.main import app
-from overlord.cli.serving import status_tables
+from overlord.cli.serving import _on_sigterm, status_tables
 
 Serve = Callable[..., tuple["subprocess.Popen[str]", dict[str, Any]]]
 
@@ -76,6 +77,18 @@ def test_sigterm_ends_it_in_peace(serve: Serve) -> None:
     gone = CliRunner().invoke(app, ["status", told["address"]])
     assert gone.exit_code == 2
     assert "no service answers" in gone.stderr
+
+
+def test_a_sigterm_at_any_moment_is_seen() -> None:
+    """Also one that comes while somebody begins to wait for it."""
+    with _on_sigterm() as stopped_within:
+        assert not stopped_within(0.0)
+    for microseconds in range(0, 400, 2):
+        timer = threading.Timer(microseconds / 1e6, os.kill, (os.getpid(), signal.SIGTERM))
+        with _on_sigterm() as stopped_within:
+            timer.start()
+            assert stopped_within(20.0)
+            timer.join()
 
 
 def test_a_service_that_dies_is_told(serve: Serve) -> None:

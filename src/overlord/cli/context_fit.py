@@ -36,6 +36,7 @@ class ContextFit:
     """How the rows of a source that were looked at fit into the context."""
 
     rows: int = 0
+    bad: int = 0
     empty: int = 0
     """Never drawn, whatever the context: nothing in them, or filtered out."""
     dropped: int = 0
@@ -50,11 +51,13 @@ class ContextFit:
 
     def add(self, measured: Measured, delivered: Int32s, flags: Int32s) -> None:
         """Count measured rows; `delivered` and `flags` are what `fit_context` returned for them."""
-        bad, empty = (measured.flags & BAD) > 0, (measured.flags & SKIP) > 0
+        bad = (measured.flags & BAD) > 0
+        empty = ((measured.flags & SKIP) > 0) & ~bad
         dropped = ((flags & SKIP) > 0) & ~empty & ~bad
         drawn = ~bad & ~empty & ~dropped
         less = np.where(drawn, measured.tokens - delivered, 0)
         self.rows += len(bad)
+        self.bad += int(bad.sum())
         self.empty += int(empty.sum())
         self.dropped += int(dropped.sum())
         self.cut += int((less > 0).sum())

@@ -309,8 +309,8 @@ def words_on_limits(balance: Balance, *, clips: bool = False) -> list[str]:
     if encoder and _limits(encoder):
         words.append(
             f"One image{' or clip' if clips else ''} of {balance.largest_image.length:,} patches is "
-            f"{ratio(balance.largest_image.shares)} an even share of the encoder's work: only cutting it (vlm_hybrid with "
-            "split) would help."
+            f"{ratio(balance.largest_image.shares)} an even share of the encoder's work: only cutting it (vlm_hybrid "
+            "with split) would help."
         )
     elif encoder and not balance.images_planned and encoder[1] >= _UNEVEN:
         words.append(

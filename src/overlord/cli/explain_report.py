@@ -37,11 +37,11 @@ def headlines(facts: Explanation) -> list[str]:
     words += facts.limits
     words.append(_repetition_words(facts))
     if facts.loaders is not None:
-        cores = facts.loaders.cores
+        cores, measured = facts.loaders.cores, number(facts.loaders.measured_samples, "sample")
         words.append(
             f"Loading a step takes {seconds(facts.loaders.cpu_s_per_step)} of CPU time: {cores} "
             f"core{'' if cores == 1 else 's'} keep{'s' if cores == 1 else ''} up with a step of "
-            f"{seconds(facts.loaders.step_time_s)} (measured here on {facts.loaders.measured_samples} samples)."
+            f"{seconds(facts.loaders.step_time_s)} (measured here on {measured})."
         )
     return words
 
@@ -197,7 +197,7 @@ def _loader_table(facts: Explanation) -> RenderableType:
         table.add_column(name, justify="right")
     ranked = sorted(loaders.sources, key=lambda one: -one.cpu_s)
     for one in ranked[:_MOST_ROWS]:
-        table.add_row(Text(one.name), *_loader_cells(one), f"{one.measured_samples} samples")
+        table.add_row(Text(one.name), *_loader_cells(one), number(one.measured_samples, "sample"))
     table.add_section()
     table.add_row(
         "all",
@@ -207,7 +207,7 @@ def _loader_table(facts: Explanation) -> RenderableType:
         size(loaders.buffer_bytes),
         size(loaders.index_bytes),
         "",
-        f"{loaders.measured_samples} samples",
+        number(loaders.measured_samples, "sample"),
     )
     return _with_rest(table, len(ranked) - _MOST_ROWS)
 

@@ -250,14 +250,15 @@ def _never_fits(job: Job, one: Opened, fit: ContextFit, rows: int) -> list[Findi
     if fit.refused:
         message = f"{percent(fit.refused / fit.rows)} of {fit.rows} rows are longer than context_length={length}, and "
         found.append(Finding("error", name, f"{message}overlength is 'error'; the run would stop at the first"))
-    if fit.empty + fit.dropped == fit.rows:
+    if fit.bad < fit.bad + fit.empty + fit.dropped == fit.rows:
         why = " and ".join(
             words
             for count, words in ((fit.empty, "empty or filtered out"), (fit.dropped, f"too long for {length} tokens"))
             if count
         )
-        alike = "" if fit.rows == rows else ", if the others are alike"
-        message = f"all {fit.rows} rows looked at would be skipped ({why}); a run would find nothing to draw{alike}"
+        none = f"{'' if not fit.bad else ' but bad rows'}{'' if fit.rows == rows else ', if the others are alike'}"
+        count = f"all {fit.rows} rows" if not fit.bad else f"{fit.rows - fit.bad} of {fit.rows} rows"
+        message = f"{count} looked at would be skipped ({why}); a run would find nothing to draw{none}"
         drawn = name not in {idle.source for idle in _never_drawn(job)}
         return [*found, Finding("error" if drawn else "warning", name, message)]
     if fit.empty > _MANY_EMPTY * fit.rows:

@@ -21,7 +21,7 @@ from rich.text import Text as Words
 from overlord.cli.context_fit import fit_context
 from overlord.cli.media_tokens import token_words
 from overlord.cli.preview_media import MediaItem, Pixels, decode_items, look_at
-from overlord.cli.preview_text import Spans, shown_texts
+from overlord.cli.preview_text import GAP, Spans, shown_texts
 from overlord.cli.sources import Opened, OpenSource
 from overlord.cli.summary import size
 from overlord.core.ragged import RowBatch, slice_rows
@@ -30,6 +30,8 @@ from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.per_sample import no_seeds
 
 _SHOWN_CHARACTERS = 400
+_SHOWN_END = 48
+"""Of these, the last of a text: how it ends matters."""
 _PAGE_CHARACTERS = 1200
 _SHOWN_PICTURES = 4
 _THUMBNAIL = (28, 20)
@@ -90,6 +92,7 @@ class Preview:
 
     def to_json(self) -> dict[str, Any]:
         """Return the preview for a program; media are told by their kinds and sizes."""
+        text, spans = _clip(self.text, self.spans, _PAGE_CHARACTERS)
         return {
             "sample": self.sample,
             "tokens": self.tokens,
@@ -98,8 +101,8 @@ class Preview:
             "media_tokens": self.media_tokens,
             "loss_tokens": self.loss_tokens,
             "media": [{"kind": item.kind} | item.facts for item in self.media],
-            "text": self.text[:_PAGE_CHARACTERS],
-            "loss_spans": [list(span) for span in self.spans],
+            "text": text,
+            "loss_spans": [list(span) for span in spans],
             "messages": self.turns,
             "faults": list(self.faults),
             "skipped": self.skipped,
@@ -288,15 +291,18 @@ def _headline(one: OpenSource) -> str:
 
 
 def _clip(text: str, spans: Spans, limit: int) -> tuple[str, Spans]:
-    r"""Return the beginning of a text, and where its spans are in it.
+    r"""Return the beginning and the end of a text, and where its spans are in them.
 
     Example:
-        >>> _clip("Hi,\n  you there", ((0, 2), (6, 15)), 10)
-        ('Hi,\n  you…', ((0, 2), (6, 9)))
+        >>> _clip("Hi,\n my friend</s>", ((0, 2), (5, 18)), 16)
+        ('Hi,\n my f … </s>', ((0, 2), (5, 16)))
     """
     if len(text) <= limit:
         return text, spans
-    return text[: limit - 1] + "…", tuple((a, min(b, limit - 1)) for a, b in spans if a < limit - 1)
+    behind = min(_SHOWN_END, limit // 4)
+    head, tail = limit - behind - len(GAP), len(text) - behind
+    moved = ((min(at, head) if at < tail else at - tail + head + len(GAP) for at in span) for span in spans)
+    return text[:head] + GAP + text[tail:], tuple((a, b) for a, b in moved if a < b)
 
 
 _CSS = """

@@ -18,8 +18,10 @@ from overlord.transforms.per_sample import Finished, Measured
 from overlord.transforms.tokenize import TextTokenizer
 
 _SHOWN_IDS = 24
-_MOST_TOKENS = 2048
-"""Tokens of a sample that are decoded, an image's placeholders counted as one: no more than a page shows."""
+_FIRST_TOKENS, _LAST_TOKENS = 2000, 48
+"""Tokens of a sample that are decoded, an image's placeholders counted as one: as many as a page shows."""
+GAP = " … "
+"""Stands for the middle of a text that is too long to be shown."""
 
 Spans = tuple[tuple[int, int], ...]
 """(first character, one behind the last) of parts of a text."""
@@ -75,13 +77,16 @@ def written_tokens(
     kept = np.ones(len(ids), np.bool_)
     for start, length in items:
         kept[start + 1 : start + length] = False
-    at = np.flatnonzero(kept)[:_MOST_TOKENS]
+    at = np.flatnonzero(kept)
+    gap = _FIRST_TOKENS if len(at) > _FIRST_TOKENS + _LAST_TOKENS else None
+    at = at if gap is None else np.concatenate([at[:_FIRST_TOKENS], at[-_LAST_TOKENS:]])
     short, counts = ids[at].tolist(), (loss[at] > 0).astype(np.int8)
     edges = np.flatnonzero(np.diff(counts, prepend=0, append=0)).tolist()
     pairs = list(zip(edges[::2], edges[1::2], strict=True))
     spots = [(int(np.searchsorted(at, start)), length) for start, length in items if start in at]
     # Where a token's text ends is only known from the tokens before it: some decoders join words by blanks.
-    borders = sorted({0, len(short), *edges, *(spot + more for spot, _ in spots for more in (0, 1))})
+    gaps = [] if gap is None else [gap]
+    borders = sorted({0, len(short), *edges, *gaps, *(spot + more for spot, _ in spots for more in (0, 1))})
     place = {border: len(tokenizer.decode(short[:border])) for border in borders}
     whole, counted = tokenizer.decode(short), dict(spots)
     parts: list[str] = []
@@ -92,13 +97,14 @@ def written_tokens(
         if begin in counted and begin < end:
             token = part.strip()
             part = part.replace(token, f"[{token or 'placeholder'} x {counted[begin]}]", 1)
+        if begin == gap:
+            part = GAP + part
         moved[begin] = size
         parts.append(part)
         size += len(part)
     moved[len(short)] = size
-    cut = " …" if int(kept.sum()) > len(short) else ""
     spans = () if counts.all() else tuple((moved[a], moved[b]) for a, b in pairs)
-    return "".join(parts) + cut, spans
+    return "".join(parts), spans
 
 
 def _items(done: Finished, row: int) -> list[tuple[int, int]]:

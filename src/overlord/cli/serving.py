@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,13 +32,13 @@ def serve_until_stopped(
     Raises:
         ServiceLost: The service process is gone.
     """
-    with _on_sigterm() as stop:  # whoever reads the announcement may end it at once
+    with _on_sigterm() as stopped_within:  # whoever reads the announcement may end it at once
         try:
             if address_file is not None:
                 _write_whole(address_file, f"{service.address}\n")
             announce()
             with _live_line(screen) as line:
-                while not stop.wait(_LOOK_EVERY_S):
+                while not stopped_within(_LOOK_EVERY_S):
                     line(_one_line(_status_or_lost(service)))
         finally:
             if address_file is not None:
@@ -119,13 +119,17 @@ def _one_line(status: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _on_sigterm() -> Iterator[threading.Event]:
-    stop = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+def _on_sigterm() -> Iterator[Callable[[float], bool]]:
+    """Yield a function that waits for SIGTERM for so many seconds, and says whether it came."""
+    # Not an Event: its lock may be held by the very thread that a signal interrupts, which would wait for itself.
+    reader, writer = os.pipe()
+    before = signal.signal(signal.SIGTERM, lambda *_: os.write(writer, b"!"))
     try:
-        yield stop
+        yield lambda seconds: bool(select.select([reader], [], [], seconds)[0])
     finally:
         signal.signal(signal.SIGTERM, before)
+        os.close(reader)
+        os.close(writer)
 
 
 @contextmanager

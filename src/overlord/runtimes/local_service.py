@@ -260,8 +260,9 @@ def main() -> None:
 
 
 def _serve_until_closed(host: LocalHost, folder: Path, tell: Any) -> None:
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    # Not an Event: its lock may be held by the very thread that a signal interrupts, which would wait for itself.
+    stopped, stop = os.pipe()
+    signal.signal(signal.SIGTERM, lambda *_: os.write(stop, b"!"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         address = folder / "socket"
         listener.bind(str(address))
@@ -269,15 +270,15 @@ def _serve_until_closed(host: LocalHost, folder: Path, tell: Any) -> None:
         threading.Thread(target=host.serve, args=(listener,), daemon=True).start()
         threading.Thread(target=_watch_launcher, args=(stop,), daemon=True).start()
         tell({"ready": f"unix://{address}", "pid": os.getpid()})
-        stop.wait()
+        os.read(stopped, 1)
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def _watch_launcher(stop: threading.Event) -> None:
+def _watch_launcher(stop: int) -> None:
     # The descriptor, not sys.stdin: a thread inside its lock would abort the interpreter's end after a SIGTERM.
     while os.read(0, 1):
         pass
-    stop.set()
+    os.write(stop, b"!")
 
 
 def _read_bundle(pipe: BinaryIO) -> tuple[Job, LaunchOptions, Path] | None:

@@ -10,7 +10,19 @@ import numpy.typing as npt
 
 IGNORE_INDEX = -100
 
-FIELDS = ("ids", "positions", "labels", "shifted", "mask", "attention", "origin", "bounds", "unpadded")
+FIELDS = (
+    "ids",
+    "positions",
+    "labels",
+    "shifted",
+    "mask",
+    "attention",
+    "origin",
+    "bounds",
+    "unpadded",
+    "longest",
+    "ranks",
+)
 """What the kernel writes, in the order of its offsets."""
 
 Array = npt.NDArray[Any]
@@ -25,6 +37,7 @@ def pack(  # noqa: PLR0913 - a kernel takes arrays, and nothing it would have to
     loss: Array,
     first: Array,
     length: Array,
+    plain: Array,
     origin: Array,
     pieces: tuple[int, int],
     silent: Array,
@@ -38,9 +51,9 @@ def pack(  # noqa: PLR0913 - a kernel takes arrays, and nothing it would have to
     """Write one microbatch, cut for its ranks; return its longest segment and its tokens.
 
     `offsets` say where arrays begin in the buffer (`FIELDS`), -1 for what is not there; `stride` how many elements the
-    slices of two ranks are apart. `first`, `length` and `origin` are of all pieces of the step, `pieces` (first, count)
-    those of this microbatch. `cutting` is (ranks, chunks of a segment, the only rank that is cut for or -1), with no
-    chunks where runs are given instead.
+    slices of two ranks are apart. `first`, `length`, `plain` (whether all tokens count) and `origin` are of all pieces
+    of the step, `pieces` (first, count) those of this microbatch. `cutting` is (ranks, chunks of a segment, the only
+    rank that is cut for or -1), with no chunks where runs are given instead.
     """
     # The whole microbatch in one call: 8,192 tokens are what a copy writes in 15 us, so every array that the
     # interpreter makes would show. Key after key, each in a loop of its own over all runs: calls and reference counts
@@ -53,9 +66,9 @@ def pack(  # noqa: PLR0913 - a kernel takes arrays, and nothing it would have to
         real += length[begin + segment] if segment < count else 0
     if chunks > 0:
         run_segment, run_begin, run_length, run_place = _cut(cu, of, chunks, only, stride)
-    source, filled, ahead = _sources(first, length, begin, count, run_segment, run_begin, run_length)
+    source, filled, ahead, counts = _sources(first, length, plain, begin, count, run_segment, run_begin, run_length)
     elements = (of if only < 0 else 1) * stride
-    _widen(_block(buffer, offsets[0], elements), run_place, run_length, values, source, filled)
+    _copy(_block(buffer, offsets[0], elements), run_place, run_length, values, source, filled)
     if offsets[1] >= 0:
         _number(_block(buffer, offsets[1], elements), run_place, run_length, run_begin)
     if offsets[5] >= 0:
@@ -66,34 +79,38 @@ def pack(  # noqa: PLR0913 - a kernel takes arrays, and nothing it would have to
                 filled[run] = ahead[run] = 0
     if offsets[2] >= 0:
         labels = _block(buffer, offsets[2], elements)
-        _label(labels, run_place, run_length, values, loss, source, filled)
+        _label(labels, run_place, run_length, values, loss, source, filled, counts)
         for run in range(len(run_place)):
             if run_begin[run] == 0 and run_length[run] > 0:
                 labels[run_place[run]] = IGNORE_INDEX
     source += 1
     if offsets[3] >= 0:
-        _label(_block(buffer, offsets[3], elements), run_place, run_length, values, loss, source, ahead)
+        _label(_block(buffer, offsets[3], elements), run_place, run_length, values, loss, source, ahead, counts)
     if offsets[4] >= 0:
         mask = _block(buffer, offsets[4], elements // 2).view(np.float32)
-        _widen(mask, run_place, run_length, loss, source, ahead)
+        _count(mask, run_place, run_length, loss, source, ahead, counts)
     _write_origin(buffer, offsets, origin, length, cu, begin, count)
+    for field, number in ((9, longest), (10, of)):
+        if offsets[field] >= 0:
+            buffer[offsets[field] : offsets[field] + 4].view(np.int32)[0] = number
     return longest, real
 
 
 @numba.njit(nogil=True, cache=True)
 def _sources(
-    first: Array, length: Array, begin: int, count: int, segment: Array, skipped: Array, size: Array
-) -> tuple[Array, Array, Array]:
-    """Return of each run where its tokens begin, how many there are, and how many have another behind them."""
+    first: Array, length: Array, plain: Array, begin: int, count: int, segment: Array, skipped: Array, size: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Return of each run where its tokens begin, how many there are and have another behind them, and if all count."""
     source, filled = np.empty(len(segment), np.int64), np.empty(len(segment), np.int64)
-    ahead = np.empty(len(segment), np.int64)
+    ahead, counts = np.empty(len(segment), np.int64), np.empty(len(segment), np.bool_)
     for run in range(len(segment)):
         there = segment[run] < count
         whole = length[begin + segment[run]] if there else 0
         source[run] = (first[begin + segment[run]] if there else 0) + skipped[run]
         filled[run] = min(max(whole - skipped[run], 0), size[run])
         ahead[run] = min(max(whole - 1 - skipped[run], 0), size[run])
-    return source, filled, ahead
+        counts[run] = there and plain[begin + segment[run]]
+    return source, filled, ahead, counts
 
 
 # Indices below are unsigned: only where none can be negative does the compiler make vector code, which is four times
@@ -101,13 +118,27 @@ def _sources(
 
 
 @numba.njit(nogil=True, cache=True)
-def _widen(out: Array, place: Array, size: Array, values: Array, source: Array, count: Array) -> None:
+def _copy(out: Array, place: Array, size: Array, values: Array, source: Array, count: Array) -> None:
     for run in range(len(place)):
         at, start, some = np.uintp(place[run]), np.uintp(source[run]), np.uintp(count[run])
         for i in range(some):
             out[at + i] = values[start + i]
         for i in range(some, np.uintp(size[run])):
             out[at + i] = 0
+
+
+@numba.njit(nogil=True, cache=True)
+def _count(out: Array, place: Array, size: Array, loss: Array, source: Array, count: Array, plain: Array) -> None:
+    for run in range(len(place)):
+        at, start, some = np.uintp(place[run]), np.uintp(source[run]), np.uintp(count[run])
+        if plain[run]:
+            for i in range(some):
+                out[at + i] = 1.0
+        else:
+            for i in range(some):
+                out[at + i] = np.float32(loss[start + i])
+        for i in range(some, np.uintp(size[run])):
+            out[at + i] = 0.0
 
 
 @numba.njit(nogil=True, cache=True)
@@ -129,14 +160,23 @@ def _mark(out: Array, place: Array, size: Array, count: Array) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _label(out: Array, place: Array, size: Array, values: Array, loss: Array, source: Array, count: Array) -> None:
-    """Write tokens that count, and -100 for those that do not: by a product, which is half as slow as a choice."""
+def _label(
+    out: Array, place: Array, size: Array, values: Array, loss: Array, source: Array, count: Array, plain: Array
+) -> None:
+    """Write tokens that count, and -100 for those that do not: by a product, which is half as slow as a choice.
+
+    In most runs all count, and the mask is not even read.
+    """
     ignored = np.int32(IGNORE_INDEX)
     for run in range(len(place)):
         at, start, some = np.uintp(place[run]), np.uintp(source[run]), np.uintp(count[run])
-        for i in range(some):
-            token = np.int32(values[start + i] - ignored)
-            out[at + i] = np.int32(token * np.int32(loss[start + i])) + ignored
+        if plain[run]:
+            for i in range(some):
+                out[at + i] = values[start + i]
+        else:
+            for i in range(some):
+                token = np.int32(values[start + i] - ignored)
+                out[at + i] = np.int32(token * np.int32(loss[start + i])) + ignored
         for i in range(some, np.uintp(size[run])):
             out[at + i] = IGNORE_INDEX
 
@@ -198,11 +238,24 @@ def copy_runs(whole: Array, out: Array, begins: Array, lengths: Array, places: A
             out[at : at + count] = whole[axis, begin : begin + count]
 
 
+@numba.njit(nogil=True, cache=True)
+def rows_of_ones(values: Array, offsets: Array) -> Array:
+    """Return which rows of a mask hold nothing but ones."""
+    out = np.empty(len(offsets) - 1, np.bool_)
+    for row in range(len(out)):
+        total = 0
+        for i in range(np.uintp(offsets[row]), np.uintp(offsets[row + 1])):
+            total += values[i]
+        out[row] = total == offsets[row + 1] - offsets[row]
+    return out
+
+
 def warm_packing() -> None:
     """Load the kernels, so that the first microbatch does not wait for a compiler."""
     one, nothing = np.ones(1, np.int64), np.empty(0, np.int64)
     pack(
-        np.empty(512, np.uint8), (0, -1, -1, -1, -1, -1, 128, 256, -1), 2, np.ones(1, np.int32), np.ones(1, np.uint8),
-        np.zeros(1, np.int64), one, np.zeros((5, 1), np.int64), (0, 1), np.zeros(0, np.bool_), np.arange(2), (1, 1, -1),
-        nothing, nothing, nothing, nothing,
+        np.empty(512, np.uint8), (0, -1, -1, -1, -1, -1, 128, 256, -1, -1, -1), 2, np.ones(1, np.int32),
+        np.ones(1, np.uint8), np.zeros(1, np.int64), one, np.ones(1, np.bool_), np.zeros((5, 1), np.int64), (0, 1),
+        np.zeros(0, np.bool_), np.arange(2), (1, 1, -1), nothing, nothing, nothing, nothing,
     )  # fmt: skip
+    rows_of_ones(np.ones(1, np.uint8), np.arange(2))

@@ -115,10 +115,10 @@ def pack_microbatch(
         if plan.routing is not None:
             for pair, suffix in zip(arrivals, sharing.suffixes, strict=False):
                 named[f"meta.image_positions{suffix}"][:], named[f"meta.image_rows{suffix}"][:] = pair
+    table = samples.pieces
     longest, real = pack(
-        buffer, offsets, stride_of(one.width), samples.tokens.values, samples.loss.values, samples.pieces.first,
-        samples.pieces.length, samples.pieces.origin, (one.begin, chosen.stop - chosen.start), silent, one.cu,
-        *_cutting(plan, one),
+        buffer, offsets, stride_of(one.width), samples.tokens.values, samples.loss.values, table.first, table.length,
+        table.plain, table.origin, (one.begin, chosen.stop - chosen.start), silent, one.cu, *_cutting(plan, one),
     )  # fmt: skip
     if layout.positions != "plain":
         whole = _mrope(plan, packing, one, items, segment_of, media)
@@ -127,8 +127,6 @@ def pack_microbatch(
     if layout.keys == "hf" and not one.rows:
         # With a cache, transformers' eager and sdpa attention do not look for packed samples: they would mix silently.
         scalars |= {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
-    if layout.keys == "megatron":
-        _fill_numbers(buffer, blueprint, longest, sharing.of)
     packed = PackedMicrobatch(buffer, tuple(blueprint.arrays), scalars, real)
     return packed, [(int(items.sample[at]), reason) for at, reason in faults]
 
@@ -195,9 +193,9 @@ def _draw_up(blueprint: Blueprint, packing: PackingJob, one: _Bin, *, hybrid: bo
     if layout.keys == "megatron":
         if not one.rows:
             at["unpadded"] = blueprint.add("cu_seqlens", "<i4", (segments + 1,))
-            blueprint.add("max_seqlen", "<i4", (1,))
+            at["longest"] = blueprint.add("max_seqlen", "<i4", (1,))
         if hybrid:
-            blueprint.add("local_cp_size", "<i4", (1,))
+            at["ranks"] = blueprint.add("local_cp_size", "<i4", (1,))
     return tuple(at.values()), several if layout.positions != "plain" else _NOWHERE
 
 
@@ -241,9 +239,3 @@ def _fill_mrope(buffer: Bytes, offset: int, layout: Layout, whole: Int64s, one: 
         whole = np.concatenate([[np.arange(int(one.cu[-1])) - np.repeat(one.cu[:-1], np.diff(one.cu))], whole])
     block = buffer[offset : offset + 8 * stride * len(one.sharing.suffixes)].view(np.int64)
     copy_runs(whole, block, one.cu[runs.segment] + runs.begin, runs.length, runs.part * stride + runs.place, width)
-
-
-def _fill_numbers(buffer: Bytes, blueprint: Blueprint, longest: int, of: int) -> None:
-    for spec in blueprint.arrays:
-        if spec.name in ("max_seqlen", "local_cp_size"):
-            spec.view(buffer)[:] = longest if spec.name == "max_seqlen" else of

@@ -15,6 +15,7 @@ from overlord.core.messages import Media, Payload
 from overlord.core.plan import LoadingPlan
 from overlord.core.ragged import Ragged, expand_ranges, offsets_of
 from overlord.transforms.media import Place, decode_into, decode_media
+from overlord.transforms.packing_kernels import rows_of_ones
 from overlord.transforms.per_sample import MediaDecoder, Workers
 
 Int64s = npt.NDArray[np.int64]
@@ -65,13 +66,15 @@ class PieceTable:
     first: Int64s
     """The piece's first token in the joined tokens."""
     length: Int64s
+    plain: Bools
+    """Whether every token of its sample counts in the loss."""
     behind: Int64s
     """Where pieces begin when all of the step lie one behind the other, padding included; one more than there are."""
     origin: Int64s
     """[5, pieces]: source, epoch, row, first token inside the sample, tokens."""
 
     @staticmethod
-    def of(plan: LoadingPlan, tokens: Ragged, row_of: Int64s) -> PieceTable:
+    def of(plan: LoadingPlan, tokens: Ragged, loss: Ragged, row_of: Int64s) -> PieceTable:
         """Work it out."""
         pieces, meta = plan.pieces, plan.draw.meta
         origin = np.empty((5, len(pieces)), np.int64)
@@ -79,8 +82,9 @@ class PieceTable:
         for row, column in zip(origin, columns, strict=False):
             row[:] = column[pieces.sample]
         origin[3], origin[4] = pieces.start, pieces.length
-        first = tokens.offsets[row_of[pieces.sample]] + pieces.start
-        return PieceTable(first, pieces.length.astype(np.int64), offsets_of(plan.in_batch), origin)
+        rows = row_of[pieces.sample]
+        first, plain = tokens.offsets[rows] + pieces.start, rows_of_ones(loss.values, loss.offsets)[rows]
+        return PieceTable(first, pieces.length.astype(np.int64), plain, offsets_of(plan.in_batch), origin)
 
 
 @dataclass(eq=False)
@@ -217,11 +221,11 @@ def join_payloads(plan: LoadingPlan, payloads: list[Payload]) -> StepSamples:
     joined = [np.concatenate(column) for column in zip(*columns, strict=True)] if columns else [_NONE] * 6
     items = Items(*joined)
     items = items.take(np.lexsort((items.start, items.sample)))
-    tokens = Ragged.concat([p.tokens for p in payloads])
+    tokens, loss = Ragged.concat([p.tokens for p in payloads]), Ragged.concat([p.loss for p in payloads])
     return StepSamples(
         tokens=tokens,
-        loss=Ragged.concat([p.loss for p in payloads]),
-        pieces=PieceTable.of(plan, tokens, row_of),
+        loss=loss,
+        pieces=PieceTable.of(plan, tokens, loss, row_of),
         items=items,
         count=len(plan.draw),
         media=media,
