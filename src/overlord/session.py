@@ -8,9 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, cast, get_args
 
+from overlord.core.draw import Buffer, Limits
 from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import Buffer, Limits, LoadingPlan
+from overlord.core.plan import LoadingPlan
 from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job, Mixture
 from overlord.errors import SpecError, StateError

@@ -88,3 +88,18 @@ def test_torchrun_ranks_share_one_service(ids_job, cache, tmp_path):
             steps = [next(client) for _ in range(4)]
             expected.append([int(b["input_ids"].sum()) for step in steps for b in step.microbatches])
     assert str(expected) in done.stdout
+
+
+def test_a_batch_of_tensors_has_what_a_batch_of_arrays_has(ids_job, cache):
+    mesh = ol.ClientPlaceTree(pp=2, vpp=2)
+    with DataLoader(ids_job, mesh=mesh, rank=0, layout="torchtitan", runtime="inline", cache=cache) as loader:
+        batch = next(iter(loader)).microbatches[0]
+        assert set(batch.chunk(0)) == {"input", "positions"} and set(batch.chunk(1)) == {"positions"}
+        inputs, labels = batch.pair()
+        assert set(inputs) == {"input", "positions"} and labels is None  # the first stage computes no loss
+        assert repr(batch).startswith("TorchBatch(input[")
+        assert batch.to("cpu") is batch
+        assert "segments of" in repr(batch.meta) and batch.meta.sample_ids[0].source
+        assert batch.meta.image_rows.dtype == torch.int64
+        with pytest.raises(ol.SpecError, match="chunk: 2 is none of the 2 model chunks"):
+            batch.chunk(2)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ol
-from overlord.core.plan import Pieces, order_in_bins
+from overlord.core.draw import Pieces
+from overlord.core.plan import order_in_bins
 from overlord.core.plan_blob import plan_from_bytes, plan_to_bytes
 from overlord.planning.checking import check_plan, run_strategy
 

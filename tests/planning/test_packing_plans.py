@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.cli.demo_data import demo_job
-from overlord.core.plan import Buffer, Draw, Limits
+from overlord.core.draw import Buffer, Draw, Limits
 from overlord.core.samples import META, PLAIN
 from overlord.planning.balancing.packing import PackMethod, concat_split, pack
 from overlord.planning.checking import run_strategy

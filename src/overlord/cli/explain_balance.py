@@ -19,8 +19,9 @@ from overlord.cli.loads import (
     step_time,
 )
 from overlord.cli.summary import ratio
+from overlord.core.draw import Limits
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import Limits, LoadingPlan
+from overlord.core.plan import LoadingPlan
 from overlord.planning.balancing.bounds import lockstep_bound
 from overlord.planning.balancing.hybrid import buddy_lpt, ranks_needed
 from overlord.planning.costs import CostModel

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from overlord.core.draw import Buffer
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import Buffer, LoadingPlan
+from overlord.core.plan import LoadingPlan
 from overlord.planning.costs import CostFunction
 from overlord.planning.dgraph import DGraph, Edge
 

@@ -17,7 +17,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.draw import Buffer, Draw, Limits, Pieces, cut_pieces
+from overlord.core.draw import Draw, Pieces
 from overlord.core.messages import LoaderOrder
 from overlord.core.samples import Cursor, take_meta
 from overlord.errors import PlanError
@@ -27,19 +27,6 @@ if TYPE_CHECKING:
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
-
-__all__ = [
-    "Buffer",
-    "Draw",
-    "Limits",
-    "LoadingPlan",
-    "Pieces",
-    "chain_digest",
-    "cut_pieces",
-    "lay_out",
-    "order_in_bins",
-    "pad_lengths",
-]
 
 
 @dataclass(frozen=True, eq=False)

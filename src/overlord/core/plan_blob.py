@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.plan import Draw, LoadingPlan, Pieces
+from overlord.core.draw import Draw, Pieces
+from overlord.core.plan import LoadingPlan
 from overlord.core.routing import Routing
 from overlord.core.samples import META
 from overlord.errors import StateError

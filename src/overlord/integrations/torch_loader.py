@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,7 @@ from overlord.core.specs import Job
 from overlord.errors import SpecError, StateError
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
-from overlord.roles.views import Batch, BatchMeta, Step
+from overlord.roles.views import Batch, BatchMeta, KeyedBatch, Step
 from overlord.session import DEFAULT_CACHE, Service, connect, launch
 
 
@@ -38,7 +38,7 @@ class TorchMeta:
         return repr(self._meta)
 
 
-class TorchBatch(Mapping[str, Any]):
+class TorchBatch(KeyedBatch):
     """One microbatch as tensors: `model(**batch)` works. `batch.meta` tells where its segments came from."""
 
     def __init__(self, batch: Batch) -> None:
@@ -47,32 +47,16 @@ class TorchBatch(Mapping[str, Any]):
         self._keys_of_chunk = batch.keys_of_chunk
         self.meta = TorchMeta(batch.meta)
 
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        shapes = ", ".join(f"{k}{list(v.shape) if hasattr(v, 'shape') else '=' + str(v)}" for k, v in self.items())
-        return f"TorchBatch({shapes})"
+    @property
+    def keys_of_chunk(self) -> Callable[[int], list[str]]:
+        """A function from a model chunk to the keys it needs."""
+        return self._keys_of_chunk
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TorchBatch:
         """Move the tensors to a device; return this batch."""
         move = {k: v.to(device, non_blocking=non_blocking) for k, v in self.items() if isinstance(v, torch.Tensor)}
         self._values |= move
         return self
-
-    def chunk(self, number: int) -> dict[str, Any]:
-        """Return what one model chunk of a virtual pipeline needs."""
-        return {key: self[key] for key in self._keys_of_chunk(number)}
-
-    def pair(self) -> tuple[dict[str, Any], Any]:
-        """Return (inputs, labels), as torchtitan's trainer takes a batch."""
-        return {key: value for key, value in self.items() if key != "labels"}, self.get("labels")
 
 
 class TorchMicrobatches(Sequence[TorchBatch]):

@@ -17,10 +17,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.draw import context_pieces
+from overlord.core.draw import Buffer, Pieces, context_pieces
 from overlord.core.layout_specs import piece_multiple, shape_of
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import Buffer, LoadingPlan, Pieces, lay_out, order_in_bins, pad_lengths
+from overlord.core.plan import LoadingPlan, lay_out, order_in_bins, pad_lengths
 from overlord.core.samples import SampleId
 from overlord.core.spec_errors import did_you_mean
 from overlord.core.spec_model import is_whole

@@ -13,8 +13,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.draw import Pieces
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan, Pieces
+from overlord.core.plan import LoadingPlan
 from overlord.core.routing import Routing
 from overlord.errors import PlanError, SpecError
 from overlord.planning.balancing.balance import Method, balance

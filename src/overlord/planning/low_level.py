@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.draw import Buffer, Draw, Limits, Pieces, cut_pieces
 from overlord.core.messages import LoaderOrder
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import Buffer, Draw, Limits, LoadingPlan, Pieces, cut_pieces, lay_out
+from overlord.core.plan import LoadingPlan, lay_out
 from overlord.core.samples import META, Cursor
 from overlord.core.spec_errors import did_you_mean
 from overlord.errors import SpecError

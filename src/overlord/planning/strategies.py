@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 
+from overlord.core.draw import Buffer
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import Buffer, LoadingPlan
+from overlord.core.plan import LoadingPlan
 from overlord.errors import SpecError
 from overlord.planning import costs
 from overlord.planning.balancing.balance import Level, Method, Objective

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.plan import Draw
+from overlord.core.draw import Draw
 from overlord.core.spec_errors import did_you_mean
 from overlord.core.specs import Job, Mixture
 from overlord.errors import ReportMissing, SpecError, StateError

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from overlord.core.plan import Buffer, Draw, Limits, LoadingPlan
+from overlord.core.draw import Buffer, Draw, Limits
+from overlord.core.plan import LoadingPlan
 from overlord.core.specs import Job, Mixture
 from overlord.core.states import StreamState
 from overlord.errors import PlanError, SpecError

@@ -112,7 +112,39 @@ class BatchMeta:
         return [SampleId(self._names[s] if s >= 0 else "", r, e) for s, r, e in zip(*columns, strict=True)]
 
 
-class Batch(Mapping[str, Any]):
+class KeyedBatch(Mapping[str, Any]):
+    """What batches of arrays and of tensors share: a mapping of keys, as a model takes them."""
+
+    _values: dict[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{k}{list(v.shape) if hasattr(v, 'shape') else '=' + str(v)}" for k, v in self.items())
+        return f"{type(self).__name__}({shapes})"
+
+    @property
+    def keys_of_chunk(self) -> Callable[[int], list[str]]:
+        """A function from a model chunk to the keys it needs; it holds no array."""
+        raise NotImplementedError
+
+    def chunk(self, number: int) -> dict[str, Any]:
+        """Return what one model chunk of a virtual pipeline needs: the first embeds, the last computes the loss."""
+        return {key: self[key] for key in self.keys_of_chunk(number)}
+
+    def pair(self) -> tuple[dict[str, Any], Any]:
+        """Return (inputs, labels), as torchtitan's trainer takes a batch."""
+        return {key: value for key, value in self.items() if key != "labels"}, self.get("labels")
+
+
+class Batch(KeyedBatch):
     """One microbatch of one rank: a mapping of arrays that a model takes as keyword arguments.
 
     Arrays of the local runtime lie in shared memory and stay valid as long as they are referenced;
@@ -129,36 +161,15 @@ class Batch(Mapping[str, Any]):
         self.meta = BatchMeta(names, columns | dict(zip(_ORIGIN, columns["origin"], strict=True)), facts)
         self._facts = facts
 
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        shapes = ", ".join(f"{k}{list(v.shape) if hasattr(v, 'shape') else '=' + str(v)}" for k, v in self.items())
-        return f"Batch({shapes})"
-
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays: what this rank reads of the microbatch."""
         return sum(v.nbytes for v in self.values() if isinstance(v, np.ndarray))
 
-    def chunk(self, number: int) -> dict[str, Any]:
-        """Return what one model chunk of a virtual pipeline needs: the first embeds, the last computes the loss."""
-        return {key: self[key] for key in self.keys_of_chunk(number)}
-
     @property
     def keys_of_chunk(self) -> Callable[[int], list[str]]:
         """A function from a model chunk to the keys it needs; it holds no array."""
         return partial(_keys_of_chunk, dict(self._facts), tuple(self))
-
-    def pair(self) -> tuple[dict[str, Any], Any]:
-        """Return (inputs, labels), as torchtitan's trainer takes a batch."""
-        return {key: value for key, value in self.items() if key != "labels"}, self.get("labels")
 
     def digest(self) -> str:
         """Return the content digest: keys, types, shapes and bytes; and where images go that are encoded elsewhere."""

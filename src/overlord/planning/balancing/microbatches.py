@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.draw import Buffer, Pieces
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import Buffer, Pieces, pad_lengths
+from overlord.core.plan import pad_lengths
 from overlord.errors import PlanError
 from overlord.planning.balancing.balance import Level, Method, Objective, place
 from overlord.planning.balancing.hybrid import hybrid_microbatches, ranks_needed

@@ -12,9 +12,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.draw import Buffer, Pieces
 from overlord.core.layout_specs import bin_multiple
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import Buffer, Pieces
 from overlord.core.samples import PLAIN
 from overlord.core.spec_errors import did_you_mean, show
 from overlord.core.spec_model import is_whole
