@@ -133,7 +133,7 @@ def kill_service(service) -> None:
 
 
 def test_a_verdict_behind_the_newest_snapshot_survives_kills_of_the_service(tmp_path, cache):
-    """Rows are read 64 at a time: with row 130 the verdict comes at step 25, the last snapshot is of step 16 or 17."""
+    """Rows are read 64 at a time: with row 130 the verdict comes at step 25, the last snapshot is of an earlier one."""
     job = deadly_job(tmp_path, "exit", rows=200, at=130)
     store = tmp_path / "store"
     service = ol.launch(job, cache=cache, store=str(store))
@@ -151,7 +151,7 @@ def test_a_verdict_behind_the_newest_snapshot_survives_kills_of_the_service(tmp_
     client = service.client()
     step = next(client)
     first = step.index
-    assert first in (16, 17)  # a snapshot may be taken while the client asks for the next step
+    assert 16 <= first < 25  # a snapshot is taken at step 16, or when the planner gets to it
     assert step.order_digest == orders[first]
     assert client.state_dict()["verdicts"] == verdicts
     kill_service(service)  # before its first snapshot
