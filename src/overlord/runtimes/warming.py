@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from overlord.core.image_specs import ImageSpec
 from overlord.core.layout_specs import Layout
 from overlord.core.ragged import Ragged
-from overlord.core.specs import Audio, Chat, Job
+from overlord.core.specs import Audio, Chat, Job, Video
 from overlord.planning.warm import warm_kernels, warm_launch
 from overlord.transforms.chat import loss_in_spans
-from overlord.transforms.images import normalize_patches
+from overlord.transforms.images import normalize_patches, patchify_into
 from overlord.transforms.log_mel import log_mel
 from overlord.transforms.packing_kernels import copy_runs, warm_packing
 from overlord.transforms.positions import mrope_positions
@@ -28,12 +29,18 @@ def warm_job(job: Job, layout: Layout) -> None:
         Ragged(np.ones(2, kind), np.arange(3)).take(np.array([1, 0]))
     if layout.positions != "plain":
         _warm_positions()
+    if any(isinstance(source.sample, (ImageSpec, Video)) for source in job.sources):
+        _warm_patches()
     if layout.pixels == "float32":
         normalize_patches(np.zeros((1, 3), np.uint8), layout.mean, layout.std, 1 / 255, np.empty((1, 3), np.float32))
     if any(isinstance(source.sample, Audio) for source in job.sources):
         log_mel(np.zeros(400, np.float32), mels=8, sample_rate=16000, frames=2)
     if any(isinstance(source.sample, Chat) for source in job.sources):
         _warm_spans()
+
+
+def _warm_patches() -> None:
+    patchify_into(np.zeros((1, 1, 3), np.uint8), 1, 1, np.empty(3, np.uint8))
 
 
 def _warm_positions() -> None:
@@ -52,6 +59,7 @@ def warm_everything() -> None:
     """Compile every kernel there is."""
     warm_kernels()
     warm_packing()
+    _warm_patches()
     _warm_positions()
     normalize_patches(np.zeros((1, 3), np.uint8), (0, 0, 0), (1, 1, 1), 1.0, np.empty((1, 3), np.float32))
     log_mel(np.zeros(400, np.float32), mels=8, sample_rate=16000, frames=2)
