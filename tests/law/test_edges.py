@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import overlord as ol
 from overlord.cli.demo_media import media_job, write_media
+from overlord.testing import digest_service
 
 WORDS = {"<unk>": 0, "<image>": 1, "<vs>": 2, "<ve>": 3, **{f"w{i}": 4 + i for i in range(40)}}
 
@@ -176,3 +178,45 @@ def test_frames_of_a_clip_attend_to_themselves_alone(tmp_path, cache):
 def test_normalisation_needs_finite_numbers():
     with pytest.raises(ol.SpecError, match="mean"):
         ol.Layout(mean=(math.nan, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("placement", ["loader", "constructor"])
+def test_loaders_without_an_image_in_their_run_change_nothing(tmp_path, tokenizer, cache, placement):
+    """A step's rows come from several loaders; those of one may hold no image at all."""
+    images = [[jpeg()] if row % 5 == 4 else [] for row in range(40)]
+    texts = ["w1 <image> w2" if row % 5 == 4 else "w3 w4" for row in range(40)]
+    path = tmp_path / "d.parquet"
+    table = pa.table({"images": pa.array(images, pa.list_(pa.binary())), "text": texts})
+    pq.write_table(table, path, row_group_size=2)
+    sample = ol.Interleaved("images", "text", patch=4, min_pixels=16, max_pixels=256)
+    source = ol.Source("a", str(path), sample=sample, shuffle_bytes=1)
+    job = ol.Job([source], tokenizer=tokenizer, batch=ol.Batch(64, global_samples=8), max_steps=4)
+    found = set()
+    for loaders in (1, 3):
+        options = {"placement": placement, "loaders_per_source": loaders, "runtime": "inline", "cache": cache}
+        with ol.launch(job, **options) as service:
+            found.add(digest_service(service, steps=4))
+            assert service.status()["sources"]["a"]["bad"] == 0
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("layout", [ol.Layout(slicing="contiguous"), ol.Layout(rows="padded"), ol.Layout(block=8)])
+def test_a_plan_made_by_hand_has_the_shape_of_the_layout(tmp_path, cache, layout):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"ids": [1] * n}) for n in range(2, 40)))
+    job = job_of(str(tmp_path / "a.jsonl"), ol.Text("ids", tokenized=True), batch=ol.Batch(64, global_samples=4,
+                 microbatch_tokens=256))  # fmt: skip
+    mesh = ol.ClientPlaceTree(dp=2, cp=2)
+
+    def by_hand(buffer, tree):
+        return ol.plan_raw(buffer, tree, bucket=np.arange(len(buffer)) % tree.dp)
+
+    def by_hand_and_wrong(buffer, tree):
+        return dataclasses.replace(by_hand(buffer, tree), slicing="whole_zigzag")
+
+    with ol.launch(job, runtime="inline", cache=cache, mesh=mesh, layout=layout, strategy=by_hand) as service:
+        plan = service.plan_raw(0)
+        batch = next(service.client(1)).microbatches[0]
+    assert plan.slicing == layout.slicing and bool(plan.row_tokens) == (layout.rows != "packed")
+    assert batch["input_ids"].shape[-1] % layout.block == 0
+    with pytest.raises(ol.PlanError, match="another shape than the layout asks for"):
+        ol.launch(job, runtime="inline", cache=cache, mesh=mesh, layout=layout, strategy=by_hand_and_wrong)

@@ -98,7 +98,7 @@ def write_demo(folder: Path, *, scale: float = 1.0, progress: Progress | None = 
         samples[name] = max(8, round(plan.samples * scale))
         rng = np.random.default_rng([SEED, number])
         corpus += _excerpts(plan.write(folder, samples[name], rng, progress))
-    _train_tokenizer(corpus).save(str(folder / "tokenizer.json"))
+    train_tokenizer(corpus, VOCABULARY, SPECIAL_TOKENS).save(str(folder / "tokenizer.json"))
     if progress is not None:
         progress("tokenizer", 1, 1)
     _write_marker(folder, scale, samples)
@@ -166,13 +166,14 @@ def _complete_demo(folder: Path, scale: float) -> DemoFiles | None:
     return _demo_files(folder, marker["samples"]) if marker.get("files") == _file_sizes(folder) else None
 
 
-def _train_tokenizer(corpus: Iterable[str]) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL_TOKENS[0]))
+def train_tokenizer(corpus: Iterable[str], vocabulary: int, special_tokens: Sequence[str]) -> Tokenizer:
+    """Return a byte-level BPE tokenizer of a corpus; the first special token stands for what is unknown."""
+    tokenizer = Tokenizer(models.BPE(unk_token=special_tokens[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL_TOKENS),
+        vocab_size=vocabulary,
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

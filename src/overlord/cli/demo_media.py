@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from overlord.cli.demo_data import train_tokenizer
 from overlord.cli.demo_text import Writer
 from overlord.core.specs import Audio, Batch, Job, Mixture, Source, Text, Video
 from overlord.errors import SpecError
@@ -63,7 +63,7 @@ def write_media(folder: Path, *, clips: int, sounds: int, seed: int = 0, corrupt
         *_write_clips(folder / "clips", seen, captions[:clips]),
         _write_notes(folder / "notes", notes),
     ]
-    _train_tokenizer([*captions, *notes]).save(str(folder / "tokenizer.json"))
+    train_tokenizer([*captions, *notes], VOCABULARY, SPECIAL_TOKENS).save(str(folder / "tokenizer.json"))
     return [*files, folder / "tokenizer.json"]
 
 
@@ -164,17 +164,3 @@ def _write_notes(folder: Path, notes: Sequence[str]) -> Path:
     path = folder / "notes-000.jsonl"
     path.write_text("".join(json.dumps({"text": note}) + "\n" for note in notes))
     return path
-
-
-def _train_tokenizer(corpus: Sequence[str]) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL_TOKENS[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus, trainer)
-    return tokenizer

@@ -26,7 +26,7 @@ from overlord.readers.source_files import SourceFiles
 from overlord.runtimes.opening import open_sources
 from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.per_sample import SampleTransform, no_seeds
-from overlord.transforms.sample_kinds import make_transform
+from overlord.transforms.sample_kinds import make_transform, reserve_placeholders
 from overlord.transforms.tokenize import TextTokenizer
 
 LISTING_THREADS = 16
@@ -76,8 +76,12 @@ class OpenSource:
 
 
 def load_tokenizer(job: Job) -> TextTokenizer | None:
-    """Return the tokenizer of a job, if it has one."""
-    return TextTokenizer(job.tokenizer) if job.tokenizer else None
+    """Return the tokenizer of a job, if it has one, as a run uses it."""
+    if not job.tokenizer:
+        return None
+    tokenizer = TextTokenizer(job.tokenizer)
+    reserve_placeholders(job, tokenizer)
+    return tokenizer
 
 
 def open_each(job: Job, sources: Sequence[Source], cache: Path, tell: Tell | None) -> list[OpenSource]:

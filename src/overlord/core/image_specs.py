@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pydantic import BeforeValidator, Field, model_validator
 
 from overlord.core.spec_errors import Fault, conflict
-from overlord.core.spec_model import Spec, Word, real, whole
+from overlord.core.spec_model import Spec, Word, real, token, whole
 
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
@@ -22,18 +22,9 @@ _MOST_ASPECT = 200
 """Up to here the smart resize of Qwen-VL is defined: the long side over the short one."""
 
 
-def _as_token(value: object) -> object:
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise Fault(
-        "this must be a token of the tokenizer (text) or its id (0 or more); the places of the image's "
-        'tokens would be unknown. Write image_token="<image>" or the id'
-    )
-
-
-Token = Annotated[str | int, BeforeValidator(_as_token, json_schema_input_type=str | int)]
+Token = Annotated[
+    str | int, token('the places of the image\'s tokens would be unknown. Write image_token="<image>" or the id')
+]
 """A token of the tokenizer, as text or as its id."""
 
 

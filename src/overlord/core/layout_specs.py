@@ -88,10 +88,6 @@ class Layout(Spec):
         """Return what the tokens of a microbatch on one context-parallel rank are a multiple of."""
         return self.block * (tp if self.sequence_parallel else 1)
 
-    def chunks(self, cp: int) -> int:
-        """Return into how many chunks ranks cut what they share."""
-        return 1 if cp == 1 else cp if self.slicing == "contiguous" else 2 * cp
-
     @model_validator(mode="after")
     def _check_together(self) -> Layout:
         for name, values in (("mean", self.mean), ("std", self.std)):

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from overlord.core.image_specs import smart_resize
-from overlord.core.spec_errors import Fault, conflict
-from overlord.core.spec_model import Spec, Word, real, whole
+from overlord.core.spec_errors import conflict
+from overlord.core.spec_model import Spec, Word, real, token, whole
 
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
@@ -24,18 +24,10 @@ _NO_PATCHES = "a frame of no patches has no tokens. Give what the vision encoder
 _NO_FRAMES = "a clip of no frames has no tokens. Give at least one"
 
 
-def _as_token(value: object) -> object:
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise Fault(
-        "this must be a token of the tokenizer (text) or its id (0 or more); the place of a sound or clip in the "
-        'text would be unknown. Write a token such as "<|AUDIO|>", or its id'
-    )
-
-
-_Token = Annotated[str | int, BeforeValidator(_as_token, json_schema_input_type=str | int)]
+_Token = Annotated[
+    str | int,
+    token('the place of a sound or clip in the text would be unknown. Write a token such as "<|AUDIO|>", or its id'),
+]
 
 
 class Audio(Spec):

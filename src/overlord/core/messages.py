@@ -101,7 +101,7 @@ class Media:
             kind=parts[0].kind,
             rows=offsets_of(counts),
             begin=np.concatenate([part.begin + at for part, at in zip(parts, lead, strict=False)]),
-            encoded=parts[0].encoded,
+            encoded=any(part.encoded for part in parts if len(part.start)),  # a run without items tells nothing
             **columns,
         )
 

@@ -204,6 +204,18 @@ def whole(low: int | None, why: str, *, example: str = "") -> BeforeValidator:
     return BeforeValidator(check, json_schema_input_type=Annotated[int, Field(ge=low)])
 
 
+def token(why: str) -> BeforeValidator:
+    """Check a token of the tokenizer, as text or as its id; `why` says what another value would cause."""
+
+    def check(value: object) -> object:
+        whole_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if whole_id or (isinstance(value, str) and value):
+            return value
+        raise Fault(f"this must be a token of the tokenizer (text) or its id (0 or more); {why}")
+
+    return BeforeValidator(check, json_schema_input_type=str | int)
+
+
 def real(low: float, high: float, why: str) -> BeforeValidator:
     """Check a finite number low <= x <= high; `why` says what another one would cause."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -44,13 +44,8 @@ class TorchBatch(KeyedBatch):
     def __init__(self, batch: Batch) -> None:
         # One copy out of shared memory: tensors may be written to, and the shared segment is free again.
         self._values = {k: torch.tensor(v) if isinstance(v, np.ndarray) else v for k, v in batch.items()}
-        self._keys_of_chunk = batch.keys_of_chunk
+        self._facts = batch.facts
         self.meta = TorchMeta(batch.meta)
-
-    @property
-    def keys_of_chunk(self) -> Callable[[int], list[str]]:
-        """A function from a model chunk to the keys it needs."""
-        return self._keys_of_chunk
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TorchBatch:
         """Move the tensors to a device; return this batch."""

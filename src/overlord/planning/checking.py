@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from overlord.core.draw import Buffer, Pieces, context_pieces
+from overlord.core.draw import Buffer, Limits, Pieces, context_pieces
+from overlord.core.layout_specs import shape_of
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import PLAIN
@@ -76,7 +77,7 @@ def check_plan(plan: LoadingPlan, buffer: Buffer, tree: ClientPlaceTree, name: s
         if plan.modality != "tokens":
             raise _Wrong("it is a plan of images", "Return a plan of tokens, or {'backbone': .., 'encoder': ..}")
         _check_form(plan)
-        _check_mesh(plan, tree)
+        _check_mesh(plan, tree, buffer.limits)
         _check_pieces(plan, buffer.draw.meta["tokens"], buffer)
         if plan.cp_sizes is not None or plan.first_ranks is not None:
             _check_blocks(plan)
@@ -132,7 +133,7 @@ def _check_form(plan: LoadingPlan) -> None:
             raise _Wrong("its counts leave out microbatches that hold pieces", remedy)
 
 
-def _check_mesh(plan: LoadingPlan, tree: ClientPlaceTree) -> None:
+def _check_mesh(plan: LoadingPlan, tree: ClientPlaceTree, limits: Limits) -> None:
     if plan.axis not in SPLIT_AXES or plan.num_buckets != tree.num_buckets(plan.axis):
         raise _Wrong(
             f"it has {plan.num_buckets} buckets over {plan.axis}, which the mesh {tree} does not have",
@@ -144,6 +145,10 @@ def _check_mesh(plan: LoadingPlan, tree: ClientPlaceTree) -> None:
     for axis in plan.broadcast:
         if axis not in ("TP", "CP", "DP") or axis in split:
             raise _Wrong(f"broadcast along {axis!r} would leave ranks without their samples", "Broadcast along TP")
+    shape = {"slicing": "zigzag", "bin_multiple": 1, "row_tokens": 0} | shape_of(limits, tree, plan.axis)
+    if {name: getattr(plan, name) for name in shape} != shape:
+        raise _Wrong("its microbatches have another shape than the layout asks for", "Make plans by graph.plan() or "
+                     "ol.plan_raw()")  # fmt: skip
     zigzag = plan.slicing == "zigzag" and not plan.row_tokens
     if zigzag and plan.axis != "CP" and tree.cp > 1 and plan.pad_multiple % (2 * tree.cp):
         raise _Wrong(

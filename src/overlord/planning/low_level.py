@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.draw import Buffer, Draw, Limits, Pieces, cut_pieces
+from overlord.core.draw import Buffer, Draw, Limits, Pieces, context_pieces
+from overlord.core.layout_specs import piece_multiple, shape_of
 from overlord.core.messages import LoaderOrder
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, lay_out
@@ -97,7 +98,7 @@ def plan_raw(
     broadcast = (broadcast,) if isinstance(broadcast, str) else broadcast
     if not isinstance(broadcast, Sequence) or not all(isinstance(name, str) for name in broadcast):
         raise SpecError(f"plan_raw: broadcast is {broadcast!r:.80}, not a list of axes. Write broadcast=('TP',).")
-    pieces = cut_pieces(buffer.meta["tokens"], buffer.limits.context_length)
+    pieces = context_pieces(buffer)
     buckets = _for_pieces("bucket", bucket, buffer, pieces, tree.num_buckets(axis))
     given = np.zeros(len(buffer), np.int64) if microbatch is None else microbatch
     # More microbatches than pieces would be empty ones; as many as somebody mistyped would not fit memory.
@@ -108,11 +109,12 @@ def plan_raw(
             f"plan_raw: microbatch {int(microbatches.max())} is asked for, and batch.microbatches is {count}; its "
             "samples would be lost. Use 0 to one less."
         )
-    multiple = 2 * tree.cp if tree.cp > 1 else 1
+    multiple = 1 if buffer.limits.row_tokens else piece_multiple(buffer.limits.slicing, tree.cp)
     places = buckets * count + microbatches
     plan = lay_out(buffer.draw, pieces, places, tree.num_buckets(axis), count, pad_multiple=multiple)
     chosen = tuple(sorted({name.upper() for name in broadcast}))
-    plan = dataclasses.replace(plan, axis=axis.upper(), broadcast=chosen)
+    shape = shape_of(buffer.limits, tree, axis.upper())
+    plan = dataclasses.replace(plan, axis=axis.upper(), broadcast=chosen, **shape)
     check_plan(plan, buffer, tree, "plan_raw")
     return plan
 

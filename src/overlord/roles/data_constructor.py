@@ -109,6 +109,11 @@ class DataConstructor:
         most = max((int(counts[bucket]) for bucket in buckets), default=0)
         return encoded + [(bucket, m) for m in range(most) for bucket in buckets if m < counts[bucket]]
 
+    def wanted_by(self, ranks: Collection[int], plan: LoadingPlan) -> Callable[[int, int], bool]:
+        """Return a function that tells whether some ranks fetch a (bucket, microbatch), without listing them all."""
+        buckets = {self.bucket_of(rank, plan) for rank in ranks if self.fetches(rank, plan)}
+        return lambda bucket, microbatch: bucket in (ranks if microbatch == ENCODER else buckets)
+
     def bin_of(self, rank: int, plan: LoadingPlan, microbatch: int) -> tuple[int, int] | None:
         """Return the (bucket, microbatch) that holds a rank's view; None where it has none."""
         if microbatch == ENCODER:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -116,6 +116,8 @@ class KeyedBatch(Mapping[str, Any]):
     """What batches of arrays and of tensors share: a mapping of keys, as a model takes them."""
 
     _values: dict[str, Any]
+    _facts: Mapping[str, int]
+    """Numbers about the rank and its microbatch."""
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
@@ -130,14 +132,17 @@ class KeyedBatch(Mapping[str, Any]):
         shapes = ", ".join(f"{k}{list(v.shape) if hasattr(v, 'shape') else '=' + str(v)}" for k, v in self.items())
         return f"{type(self).__name__}({shapes})"
 
-    @property
-    def keys_of_chunk(self) -> Callable[[int], list[str]]:
-        """A function from a model chunk to the keys it needs; it holds no array."""
-        raise NotImplementedError
-
     def chunk(self, number: int) -> dict[str, Any]:
         """Return what one model chunk of a virtual pipeline needs: the first embeds, the last computes the loss."""
-        return {key: self[key] for key in self.keys_of_chunk(number)}
+        facts = self._facts
+        stage = Stage(facts.get("pp_rank", 0), facts.get("pp", 1), number, facts.get("vpp", 1))
+        if not 0 <= number < stage.vpp:
+            raise SpecError(
+                f"chunk: {number} is none of the {stage.vpp} model chunks of a rank; it would get no data. Give the "
+                "mesh its vpp=, and use 0 to vpp - 1."
+            )
+        mtp, rotary = bool(facts.get("mtp", 0)), bool(facts.get("rotary", 1))
+        return {key: value for key, value in self.items() if needs(stage, key, mtp=mtp, rotary=rotary)}
 
     def pair(self) -> tuple[dict[str, Any], Any]:
         """Return (inputs, labels), as torchtitan's trainer takes a batch."""
@@ -167,9 +172,9 @@ class Batch(KeyedBatch):
         return sum(v.nbytes for v in self.values() if isinstance(v, np.ndarray))
 
     @property
-    def keys_of_chunk(self) -> Callable[[int], list[str]]:
-        """A function from a model chunk to the keys it needs; it holds no array."""
-        return partial(_keys_of_chunk, dict(self._facts), tuple(self))
+    def facts(self) -> Mapping[str, int]:
+        """Numbers about the rank and its microbatch."""
+        return self._facts
 
     def digest(self) -> str:
         """Return the content digest: keys, types, shapes and bytes; and where images go that are encoded elsewhere."""
@@ -184,17 +189,6 @@ class Batch(KeyedBatch):
             else:
                 digest.update(f"{key} {value}".encode())
         return digest.hexdigest()
-
-
-def _keys_of_chunk(facts: Mapping[str, int], keys: tuple[str, ...], number: int) -> list[str]:
-    stage = Stage(facts.get("pp_rank", 0), facts.get("pp", 1), number, facts.get("vpp", 1))
-    if not 0 <= number < stage.vpp:
-        raise SpecError(
-            f"chunk: {number} is none of the {stage.vpp} model chunks of a rank; it would get no data. Give the "
-            "mesh its vpp=, and use 0 to vpp - 1."
-        )
-    mtp, rotary = bool(facts.get("mtp", 0)), bool(facts.get("rotary", 1))
-    return [key for key in keys if needs(stage, key, mtp=mtp, rotary=rotary)]
 
 
 class Microbatches(Sequence[Batch]):

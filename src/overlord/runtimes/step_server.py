@@ -188,9 +188,9 @@ class StepServer:
 
     def _drop_unwanted(self) -> None:
         wanted = self._wanted_steps()
-        plans, bins_of = self._plans, self._roles.constructor.bins_of
-        bins = {step: set(bins_of(ranks, plans[step])) for step, ranks in wanted.items() if step in plans}
-        for key in [k for k in self._built if k[1:] not in bins.get(k[0], ())]:
+        plans, wanted_by = self._plans, self._roles.constructor.wanted_by
+        needed = {step: wanted_by(ranks, plans[step]) for step, ranks in wanted.items() if step in plans}
+        for key in [k for k in self._built if k[0] not in needed or not needed[k[0]](*k[1:])]:
             self._arena.release(self._built.pop(key).segment.number)
         for step in [s for s in self._samples if s not in wanted]:
             del self._samples[step]

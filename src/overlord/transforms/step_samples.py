@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,9 +22,6 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 KINDS = ("image", "video", "audio")
-
-TellFault = Callable[[int, int, str], None]
-"""Told (drawn sample, its source, reason) of an item that does not decode."""
 
 
 @dataclass(frozen=True, slots=True)
