@@ -168,6 +168,46 @@ BENCHMARKS = (
         quick=("--quick",),
         limit_of="loader_kb_per_sample",
     ),
+    Benchmark(
+        "fetch",
+        what="a client's wait for a prefetched step of 8 MB, until all of it is in its own memory; the figure is the "
+        "worse of `local` and `ray`",
+        against="one copy of as many bytes out of warm shared memory, taken beside every wait; and an actor of Ray that "
+        "returns 8 MB, called when needed or three ahead",
+        figure="ratio",
+        bar="bar",
+        at_least=False,
+        unit="×",
+        plot_title="Wait for a prefetched step of 8 MB",
+        plot_unit="× one copy out of shared memory",
+        plotted=(
+            ("overlord, local", "ratio_local", ""),
+            ("overlord, ray", "ratio_ray", ""),
+            ("Ray actor, called ahead", "ratio_actor_return_ahead", ""),
+            ("Ray actor", "ratio_actor_return", ""),
+        ),
+        quick=("--steps", "3", "--rounds", "1"),
+    ),
+    Benchmark(
+        "startup",
+        what="memory of a `ray` service with one actor a source, 64 sources: launch to the first batch, all processes",
+        against="ours, which has one loader host for all sources; the figure is how many times as much the former needs",
+        figure="memory_ratio",
+        bar="bar",
+        at_least=True,
+        unit="×",
+        plot_title="Memory of a service at its first batch",
+        plot_unit="MB, all processes, Ray's own included",
+        plotted=(
+            ("16 sources", "mb_16", ""),
+            ("64 sources", "mb_64", ""),
+            ("306 sources", "mb_306", ""),
+            ("16 sources, an actor each", "mb_16_actor_a_source", ""),
+            ("64 sources, an actor each", "mb_64_actor_a_source", ""),
+        ),
+        quick=("--quick",),
+        limit_of="mb_64",
+    ),
 )
 
 

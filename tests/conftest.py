@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +23,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True)
 settings.load_profile("dev")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that starts many services is slow where each of them takes seconds."""
+    for item in items:
+        if item.get_closest_marker("ray") and item.get_closest_marker("slow_on_ray"):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -62,3 +73,34 @@ def ids_job(tmp_path_factory: pytest.TempPathFactory) -> ol.Job:
         overlength="split",
         seed=3,
     )
+
+
+@pytest.fixture(scope="session")
+def ray_address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a Ray cluster of three nodes, which all processes of this test run share."""
+    workers = "PYTEST_XDIST_WORKER" in os.environ
+    folder = tmp_path_factory.getbasetemp().parent if workers else tmp_path_factory.getbasetemp()
+    owner = os.getppid() if workers else os.getpid()
+    file = folder / f"ray-address-{owner}"
+    try:
+        (folder / f"ray-started-{owner}").touch(exist_ok=False)
+        command = [sys.executable, str(Path(__file__).parent / "ray_nodes.py"), str(owner), str(file)]
+        with (folder / f"ray-{owner}.log").open("wb") as log:
+            subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True
+            ).returncode = 0  # it ends by itself
+    except FileExistsError:
+        pass  # another worker starts it
+    for _ in range(600):
+        if file.exists():
+            return file.read_text()
+        time.sleep(0.2)
+    raise RuntimeError(f"the Ray cluster did not start: {(folder / f'ray-{owner}.log').read_text()[-2000:]}")
+
+
+@pytest.fixture(params=["inline", "local", pytest.param("ray", marks=pytest.mark.ray)])
+def where(request: pytest.FixtureRequest) -> dict[str, str]:
+    """On which runtime a test runs, as `launch` takes it: one suite for all of them."""
+    if request.param != "ray":
+        return {"runtime": request.param}
+    return {"runtime": "ray", "address": request.getfixturevalue("ray_address")}

@@ -86,6 +86,7 @@ def test_pure_floors_are_pure_and_engines_stay_in_runtimes(path):
         assert not tops & IMPURE - allowed
     if here in ("core", "planning", "scaling", "readers", "transforms", "stores", "roles"):
         assert "ray" not in tops
+    assert "ray" not in tops or path.name == "ray_cluster.py", "one file knows Ray"
     if here == "roles":
         assert not tops & ENGINE
     if here != "integrations":
@@ -100,7 +101,8 @@ def test_modules_say_what_they_hold_and_stay_small(path):
     assert path.stem not in ("utils", "common", "helpers", "misc", "base")
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno - node.lineno <= 75, f"{node.name} is too long"
+            told = node.body[0].end_lineno - node.lineno if ast.get_docstring(node) else 0  # words are not code
+            assert node.end_lineno - node.lineno - told <= 75, f"{node.name} is too long"
         if isinstance(node, ast.ClassDef):
             assert node.end_lineno - node.lineno <= 320, f"{node.name} is too long"
             assert not re.search(r"(Manager|Helper|Impl|Mixin)$|^(Base|Default)[A-Z]", node.name)
@@ -114,7 +116,8 @@ def test_nothing_read_is_evaluated_or_unpickled():
         assert "import pickle" not in text, path
         assert not re.search(r"(?<![\w.])eval\(|(?<![\w.])exec\(|yaml\.load\(", text), path
         if "cloudpickle.loads" in text:
-            assert path.name in ("local_service.py", "worker_main.py"), "code goes from the launcher to its own roles"
+            launched = ("local_service.py", "worker_main.py", "cluster_roles.py", "ray_cluster.py")
+            assert path.name in launched, "code goes from the launcher to its own roles"
 
 
 def test_the_papers_words_are_files():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,22 +21,28 @@ from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.inputs import FIXED_WHILE_RUNNING
 from overlord.roles.placement import PLACEMENTS, Placement
+from overlord.runtimes.cluster_placement import ClusterOptions
 from overlord.runtimes.deployment import LaunchOptions, canonical
 from overlord.runtimes.inline import InlineService
-from overlord.runtimes.local import LocalService, connect_local
+from overlord.runtimes.local import connect_local
 from overlord.runtimes.opening import Progress
+from overlord.runtimes.service_process import ServiceProcess
 from overlord.runtimes.shapes import limits_of
 from overlord.stores.checkpoints import CheckpointFolder
 
 DEFAULT_CACHE = "~/.cache/overlord"
+LOADER_CPUS = 2
+"""Threads of a loader host of a cluster, and the CPUs it reserves."""
+RAY_CLOSE_S = 60.0
+"""How long the end of a cluster service may take."""
 
-_RUNTIMES: dict[str, type[InlineService] | type[LocalService]] = {"local": LocalService, "inline": InlineService}
+Runtime = Literal["local", "ray", "inline"]
 
 
 class Service:
     """A running data service. Close it, or use it as a context manager."""
 
-    def __init__(self, runtime: InlineService | LocalService, mesh: ClientPlaceTree, limits: Limits) -> None:
+    def __init__(self, runtime: InlineService | ServiceProcess, mesh: ClientPlaceTree, limits: Limits) -> None:
         self._runtime = runtime
         self._limits = limits
         self.mesh = mesh
@@ -102,12 +109,15 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     *,
     mesh: ClientPlaceTree | None = None,
     strategy: Strategy | None = None,
-    runtime: Literal["local", "inline"] = "local",
+    runtime: Runtime = "local",
     layout: Keys | Layout = "hf",
     placement: Placement = "auto",
     prefetch: int = 2,
     loaders_per_source: int = 1,
     threads: int | None = None,
+    address: str | None = None,
+    ranks_per_host: int | None = None,
+    loader_hosts: int | Literal["per_source"] | None = None,
     budget: int = 512 << 20,
     store: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
@@ -123,6 +133,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         strategy: Where samples go: one of `ol.strategies`, or a function (buffer, tree) -> plan. By default
             `ol.strategies.backbone_balance()`.
         runtime: "local": one service process, trainers attach from any process of this host.
+            "ray": the roles spread over the hosts of a Ray cluster, trainers attach on their own host and need no ray.
             "inline": everything in this process, single-threaded, for tests and debugging.
         layout: The keys and shapes of a batch: "hf" (what Hugging Face models take), "megatron", "torchtitan", or an
             `ol.Layout` with padding, slicing, alignment and positions.
@@ -130,7 +141,12 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
             hand-over), or "auto", where fewer bytes travel. It never changes the stream.
         prefetch: Steps built ahead of each trainer.
         loaders_per_source: SourceLoaders that share the groups of each source.
-        threads: Threads for decoding (default: one per core of this host).
+        threads: Threads for decoding (default: one per core of this host; of each loader host of a cluster: 2).
+        address: The Ray cluster to attach to, such as "auto" or "10.0.0.1:6379" (default: one is started here).
+        ranks_per_host: Trainer processes of one host of the cluster, as torchrun's --nproc-per-node (default: what the
+            hosts' accelerators say, else all on this host).
+        loader_hosts: Processes of the cluster that the sources are dealt to (default: one for each trainer host), or
+            "per_source".
         budget: Bytes of samples and views held ahead of the trainers.
         store: Folder for the journal and snapshots (default: a temporary one).
         cache: Folder for the indices of files.
@@ -159,18 +175,19 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     _check_folders(store=store, cache=cache)
     _step("launch: skip_steps", skip_steps)
     _check_word("placement", placement, PLACEMENTS, "nobody would decode")
-    _check_word("runtime", runtime, tuple(_RUNTIMES), "nothing could run")
+    _check_word("runtime", runtime, get_args(Runtime), "nothing could run")
+    cluster = _cluster_of(runtime, address, ranks_per_host, loader_hosts)
     chosen = _layout_of(layout)
     tree = mesh or ClientPlaceTree()
     options = LaunchOptions(
         mesh=tree, prefetch=int(prefetch), loaders_per_source=int(loaders_per_source),
-        threads=int(threads or os.cpu_count() or 1), budget_bytes=int(budget),
+        threads=int(threads or (LOADER_CPUS if cluster else os.cpu_count()) or 1), budget_bytes=int(budget),
         store=None if store is None else str(Path(store).absolute()),
         cache=str(Path(cache).expanduser().absolute()),
         state=_resolve_state(state, store), latest=isinstance(state, str),
-        strategy=strategy, skip_steps=int(skip_steps), layout=chosen, placement=placement,
+        strategy=strategy, skip_steps=int(skip_steps), layout=chosen, placement=placement, cluster=cluster,
     )  # fmt: skip
-    return Service(_RUNTIMES[runtime](job, options, progress), tree, limits_of(canonical(job), chosen, tree))
+    return Service(_start(runtime, job, options, progress), tree, limits_of(canonical(job), chosen, tree))
 
 
 def connect(address: str, rank: int) -> Client:
@@ -181,6 +198,42 @@ def connect(address: str, rank: int) -> Client:
         rank: The trainer's global rank in the service's mesh.
     """
     return connect_local(address, rank)
+
+
+def _start(runtime: str, job: Job, options: LaunchOptions, progress: Progress | None) -> InlineService | ServiceProcess:
+    if runtime == "inline":
+        return InlineService(job, options, progress)
+    if runtime == "ray":
+        if importlib.util.find_spec("ray") is None:
+            raise SpecError(
+                "launch: runtime is 'ray', and Ray is not installed; nothing could run. Install it with "
+                "`pip install 'overlord-data[ray]'`, or use runtime='local' on one host."
+            )
+        return ServiceProcess("overlord.runtimes.ray_cluster", job, options, progress, close_s=RAY_CLOSE_S)
+    return ServiceProcess("overlord.runtimes.local_service", job, options, progress)
+
+
+def _cluster_of(runtime: str, address: object, ranks_per_host: object, loader_hosts: object) -> ClusterOptions | None:
+    given = {"address": address, "ranks_per_host": ranks_per_host, "loader_hosts": loader_hosts}
+    if runtime != "ray":
+        for name, value in given.items():
+            if value is not None:
+                raise SpecError(
+                    f"launch: {name} is {value!r:.80} and runtime is {runtime!r}, which has no cluster; it would have "
+                    "no effect. Use runtime='ray', or leave it out."
+                )
+        return None
+    if address is not None and (not isinstance(address, str) or not address):
+        raise SpecError(f"launch: address is {address!r:.80}, not a Ray cluster's. Give 'auto' or 'host:port'.")
+    for name in ("ranks_per_host", "loader_hosts"):
+        value = given[name]
+        if value is not None and not (name == "loader_hosts" and value == "per_source"):
+            _check_numbers(**{name: cast("int", value)})
+    return ClusterOptions(
+        address=address,
+        ranks_per_host=cast("int | None", ranks_per_host),
+        loader_hosts=cast("int | None", loader_hosts),
+    )
 
 
 def _check_job(job: object, mesh: object, strategy: object) -> None:

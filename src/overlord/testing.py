@@ -15,7 +15,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import chain_digest
 from overlord.core.samples import SampleId
 from overlord.core.specs import Job
-from overlord.session import DEFAULT_CACHE, Service, launch
+from overlord.session import DEFAULT_CACHE, Runtime, Service, launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,13 @@ def stream_digests(
     *,
     mesh: ClientPlaceTree | None = None,
     steps: int,
-    runtime: Literal["local", "inline"] = "inline",
+    runtime: Runtime = "inline",
     prefetch: int = 2,
     loaders_per_source: int = 1,
     threads: int | None = None,
+    address: str | None = None,
+    ranks_per_host: int | None = None,
+    loader_hosts: int | Literal["per_source"] | None = None,
     state: Mapping[str, Any] | None = None,
     cache: str = DEFAULT_CACHE,
 ) -> StreamDigests:
@@ -81,6 +84,9 @@ def stream_digests(
         prefetch=prefetch,
         loaders_per_source=loaders_per_source,
         threads=threads,
+        address=address,
+        ranks_per_host=ranks_per_host,
+        loader_hosts=loader_hosts,
         state=state,
         cache=cache,
     ) as service:
@@ -92,11 +98,12 @@ def assert_resumes_anywhere(
     *,
     steps: int,
     mesh: ClientPlaceTree | None = None,
-    runtime: Literal["local", "inline"] = "inline",
+    runtime: Runtime = "inline",
+    address: str | None = None,
     cache: str = DEFAULT_CACHE,
 ) -> None:
     """Take the state before every step, restore each, and check that the rest of the stream is identical."""
-    with launch(job, mesh=mesh, runtime=runtime, cache=cache) as service:
+    with launch(job, mesh=mesh, runtime=runtime, address=address, cache=cache) as service:
         client = service.client(rank=0)
         states = [client.state_dict()]
         expected: list[tuple[str, list[str]]] = []
@@ -106,7 +113,7 @@ def assert_resumes_anywhere(
             if len(expected) == steps:
                 break
     for at, state in enumerate(states[: len(expected)]):
-        with launch(job, mesh=mesh, runtime=runtime, state=state, cache=cache) as service:
+        with launch(job, mesh=mesh, runtime=runtime, address=address, state=state, cache=cache) as service:
             found: list[tuple[str, list[str]]] = []
             for step in service.client(rank=0):
                 found.append((step.plan_digest, [batch.digest() for batch in step.microbatches]))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import overlord as ol
-from overlord.cli.job_files import LaunchOptions, dump_job_yaml
+from overlord.cli.job_files import LaunchOptions, dump_job_yaml, load_job_file
 from overlord.cli.main import app
+from overlord.cli.options import ServedRuntime, where_of
+from overlord.cli.running import MemoryWatch, Where, processes_of
 
 
 def call(*arguments: object) -> Any:
@@ -123,6 +128,116 @@ def test_resume_goes_on_from_the_newest_snapshot(job_file: Path, tmp_path: Path)
     assert "Resumed at step 16" in rest["notes"][0]
 
 
+@pytest.mark.parametrize("of", ["client", "DataLoader"])
+def test_a_state_file_goes_on_where_the_checkpoint_is(of: str, job_file: Path, tmp_path: Path, cache: str) -> None:
+    """Not where the store is, which is ahead of it."""
+    run = ("run", job_file, "--runtime", "inline", "--store", tmp_path / "store")
+    whole = result_of(*run, "--steps", 8)
+    with ol.launch(load_job_file(job_file).job, runtime="inline", cache=cache) as service:
+        client = service.client(0)
+        for _ in range(6):
+            next(client)
+        saved = client.state_dict()
+    (tmp_path / "state.json").write_text(json.dumps(saved if of == "client" else {"stream": json.dumps(saved)}))
+    rest = result_of(*run, "--steps", 3, "--state", tmp_path / "state.json")
+    step = saved["step"]
+    assert [one["index"] for one in rest["per_step"]] == [step, step + 1, step + 2]
+    assert rest["realised_per_step"][: 8 - step] == whole["realised_per_step"][step:]
+    assert f"what lies behind step {step} is set aside there" in rest["notes"][0]
+    assert rest["notes"][1] == f"Resumed at step {step} from the state that --state gave."
+
+
+def test_a_state_of_a_stream_that_has_not_begun_begins_it(job_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"stream": "null"}))
+    found = result_of("run", job_file, "--runtime", "inline", "--steps", 1, "--state", tmp_path / "state.json")
+    assert [one["index"] for one in found["per_step"]] == [0]
+    assert found["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        ("[1]", [], "[1] is not a state of overlord"),
+        ('{"stream": [1]}', [], "this is not JSON"),
+        ('{"stream": "{}"}', [], "{} is not a state of overlord"),
+        ('{"version": 0, "step": 3}', [], "the state has version 0"),
+        ('{"version": 1, "step": "3"}', [], "is not a state of overlord"),
+        ('{"version": 1, "step": 3}', ["--resume", "--store", "s"], "--resume and --state were both given"),
+    ],
+)
+def test_a_file_that_is_no_state_is_refused(
+    text: str, more: list[str], message: str, job_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "state.json").write_text(text)
+    outcome = call("run", job_file, "--runtime", "inline", "--state", tmp_path / "state.json", *more)
+    assert outcome.exit_code == 2
+    assert message in outcome.stderr
+
+
+def test_what_a_file_says_of_a_cluster_waits_for_a_run_on_it(ids_job: ol.Job, tmp_path: Path) -> None:
+    launch = LaunchOptions(runtime="ray", address="10.0.0.1:6379", ranks_per_host=8, loader_hosts="per_source")
+    path = tmp_path / "job.yaml"
+    path.write_text(dump_job_yaml(ids_job, launch))
+    assert load_job_file(path).launch == launch
+    assert result_of("run", path, "--runtime", "inline", "--steps", 1)["runtime"] == "inline"
+    assert where_of(launch, None, None, None, "3") == Where(
+        runtime="ray", address="10.0.0.1:6379", ranks_per_host=8, loader_hosts=3
+    )
+    assert where_of(launch, ServedRuntime.local, None, None, None) == Where()
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ("{ranks_per_host: 8}", "ranks_per_host: 8 is given and runtime is 'local', which has no cluster"),
+        ("{runtime: inline, address: auto}", "address: 'auto' is given and runtime is 'inline'"),
+        (
+            "{runtime: ray, loader_hosts: 0}",
+            "loader_hosts is 0: this must be a whole number of at least 1, or per_source",
+        ),
+        ("{runtime: ray, ranks_per_host: 0}", "ranks_per_host is 0: this must be at least 1"),
+        ("{runtime: rai}", "runtime is 'rai'"),
+        ("{threads: 0}", "threads is 0: this must be at least 1"),
+    ],
+)
+def test_a_wrong_cluster_in_a_file_is_told_with_its_line(
+    launch: str, message: str, ids_job: ol.Job, tmp_path: Path
+) -> None:
+    path = tmp_path / "job.yaml"
+    job = dump_job_yaml(ids_job).partition("launch:\n")[0]
+    path.write_text(f"{job}launch: {launch}\n")
+    outcome = call("run", path)
+    assert outcome.exit_code == 2
+    assert f"job.yaml:{job.count(chr(10)) + 1}: launch: {message}" in outcome.stderr
+
+
+def test_a_service_in_this_process_is_not_served(ids_job: ol.Job, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(dump_job_yaml(ids_job, LaunchOptions(runtime="inline")))
+    outcome = call("serve", path)
+    assert outcome.exit_code == 2
+    assert "launch.runtime is 'inline', and no other process can attach" in outcome.stderr
+
+
+def test_memory_is_that_of_all_processes_here() -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        placed = [
+            {"role": "planner", "host": socket.gethostname(), "pid": other.pid},
+            {"role": "loader host 0", "host": "elsewhere", "pid": 1},
+        ]
+        status = {"pid": other.pid, "ray": {"placement": placed}}
+        assert processes_of(status, {7}) == {os.getpid(), other.pid, 7}
+        assert processes_of({"pid": other.pid}, {7}) == {os.getpid(), other.pid}
+        small, both = MemoryWatch({other.pid}), MemoryWatch({os.getpid(), other.pid, 1 << 30})
+        for watch in (small, both):
+            watch.look(now=True)
+        assert 0 < small.peak < both.peak
+        other.kill()
+    both.peak = 0
+    both.look(now=True)  # one that is gone takes nothing from the others
+    assert both.peak > 0
+
+
 def test_what_a_python_job_prints_stays_out_of_the_result(ids_job: ol.Job, tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     lines = [
@@ -153,6 +268,16 @@ def test_what_a_python_job_prints_stays_out_of_the_result(ids_job: ol.Job, tmp_p
         (["run", "{job}", "--mesh", "cp=3"], "not a multiple of 6"),
         (["run", "{job}", "--prefetch", "0"], "prefetch is 0"),
         (["run", "{job}", "--loaders", "0"], "loaders_per_source is 0"),
+        (["run", "{job}", "--threads", "0"], "threads is 0"),
+        (["run", "{job}", "--address", "auto"], "--address is 'auto' and the runtime is 'inline'"),
+        (["run", "{job}", "--ranks-per-host", "2"], "--ranks-per-host is 2 and the runtime is 'inline'"),
+        (["serve", "{job}", "--loader-hosts", "2"], "--loader-hosts is '2' and the runtime is 'local'"),
+        (["serve", "{job}", "--runtime", "ray", "--ranks-per-host", "0"], "--ranks-per-host is 0; no host would"),
+        (["serve", "{job}", "--runtime", "ray", "--loader-hosts", "all"], "--loader-hosts is 'all': this must be a"),
+        (["serve", "{job}", "--runtime", "ray", "--address", ""], "--address is empty"),
+        (["run", "{job}", "--state", "{folder}/none.json"], "--state {folder}/none.json: there is no such file"),
+        (["serve", "{job}", "--state", "{folder}"], "--state {folder}: it cannot be read"),
+        (["serve", "{job}", "--state", "{job}"], "this is not JSON"),
         (["run", "{job}", "--resume"], "--resume was given without a store"),
         (["run", "{job}", "--resume", "--store", "{folder}/empty"], "holds no snapshot"),
         (["run", "{job}", "--store", "/dev/null/x"], "the folder cannot be made"),
@@ -175,6 +300,7 @@ def test_wrong_input_is_one_paragraph_and_exit_code_2(
     arguments: list[str], message: str, job_file: Path, tmp_path: Path
 ) -> None:
     filled = [part.format(job=job_file, folder=tmp_path) for part in arguments]
+    message = message.format(folder=tmp_path)
     if filled[0] == "run":
         filled += ["--runtime", "inline"]
     outcome = call(*filled, "--json")
@@ -208,7 +334,7 @@ def test_a_wrong_job_file_is_told_by_every_command(
 
 
 def test_usage_errors_keep_exit_code_2(job_file: Path) -> None:
-    for arguments in (["run"], ["run", job_file, "--steps", "0"], ["run", job_file, "--runtime", "ray"], ["nosuch"]):
+    for arguments in (["run"], ["run", job_file, "--steps", "0"], ["run", job_file, "--runtime", "rai"], ["nosuch"]):
         outcome = call(*arguments)
         assert outcome.exit_code == 2
         assert outcome.stdout == ""

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import overlord as ol
 from overlord.cli.job_files import LaunchOptions, dump_job_yaml
 from overlord.cli.main import app
-from overlord.cli.serving import _on_sigterm, status_tables
+from overlord.cli.output import Screen
+from overlord.cli.running import RunOptions
+from overlord.cli.serving import _on_sigterm, announcement, serve_until_stopped, status_tables
 
 Serve = Callable[..., tuple["subprocess.Popen[str]", dict[str, Any]]]
 
@@ -102,3 +108,132 @@ def test_a_service_that_dies_is_told(serve: Serve) -> None:
 def test_a_service_without_clients_shows_its_sources_only(ids_job: ol.Job, cache: str) -> None:
     with ol.launch(ids_job, runtime="inline", cache=cache) as service:
         assert len(status_tables(service.status())) == 1
+
+
+class _Stuck:
+    """A service that is too busy to answer."""
+
+    address = "unix:///nowhere"
+
+    def status(self) -> dict[str, Any]:
+        time.sleep(60)
+        raise AssertionError("nobody waits for this")
+
+
+def test_a_service_that_does_not_answer_can_be_ended() -> None:
+    began = time.monotonic()
+    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM))
+    serve_until_stopped(_Stuck(), Screen(as_json=True), None, timer.start)  # type: ignore[arg-type]
+    assert time.monotonic() - began < 20
+
+
+# A service on a cluster.
+
+
+@pytest.fixture
+def cluster_status(ids_job: ol.Job, cache: str) -> dict[str, Any]:
+    """The status of a service, with what a cluster of two trainer hosts and a CPU host adds."""
+    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=16), runtime="inline", cache=cache) as service:
+        next(service.client(0))
+        status = service.status()
+    own = {"memory": 1e12, "object_store_memory": 2e11, "node:10.0.0.1": 1.0, "accelerator_type:H200": 1.0}
+    trainer = own | {"CPU": 96.0, "GPU": 8.0, "overlord_trainer": 1.0}
+    first = status["planner"]["first_step"]
+    status["planner"] |= {
+        "next_step": first + 4,
+        "traffic": {"plans": 2, "plan_bytes": 3000, "metadata_bytes": 8000, "other_bytes": 5},
+    }
+    return status | {
+        "runtime": "ray",
+        "ray": {
+            "version": "2.60.0",
+            "address": "10.0.0.1:6379",
+            "nodes": [
+                {"host": "gpu-0", "node": "a", "resources": trainer},
+                {"host": "gpu-1", "node": "b", "resources": trainer},
+                {"host": "cpu-0", "node": "c", "resources": own | {"CPU": 64.0}},
+            ],
+            "placement": [
+                {"role": "planner", "host": "gpu-0", "node": "a", "cpus": 1.0, "pid": 11},
+                {"role": "constructor host 0", "host": "gpu-0", "node": "a", "cpus": 1.0, "pid": 12, "ranks": "0-7"},
+                {"role": "constructor host 1", "host": "gpu-1", "node": "b", "cpus": 1.0, "pid": 13, "ranks": "8-15"},
+                {"role": "loader host 0", "host": "cpu-0", "node": "c", "cpus": 2.0, "pid": 14, "sources": 3},
+            ],
+        },
+    }
+
+
+def words_of(*parts: Any) -> list[list[str]]:
+    console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, str))
+    return [line.replace("\u202f", " ").replace("│", " ").split() for line in console.export_text().splitlines()]
+
+
+def test_a_cluster_shows_its_roles_and_its_traffic(cluster_status: dict[str, Any]) -> None:
+    shown = words_of(*status_tables(cluster_status))
+    for line in (
+        "Ray 2.60.0 at 10.0.0.1:6379: 3 hosts (2 marked overlord_trainer), 256 CPUs, 600 GB object store, 16 GPU",
+        "planner gpu-0 11 1",
+        "constructor host 1 gpu-1 13 1 ranks 8-15",
+        "loader host 0 cpu-0 14 2 3 sources",
+        "planner, per step: a plan of 1.50 kB, 2.00 kB of metadata",
+    ):
+        assert line.split() in shown
+
+
+def test_before_the_first_plan_there_is_no_traffic(cluster_status: dict[str, Any]) -> None:
+    planner = cluster_status["planner"]
+    planner |= {"next_step": planner["first_step"], "traffic": dict.fromkeys(planner["traffic"], 0)}
+    shown = [" ".join(words) for words in words_of(*status_tables(cluster_status))]
+    assert "planner, per step: no plan sent so far, 0 B of metadata" in shown
+
+
+def test_trainers_of_a_cluster_are_told_where_to_attach(cluster_status: dict[str, Any]) -> None:
+    options = RunOptions(mesh=ol.ClientPlaceTree(dp=16), steps=1, cache="")
+    told = [" ".join(words) for words in words_of(*announcement("job.yaml", options, "unix:///x", cluster_status))]
+    assert "ranks 0-7 on gpu-0, 8-15 on gpu-1" in told
+    assert any("on the host of its rank" in line for line in told)
+    assert 'client = ol.connect("unix:///x", rank=RANK)' in told
+
+
+@pytest.mark.ray
+def test_a_cluster_serves_until_sigterm(serve: Serve, ray_address: str, tmp_path: Path) -> None:
+    where = ("--runtime", "ray", "--address", ray_address, "--ranks-per-host", 1, "--loader-hosts", "per_source")
+    process, told = serve(*where, "--address-file", tmp_path / "address")
+    assert [one["ranks"] for one in told["hosts"]] == ["0-0", "1-1"]
+    with ol.connect(told["address"], rank=0) as first, ol.connect(told["address"], rank=1) as second:
+        assert next(first).index == next(second).index == 0
+        found = json.loads(CliRunner().invoke(app, ["status", str(tmp_path / "address"), "--json"]).stdout)
+        shown = CliRunner().invoke(app, ["status", told["address"]]).stdout
+    roles = found["ray"]["placement"]
+    assert [one["role"].split()[0] for one in roles] == ["planner", *["constructor"] * 2, *["loader"] * 3]
+    assert {one["host"] for one in roles} == {socket.gethostname()}
+    assert f"Ray {found['ray']['version']} at {ray_address}: 3 hosts" in shown
+    for one in roles:
+        assert str(one["pid"]) in shown
+        assert psutil.pid_exists(one["pid"])
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "")
+    assert "Traceback" not in err
+    _, alive = psutil.wait_procs([psutil.Process(o["pid"]) for o in roles if psutil.pid_exists(o["pid"])], timeout=20)
+    assert alive == []
+    assert not (tmp_path / "address").exists()
+    assert not Path(told["address"].removeprefix("unix://")).exists()
+
+
+@pytest.mark.ray
+def test_a_run_on_a_cluster_gives_the_same_stream(job_file: Path, cache: str, ray_address: str) -> None:
+    def run(*options: str) -> dict[str, Any]:
+        arguments = ["run", str(job_file), "--steps", "3", "--cache", cache, "--json", "--runtime", *options]
+        outcome = CliRunner().invoke(app, arguments)
+        assert outcome.exit_code == 0, outcome.stderr
+        return json.loads(outcome.stdout)
+
+    inline, ray = run("inline"), run("ray", "--address", ray_address)
+    assert ray["digests"] == inline["digests"]
+    assert ray["runtime"] == "ray"
+    assert ray["notes"] == inline["notes"]
+    assert ray["peak_memory_bytes"] > inline["peak_memory_bytes"] + (100 << 20)  # three actors and their service

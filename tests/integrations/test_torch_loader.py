@@ -16,7 +16,7 @@ from overlord.integrations.torch_loader import DataLoader
 def _tokens(loader, steps):
     return [
         (step.index, [batch["input_ids"].tolist() for batch in step.microbatches])
-        for step, _ in zip(loader, range(steps), strict=False)
+        for _, step in zip(range(steps), loader, strict=False)
     ]
 
 
@@ -45,8 +45,11 @@ def test_state_dict_round_trip(ids_job, cache):
 def test_state_cannot_be_loaded_under_a_running_service(ids_job, cache):
     with ol.launch(ids_job, cache=cache) as service, DataLoader(service.address) as loader:
         state = loader.state_dict()
+        _tokens(loader, 2)
         with pytest.raises(ol.StateError, match="somebody else started"):
             loader.load_state_dict(state)
+        loader.load_state_dict(loader.state_dict())  # where it is already, as a resumed service is
+        assert _tokens(loader, 1)[0][0] == 2
 
 
 _TRAINER = """
@@ -103,3 +106,27 @@ def test_a_batch_of_tensors_has_what_a_batch_of_arrays_has(ids_job, cache):
         assert batch.meta.image_rows.dtype == torch.int64
         with pytest.raises(ol.SpecError, match="chunk: 2 is none of the 2 model chunks"):
             batch.chunk(2)
+
+
+@pytest.mark.parametrize("given", [{}, {"address": "auto", "ranks_per_host": 8, "loader_hosts": 2}])
+def test_words_for_a_cluster_are_passed_on_only_where_given(given, ids_job, monkeypatch):
+    def launch(job, **options):
+        assert {name: options[name] for name in given} == given
+        assert bool({"address", "ranks_per_host", "loader_hosts"} & set(options)) == bool(given)
+        raise ol.SpecError(f"launched on {options['runtime']}")
+
+    monkeypatch.setattr("overlord.integrations.torch_loader.launch", launch)
+    with pytest.raises(ol.SpecError, match="launched on ray"):
+        next(iter(DataLoader(ids_job, runtime="ray", **given)))
+
+
+def test_a_mesh_or_rank_that_cannot_be(ids_job, cache):
+    with pytest.raises(ol.SpecError, match="'dp=2' is not a DeviceMesh"):
+        DataLoader(ids_job, mesh="dp=2")
+    with pytest.raises(ol.SpecError, match="rank 2 is not in the mesh"):
+        DataLoader(ids_job, mesh=ol.ClientPlaceTree(dp=2), rank=2)
+    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2), cache=cache) as service:
+        with pytest.raises(ol.SpecError, match="rank 5 is not in the mesh"):
+            next(iter(DataLoader(service.address, rank=5)))
+        with pytest.raises(ol.SpecError, match=r"mesh is .*tp=2, but the service at unix://.* serves .*dp=2"):
+            next(iter(DataLoader(service.address, mesh=ol.ClientPlaceTree(tp=2))))

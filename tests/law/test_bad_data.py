@@ -52,8 +52,8 @@ def text_job(path, tokenizer, **source) -> ol.Job:
     )
 
 
-def run(job, cache, runtime="inline"):
-    with ol.launch(job, runtime=runtime, cache=cache) as service:
+def run(job, cache, where=None):
+    with ol.launch(job, **(where or {"runtime": "inline"}), cache=cache) as service:
         labels = [
             (ids, row)
             for step in service.client()
@@ -67,7 +67,7 @@ def run(job, cache, runtime="inline"):
         return dict(labels), service.status()["sources"]["s"]
 
 
-def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cache, caplog):
+def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cache, caplog, where):
     good = [json.dumps({"text": f"hello world number {i}"}).encode() for i in range(6)]
     good[2] = b'{"text": "cut off'
     good[4] = b'{"text": "bad \xff\xfe bytes"}'
@@ -81,7 +81,7 @@ def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cach
         assert (labels[ol.SampleId("s", row, 0)] == -100).all()
         assert f"bad sample s:0:{row}@0" in caplog.text
     assert (labels[ol.SampleId("s", 0, 0)] != -100).any()
-    assert stream_digests(job, steps=9, cache=cache) == stream_digests(job, steps=9, cache=cache, runtime="local")
+    assert stream_digests(job, steps=9, cache=cache) == stream_digests(job, steps=9, cache=cache, **where)
 
 
 def test_tolerance_stops_the_run(tmp_path, tokenizer, cache):
@@ -90,17 +90,17 @@ def test_tolerance_stops_the_run(tmp_path, tokenizer, cache):
         run(text_job(tmp_path / "s.jsonl", tokenizer, tolerance=0.0), cache)
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_images_that_do_not_decode_or_are_bombs(tmp_path, tokenizer, cache, runtime, caplog):
+@pytest.mark.slow_on_ray
+def test_images_that_do_not_decode_or_are_bombs(tmp_path, tokenizer, cache, where, caplog):
     good = jpeg(96, 64)
     truncated = good[: len(good) // 3]
     images = [good, b"not an image", bomb(), truncated, jpeg(64, 64, 1)]
     pq.write_table(pa.table({"jpg": images, "txt": ["a picture"] * 5}), tmp_path / "s.parquet")
     sample = ol.ImageText("jpg", "txt", patch=16, merge=2)
     job = text_job(tmp_path / "s.parquet", tokenizer, sample=sample)
-    labels, status = run(job, cache, runtime)
+    labels, status = run(job, cache, where)
     assert status["bad"] == 3
-    if runtime == "inline":  # the service process logs to its own standard error
+    if where["runtime"] == "inline":  # the service process logs to its own standard error
         assert "bad sample s:0:1@0: the bytes are no image of a known format" in caplog.text
         assert "bad sample s:0:2@0" in caplog.text and "2500000000 pixels" in caplog.text
         assert "bad sample s:0:3@0: does not decode" in caplog.text
@@ -143,8 +143,8 @@ def test_honest_length_column_gives_the_same_stream(tmp_path, cache):
     assert stream_digests(plain, steps=99, cache=cache) == stream_digests(named, steps=99, cache=cache)
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_a_file_that_vanishes_during_the_run_stops_it(tmp_path, cache, runtime):
+@pytest.mark.slow_on_ray
+def test_a_file_that_vanishes_during_the_run_stops_it(tmp_path, cache, where):
     for number in range(40):
         write_ids(tmp_path / "s" / f"{number:02d}.jsonl", [9] * 300)
     job = ol.Job(
@@ -153,7 +153,7 @@ def test_a_file_that_vanishes_during_the_run_stops_it(tmp_path, cache, runtime):
         ],
         batch=ol.Batch(64, global_samples=50),
     )
-    with ol.launch(job, runtime=runtime, cache=cache) as service:
+    with ol.launch(job, **where, cache=cache) as service:
         client = service.client()
         next(client)
         for path in (tmp_path / "s").iterdir():
@@ -164,8 +164,7 @@ def test_a_file_that_vanishes_during_the_run_stops_it(tmp_path, cache, runtime):
         assert isinstance(caught.value, ol.ReaderError | ol.SourceError)
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_custom_function_that_fails_is_a_bad_sample_and_none_filters(tmp_path, cache, runtime):
+def test_custom_function_that_fails_is_a_bad_sample_and_none_filters(tmp_path, cache, where):
     path = write_ids(tmp_path / "s.jsonl", [5, 6, 7, 8])
 
     def odd(row):
@@ -174,7 +173,7 @@ def test_custom_function_that_fails_is_a_bad_sample_and_none_filters(tmp_path, c
         return None if row["n"] == 7 else {"tokens": row["ids"], "loss_mask": [0, 0] + [1] * (int(row["n"]) - 2)}
 
     job = text_job(path, None, sample=ol.Custom(odd, columns=["ids", "n"]))
-    labels, status = run(job, cache, runtime)
+    labels, status = run(job, cache, where)
     assert sorted(sample.row for sample in labels) == [0, 1, 3]
     assert (status["bad"], status["skipped"]) == (1, 1)
     assert (labels[ol.SampleId("s", 3, 0)] == [-100, -100, 1003, 1003, 1003, 1003, 1003, 1003]).all()
@@ -204,23 +203,23 @@ def _launch_error(job, cache, **options) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_unusable_sources_are_refused_before_anything_runs(tmp_path, tokenizer, cache, runtime):
+@pytest.mark.slow_on_ray
+def test_unusable_sources_are_refused_before_anything_runs(tmp_path, tokenizer, cache, where):
     missing = text_job(tmp_path / "nothing" / "*.parquet", tokenizer)
-    assert "nothing" in _launch_error(missing, cache, runtime=runtime)
+    assert "nothing" in _launch_error(missing, cache, **where)
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    assert "has no rows" in _launch_error(text_job(tmp_path / "empty.jsonl", tokenizer), cache, runtime=runtime)
+    assert "has no rows" in _launch_error(text_job(tmp_path / "empty.jsonl", tokenizer), cache, **where)
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is no footer PAR1")
-    assert "broken.parquet" in _launch_error(text_job(tmp_path / "broken.parquet", tokenizer), cache, runtime=runtime)
+    assert "broken.parquet" in _launch_error(text_job(tmp_path / "broken.parquet", tokenizer), cache, **where)
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "column.parquet")
-    message = _launch_error(text_job(tmp_path / "column.parquet", tokenizer), cache, runtime=runtime)
+    message = _launch_error(text_job(tmp_path / "column.parquet", tokenizer), cache, **where)
     assert "text" in message and "body" in message
     with tarfile.open(tmp_path / "cut.tar", "w") as tar:
         info = tarfile.TarInfo("a.text")
         info.size = 5000
         tar.addfile(info, io.BytesIO(b"x" * 5000))
     (tmp_path / "cut.tar").write_bytes((tmp_path / "cut.tar").read_bytes()[:3000])
-    assert "cut.tar" in _launch_error(text_job(tmp_path / "cut.tar", tokenizer), cache, runtime=runtime)
+    assert "cut.tar" in _launch_error(text_job(tmp_path / "cut.tar", tokenizer), cache, **where)
 
 
 def test_launch_arguments_are_checked(ids_job, cache, tmp_path):

@@ -28,11 +28,17 @@ def reference(mixed_job, cache):
         {"loaders_per_source": 4},
         {"runtime": "local", "prefetch": 1, "threads": 1},
         {"runtime": "local", "prefetch": 8, "threads": 4, "loaders_per_source": 2},
+        pytest.param({"runtime": "ray", "prefetch": 1, "threads": 1}, marks=[pytest.mark.ray, pytest.mark.slow]),
+        pytest.param({"runtime": "ray", "loader_hosts": 3, "loaders_per_source": 2}, marks=pytest.mark.ray),
+        pytest.param({"runtime": "ray", "ranks_per_host": 2, "prefetch": 4}, marks=pytest.mark.ray),
+        pytest.param({"runtime": "ray", "loader_hosts": "per_source"}, marks=[pytest.mark.ray, pytest.mark.slow]),
     ],
     ids=str,
 )
-def test_scale_and_runtime_change_nothing(mixed_job, cache, reference, options):
+def test_scale_and_runtime_change_nothing(mixed_job, cache, reference, options, request):
     assert reference.steps == STEPS
+    if options.get("runtime") == "ray":
+        options = {**options, "address": request.getfixturevalue("ray_address")}
     assert stream_digests(mixed_job, mesh=MESH, steps=STEPS, cache=cache, **options) == reference
 
 

@@ -33,9 +33,11 @@ def _corpus(tmp_path, spread):
     return sources, lengths
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=4", "dp=3,cp=2"])
-def test_one_epoch_delivers_every_sample_once(tmp_path, cache, runtime, mesh):
+SLOW = pytest.mark.slow_on_ray
+
+
+@pytest.mark.parametrize("mesh", [pytest.param("dp=1", marks=SLOW), pytest.param("dp=4", marks=SLOW), "dp=3,cp=2"])
+def test_one_epoch_delivers_every_sample_once(tmp_path, cache, where, mesh):
     spread = {"a": [[5, 70, 33], [1, 2, 3, 64]], "b": [list(range(1, 40))], "c": [[9] * 25]}
     sources, lengths = _corpus(tmp_path, spread)
     job = ol.Job(
@@ -44,10 +46,10 @@ def test_one_epoch_delivers_every_sample_once(tmp_path, cache, runtime, mesh):
         batch=ol.Batch(32, global_samples=7),
         overlength="split",
     )
-    with ol.launch(job, mesh=ol.ClientPlaceTree.parse(mesh), runtime=runtime, cache=cache) as service:
+    with ol.launch(job, mesh=ol.ClientPlaceTree.parse(mesh), **where, cache=cache) as service:
         _check_pieces(delivered_pieces(service), lengths)
         evaluation = job.evaluation()
-    with ol.launch(evaluation, mesh=ol.ClientPlaceTree.parse(mesh), runtime=runtime, cache=cache) as service:
+    with ol.launch(evaluation, mesh=ol.ClientPlaceTree.parse(mesh), **where, cache=cache) as service:
         _check_pieces(delivered_pieces(service), lengths)
 
 

@@ -179,10 +179,9 @@ def test_a_damaged_mixture_in_a_state_is_refused(ids_job, cache):
 # -- changes while it runs ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_weights_change_while_it_runs_and_a_resume_repeats_it(runtime, ids_job, cache, tmp_path):
+def test_weights_change_while_it_runs_and_a_resume_repeats_it(where, ids_job, cache, tmp_path):
     job = learning(ids_job, None)
-    with ol.launch(job, runtime=runtime, cache=cache, store=tmp_path / "one") as service:
+    with ol.launch(job, **where, cache=cache, store=tmp_path / "one") as service:
         client = service.client()
         before = [next(client) for _ in range(4)]
         at = service.set_mixture({"b": 1}, at_step=9)
@@ -196,10 +195,10 @@ def test_weights_change_while_it_runs_and_a_resume_repeats_it(runtime, ids_job, 
     assert [step.weights for step in steps[5:]] == [(0.0, 1.0, 0.0)] * 3
     assert sources == {"b"}
     assert state["changes"] == [{"kind": "mixture", "at": 9, "mixture": state["changes"][0]["mixture"]}]
-    with ol.launch(job, runtime=runtime, cache=cache, state=json.loads(json.dumps(state))) as service:
+    with ol.launch(job, **where, cache=cache, state=json.loads(json.dumps(state))) as service:
         client = service.client()
         assert [next(client).order_digest for _ in range(4)] == rest
-    with ol.launch(job, runtime=runtime, cache=cache) as service:
+    with ol.launch(job, **where, cache=cache) as service:
         client = service.client()
         plain = [next(client).order_digest for _ in range(12)]
     ours = [step.order_digest for step in (*before, *steps)]

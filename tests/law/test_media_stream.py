@@ -60,13 +60,14 @@ def segments(batch, key):
 @pytest.mark.parametrize(
     "options",
     [
-        {"loaders_per_source": 3},
-        {"runtime": "local", "prefetch": 4, "threads": 4},
+        pytest.param({"loaders_per_source": 3}, marks=pytest.mark.slow_on_ray),
+        {"prefetch": 4, "threads": 4},
     ],
     ids=str,
 )
-def test_scale_and_runtime_change_nothing(job, cache, reference, options):
+def test_scale_and_runtime_change_nothing(job, cache, reference, options, where):
     assert reference.steps == STEPS
+    options = {**options, **where}
     assert stream_digests(job, mesh=ol.ClientPlaceTree(dp=2), steps=STEPS, cache=cache, **options) == reference
 
 

@@ -94,9 +94,9 @@ def test_a_source_of_weight_zero_is_never_opened(tmp_path, cache):
         assert service.status()["sources"]["b"]["buffer_bytes"] == 0
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_status_shows_planned_and_realised_shares(ids_job, cache, runtime):
-    with ol.launch(ids_job, runtime=runtime, cache=cache) as service:
+@pytest.mark.slow_on_ray
+def test_status_shows_planned_and_realised_shares(ids_job, cache, where):
+    with ol.launch(ids_job, **where, cache=cache) as service:
         client = service.client()
         for _ in range(6):
             next(client)

@@ -46,20 +46,20 @@ def digests(job, cache, **options):
         return digest_service(service, steps=6), service.status()["sources"]
 
 
+@pytest.mark.slow_on_ray
 @pytest.mark.parametrize("strategy", [None, ol.strategies.vlm_hybrid(split=True)], ids=["beside tokens", "routed"])
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_placement_never_changes_the_stream(pictures, cache, runtime, strategy):
+def test_placement_never_changes_the_stream(pictures, cache, where, strategy):
     mesh = ol.ClientPlaceTree(dp=2, cp=2)
     found = {
-        name: digests(pictures, cache, mesh=mesh, runtime=runtime, placement=name, strategy=strategy,
+        name: digests(pictures, cache, mesh=mesh, **where, placement=name, strategy=strategy,
                       loaders_per_source=1 + (name == "loader"))
         for name in PLACEMENTS
     }  # fmt: skip
     assert len({digest for digest, _ in found.values()}) == 1
-    where = {name: sources["pictures"]["decoded_in"] for name, (_, sources) in found.items()}
-    assert where == {"auto": "constructor", "loader": "loader", "constructor": "constructor"}
+    places = {name: sources["pictures"]["decoded_in"] for name, (_, sources) in found.items()}
+    assert places == {"auto": "constructor", "loader": "loader", "constructor": "constructor"}
     assert found["auto"][1]["pictures"]["decoded_ratio"] > 1
-    if runtime == "inline":  # nothing is gathered ahead: the same samples were handed over, and the same are bad
+    if where["runtime"] == "inline":  # nothing is gathered ahead: the same was handed over, and the same is bad
         handed = {name: sources["pictures"]["handed_over_bytes"] for name, (_, sources) in found.items()}
         assert handed["auto"] == handed["constructor"] < handed["loader"]
         assert len({sources["pictures"]["bad"] for _, sources in found.values()}) == 1

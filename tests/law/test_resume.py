@@ -25,8 +25,11 @@ def test_resumes_before_every_step_of_a_finite_stream(ids_job, cache, stopping, 
     assert_resumes_anywhere(job, steps=30, cache=cache)
 
 
-def test_resumes_before_every_step_in_a_fresh_service_process(ids_job, cache):
-    assert_resumes_anywhere(ids_job, steps=5, mesh=ol.ClientPlaceTree(dp=2), runtime="local", cache=cache)
+@pytest.mark.slow_on_ray
+@pytest.mark.parametrize("where", ["local", pytest.param("ray", marks=pytest.mark.ray)], indirect=True)
+def test_resumes_before_every_step_in_a_fresh_service_process(ids_job, cache, where):
+    steps = 3 if where["runtime"] == "ray" else 5
+    assert_resumes_anywhere(ids_job, steps=steps, mesh=ol.ClientPlaceTree(dp=2), **where, cache=cache)
 
 
 _SCRIPT = """
@@ -36,15 +39,14 @@ from overlord.core.plan import chain_digest
 job = ol.Job.from_mapping(json.loads(sys.argv[1]))
 state = json.loads(sys.argv[2])
 mesh = ol.ClientPlaceTree.parse(sys.argv[3])
-with ol.launch(job, mesh=mesh, state=state, runtime=sys.argv[5], cache=sys.argv[4]) as s:
+with ol.launch(job, mesh=mesh, state=state, cache=sys.argv[4], **json.loads(sys.argv[5])) as s:
     client = s.client(rank=0)
     print(chain_digest([next(client).order_digest for _ in range(5)]))
 """
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_resumes_in_a_fresh_process_on_another_mesh(ids_job, cache, runtime):
-    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2), cache=cache, runtime=runtime) as service:
+def test_resumes_in_a_fresh_process_on_another_mesh(ids_job, cache, where):
+    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2), cache=cache, **where) as service:
         client = service.client(rank=1)
         for _ in range(4):
             next(client)
@@ -52,17 +54,18 @@ def test_resumes_in_a_fresh_process_on_another_mesh(ids_job, cache, runtime):
         expected = chain_digest([next(client).order_digest for _ in range(5)])
     job = ids_job.model_dump_json(by_alias=True, exclude_defaults=False)
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, job, json.dumps(state), "dp=3,cp=2", cache, runtime],
+        [sys.executable, "-c", _SCRIPT, job, json.dumps(state), "dp=3,cp=2", cache, json.dumps(where)],
         capture_output=True,
         text=True,
     )
     assert done.stdout.strip() == expected, done.stderr
 
 
-def test_state_is_the_same_on_every_rank_and_runtime(ids_job, cache):
+@pytest.mark.slow_on_ray
+def test_state_is_the_same_on_every_rank_and_runtime(ids_job, cache, where):
     states = []
-    for runtime in ("inline", "local"):
-        with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2, tp=2), cache=cache, runtime=runtime) as service:
+    for options in ({"runtime": "inline"}, where):
+        with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2, tp=2), cache=cache, **options) as service:
             for rank in (0, 3):
                 client = service.client(rank=rank)
                 for _ in range(3):
@@ -143,11 +146,11 @@ def test_knobs_outside_the_fingerprint_may_change(ids_job, cache):
     assert continued.steps == 5
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_a_snapshot_never_runs_ahead_of_the_clients(ids_job, cache, tmp_path, runtime):
+@pytest.mark.slow_on_ray
+def test_a_snapshot_never_runs_ahead_of_the_clients(ids_job, cache, tmp_path, where):
     def run(steps, state=None):
         with ol.launch(
-            ids_job, runtime=runtime, cache=cache, store=tmp_path, state=state, mesh=ol.ClientPlaceTree(dp=2)
+            ids_job, **where, cache=cache, store=tmp_path, state=state, mesh=ol.ClientPlaceTree(dp=2)
         ) as service:
             clients = [service.client(rank=rank) for rank in range(2)]
             indices = [[next(client).index for client in clients] for _ in range(steps)]
@@ -248,19 +251,17 @@ def test_damaged_states_are_refused(ids_job, cache):
         assert "not a state of overlord" in _refusal(ids_job, lacking, cache)
 
 
-def test_a_rank_that_left_long_ago_holds_the_snapshot_where_it_was(ids_job, cache, tmp_path, monkeypatch):
+def test_a_rank_that_left_long_ago_holds_the_snapshot_where_it_was(ids_job, cache, tmp_path, monkeypatch, where):
     monkeypatch.setattr("overlord.roles.planner.KEPT_STATES", 8)
-    for runtime in ("inline", "local"):
-        store = tmp_path / runtime
-        with (
-            ol.launch(ids_job, runtime=runtime, cache=cache, store=store, mesh=ol.ClientPlaceTree(dp=2)) as service,
-            service.client(0) as gone,
-            service.client(1) as going,
-        ):
-            for _ in range(3):
-                next(gone)
-            gone.close()
-            for _ in range(30):
-                next(going)
-        with ol.launch(ids_job, runtime=runtime, cache=cache, store=store, state="latest") as service:
-            assert next(service.client()).index == 3
+    with (
+        ol.launch(ids_job, **where, cache=cache, store=tmp_path, mesh=ol.ClientPlaceTree(dp=2)) as service,
+        service.client(0) as gone,
+        service.client(1) as going,
+    ):
+        for _ in range(3):
+            next(gone)
+        gone.close()
+        for _ in range(30):
+            next(going)
+    with ol.launch(ids_job, runtime="inline", cache=cache, store=tmp_path, state="latest") as service:
+        assert next(service.client()).index == 3

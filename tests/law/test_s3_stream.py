@@ -25,9 +25,9 @@ def server():
     server.stop()
 
 
+@pytest.mark.slow_on_ray
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_bucket_and_disk_give_the_same_digests(tmp_path, cache, server, runtime):
+def test_bucket_and_disk_give_the_same_digests(tmp_path, cache, server, where):
     client = boto3.client(
         "s3",
         endpoint_url=f"http://{server}",
@@ -35,7 +35,7 @@ def test_bucket_and_disk_give_the_same_digests(tmp_path, cache, server, runtime)
         aws_secret_access_key="testing",
         region_name="us-east-1",
     )
-    bucket = f"bucket-{runtime}"
+    bucket = f"bucket-{where['runtime']}"
     client.create_bucket(Bucket=bucket)
     for number in range(3):
         out = io.BytesIO()
@@ -52,4 +52,4 @@ def test_bucket_and_disk_give_the_same_digests(tmp_path, cache, server, runtime)
     remote = job(f"s3://{bucket}/data/*.parquet", {**OPTIONS, "endpoint_override": server})
     local = job(str(tmp_path), {})
     expected = stream_digests(local, steps=12, cache=cache)
-    assert stream_digests(remote, steps=12, cache=cache, runtime=runtime) == expected
+    assert stream_digests(remote, steps=12, cache=cache, **where) == expected

@@ -106,7 +106,7 @@ def test_the_run_goes_on_and_a_resume_does_not_run_the_row(tmp_path, cache, capf
     assert calls_of(tmp_path) == 3
 
 
-def test_where_the_function_runs_is_no_part_of_the_stream(tmp_path, cache):
+def test_where_the_function_runs_is_no_part_of_the_stream(tmp_path, cache, where):
     job = deadly_job(tmp_path, "no")
     with ol.launch(job, cache=cache, runtime="inline") as service, service.client() as client:
         next(client)
@@ -117,7 +117,7 @@ def test_where_the_function_runs_is_no_part_of_the_stream(tmp_path, cache):
     expected = stream_digests(job, steps=99, cache=cache, state=state)
     assert stream_digests(here, steps=99, cache=cache, state=state) == expected
     CustomTransform(here.sources[0].sample, lambda *_: pytest.fail("process=False asks for no worker"))
-    assert stream_digests(job, steps=99, cache=cache, state=state, runtime="local") == expected
+    assert stream_digests(job, steps=99, cache=cache, state=state, **where) == expected
 
 
 def test_the_fields_of_the_spec():

@@ -54,9 +54,8 @@ def check_nothing_left():
     assert len(os.listdir("/proc/self/fd")) <= len(before[3])
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_close(ids_job, cache, nothing_left, runtime):
-    with ol.launch(ids_job, runtime=runtime, cache=cache) as service:
+def test_close(ids_job, cache, nothing_left, where):
+    with ol.launch(ids_job, **where, cache=cache) as service:
         client = service.client()
         next(client).microbatches[0]
         client.close()
@@ -64,10 +63,10 @@ def test_close(ids_job, cache, nothing_left, runtime):
         service.client()
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_exception_in_the_trainer(ids_job, cache, nothing_left, runtime):
+@pytest.mark.slow_on_ray
+def test_exception_in_the_trainer(ids_job, cache, nothing_left, where):
     def train():
-        with ol.launch(ids_job, runtime=runtime, cache=cache) as service, service.client() as client:
+        with ol.launch(ids_job, **where, cache=cache) as service, service.client() as client:
             next(client).microbatches[0]
             raise RuntimeError("training failed")
 
@@ -75,10 +74,9 @@ def test_exception_in_the_trainer(ids_job, cache, nothing_left, runtime):
         train()
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_launch_that_fails(ids_job, cache, nothing_left, runtime):
+def test_launch_that_fails(ids_job, cache, nothing_left, where):
     with pytest.raises(ol.StateError):
-        ol.launch(ids_job, runtime=runtime, cache=cache, state={"version": 0})
+        ol.launch(ids_job, **where, cache=cache, state={"version": 0})
 
 
 def test_client_learns_that_the_service_died(ids_job, cache, nothing_left):

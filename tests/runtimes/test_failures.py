@@ -35,24 +35,23 @@ def rows_until_failure(client) -> tuple[list[int], str]:
     return sorted(rows), ""
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_a_failure_belongs_to_its_step_also_for_late_clients(failing_job, cache, runtime):
-    with ol.launch(failing_job, runtime=runtime, cache=cache) as service:
+def test_a_failure_belongs_to_its_step_also_for_late_clients(failing_job, cache, where):
+    with ol.launch(failing_job, **where, cache=cache) as service:
         for _ in range(2):
             rows, message = rows_until_failure(service.client())
             assert rows == list(range(18))
             assert "has 50 tokens" in message
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_asking_again_after_a_failure_loses_nothing(failing_job, cache, runtime):
-    with ol.launch(failing_job, runtime=runtime, cache=cache) as service:
+@pytest.mark.slow_on_ray
+def test_asking_again_after_a_failure_loses_nothing(failing_job, cache, where):
+    with ol.launch(failing_job, **where, cache=cache) as service:
         client = service.client()
         assert rows_until_failure(client)[0] == list(range(18))
         state = client.state_dict()
         assert rows_until_failure(client) == ([], rows_until_failure(client)[1])
         assert client.state_dict() == state
-    with ol.launch(failing_job.replace(max_steps=6), runtime=runtime, cache=cache, state=state) as service:
+    with ol.launch(failing_job.replace(max_steps=6), **where, cache=cache, state=state) as service:
         assert list(service.client()) == []
 
 
@@ -126,9 +125,9 @@ def test_a_job_that_cannot_be_sent_is_refused(tmp_path, cache):
         ol.launch(ol.Job([source], batch=ol.Batch(32, global_samples=3)), cache=cache)
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_a_closed_client_says_so(ids_job, cache, runtime):
-    with ol.launch(ids_job, runtime=runtime, cache=cache) as service:
+@pytest.mark.slow_on_ray
+def test_a_closed_client_says_so(ids_job, cache, where):
+    with ol.launch(ids_job, **where, cache=cache) as service:
         client = service.client()
         next(client)
         client.close()
@@ -163,11 +162,11 @@ def test_an_array_that_goes_while_a_client_asks_is_given_back(ids_job, cache):
         assert feed._leased == {}
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_wrong_arguments_are_spec_errors(ids_job, cache, runtime):
+@pytest.mark.slow_on_ray
+def test_wrong_arguments_are_spec_errors(ids_job, cache, where):
     def refused(**options) -> str:
         with pytest.raises(ol.SpecError) as caught:
-            ol.launch(ids_job, **{"runtime": runtime, "cache": cache, **options})
+            ol.launch(ids_job, **{**where, "cache": cache, **options})
         return str(caught.value)
 
     assert "mesh is 'dp=2'" in refused(mesh="dp=2")
@@ -179,7 +178,7 @@ def test_wrong_arguments_are_spec_errors(ids_job, cache, runtime):
     assert "store is 5" in refused(store=5)
     assert "cache is None" in refused(cache=None)
     assert "runtime is ['local']" in refused(runtime=["local"])
-    with ol.launch(ids_job, runtime=runtime, cache=cache) as service:
+    with ol.launch(ids_job, **where, cache=cache) as service:
         for rank in ("0", 0.5, None, True, -1, 10**9):
             with pytest.raises(ol.SpecError, match="rank"):
                 service.client(rank=rank)

@@ -1,4 +1,4 @@
-"""Strategies on real files: every rank gets its part, whatever the strategy, on both runtimes alike."""
+"""Strategies on real files: every rank gets its part, whatever the strategy, on all runtimes alike."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import overlord as ol
 from overlord.testing import digest_service
 from overlord.transforms.per_rank import slice_indices
 
+SLOW = pytest.mark.slow_on_ray
 MESH = ol.ClientPlaceTree(dp=2, cp=4)
 STRATEGIES = {
     "vanilla": ol.strategies.vanilla(),
@@ -62,11 +63,19 @@ def test_the_slices_of_all_ranks_make_every_sample(name, ids_job, cache):
     assert tokens_by_sample(job, MESH, STRATEGIES[name], cache, 3) == expected
 
 
-@pytest.mark.parametrize("name", ["hdp", "vlm", "by stages"])
-def test_both_runtimes_deliver_the_same(name, mixed_job, cache):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("hdp", marks=pytest.mark.slow_on_ray),
+        "vlm",
+        pytest.param("by stages", marks=pytest.mark.slow_on_ray),
+    ],
+)
+@pytest.mark.parametrize("where", ["local", pytest.param("ray", marks=pytest.mark.ray)], indirect=True)
+def test_all_runtimes_deliver_the_same(name, mixed_job, cache, where):
     found = []
-    for runtime in ("inline", "local"):
-        with ol.launch(mixed_job, mesh=MESH, strategy=STRATEGIES[name], runtime=runtime, cache=cache) as service:
+    for options in ({"runtime": "inline"}, where):
+        with ol.launch(mixed_job, mesh=MESH, strategy=STRATEGIES[name], **options, cache=cache) as service:
             found.append(digest_service(service, steps=4))
     assert found[0] == found[1]
 
@@ -79,11 +88,11 @@ def test_the_order_does_not_depend_on_the_strategy(mixed_job, cache):
     assert len(orders) == 1
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_ranks_that_get_a_broadcast_fetch_nothing(runtime, ids_job, cache):
+@pytest.mark.slow_on_ray
+def test_ranks_that_get_a_broadcast_fetch_nothing(where, ids_job, cache):
     mesh = ol.ClientPlaceTree(dp=2, cp=2, tp=2)
     strategy = ol.strategies.backbone_balance(broadcast=("TP", "CP"))
-    with ol.launch(ids_job, mesh=mesh, strategy=strategy, runtime=runtime, cache=cache) as service:
+    with ol.launch(ids_job, mesh=mesh, strategy=strategy, **where, cache=cache) as service:
         for rank in range(mesh.world_size):
             with service.client(rank) as client:
                 step = next(client)
@@ -114,8 +123,8 @@ def losing(buffer, tree):
     return graph.distribute("DP").cost(ol.costs.tokens).balance("greedy").plan()
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_a_wrong_strategy_is_explained_before_anything_runs(runtime, ids_job, cache):
+@pytest.mark.slow_on_ray
+def test_a_wrong_strategy_is_explained_before_anything_runs(where, ids_job, cache):
     job = ids_job.replace(overlength="truncate")
     for strategy, message in (
         (broken, r"the strategy broken failed at step 0: KeyError.*\(test_strategies.py:\d+\)"),
@@ -123,7 +132,7 @@ def test_a_wrong_strategy_is_explained_before_anything_runs(runtime, ids_job, ca
         (lambda buffer, tree: 5, "returned int, not a plan"),
     ):
         with pytest.raises(ol.PlanError, match=message):
-            ol.launch(job, strategy=strategy, runtime=runtime, cache=cache)
+            ol.launch(job, strategy=strategy, **where, cache=cache)
     with pytest.raises(ol.SpecError, match=r"Call it: ol\.strategies\.hdp\(\)"):
         ol.launch(job, strategy=ol.strategies.hdp, cache=cache)
     with pytest.raises(ol.SpecError, match="strategy is 'hdp', not a function"):

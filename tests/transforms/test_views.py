@@ -39,7 +39,7 @@ class Loaders:
     def __init__(self, payload):
         self.payload = payload
 
-    def loader_do_plan(self, orders):
+    def loader_do_plan(self, plan, ranks):
         return lambda: [self.payload]
 
     def note_faults(self, faults):

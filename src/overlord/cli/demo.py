@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Literal
 
 from overlord.cli.demo_data import DemoFiles, demo_job, write_demo
 from overlord.cli.demo_media import media_job, write_media
 from overlord.cli.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
 from overlord.cli.output import Screen, Tell, check_writable
 from overlord.cli.report import render_report
-from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, run_job
+from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, Where, run_job
 from overlord.cli.summary import RunSummary
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
+from overlord.session import Runtime
 
 JOB_NAME = "job.yaml"
 MEDIA = 80
@@ -35,7 +35,7 @@ class DemoResult:
 def run_demo(
     folder: Path,
     mesh: ClientPlaceTree,
-    runtime: Literal["local", "inline"],
+    runtime: Runtime,
     steps: int,
     cache: str,
     screen: Screen,
@@ -54,7 +54,7 @@ def run_demo(
         loaded: JobFile = load_job_file(job_path)
         options = RunOptions(
             mesh=mesh,
-            runtime=runtime,
+            where=Where(runtime=runtime),
             steps=steps,
             cache=cache,
             prefetch=loaded.launch.prefetch,

@@ -232,7 +232,7 @@ def _plan_steps(roles: Roles, steps: int, take: Callable[[LoadingPlan], None], t
 
 def _fault_notes(roles: Roles, names: Sequence[str]) -> list[str]:
     notes: list[str] = []
-    for name, one in zip(names, roles.fleet.status(), strict=True):
+    for name, one in zip(names, roles.fleet.status().values(), strict=True):
         if one["bad"]:
             samples = "sample was" if one["bad"] == 1 else "samples were"
             notes.append(f"{name}: {one['bad']} bad {samples} met; the log names them.")

@@ -89,11 +89,10 @@ class BufferWatch:
 
     def step_over(self, plan: LoadingPlan) -> None:
         """Drop what a step has in the read buffers, so that they do not grow with the steps."""
-        now = np.array([one["buffer_bytes"] for one in self._roles.fleet.status()], np.int64)
+        now = np.array([one["buffer_bytes"] for one in self._roles.fleet.status().values()], np.int64)
         np.maximum(self.most, now, out=self.most)
         np.add.at(self.image_tokens, plan.draw.source, plan.draw.meta["image_tokens"])
-        drawn = np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist()
-        self._roles.fleet.loader_do_plan([plan.order_of(source) for source in drawn])
+        self._roles.fleet.loader_do_plan(plan, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ class Timed:
 def time_samples(roles: Roles, steps: int, tell: Tell) -> dict[int, Timed]:
     """Return what a sample of each source costs that the next steps may draw; nothing must have been planned yet."""
     job, state = roles.job, roles.planner.latest_state
-    names, base = [source.name for source in job.sources], base_weights(job, roles.listings)
+    names, base = [source.name for source in job.sources], base_weights(job, roles.facts)
     looked_at = 1 if job.mixture.schedule == "static" else steps
     weights = np.array([job.mixture.weights_at(float(state.step + n), names, base) for n in range(looked_at)])
     drawn = np.flatnonzero(weights.any(axis=0)).tolist()
@@ -183,7 +182,7 @@ def _time_source(roles: Roles, number: int, cursor: Cursor, decoder: MediaDecode
         rows = delta.meta[part]
         end = Cursor(*(int(rows[-1][name]) for name in Cursor._fields))
         began = time.process_time()
-        payloads = fleet.loader_do_plan([LoaderOrder(roles.planner.next_step, number, rows, end)])()
+        payloads = fleet.hand_over([LoaderOrder(roles.planner.next_step, number, rows, end)])()
         size = sum(payload.nbytes for payload in payloads)
         _open_media(payloads, decoder)
         seconds = time.process_time() - began

@@ -80,7 +80,7 @@ def _projected(
     mixture, names = roles.job.mixture, [source.name for source in roles.job.sources]
     shares = planned
     if mixture.learn is None and mixture.order != "sequential":
-        base = base_weights(roles.job, roles.listings)
+        base = base_weights(roles.job, roles.facts)
         at = np.linspace(0, max(horizon - 1, 0), min(horizon, _POINTS))
         weights = np.array([mixture.weights_at(float(step), names, base) for step in at])
         shares = (weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-300)).mean(axis=0)

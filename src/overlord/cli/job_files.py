@@ -15,22 +15,18 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, cast
 
 import yaml
-from pydantic import BeforeValidator, InstanceOf, field_serializer
 
-from overlord.cli.layout_options import AnyLayout, written_layout
+from overlord.cli.launch_options import LaunchOptions
 from overlord.cli.manifests import read_manifest, read_manifest_lines, read_text, resolve_path, resolve_source
-from overlord.cli.strategy_specs import AnyStrategy, StrategyChoice
-from overlord.core.layout_specs import Layout
-from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.spec_errors import Fault, Loc, did_you_mean, follow
-from overlord.core.spec_model import Spec, Word, describe_schema, whole
+from overlord.cli.strategy_specs import StrategyChoice
+from overlord.core.spec_errors import Loc, did_you_mean, follow
+from overlord.core.spec_model import Spec, describe_schema
 from overlord.core.specs import Custom, Interleaved, Job, Source
 from overlord.errors import SpecError
 from overlord.planning.checking import Strategy
-from overlord.roles.placement import Placement
 
 __all__ = [
     "JobFile",
@@ -41,61 +37,6 @@ __all__ = [
     "read_manifest",
     "write_job_schema",
 ]
-
-
-def _as_tree(value: object) -> object:
-    if isinstance(value, ClientPlaceTree):
-        return value
-    try:
-        if isinstance(value, str):
-            return ClientPlaceTree.parse(value)
-        if isinstance(value, Mapping):
-            return ClientPlaceTree.from_sizes(cast("Mapping[str, Any]", value))
-    except SpecError as error:
-        raise Fault(str(error).removeprefix("mesh: "), show_value=False) from None
-    raise Fault("this must give the size of each axis, such as {dp: 2, tp: 2}; ranks would get no data")
-
-
-_Mesh = dict[
-    Literal["pp", "dp", "cp", "tp", "dp_replicate", "ep", "vpp", "microbatch_group", "order", "modules"],
-    int | str | dict[str, dict[str, int | str] | str],
-]
-
-
-class LaunchOptions(Spec):
-    """How a job is run: everything a job file may say that does not change the stream."""
-
-    mesh: Annotated[
-        InstanceOf[ClientPlaceTree],
-        BeforeValidator(_as_tree, json_schema_input_type=_Mesh | str),
-    ] = ClientPlaceTree()
-    """Sizes of the trainer's axes: pp, dp, cp, tp."""
-    strategy: AnyStrategy | None = None
-    """Where samples go: a strategy's name, or {name: {options}}; backbone_balance by default."""
-    layout: AnyLayout = Layout()
-    """Keys and shapes of a batch: the name of whoever takes it (hf, megatron, torchtitan), or {keys: hf, ..}."""
-    placement: Placement = "auto"
-    """Where images, clips and sounds are decoded: loader, constructor, or auto, where fewer bytes travel."""
-    prefetch: Annotated[int, whole(1, "every step would wait for its data. Write 2 or more")] = 2
-    """Steps a client asks ahead."""
-    loaders_per_source: Annotated[int, whole(1, "nobody would read the source. Write 1 or more")] = 1
-    """SourceLoaders of each source."""
-    store: Word | None = None
-    """Folder for the journal and snapshots; none keeps none."""
-    steps: Annotated[int, whole(1, "nothing would run. Leave it out for no limit")] | None = None
-    """Steps to run this time."""
-
-    @field_serializer("mesh")
-    def _mesh_sizes(self, tree: ClientPlaceTree) -> dict[str, Any]:
-        return tree.sizes()
-
-    @field_serializer("layout")
-    def _short_layout(self, layout: Layout) -> object:
-        return written_layout(layout)
-
-    @field_serializer("strategy")
-    def _short_strategy(self, strategy: StrategyChoice | None) -> object:
-        return None if strategy is None else strategy.written()
 
 
 @dataclass(frozen=True, slots=True)

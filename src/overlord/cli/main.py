@@ -20,36 +20,41 @@ from typer.core import TyperGroup
 from overlord import __version__
 from overlord.cli.demo import run_demo, write_report, write_text
 from overlord.cli.job_files import job_file_schema
-from overlord.cli.layout_options import layout_words
 from overlord.cli.lint import count_errors, lint_job
 from overlord.cli.options import (
     AS_JSON,
     CACHE,
     DEFAULT_STEPS,
+    Address,
     AsJson,
     Cache,
     JobPath,
     LayoutName,
+    LoaderHostsOption,
     Loaders,
     Mesh,
     PlacementOption,
     Prefetch,
+    RanksPerHost,
     Resume,
     Runtime,
-    RuntimeName,
+    ServeRuntime,
+    State,
     Store,
     StrategyName,
+    Threads,
     folder_of,
     load,
     options_of,
     runtime_of,
+    where_of,
 )
 from overlord.cli.output import Screen, check_writable, show_error
 from overlord.cli.planning_commands import explain
 from overlord.cli.preview import preview_page, preview_source, show_previews
 from overlord.cli.report import media_tables, source_table, summary_table
 from overlord.cli.running import aside_notes, launch_for, run_job
-from overlord.cli.serving import find_status, serve_until_stopped, status_tables
+from overlord.cli.serving import announcement, find_status, serve_until_stopped, status_tables, trainer_hosts
 from overlord.cli.sources import (
     choose_sources,
     count_rows,
@@ -61,7 +66,7 @@ from overlord.cli.sources import (
 )
 from overlord.cli.summary import RunSummary, count, number
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.errors import OverlordError
+from overlord.errors import OverlordError, SpecError
 
 
 class _Commands(TyperGroup):
@@ -97,7 +102,7 @@ def demo(
         "overlord-demo"
     ),
     steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 30,
-    runtime: Runtime = RuntimeName.local,
+    runtime: Runtime = None,
     mesh: Annotated[str, typer.Option(help="Sizes of the axes.")] = "dp=2,cp=2,tp=2",
     cache: Cache = CACHE,
     scale: Annotated[float, typer.Option(hidden=True, help="Samples relative to the full demo.")] = 1.0,
@@ -129,13 +134,18 @@ def run(  # noqa: PLR0913 - one for each option
         int | None,
         typer.Option(min=1, help=f"Steps to run; else launch.steps of the job file, else {DEFAULT_STEPS}."),
     ] = None,
-    runtime: Runtime = RuntimeName.local,
+    runtime: Runtime = None,
+    address: Address = None,
+    ranks_per_host: RanksPerHost = None,
+    loader_hosts: LoaderHostsOption = None,
     layout: LayoutName = None,
     placement: PlacementOption = None,
     prefetch: Prefetch = None,
     loaders: Loaders = None,
+    threads: Threads = None,
     store: Store = None,
     resume: Resume = False,
+    state: State = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
     cache: Cache = CACHE,
     as_json: AsJson = False,
@@ -148,8 +158,11 @@ def run(  # noqa: PLR0913 - one for each option
     chosen = steps or loaded.launch.steps
     if chosen is None:
         screen.note(f"neither --steps nor launch.steps is given; running {DEFAULT_STEPS} steps")
-    options = options_of(loaded, mesh, cache, prefetch, loaders, store, resume)
-    options = dataclasses.replace(options, steps=chosen or DEFAULT_STEPS, runtime=runtime_of(runtime))
+    # What the file says of trainer hosts is for trainers; here all ranks are in one process.
+    launch = loaded.launch.model_copy(update={"ranks_per_host": None})
+    where = where_of(launch, runtime, address, ranks_per_host, loader_hosts)
+    options = options_of(loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where)
+    options = dataclasses.replace(options, steps=chosen or DEFAULT_STEPS)
     with screen.progress() as tell, screen.user_code():
         summary = run_job(loaded.job, str(job), options, tell)
     _show_run(screen, summary)
@@ -165,38 +178,46 @@ def serve(  # noqa: PLR0913 - one for each option
     job: JobPath,
     mesh: Mesh = None,
     strategy: StrategyName = None,
+    runtime: ServeRuntime = None,
+    address: Address = None,
+    ranks_per_host: RanksPerHost = None,
+    loader_hosts: LoaderHostsOption = None,
     layout: LayoutName = None,
     placement: PlacementOption = None,
     prefetch: Prefetch = None,
     loaders: Loaders = None,
+    threads: Threads = None,
     store: Store = None,
     resume: Resume = False,
+    state: State = None,
     address_file: Annotated[
         Path | None, typer.Option("--address-file", help="Write the address to this file while the service is up.")
     ] = None,
     cache: Cache = CACHE,
     as_json: AsJson = False,
 ) -> None:
-    """Serve a job to trainers in other processes of this host, until Ctrl-C or SIGTERM."""
+    """Serve a job to trainers in other processes, of this host or of a cluster's, until Ctrl-C or SIGTERM."""
     screen = Screen(as_json=as_json)
     if address_file is not None:
         check_writable("--address-file", address_file)
     loaded = load(job, screen, strategy, layout, placement)
-    options = options_of(loaded, mesh, cache, prefetch, loaders, store, resume)
+    where = where_of(loaded.launch, runtime, address, ranks_per_host, loader_hosts)
+    if where.runtime == "inline":
+        raise SpecError(
+            f"{job}: launch.runtime is 'inline', and no other process can attach to that; trainers would have no data. "
+            "Add --runtime local or --runtime ray."
+        )
+    options = options_of(loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where)
     for note in aside_notes(options):
         screen.note(note)
     with screen.progress() as tell:
         service = launch_for(loaded.job, options, tell, any_mesh=True)
-    ranks, layout = number(options.mesh.world_size, "rank"), layout_words(options.layout)
 
     def announce() -> None:
-        screen.show(
-            Text.assemble(("serving  ", "dim"), f"{job}, mesh {options.mesh} ({ranks}), layout {layout}"),
-            Text.assemble(("address  ", "dim"), (service.address or "", "bold")),
-            "\nAttach every trainer with\n\n    import overlord as ol\n"
-            f'    client = ol.connect("{service.address}", rank=RANK)\n\nCtrl-C ends the service.',
-        )
-        screen.give({"address": service.address, "pid": service.status()["pid"], "mesh": str(options.mesh)})
+        told = service.status()
+        screen.show(*announcement(str(job), options, service.address or "", told))
+        hosts = {"hosts": trainer_hosts(told)} if "ray" in told else {}
+        screen.give({"address": service.address, "pid": told["pid"], "mesh": str(options.mesh)} | hosts)
         ctx.meta[AS_JSON] = False  # the one object is out
 
     with service:
@@ -210,7 +231,7 @@ def status(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Show what a running service is doing: mixture, buffers, bad samples, clients."""
+    """Show what a running service is doing: mixture, buffers, bad samples, clients, and the hosts of a cluster."""
     screen = Screen(as_json=as_json)
     found = find_status(address)
     screen.show(*status_tables(found))

@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, cast
 
 import typer
 
+from overlord import session
 from overlord.cli.job_files import JobFile, load_job_file
+from overlord.cli.launch_options import LaunchOptions, LoaderHosts, as_loader_hosts
 from overlord.cli.layout_options import read_layout
 from overlord.cli.output import Screen
-from overlord.cli.running import DEFAULT_STRATEGY, RunOptions
+from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, Where, read_state
 from overlord.cli.strategy_specs import StrategyChoice
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.spec_errors import Fault
 from overlord.core.specs import Job
+from overlord.errors import SpecError
 from overlord.runtimes.deployment import canonical
-from overlord.session import DEFAULT_CACHE
 
 DEFAULT_STEPS = 100
 AS_JSON = "overlord.as_json"
@@ -33,7 +36,15 @@ class RuntimeName(StrEnum):
     """Where the roles run."""
 
     local = "local"
+    ray = "ray"
     inline = "inline"
+
+
+class ServedRuntime(StrEnum):
+    """Where the roles run when trainers are other processes."""
+
+    local = "local"
+    ray = "ray"
 
 
 AsJson = Annotated[
@@ -73,8 +84,41 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest sn
 Cache = Annotated[Path, typer.Option("--cache", envvar="OVERLORD_CACHE", help="Folder of indices and length sidecars.")]
 Prefetch = Annotated[int | None, typer.Option("--prefetch", help="Steps built ahead.", show_default=False)]
 Loaders = Annotated[int | None, typer.Option("--loaders", help="SourceLoaders of each source.", show_default=False)]
-Runtime = Annotated[RuntimeName, typer.Option("--runtime", help="A service process, or everything in this one.")]
-CACHE = Path(DEFAULT_CACHE)
+State = Annotated[
+    Path | None,
+    typer.Option(
+        "--state", help="Go on from this state: a JSON file with what state_dict() returned.", show_default=False
+    ),
+]
+Runtime = Annotated[
+    RuntimeName | None,
+    typer.Option(
+        "--runtime", help="A service process, a Ray cluster, or everything in this process.", show_default=False
+    ),
+]
+ServeRuntime = Annotated[
+    ServedRuntime | None,
+    typer.Option("--runtime", help="A service process, or a Ray cluster.", show_default=False),
+]
+Address = Annotated[
+    str | None,
+    typer.Option("--address", help="The Ray cluster: auto or host:port; else one is started here.", show_default=False),
+]
+RanksPerHost = Annotated[
+    int | None,
+    typer.Option("--ranks-per-host", help="Trainer processes of one host of the cluster.", show_default=False),
+]
+LoaderHostsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--loader-hosts", metavar="N|per_source", help="Processes the sources are dealt to.", show_default=False
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", help="Threads for decoding; of each loader host of a Ray cluster.", show_default=False),
+]
+CACHE = Path(session.DEFAULT_CACHE)
 
 
 def load(
@@ -114,9 +158,53 @@ def folder_of(cache: Path) -> str:
     return str(cache.expanduser().absolute())
 
 
-def runtime_of(name: RuntimeName) -> Literal["local", "inline"]:
+def runtime_of(name: RuntimeName | ServedRuntime | None) -> session.Runtime:
     """Return the runtime as `launch` takes it."""
-    return "inline" if name is RuntimeName.inline else "local"
+    return "local" if name is None else cast("session.Runtime", name.value)
+
+
+def where_of(
+    launch: LaunchOptions,
+    runtime: RuntimeName | ServedRuntime | None,
+    address: str | None,
+    ranks_per_host: int | None,
+    loader_hosts: str | None,
+) -> Where:
+    """Return where the roles run: as the job file says, unless the command line says otherwise.
+
+    Raises:
+        SpecError: An option of a cluster was given for a runtime that has none.
+    """
+    chosen = launch.runtime if runtime is None else runtime_of(runtime)
+    given = {"--address": address, "--ranks-per-host": ranks_per_host, "--loader-hosts": loader_hosts}
+    if chosen != "ray":  # what the file says of a cluster waits for a run on it
+        for name, value in given.items():
+            if value is not None:
+                raise SpecError(
+                    f"{name} is {value!r:.80} and the runtime is {chosen!r}, which has no cluster; it would "
+                    "have no effect. Add --runtime ray, or leave it out."
+                )
+        return Where(runtime=chosen)
+    if ranks_per_host is not None and ranks_per_host < 1:
+        raise SpecError(
+            f"--ranks-per-host is {ranks_per_host}; no host would have a trainer. Give the number of trainer processes "
+            "of one host (torchrun's --nproc-per-node), or leave it out."
+        )
+    if address == "":
+        raise SpecError("--address is empty; no cluster could be reached. Give 'auto' or host:port, or leave it out.")
+    return Where(
+        runtime="ray",
+        address=launch.address if address is None else address,
+        ranks_per_host=launch.ranks_per_host if ranks_per_host is None else ranks_per_host,
+        loader_hosts=launch.loader_hosts if loader_hosts is None else _loader_hosts(loader_hosts),
+    )
+
+
+def _loader_hosts(text: str) -> LoaderHosts:
+    try:
+        return as_loader_hosts(text)
+    except Fault as fault:
+        raise SpecError(f"--loader-hosts is {text!r:.80}: {fault}. Give one of these, or leave it out.") from None
 
 
 def mesh_of(loaded: JobFile, mesh: str | None) -> ClientPlaceTree:
@@ -132,6 +220,9 @@ def options_of(
     loaders: int | None,
     store: Path | None,
     resume: bool,
+    state: Path | None,
+    threads: int | None,
+    where: Where,
 ) -> RunOptions:
     """Return how to run: what stands in the job file, unless the command line says otherwise."""
     launch = loaded.launch
@@ -143,6 +234,9 @@ def options_of(
         loaders_per_source=launch.loaders_per_source if loaders is None else loaders,
         store=launch.store if store is None else str(store),
         resume=resume,
+        state=None if state is None else read_state(state),
+        threads=launch.threads if threads is None else threads,
+        where=where,
         layout=launch.layout,
         placement=launch.placement,
         strategy=loaded.strategy,

@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import numpy as np
 import psutil
 
 from overlord.cli.collecting import Collector
 from overlord.cli.context_fit import context_notes
+from overlord.cli.launch_options import LoaderHosts
 from overlord.cli.layout_options import layout_advice, layout_words
+from overlord.cli.manifests import read_text
 from overlord.cli.output import Tell
 from overlord.cli.sources import indexed_rows, open_each
 from overlord.cli.summary import RunSummary, SourceSummary, media_of
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job
-from overlord.errors import SpecError
+from overlord.errors import SpecError, StateError
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.placement import Placement
 from overlord.runtimes.shapes import limits_of
-from overlord.session import Service, launch
+from overlord.session import Runtime, Service, launch
 
 MOST_RANKS = 256
 """Ranks that one process can hold without running out of file descriptors."""
 DEFAULT_STRATEGY = "backbone_balance"
 _LOOK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Where:
+    """Where the roles of a service run, as `launch` takes it."""
+
+    runtime: Runtime = "local"
+    address: str | None = None
+    ranks_per_host: int | None = None
+    loader_hosts: LoaderHosts | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +56,14 @@ class RunOptions:
     mesh: ClientPlaceTree
     steps: int
     cache: str
-    runtime: Literal["local", "inline"] = "local"
+    where: Where = field(default_factory=Where)
     prefetch: int = 2
     loaders_per_source: int = 1
+    threads: int | None = None
     store: str | None = None
     resume: bool = False
+    state: Mapping[str, Any] | None = None
+    """The state to go on from, as a trainer saved it."""
     layout: Layout = field(default_factory=Layout)
     placement: Placement = "auto"
     strategy: Strategy | None = None
@@ -65,13 +84,14 @@ def run_job(job: Job, name: str, options: RunOptions, tell: Tell) -> RunSummary:
         )
     began = time.perf_counter()
     aside = aside_notes(options)
+    others = _descendants()
     with launch_for(job, options, tell) as service:
         clients = [service.client(rank) for rank in range(options.mesh.world_size)]
         before = clients[0].state_dict()
         status = service.status()
         names = tuple(before["sources"])
         collector = Collector(job, names, limits_of(job, options.layout, options.mesh), options.mesh)
-        memory = MemoryWatch({os.getpid(), int(status["pid"])})
+        memory = MemoryWatch(processes_of(status, _descendants() - others))
         first_s, wall_s = _consume(service, clients, options, collector, memory, tell)
         after, status = clients[0].state_dict(), service.status()
         memory.look(now=True)
@@ -85,13 +105,51 @@ def aside_notes(options: RunOptions) -> list[str]:
     """Return a note where the store holds the snapshots of a run that this one does not go on from."""
     if options.resume or options.store is None:
         return []
+    begin = 0 if options.state is None else int(options.state["step"])
     steps = [int(path.stem.removeprefix("snapshot-")) for path in Path(options.store).glob("snapshot-*.json")]
-    if not any(steps):  # one of step 0 is where this run begins too
+    if max(steps, default=0) <= begin:  # a snapshot of where this run begins is of this run too
         return []
+    what = "it is" if options.state is None else f"what lies behind step {begin} is"
     return [
-        f"{options.store} holds a run up to step {max(steps)}: it is set aside there (*.aside), and this one begins at "
-        "step 0. To go on from it, use --resume."
+        f"{options.store} holds a run up to step {max(steps)}: {what} set aside there (*.aside), and this one begins "
+        f"at step {begin}. To go on from it, use --resume{'' if options.state is None else ' instead of --state'}."
     ]
+
+
+def read_state(path: Path) -> Mapping[str, Any] | None:
+    """Return the state in a JSON file, of a client or of a `DataLoader`; None for a stream that has not begun.
+
+    Raises:
+        SpecError: The file cannot be read, or holds no state.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "state.json"
+        >>> _ = path.write_text(json.dumps({"stream": json.dumps({"version": 1, "step": 16})}))
+        >>> read_state(path)
+        {'version': 1, 'step': 16}
+    """
+    try:
+        text = read_text(path)
+    except SpecError as error:
+        raise SpecError(f"--state {error}") from None
+    try:
+        found = json.loads(text)
+        if isinstance(found, dict) and set(cast("dict[str, Any]", found)) == {"stream"}:
+            found = json.loads(found["stream"])
+            if found is None:
+                return None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StateError(
+            f"--state {path}: this is not JSON ({error}); where to go on cannot be told. Write what state_dict() of a "
+            "client or a DataLoader returned with json.dump; a snapshot of a store is read by --store DIR --resume."
+        ) from None
+    if not isinstance(found, dict) or "version" not in found or not is_whole(found.get("step")):
+        raise StateError(
+            f"--state {path}: {found!r:.80} is not a state of overlord; resuming from it would start an unknown "
+            "stream. Give what state_dict() of a client or a DataLoader returned, as JSON."
+        )
+    return cast("dict[str, Any]", found)
 
 
 def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = False) -> Service:
@@ -108,20 +166,32 @@ def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = Fa
             "--resume was given without a store; there is no snapshot to continue from. Add --store DIR, or "
             "launch.store to the job file."
         )
+    if options.resume and options.state is not None:
+        raise SpecError(
+            "--resume and --state were both given; the newest snapshot of the store may be ahead of the model's "
+            "checkpoint. Give --state to go on where the checkpoint is, or --resume to go on where the store is."
+        )
     if options.store is not None:
         _make_folder(options.store)
+    where = options.where
+    if where.runtime == "ray" and where.ranks_per_host is None and not any_mesh:
+        where = replace(where, ranks_per_host=ranks)  # all of them are in this process
     return launch(
         job,
         mesh=options.mesh,
         strategy=options.strategy,
-        runtime=options.runtime,
+        runtime=where.runtime,
+        address=where.address,
+        ranks_per_host=where.ranks_per_host,
+        loader_hosts=where.loader_hosts,
+        threads=options.threads,
         layout=options.layout,
         placement=options.placement,
         prefetch=options.prefetch,
         loaders_per_source=options.loaders_per_source,
         store=options.store,
         cache=options.cache,
-        state="latest" if options.resume else None,
+        state="latest" if options.resume else options.state,
         progress=tell,
     )
 
@@ -136,11 +206,29 @@ def _make_folder(store: str) -> None:
         ) from error
 
 
+def processes_of(status: Mapping[str, Any], started: set[int]) -> set[int]:
+    """Return the processes of this host that a run consists of.
+
+    Args:
+        status: Of the service.
+        started: Processes that came while it was launched: those of a cluster that belongs to it, among others.
+    """
+    cluster = status.get("ray")
+    if cluster is None:
+        return {os.getpid(), int(status["pid"])}
+    here = socket.gethostname()
+    return {os.getpid(), *started, *(int(one["pid"]) for one in cluster["placement"] if one["host"] == here)}
+
+
+def _descendants() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
 class MemoryWatch:
     """The largest sum of the proportional set sizes of some processes that was seen."""
 
     def __init__(self, pids: set[int]) -> None:
-        self._processes = [psutil.Process(pid) for pid in pids]
+        self._processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
         self._next_s = 0.0
         self.peak = 0
 
@@ -149,10 +237,13 @@ class MemoryWatch:
         if not now and time.perf_counter() < self._next_s:
             return
         self._next_s = time.perf_counter() + _LOOK_EVERY_S
-        try:
-            self.peak = max(self.peak, sum(_proportional(process) for process in self._processes))
-        except psutil.Error:
-            pass  # the process is going away; whoever waits for its data gets the reason
+        total = 0
+        for process in tuple(self._processes):
+            try:
+                total += _proportional(process)
+            except psutil.Error:
+                self._processes.remove(process)  # it is gone; whoever waits for its data gets the reason
+        self.peak = max(self.peak, total)
 
 
 def _proportional(process: psutil.Process) -> int:
@@ -212,7 +303,7 @@ def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, fact
     return RunSummary(
         job_name=name,
         mesh=str(options.mesh),
-        runtime=options.runtime,
+        runtime=options.where.runtime,
         strategy=options.strategy_name,
         layout=layout_words(options.layout),
         steps=collector.steps,
@@ -244,6 +335,12 @@ def _notes(options: RunOptions, collector: Collector, facts: _Facts) -> list[str
     notes = list(facts.aside)
     if options.resume:
         notes.append(f"Resumed at step {facts.before['step']} from the newest snapshot in {options.store}.")
+    elif options.state is not None:
+        notes.append(f"Resumed at step {facts.before['step']} from the state that --state gave.")
+    elsewhere = [o for o in facts.status.get("ray", {}).get("placement", ()) if o["host"] != socket.gethostname()]
+    if elsewhere:
+        hosts = ", ".join(sorted({one["host"] for one in elsewhere}))
+        notes.append(f"The peak memory is that of this host; of the service's roles {len(elsewhere)} ran on {hosts}.")
     if collector.steps < options.steps:
         notes.append(f"The stream ended by itself after {collector.steps} of {options.steps} steps.")
     faults = {name: (s["bad"], s["wrong_length"]) for name, s in facts.status["sources"].items()}

@@ -5,19 +5,26 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from overlord.cli.layout_options import layout_words
 from overlord.cli.output import Screen
 from overlord.cli.report import media_tables
-from overlord.cli.summary import count, media_of, size
+from overlord.cli.running import RunOptions
+from overlord.cli.summary import count, media_of, number, size
 from overlord.errors import ServiceLost, SpecError
+from overlord.runtimes.cluster_placement import TRAINER
 from overlord.runtimes.local import status_of
 from overlord.session import Service
 
@@ -38,8 +45,11 @@ def serve_until_stopped(
                 _write_whole(address_file, f"{service.address}\n")
             announce()
             with _live_line(screen) as line:
+                looking = _look_aside(service)
                 while not stopped_within(_LOOK_EVERY_S):
-                    line(_one_line(_status_or_lost(service)))
+                    if looking.done():
+                        line(_one_line(looking.result()))
+                        looking = _look_aside(service)
         finally:
             if address_file is not None:
                 address_file.unlink(missing_ok=True)
@@ -64,8 +74,80 @@ def find_status(address: str) -> dict[str, Any]:
         ) from error
 
 
-def status_tables(status: dict[str, Any]) -> list[Table]:
-    """Return the picture of a service for the terminal: its sources, their media, and its clients."""
+def announcement(job: str, options: RunOptions, address: str, status: Mapping[str, Any]) -> list[RenderableType]:
+    """Return what trainers must know of a service that has just begun."""
+    ranks, layout = number(options.mesh.world_size, "rank"), layout_words(options.layout)
+    lines: list[RenderableType] = [
+        Text.assemble(("serving  ", "dim"), f"{job}, mesh {options.mesh} ({ranks}), layout {layout}"),
+        Text.assemble(("address  ", "dim"), (address, "bold")),
+    ]
+    every = "every trainer"
+    if "ray" in status:
+        hosts = [f"{one['ranks']} on {one['host']}" for one in trainer_hosts(status)]
+        lines += [
+            Text.assemble(("cluster  ", "dim"), cluster_line(status["ray"])),
+            Text.assemble(("ranks    ", "dim"), ", ".join(hosts)),
+        ]
+        every = "every trainer, on the host of its rank (the address is the same on all hosts; no Ray is needed there),"
+    return [
+        *lines,
+        f"\nAttach {every} with\n\n    import overlord as ol\n"
+        f'    client = ol.connect("{address}", rank=RANK)\n\nCtrl-C ends the service.',
+    ]
+
+
+def trainer_hosts(status: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return which ranks attach on which host of a cluster."""
+    return [{"host": one["host"], "ranks": one["ranks"]} for one in status["ray"]["placement"] if "ranks" in one]
+
+
+def cluster_line(cluster: Mapping[str, Any]) -> str:
+    """Return a cluster in one line: Ray's version, the address, and what its hosts have.
+
+    Example:
+        >>> node = {"resources": {"CPU": 96.0, "GPU": 8.0, "object_store_memory": 4e11, "node:10.0.0.1": 1.0}}
+        >>> cluster_line({"version": "2.60.0", "address": "10.0.0.1:6379", "nodes": [node, node]})
+        'Ray 2.60.0 at 10.0.0.1:6379: 2 hosts, 192 CPUs, 800\u202fGB object store, 16 GPU'
+    """
+    have: dict[str, float] = {}
+    for node in cluster["nodes"]:
+        for name, value in node["resources"].items():
+            have[name] = have.get(name, 0) + value
+    trainers = sum(TRAINER in node["resources"] for node in cluster["nodes"])
+    marked = f" ({trainers} marked {TRAINER})" if trainers else ""
+    # Ray counts its own things (memory, node:ADDRESS, accelerator_type:X) beside accelerators.
+    others = [n for n in sorted(have) if ":" not in n and n not in ("CPU", "memory", "object_store_memory", TRAINER)]
+    shown = ", ".join(f"{have[name]:g} {name}" for name in others) or "no accelerators"
+    return (
+        f"Ray {cluster['version']} at {cluster['address']}: {number(len(cluster['nodes']), 'host')}{marked}, "
+        f"{have.get('CPU', 0):g} CPUs, {size(have.get('object_store_memory', 0))} object store, {shown}"
+    )
+
+
+def _cluster_parts(status: Mapping[str, Any]) -> list[RenderableType]:
+    """Return the cluster, where every role of its service runs, and what its planner sends."""
+    table = Table()
+    table.add_column("role", style="bold")
+    table.add_column("host")
+    for name in ("pid", "CPUs"):
+        table.add_column(name, justify="right")
+    table.add_column("serves")
+    for one in status["ray"]["placement"]:
+        ranks, sources = one.get("ranks"), one.get("sources")
+        serves = f"ranks {ranks}" if ranks else number(sources, "source") if sources else ""
+        table.add_row(one["role"], escape(one["host"]), str(one["pid"]), f"{one['cpus']:g}", serves)
+    # As text, not as the title of the table: that would be cut to its width.
+    return [f"\n{escape(cluster_line(status['ray']))}", table, _traffic(status["planner"])]
+
+
+def _traffic(planner: Mapping[str, Any]) -> str:
+    traffic, steps = planner["traffic"], planner["next_step"] - planner["first_step"]
+    sent = f"a plan of {size(traffic['plan_bytes'] / traffic['plans'])}" if traffic["plans"] else "no plan sent so far"
+    return f"planner, per step: {sent}, {size(traffic['metadata_bytes'] / max(steps, 1))} of metadata"
+
+
+def status_tables(status: dict[str, Any]) -> list[RenderableType]:
+    """Return the picture of a service for the terminal: its sources, their media, its hosts, and its clients."""
     planner, buffers = status["planner"], status["buffers"]
     held = f"{size(buffers['read_bytes'])} read ahead, {size(buffers['views_bytes'])} of views"
     title = f"{status['runtime']} service, mesh {status['mesh']}, next plan: step {planner['next_step']}, {held}"
@@ -88,14 +170,28 @@ def status_tables(status: dict[str, Any]) -> list[Table]:
             *faults,
             f"{one['skipped']:,}",
         )
-    number = len(status["clients"])
-    clients = Table(title=f"{number} client{'' if number == 1 else 's'} attached", title_justify="left")
+    clients = Table(title=f"{number(len(status['clients']), 'client')} attached", title_justify="left")
     clients.add_column("at step", justify="right")
     clients.add_column("ranks")
     for step in sorted(set(status["clients"].values())):
         ranks = ", ".join(rank for rank, at in status["clients"].items() if at == step)
         clients.add_row(str(step), ranks)
-    return [sources, *media_tables(media_of(status["sources"])), *([clients] if status["clients"] else [])]
+    hosts = _cluster_parts(status) if "ray" in status else []
+    return [sources, *media_tables(media_of(status["sources"])), *hosts, *([clients] if status["clients"] else [])]
+
+
+def _look_aside(service: Service) -> Future[dict[str, Any]]:
+    """Ask for the status on a thread of its own: whoever is slow to answer must not keep a SIGTERM waiting."""
+    answer: Future[dict[str, Any]] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(_status_or_lost(service))
+        except BaseException as error:  # told to the thread that waits for it
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    return answer
 
 
 def _status_or_lost(service: Service) -> dict[str, Any]:
@@ -103,8 +199,9 @@ def _status_or_lost(service: Service) -> dict[str, Any]:
         return service.status()
     except ServiceLost as error:
         raise ServiceLost(
-            f"the service at {service.address} is gone; attached trainers get no more data. Its messages stand above; "
-            "if it was killed, the host may be out of memory. Start it again, with --resume if it has a store."
+            f"the service at {service.address} is gone; attached trainers get no more data "
+            f"({str(error).partition(';')[0]}). Its messages stand above; if it was killed, the host may be out of "
+            "memory. Start it again, with --resume if it has a store."
         ) from error
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.ragged import Ragged, offsets_of
+from overlord.core.ragged import Ragged, copy_runs, expand_ranges, offsets_of
 from overlord.core.samples import Cursor, MetaArray
 
 Int32s = npt.NDArray[np.int32]
@@ -48,6 +48,8 @@ class LoaderOrder:
     """The planned metadata of the samples, in the source's order; their lengths are promises."""
     end: Cursor
     """The step leaves the source here: what lies before is not needed by a later step."""
+    open_media: bool = False
+    """Whether media are decoded before the hand-over wherever else they would be: several hosts must know which do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,19 @@ class Media:
         begin = int(self.begin[item])
         return memoryview(self.values[begin : begin + int(self.nbytes_of[item])])  # type: ignore[arg-type]
 
+    def take(self, samples: Int64s, with_bytes: npt.NDArray[np.bool_]) -> Media:
+        """Return the media of some samples; those of samples that are told by shape alone have no bytes."""
+        counts = np.diff(self.rows)[samples]
+        items = expand_ranges(self.rows[samples], counts)
+        sizes = np.where(np.repeat(with_bytes, counts), self.nbytes_of[items], 0)
+        offsets = offsets_of(sizes)
+        values = copy_runs(self.values, self.begin[items], sizes)
+        columns = {name: getattr(self, name)[items] for name in ("start", "length", "grids", "seconds", "seeds", "bad")}
+        return Media(
+            self.kind, offsets_of(counts), **columns, values=values, begin=offsets[:-1], nbytes_of=sizes,
+            encoded=self.encoded,
+        )  # fmt: skip
+
     @staticmethod
     def concat(parts: Sequence[Media]) -> Media:
         """Join the media of several runs of samples of one source."""
@@ -118,6 +133,13 @@ class Payload:
     """1 where the token counts in the loss (uint8), aligned with tokens."""
     media: Media | None = None
     """Images, clips or sounds of the samples; None for a source of text."""
+    chosen: Int64s | None = None
+    """Which of the step's samples of the source these are, counted in drawing order; None: all."""
+
+    def take(self, samples: Int64s, with_bytes: npt.NDArray[np.bool_]) -> Payload:
+        """Return some of the samples, with the bytes of the media of some of them."""
+        media = self.media.take(samples, with_bytes) if self.media is not None else None
+        return Payload(self.step, self.source, self.tokens.take(samples), self.loss.take(samples), media, samples)
 
     @property
     def nbytes(self) -> int:

@@ -26,6 +26,26 @@ def _gather(values: Array, offsets: Array, rows: Array, out: Array) -> None:
         at += stop - start
 
 
+@numba.njit(nogil=True, cache=True)
+def _copy_runs(values: Array, starts: Array, offsets: Array, out: Array) -> None:
+    for run in range(len(starts)):
+        low, high = offsets[run], offsets[run + 1]
+        out[low:high] = values[starts[run] : starts[run] + high - low]
+
+
+def copy_runs(values: Array, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Array:
+    """Return runs of an array one behind the other.
+
+    Example:
+        >>> copy_runs(np.arange(9, dtype=np.uint8), np.array([6, 1]), np.array([3, 2])).tolist()
+        [6, 7, 8, 1, 2]
+    """
+    offsets = offsets_of(lengths)
+    out = np.empty(int(offsets[-1]), values.dtype)
+    _copy_runs(values, starts, offsets, out)
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """Rows of different lengths.
@@ -88,7 +108,8 @@ class Ragged:
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
         """Join ragged arrays of one dtype row-wise."""
-        if len(parts) == 1 and parts[0].offsets[0] == 0:
+        # What came from another host is read-only, for which kernels would have to be compiled again.
+        if len(parts) == 1 and parts[0].offsets[0] == 0 and parts[0].values.flags.writeable:
             return parts[0]
         values = [p.values[p.offsets[0] : p.offsets[-1]] for p in parts]
         lengths = [p.lengths for p in parts]

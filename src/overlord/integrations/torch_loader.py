@@ -2,151 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from overlord.core.layout_specs import CLIP_MEAN, CLIP_STD, Keys, Layout
+from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Job
-from overlord.errors import SpecError, StateError
+from overlord.errors import ClosedError, PlanError, ServiceLost, SpecError, StateError
+from overlord.integrations.torch_batches import TorchBatch, TorchMeta, TorchMicrobatches, TorchStep
+from overlord.integrations.torch_broadcast import Channel, Relay, Roster, open_channel, share_outcome
+from overlord.integrations.torch_copies import Ahead, Copies, Parcel, copies_to, device_of
+from overlord.integrations.torch_images import exchange_images, normalize_pixels
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
-from overlord.roles.views import Batch, BatchMeta, KeyedBatch, Step
+from overlord.roles.views import Step
 from overlord.session import DEFAULT_CACHE, Service, connect, launch
 
-
-class TorchMeta:
-    """Where the segments of a batch came from: what `Batch.meta` has, with indices as tensors."""
-
-    def __init__(self, meta: BatchMeta) -> None:
-        self._meta = meta.detached()  # a view would keep the shared segment
-        self.image_positions = torch.tensor(meta.image_positions)
-        """Where image tokens stand in this rank's sequences (all rows one behind the other)."""
-        self.image_rows = torch.tensor(meta.image_rows)
-        """Which of the rows that `exchange_images` returns belongs at each of them."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._meta, name)
-
-    def __repr__(self) -> str:
-        return repr(self._meta)
-
-
-class TorchBatch(KeyedBatch):
-    """One microbatch as tensors: `model(**batch)` works. `batch.meta` tells where its segments came from."""
-
-    def __init__(self, batch: Batch) -> None:
-        # One copy out of shared memory: tensors may be written to, and the shared segment is free again.
-        self._values = {k: torch.tensor(v) if isinstance(v, np.ndarray) else v for k, v in batch.items()}
-        self._facts = batch.facts
-        self.meta = TorchMeta(batch.meta)
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TorchBatch:
-        """Move the tensors to a device; return this batch."""
-        move = {k: v.to(device, non_blocking=non_blocking) for k, v in self.items() if isinstance(v, torch.Tensor)}
-        self._values |= move
-        return self
-
-
-class TorchMicrobatches(Sequence[TorchBatch]):
-    """The microbatches of one step, fetched and copied when they are looked at."""
-
-    def __init__(self, microbatches: Sequence[Batch]) -> None:
-        self._microbatches = microbatches
-
-    def __len__(self) -> int:
-        return len(self._microbatches)
-
-    def __getitem__(self, index: Any) -> Any:
-        found = self._microbatches[index]
-        return [TorchBatch(one) for one in found] if isinstance(index, slice) else TorchBatch(found)
-
-
-class TorchStep:
-    """One step of one rank."""
-
-    def __init__(self, step: Step) -> None:
-        self.index = step.index
-        self.global_loss_tokens = step.global_loss_tokens
-        self.global_tokens = step.global_tokens
-        self.global_squared_tokens = step.global_squared_tokens
-        self.global_samples = step.global_samples
-        self.mixture_version = step.mixture_version
-        self.weights = step.weights
-        self.source_names = step.source_names
-        self.fetches = step.fetches
-        """False where the trainer broadcasts to this rank: its batches are empty."""
-        self.microbatches = TorchMicrobatches(step.microbatches)
-        self._step = step
-
-    @cached_property
-    def encoder(self) -> TorchBatch | None:
-        """What this rank encodes in this step (`vlm_hybrid`), and how the tokens travel; see `exchange_images`."""
-        encoder = self._step.encoder
-        return None if encoder is None else TorchBatch(encoder)
-
-
-def normalize_pixels(
-    pixel_values: torch.Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD
-) -> torch.Tensor:
-    """Return uint8 patch rows as normalised floats, on the device they are on.
-
-    By default with the mean and deviation of CLIP's and Qwen-VL's encoders.
-
-    Example:
-        >>> black = torch.zeros(1, 3 * 4, dtype=torch.uint8)
-        >>> normalize_pixels(black, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)).unique().tolist()
-        [-1.0]
-    """
-    colours = pixel_values.to(torch.float32).div_(255.0).unflatten(-1, (3, -1))
-    shift = torch.tensor(mean, device=pixel_values.device, dtype=torch.float32)[:, None]
-    scale = torch.tensor(std, device=pixel_values.device, dtype=torch.float32)[:, None]
-    return colours.sub_(shift).div_(scale).flatten(-2)
-
-
-def exchange_images(output: torch.Tensor, encoder: Mapping[str, Any], group: Any = None) -> torch.Tensor:
-    """Send the encoder's output to the ranks that hold its tokens; gradients come back the same way.
-
-    Call it on every rank once a step, with the rows of the encoder's output (one for each image token) and
-    `step.encoder`. Then, for every microbatch: `embeddings[batch.meta.image_positions] = rows[batch.meta.image_rows]`.
-    The loss of every rank must depend on what this returns, be it by `+ 0 * rows.sum()`: the gradients come back by
-    another all-to-all, which waits for all ranks.
-
-    Args:
-        output: [image tokens of this rank, hidden].
-        encoder: `step.encoder`.
-        group: The process group of all ranks (default: the world).
-    """
-    rows = output[torch.as_tensor(encoder["send_rows"], device=output.device)]
-    if not (dist.is_available() and dist.is_initialized()):
-        return rows  # one process: what it sends is what it gets
-    return _Exchange.apply(rows, encoder["send_splits"].tolist(), encoder["recv_splits"].tolist(), group)
-
-
-class _Exchange(torch.autograd.Function):  # type: ignore[misc]
-    """An all-to-all whose backward pass swaps senders and receivers."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int], group: Any) -> torch.Tensor:
-        ctx.splits = (send, receive, group)
-        return _all_to_all(rows, send, receive, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        send, receive, group = ctx.splits
-        return _all_to_all(grads[0].contiguous(), receive, send, group), None, None, None
-
-
-def _all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], group: Any) -> torch.Tensor:
-    out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
-    return out
+__all__ = [
+    "DataLoader",
+    "TorchBatch",
+    "TorchMeta",
+    "TorchMicrobatches",
+    "TorchStep",
+    "exchange_images",
+    "normalize_pixels",
+]
 
 
 class DataLoader:
@@ -155,75 +42,143 @@ class DataLoader:
     Give it a job, and the service is launched at the first step (by rank 0 of the process group, if there
     is one); or give it the address of a running service (`overlord serve`), which `torchrun` ranks share.
 
+    Where a strategy broadcasts (`broadcast_at`), the loader does it: all ranks of a group get the microbatches that one
+    of them fetches. They must then take the same steps. On a CUDA device the next microbatch is fetched and copied
+    while one is in use.
+
+    It is a `Stateful` of torch.distributed.checkpoint: `dcp.save({"data": loader}, ...)`, and `dcp.load` into a new one
+    on any number of ranks.
+
     Example:
         A training loop::
 
-            loader = DataLoader(job, mesh=tree, rank=rank)
+            loader = DataLoader(job, mesh=mesh)         # a ClientPlaceTree, or torch's DeviceMesh
             for step in loader:
                 for batch in step.microbatches:
                     loss = model(**batch).loss
-            torch.save({"data": loader.state_dict()}, "checkpoint.pt")
+            dcp.save({"model": model.state_dict(), "data": loader}, checkpoint_id="checkpoint")
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - everything has a default and a name
         self,
         job: Job | str,
         *,
-        mesh: ClientPlaceTree | None = None,
+        mesh: ClientPlaceTree | Any = None,
         rank: int | None = None,
+        device: torch.device | str | None = None,
         strategy: Strategy | None = None,
         layout: Keys | Layout = "hf",
         runtime: str = "local",
         prefetch: int = 2,
         store: str | None = None,
         cache: str = DEFAULT_CACHE,
+        address: str | None = None,
+        ranks_per_host: int | None = None,
+        loader_hosts: int | str | None = None,
     ) -> None:
+        """Say what to read; nothing is started yet.
+
+        Args:
+            job: What to read and how to mix it, or the address of a service that runs.
+            mesh: The trainer's mesh: a ClientPlaceTree, or a DeviceMesh of all ranks with names (default: one rank, or
+                the mesh of the service).
+            rank: This process's rank in the mesh (default: its rank in the process group).
+            device: Where batches go: "cpu" or a CUDA device. By default this process's CUDA device if the process group
+                speaks NCCL, else "cpu".
+            strategy: Where samples go; as for `overlord.launch`, like all below.
+            layout: The keys and shapes of a batch.
+            runtime: "local", "ray" or "inline". Several processes share a "local" or a "ray" service.
+            prefetch: Steps built ahead of each trainer.
+            store: Folder for the journal and snapshots.
+            cache: Folder for the indices of files.
+            address: The Ray cluster of runtime="ray".
+            ranks_per_host: Trainer ranks of one host, for runtime="ray".
+            loader_hosts: Where loaders run, for runtime="ray".
+
+        Raises:
+            SpecError: for a mesh, rank or device that cannot be.
+        """
         self._job = job
-        self._mesh = mesh or ClientPlaceTree()
-        self._grouped = dist.is_available() and dist.is_initialized()
-        self._rank = rank if rank is not None else (dist.get_rank() if self._grouped else 0)
-        if self._grouped and not isinstance(job, str):
-            self._mesh.check_world_size(dist.get_world_size())
+        self._device_mesh = None if mesh is None or isinstance(mesh, ClientPlaceTree) else mesh
+        tree = mesh if self._device_mesh is None else ClientPlaceTree.from_device_mesh(mesh)
+        self._mesh: ClientPlaceTree | None = tree if isinstance(job, str) else tree or ClientPlaceTree()
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+        self._shared = world > 1
+        self._rank = rank if rank is not None else (dist.get_rank() if world else 0)
+        if self._mesh is not None:
+            if world:
+                self._mesh.check_world_size(world)
+            self._mesh.coords(self._rank)
+        if self._shared and runtime == "inline" and not isinstance(job, str):
+            raise SpecError(
+                "DataLoader: runtime is 'inline', which lives in one process, but the process group has "
+                f"{world}; they would each read a stream of their own. Use runtime='local' or 'ray'."
+            )
+        self._device = device_of(device)
         self._options: dict[str, Any] = {"strategy": strategy, "layout": layout, "runtime": runtime}
-        self._options["prefetch"] = prefetch
-        self._options |= {"store": store, "cache": cache}
+        self._options |= {"prefetch": prefetch, "store": store, "cache": cache}
+        ray = {"address": address, "ranks_per_host": ranks_per_host, "loader_hosts": loader_hosts}
+        self._options |= {name: value for name, value in ray.items() if value is not None}
         self._state: Mapping[str, Any] | None = None
+        self._closed = False
         self._service: Service | None = None
         self._client: Client | None = None
+        self._copies: Copies | None = None
+        self._axes: tuple[str, ...] | None = None
+        self._channel: Channel | None = None
+        self._relay: Relay | None = None
 
     def __iter__(self) -> Iterator[TorchStep]:
-        for step in self._attached():
-            yield TorchStep(step)
+        while (step := self._next_step()) is not None:
+            yield step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last step handed out: the same on every rank, on any mesh."""
-        if self._client is None and self._state is not None:
-            return dict(self._state)
-        return self._attached().state_dict()
+        """Return the state after the last step handed out: one text, the same on every rank, for any mesh.
+
+        Before the first step it is the state that was loaded, or that of a stream that has not begun; nothing is
+        launched to tell.
+        """
+        if self._client is None:
+            self._refuse_closed("state_dict")
+        begun = self._client is not None or isinstance(self._job, str)
+        return {"stream": json.dumps(self._attached().state_dict() if begun else self._state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; call it before the first step."""
-        if isinstance(self._job, str):
+        """Continue from a state: what `state_dict()` returned, or a client's; on every rank, before the next step.
+
+        A loader that is attached to a running service takes only the state in which the service is.
+        """
+        stream = _stream_of(state)
+        if not isinstance(self._job, str):
+            self.close()
+            self._state, self._closed = stream, False
+        elif stream != self._attached().state_dict():
             raise StateError(
                 "load_state_dict: this loader is attached to a service that somebody else started, and a stream "
                 "cannot be moved under its other ranks. Start the service from the state (`overlord serve --resume`, "
                 "or launch(..., state=state))."
             )
-        self.close()
-        self._state = state
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report metrics of a step; call it on one rank."""
+        if self._client is None and self._shared:
+            self._refuse_closed("report")
+            raise SpecError(
+                f"report: step {step!r:.80} is reported before this loader's first step; there is no service that "
+                "could take it, and launching one needs all ranks. Report steps that were handed out."
+            )
         self._attached().report(step, metrics)
 
     def close(self) -> None:
-        """Detach, and end the service if this loader started it."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
-        if self._service is not None:
-            self._service.close()
-            self._service = None
+        """Detach, and end the service if this loader started it; no other rank is waited for."""
+        copies, client, service = self._copies, self._client, self._service
+        self._copies = self._client = self._service = None
+        self._axes = self._channel = self._relay = None
+        self._closed = True
+        with ExitStack() as ends:  # each ends, whatever becomes of the others; the last one named goes first
+            for one in (service, client, copies):
+                if one is not None:
+                    ends.callback(one.close)
 
     def __enter__(self) -> DataLoader:
         return self
@@ -233,31 +188,139 @@ class DataLoader:
     ) -> None:
         self.close()
 
+    # -- attaching -----------------------------------------------------------------------------
+
     def _attached(self) -> Client:
         if self._client is None:
+            self._refuse_closed("DataLoader")
             self._client = self._attach()
+            # The inline runtime has one thread only: this one.
+            self._copies = copies_to(self._device, ahead=self._options["runtime"] != "inline")
         return self._client
 
     def _attach(self) -> Client:
         if isinstance(self._job, str):
-            return connect(self._job, self._rank)
-        shared = self._grouped and dist.get_world_size() > 1
-        if shared and self._options["runtime"] != "local":
-            raise SpecError("runtime: several processes can only share a 'local' service; use runtime='local'.")
-        if not shared or dist.get_rank() == 0:
-            self._service = launch(self._job, mesh=self._mesh, state=self._state, **self._options)
-        if not shared:
-            assert self._service is not None
-            return self._service.client(self._rank)
-        return connect(_share_text(self._service.address if self._service else None), self._rank)
+            return self._connect(self._job)
+        if self._shared:
+            return connect(share_outcome(self._launch if dist.get_rank() == 0 else None), self._rank)
+        self._launch()
+        assert self._service is not None
+        return self._service.client(self._rank)
+
+    def _launch(self) -> str:
+        job = cast("Job", self._job)
+        self._service = launch(job, mesh=self._mesh, state=self._state, **self._options)
+        return self._service.address or ""
+
+    def _connect(self, address: str) -> Client:
+        """Attach to a service that somebody else started; its mesh is ours."""
+        client = connect(address, self._rank)
+        try:
+            written = getattr(client._feed, "mesh", None)
+            found = self._mesh if written is None else ClientPlaceTree.parse(written)
+            if found is not None and self._mesh is not None and not _alike(self._mesh, found):
+                raise SpecError(
+                    f"DataLoader: mesh is {self._mesh}, but the service at {address} serves {found}; ranks would get "
+                    "the data of others. Give the mesh that the service was launched with, or leave it out."
+                )
+            if found is not None and self._shared:
+                found.check_world_size(dist.get_world_size())
+            self._mesh = found
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def _refuse_closed(self, what: str) -> None:
+        if self._closed:
+            raise ClosedError(
+                f"{what}: this loader is closed, and where its stream stood is not known any more. Take the state "
+                "before you close it, and load it into a loader to go on."
+            )
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _next_step(self) -> TorchStep | None:
+        if self._relay is not None:
+            self._relay.finish()
+            self._relay = None
+        step = next(self._attached(), None) if self._axes is not None else self._first_step()
+        if step is None:
+            return None
+        assert self._copies is not None
+        if self._channel is not None or self._shared:
+            self._check_fetches(step)
+        names, copies = step.source_names, self._copies
+        if self._channel is None and copies.stream is None:
+            return TorchStep(step)
+
+        def parcel_of_encoder(_: int) -> Parcel | None:
+            return None if step.encoder is None else copies.send(step.encoder)
+
+        def encoder() -> TorchBatch | None:
+            parcel = encoded.take(0)
+            return None if parcel is None else parcel.batch(names)
+
+        encoded = Ahead(parcel_of_encoder, 1, copies.pool)
+        count = len(step.microbatches)
+        fetched = Ahead(lambda at: copies.send(step.microbatches[at]), count if step.fetches else 0, copies.pool)
+        if self._channel is None:
+            return TorchStep(step, lambda at: fetched.take(at).batch(names), encoder)
+        fetch = fetched.take if step.fetches else None
+        self._relay = relay = Relay(self._channel, copies, (step.index, count, names), fetch)
+        return TorchStep(step, relay.take, encoder, self._channel.group)
+
+    def _first_step(self) -> Step | None:
+        """Take the first step, and agree with all ranks on who fetches."""
+        step, failure = None, None
+        try:
+            step = next(self._attached(), None)
+        except Exception as error:  # told to the other ranks first: they would wait for this one
+            failure = error
+        axes: tuple[str, ...] = ()
+        if self._shared and self._mesh is not None and self._mesh.cp * self._mesh.tp > 1:
+            fetches = None if step is None else step.fetches
+            roster = Roster(self._mesh, self._rank, fetches, failed=failure is not None)
+            if roster.failed and failure is None:
+                failure = ServiceLost(
+                    f"rank {roster.failed[0]} could not take the first step, so no step can be trained on. Its own "
+                    "message says why."
+                )
+            axes = roster.axes
+            if axes and failure is None:
+                self._channel = open_channel(roster, self._device_mesh, cast("Copies", self._copies).stream)
+        if failure is not None:
+            raise failure
+        self._axes = axes
+        return step
+
+    def _check_fetches(self, step: Step) -> None:
+        if self._mesh is not None and step.fetches != self._mesh.fetches(self._rank, self._axes or ()):
+            first = f"along {', '.join(axis.upper() for axis in self._axes)}" if self._axes else "nowhere"
+            raise PlanError(
+                f"step {step.index} is broadcast along other axes than the first step, which was {first}; ranks would "
+                "wait for each other. Let the strategy call broadcast_at alike in every step."
+            )
 
 
-def _share_text(text: str | None) -> str:
-    """Broadcast a text from rank 0 as plain bytes."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    raw = torch.tensor(list((text or "").encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor([len(raw)], device=device)
-    dist.broadcast(size, 0)
-    raw = raw if text is not None else torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(raw, 0)
-    return bytes(raw.cpu().tolist()).decode()
+def _alike(one: ClientPlaceTree, other: ClientPlaceTree) -> bool:
+    """Whether all ranks stand at the same places of two meshes."""
+    return np.array_equal(one.grid(), other.grid())
+
+
+def _stream_of(state: object) -> Mapping[str, Any] | None:
+    """Return the stream's own state out of what `state_dict()` returned; None for a stream that has not begun."""
+    found: Any = state
+    if isinstance(state, Mapping) and set(state) == {"stream"}:
+        try:
+            found = json.loads(state["stream"])
+        except (TypeError, ValueError):
+            found = ()
+        if found is None:
+            return None
+    if not isinstance(found, Mapping) or "version" not in found:
+        raise StateError(
+            f"load_state_dict: {state!r:.80} is not a state of overlord; resuming from it would start an unknown "
+            "stream. Pass what state_dict() of a DataLoader or a client returned."
+        )
+    return found

@@ -29,11 +29,10 @@ class DataConstructor:
         self._packing = packing
         self._views: dict[tuple[int, tuple[str, ...]], tuple[dict[str, str], dict[str, int]]] = {}
 
-    def gather(self, plan: LoadingPlan) -> Callable[[], StepSamples]:
-        """Ask the SourceLoaders for the samples of a step; call the result to wait for them."""
-        drawn = np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist()
-        orders = [plan.order_of(source) for source in drawn]
-        collect = self._loaders.loader_do_plan(orders)  # (2) positional fetches from the SourceLoaders
+    def gather(self, plan: LoadingPlan, ranks: Collection[int] | None = None) -> Callable[[], StepSamples]:
+        """Ask the SourceLoaders for what some ranks need of a step (default: all); call the result to wait for it."""
+        asking = range(self._tree.world_size) if ranks is None else ranks
+        collect = self._loaders.loader_do_plan(plan, asking)  # (2) positional fetches from the SourceLoaders
 
         def join() -> StepSamples:
             samples = join_payloads(plan, collect())

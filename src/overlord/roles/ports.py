@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
+from overlord.core.messages import MetaDelta, MetaRequest, Payload
+from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor, SampleId
 from overlord.roles.views import RankView, StepHeader
 from overlord.transforms.per_sample import Workers
@@ -14,7 +15,7 @@ __all__ = ["Collect", "Feed", "Loaders", "Telemetry", "Workers"]
 
 
 Collect = Callable[[], list[Payload]]
-"""Waits for payloads that were asked for; they come in the order of the orders."""
+"""Waits for payloads that were asked for; one a source, in the order of the sources."""
 
 
 class Loaders(Protocol):
@@ -24,8 +25,8 @@ class Loaders(Protocol):
         """Ask loaders for metadata, side by side where the runtime can; answers in the order of requests."""
         ...
 
-    def loader_do_plan(self, orders: Sequence[LoaderOrder]) -> Collect:
-        """Ask loaders for planned samples.
+    def loader_do_plan(self, plan: LoadingPlan, ranks: Collection[int]) -> Collect:
+        """Ask loaders for the samples of a plan that some ranks need.
 
         The samples have left the read buffers when this returns, so steps must be asked for in order; they
         may still be in the making until they are collected.

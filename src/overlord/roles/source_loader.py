@@ -26,7 +26,7 @@ from overlord.roles.buffer import Chunk, ReadBuffer, gather
 from overlord.roles.group_reader import Blocks, GroupReader
 from overlord.roles.placement import PlacementChoice
 from overlord.roles.ports import Telemetry, Workers
-from overlord.roles.verdicts import Verdicts
+from overlord.roles.verdicts import VerdictBook
 from overlord.transforms.media import decode_media
 from overlord.transforms.per_sample import (
     Fault,
@@ -76,7 +76,7 @@ class SourceLoader:
         workers: Workers,
         telemetry: Telemetry,
         placement: PlacementChoice | None = None,
-        verdicts: Verdicts | None = None,
+        verdicts: VerdictBook | None = None,
     ) -> None:
         self._number = number
         self._source = source
@@ -152,7 +152,8 @@ class SourceLoader:
         decoder = self._transform.decoder
         if done.media is None or decoder is None or not len(done.media.grids):
             return done
-        if self.placement.decodes_in_loader(done.media.nbytes, int(decoder.item_bytes(done.media.grids).sum())):
+        decoded = int(decoder.item_bytes(done.media.grids).sum())
+        if self.placement.decodes_in_loader(done.media.nbytes, decoded) or staged.order.open_media:
             done.media, faults = decode_media(done.media, decoder, self._workers)
             row_of = np.repeat(np.arange(len(meta)), np.diff(done.media.rows))
             done.faults += [(int(row_of[item]), reason) for item, reason in faults]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,22 @@ from overlord.stores.journal import Journal
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+
+
+class VerdictBook(Protocol):
+    """What a SourceLoader asks of the verdicts, wherever they are written down."""
+
+    def add(self, source: str, row: int, reason: str) -> None:
+        """Give up a row; on disk when this returns."""
+        ...
+
+    def known(self, source: str, rows: Int64s) -> Bools:
+        """Return which rows of a source are given up."""
+        ...
+
+    def reason(self, source: str, row: int) -> str:
+        """Return why a row was given up."""
+        ...
 
 
 class Verdicts:

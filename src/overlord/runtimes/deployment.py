@@ -21,17 +21,17 @@ from overlord.readers.index import IndexCache
 from overlord.readers.sidecars import LengthSidecars
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.data_constructor import DataConstructor
-from overlord.roles.inputs import InputLog, changes_from_json
 from overlord.roles.placement import Placement, PlacementChoice
 from overlord.roles.planner import Planner
-from overlord.roles.source_loader import Lengths, SourceLoader
-from overlord.roles.verdicts import Verdicts
+from overlord.roles.ports import Loaders
+from overlord.roles.source_loader import SourceLoader
+from overlord.roles.verdicts import VerdictBook
+from overlord.runtimes.cluster_placement import ClusterOptions
+from overlord.runtimes.history import History, open_store
 from overlord.runtimes.loader_fleet import LoaderFleet
 from overlord.runtimes.opening import Progress, index_first_windows, known_lengths, open_sources, order_of
 from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
 from overlord.runtimes.warming import warm_job
-from overlord.stores.checkpoints import CheckpointFolder
-from overlord.stores.journal import Journal, read_journal, set_aside
 from overlord.transforms.chat import inline_templates
 from overlord.transforms.isolation import Isolate
 from overlord.transforms.per_microbatch import PackingJob
@@ -69,6 +69,8 @@ class LaunchOptions:
     """Keys and shapes of the batches."""
     placement: Placement = "auto"
     """Where media are decoded."""
+    cluster: ClusterOptions | None = None
+    """The cluster, of a service that runs on one."""
 
 
 class FaultLog:
@@ -84,6 +86,33 @@ class FaultLog:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceFacts:
+    """What a planner must know of a source's files, which only its loaders open."""
+
+    format: str
+    listing: str
+    """Digest of its list of files."""
+    total_bytes: int
+
+    @classmethod
+    def of(cls, files: SourceFiles) -> SourceFacts:
+        """Take them from an open source."""
+        return cls(files.format, files.listing_digest(), files.total_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job made ready on one host: what every role of it may need, and no file open."""
+
+    job: Job
+    """Canonical, with the chat templates of its tokenizer."""
+    options: LaunchOptions
+    tokenizer_digest: str
+    transforms: Sequence[SampleTransform]
+    """One for each source."""
+
+
+@dataclass(frozen=True, slots=True)
 class Roles:
     """The wired roles of one host."""
 
@@ -95,6 +124,11 @@ class Roles:
     listings: Mapping[str, SourceFiles]
     close: Callable[[], None] = field(repr=False)
 
+    @property
+    def facts(self) -> dict[str, SourceFacts]:
+        """What is known of each source's files."""
+        return {name: SourceFacts.of(files) for name, files in self.listings.items()}
+
 
 def deploy(
     job: Job,
@@ -105,7 +139,7 @@ def deploy(
     progress: Progress | None = None,
     isolate: Isolate | None = None,
 ) -> Roles:
-    """Open the sources, check everything that can be checked, and wire the roles.
+    """Open the sources, check everything that can be checked, and wire the roles on one host.
 
     Args:
         job: The job.
@@ -116,6 +150,27 @@ def deploy(
         progress: Told how far the opening is.
         isolate: Brings Python code that holds the interpreter into process workers.
     """
+    prepared = prepare(job, options, isolate)
+    job = prepared.job
+    files = open_files(prepared, range(len(job.sources)), callers, progress)
+    listings = {source.name: files[number] for number, source in enumerate(job.sources)}
+    facts = {name: SourceFacts.of(opened) for name, opened in listings.items()}
+    parts, state = where_it_stands(prepared, facts)
+    weights = job.mixture.weights_at(float(state.step), job.names, base_weights(job, facts))
+    index_first_windows(job, list(files.values()), state, weights, callers, progress)
+    history = open_store(job, options.state, store, state.step, latest=options.latest)
+    try:
+        fleet = make_fleet(prepared, files, history.verdicts, callers, workers)
+        planner = start_planner(prepared, fleet, state, parts, facts, history)
+    except BaseException:
+        history.journal.close()
+        raise
+    constructor = make_constructor(prepared, fleet, workers)
+    return Roles(job, options.mesh, planner, constructor, fleet, listings, planner.close)
+
+
+def prepare(job: Job, options: LaunchOptions, isolate: Isolate | None = None) -> Prepared:
+    """Bring a job into the form its stream is made from, and refuse what it and the launch cannot do together."""
     job = canonical(job)
     warm_job(job, options.layout)  # no step may wait for a compiler
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
@@ -124,48 +179,40 @@ def deploy(
         reserve_placeholders(job, tokenizer)
     check_launch(job, options)
     transforms = [_transform_of(source, tokenizer, isolate) for source in job.sources]
-    cache = IndexCache(Path(options.cache) / "index")
-    files = open_sources(job.sources, transforms, cache, callers, progress)
-    listings = {s.name: f for s, f in zip(job.sources, files, strict=True)}
-    digest = tokenizer.digest if tokenizer else ""
-    parts = stream_parts(
-        job,
-        tokenizer_digest=digest,
-        listings={name: f.listing_digest() for name, f in listings.items()},
-    )
-    names = [s.name for s in job.sources]
-    state = StreamState.begin(len(names))
-    if options.state is not None:
-        state = StreamState.from_json(options.state, names, parts)
-    base = base_weights(job, listings)
-    sidecars = LengthSidecars(Path(options.cache) / "lengths")
-    lengths = [known_lengths(source, listings[source.name], sidecars, digest) for source in job.sources]
-    index_first_windows(job, files, state, job.mixture.weights_at(float(state.step), names, base), callers, progress)
-
-    history = _open_store(job, options, store, state.step)
-    try:
-        fleet = _make_fleet(job, options, files, transforms, lengths, history.verdicts, callers, workers)
-        planner = _start_planner(job, options, fleet, state, parts, base, history)
-    except BaseException:
-        history.journal.close()
-        raise
-    opening = Opening([transform.decoder for transform in transforms], workers)
-    packing = PackingJob(options.layout, options.mesh.cp, media_shape(job), opening)
-    constructor = DataConstructor(options.mesh, fleet, packing)
-    return Roles(job, options.mesh, planner, constructor, fleet, listings, planner.close)
+    return Prepared(job, options, tokenizer.digest if tokenizer else "", transforms)
 
 
-def _make_fleet(
-    job: Job,
-    options: LaunchOptions,
-    files: Sequence[SourceFiles],
-    transforms: Sequence[SampleTransform],
-    lengths: Sequence[Lengths | None],
-    verdicts: Verdicts,
-    callers: Workers,
-    workers: Workers,
+def open_files(
+    prepared: Prepared, numbers: Sequence[int], callers: Workers, progress: Progress | None = None
+) -> dict[int, SourceFiles]:
+    """Open some of a job's sources."""
+    cache = IndexCache(Path(prepared.options.cache) / "index")
+    sources = [prepared.job.sources[number] for number in numbers]
+    transforms = [prepared.transforms[number] for number in numbers]
+    return dict(zip(numbers, open_sources(sources, transforms, cache, callers, progress), strict=True))
+
+
+def where_it_stands(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> tuple[dict[str, Any], StreamState]:
+    """Return what the stream's fingerprint covers, and the state it goes on from."""
+    job, given = prepared.job, prepared.options.state
+    listings = {name: fact.listing for name, fact in facts.items()}
+    parts = stream_parts(job, tokenizer_digest=prepared.tokenizer_digest, listings=listings)
+    if given is None:
+        return parts, StreamState.begin(len(job.sources))
+    return parts, StreamState.from_json(given, job.names, parts)
+
+
+def make_fleet(
+    prepared: Prepared, files: Mapping[int, SourceFiles], verdicts: VerdictBook, callers: Workers, workers: Workers
 ) -> LoaderFleet:
-    choices = [PlacementChoice(options.placement, threading.Lock()) for _ in job.sources]
+    """Make the SourceLoaders of open sources."""
+    job, options = prepared.job, prepared.options
+    sidecars = LengthSidecars(Path(options.cache) / "lengths")
+    choices = {number: PlacementChoice(options.placement, threading.Lock()) for number in files}
+    lengths = {
+        number: known_lengths(job.sources[number], opened, sidecars, prepared.tokenizer_digest)
+        for number, opened in files.items()
+    }
 
     def make_loader(number: int) -> SourceLoader:
         source, opened = job.sources[number], files[number]
@@ -174,7 +221,7 @@ def _make_fleet(
             source,
             opened,
             order_of(job, source, opened),
-            transforms[number],
+            prepared.transforms[number],
             seed=job.seed,
             context_length=job.batch.context_length,
             overlength=job.overlength,
@@ -186,7 +233,15 @@ def _make_fleet(
         )
 
     count = options.loaders_per_source
-    return LoaderFleet([[make_loader(n) for _ in range(count)] for n in range(len(files))], callers)
+    return LoaderFleet({n: [make_loader(n) for _ in range(count)] for n in files}, callers)
+
+
+def make_constructor(prepared: Prepared, loaders: Loaders, workers: Workers) -> DataConstructor:
+    """Make the DataConstructor of one host."""
+    options = prepared.options
+    opening = Opening([transform.decoder for transform in prepared.transforms], workers)
+    packing = PackingJob(options.layout, options.mesh.cp, media_shape(prepared.job), opening)
+    return DataConstructor(options.mesh, loaders, packing)
 
 
 def _transform_of(source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None) -> SampleTransform:
@@ -197,50 +252,26 @@ def _transform_of(source: Source, tokenizer: TextTokenizer | None, isolate: Isol
         raise error if named else type(error)(f"source {source.name!r}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _History:
-    """What a store holds of a stream, and where it goes on."""
-
-    journal: Journal
-    checkpoints: CheckpointFolder
-    inputs: InputLog
-    verdicts: Verdicts
-
-
-def _open_store(job: Job, options: LaunchOptions, store: Path, step: int) -> _History:
-    checkpoints = CheckpointFolder(store)
-    checkpoints.set_aside(step)
-    later = list(read_journal(store / "journal")) if options.latest else []
-    set_aside(store / "journal", step)
-    journal = Journal(store / "journal")
-    try:
-        inputs = recover_inputs(job, journal, options.state, later)
-        verdicts = Verdicts.recover(journal, options.state, later, job.names, threading.Lock())
-    except BaseException:
-        journal.close()
-        raise
-    return _History(journal, checkpoints, inputs, verdicts)
-
-
-def _start_planner(
-    job: Job,
-    options: LaunchOptions,
-    fleet: LoaderFleet,
+def start_planner(
+    prepared: Prepared,
+    loaders: Loaders,
     state: StreamState,
     parts: Mapping[str, Any],
-    base: Mapping[str, float],
-    history: _History,
+    facts: Mapping[str, SourceFacts],
+    history: History,
 ) -> Planner:
+    """Make the Planner of a stream, at the state it goes on from."""
+    job, options = prepared.job, prepared.options
     strategy = options.strategy or backbone_balance()
     planner = Planner(
         job,
-        fleet,
+        loaders,
         lambda buffer: run_strategy(strategy, buffer, options.mesh),
         limits=limits_of(job, options.layout, options.mesh),
         state=state,
         inputs=history.inputs,
         parts=parts,
-        base_weights=base,
+        base_weights=base_weights(job, facts),
         journal=history.journal,
         checkpoints=history.checkpoints,
         verdicts=history.verdicts,
@@ -248,32 +279,6 @@ def _start_planner(
     if options.skip_steps:
         planner.skip_steps(options.skip_steps)
     return planner
-
-
-def recover_inputs(
-    job: Job, journal: Journal, state: Mapping[str, Any] | None, later: Sequence[Mapping[str, Any]]
-) -> InputLog:
-    """Return the reports and changes a stream goes on with.
-
-    Those of its state; and where it goes on from its own newest snapshot, what came in after that (`later`). A state
-    that was given may be of another lineage than the journal, so nothing but the state counts then.
-    """
-    if state is None:
-        return InputLog(job, journal, {}, [])
-    reports = {int(step): report for step, report in state["reports"].items()}
-    changes = list(state["changes"]) if isinstance(state["changes"], list) else [state["changes"]]
-    for record in later:
-        if record["kind"] == "report" and state["step"] - job.lag <= record["step"] < state["step"]:
-            reports.setdefault(record["step"], record["metrics"])
-        if record["kind"].startswith("change.") and record["at"] >= state["step"]:
-            change = {key: value for key, value in record.items() if key != "step"}
-            change["kind"] = record["kind"].removeprefix("change.")
-            if change not in changes:
-                changes.append(change)
-    inputs = InputLog(job, journal, reports, changes_from_json(changes, job))
-    for recovered in inputs.changes[len(state["changes"]) :]:
-        inputs.write_again(recovered)
-    return inputs
 
 
 def plan_first_step(planner: Planner) -> None:
@@ -315,11 +320,11 @@ def check_launch(job: Job, options: LaunchOptions) -> None:
     media_shape(job)
 
 
-def base_weights(job: Job, listings: Mapping[str, SourceFiles]) -> dict[str, float]:
+def base_weights(job: Job, facts: Mapping[str, SourceFacts]) -> dict[str, float]:
     """Return the weights that stand beside the sources; by size where a temperature asks for it."""
     given = {s.name: s.weight for s in job.sources if s.weight is not None}
     if given:
         return {s.name: given.get(s.name, 0.0) for s in job.sources}
     if job.mixture.temperature is not None:
-        return {name: float(files.total_bytes) for name, files in listings.items()}
+        return {name: float(facts[name].total_bytes) for name in job.names}
     return {s.name: 1.0 for s in job.sources}

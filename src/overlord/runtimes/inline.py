@@ -18,7 +18,7 @@ from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.deployment import LaunchOptions, Roles, deploy, plan_first_step
 from overlord.runtimes.opening import Progress
-from overlord.runtimes.status import describe
+from overlord.runtimes.status import describe_roles
 from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.packed import PackedMicrobatch
 from overlord.transforms.step_samples import StepSamples
@@ -68,7 +68,7 @@ class InlineService:
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met."""
-        return describe(self.roles, "inline", self._positions, view_bytes=0)
+        return describe_roles(self.roles, "inline", self._positions, 0)
 
     def close(self) -> None:
         """Close files and remove what is temporary."""

@@ -1,15 +1,16 @@
-"""All SourceLoaders of one host behind the port that planner and constructor ask."""
+"""The SourceLoaders of one host behind the port that planner and constructor ask."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from overlord.core.messages import LoaderOrder, Media, MetaDelta, MetaRequest, Payload
+from overlord.core.plan import LoadingPlan
 from overlord.core.ragged import Ragged
 from overlord.core.samples import Cursor
 from overlord.roles.ports import Collect, Workers
@@ -18,13 +19,18 @@ from overlord.runtimes.memory import give_back_freed_memory
 
 
 class LoaderFleet:
-    """All SourceLoaders of a host; a group belongs to one loader of its source."""
+    """The SourceLoaders of a host by the number of their source; a group belongs to one loader of its source."""
 
-    def __init__(self, loaders: Sequence[Sequence[SourceLoader]], workers: Workers) -> None:
+    def __init__(self, loaders: Mapping[int, Sequence[SourceLoader]], workers: Workers) -> None:
         self._loaders = loaders
-        self._locks = [[threading.Lock() for _ in of_source] for of_source in loaders]
+        self._locks = {source: [threading.Lock() for _ in of_source] for source, of_source in loaders.items()}
         self._workers = workers
-        self._handed_over = [0] * len(loaders)
+        self._handed_over = dict.fromkeys(loaders, 0)
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """The sources that are loaded here."""
+        return tuple(self._loaders)
 
     def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
         """Ask the loader that owns each request's group."""
@@ -36,7 +42,15 @@ class LoaderFleet:
 
         return self._workers.map(ask, requests)
 
-    def loader_do_plan(self, orders: Sequence[LoaderOrder]) -> Collect:
+    def loader_do_plan(self, plan: LoadingPlan, ranks: Collection[int]) -> Collect:
+        """Hand over what a plan draws from the sources of this host; all of it, whichever ranks ask."""
+        return self.hand_over([plan.order_of(source) for source in self.drawn(plan)])
+
+    def drawn(self, plan: LoadingPlan) -> list[int]:
+        """Return the sources of this host that a plan draws from."""
+        return [s for s in np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist() if s in self._loaders]
+
+    def hand_over(self, orders: Sequence[LoaderOrder]) -> Collect:
         """Split orders by the owner of each group, pop now, and join what is finished when collected."""
         runs = [run for order in orders for run in self._runs(order)]
 
@@ -83,12 +97,12 @@ class LoaderFleet:
     @property
     def buffer_bytes(self) -> int:
         """Bytes in the read buffers of all loaders."""
-        return sum(one.buffer_bytes for of_source in self._loaders for one in of_source)
+        return sum(one.buffer_bytes for of_source in self._loaders.values() for one in of_source)
 
-    def status(self) -> list[dict[str, Any]]:
+    def status(self) -> dict[int, dict[str, Any]]:
         """Return what each source's loaders hold and have met."""
-        return [
-            {
+        return {
+            number: {
                 "decoded_in": of_source[0].placement.where,
                 "decoded_ratio": of_source[0].placement.ratio,
                 "handed_over_bytes": self._handed_over[number],
@@ -97,8 +111,8 @@ class LoaderFleet:
                 "bad": sum(one.bad_samples for one in of_source),
                 "wrong_length": sum(one.wrong_lengths for one in of_source),
             }
-            for number, of_source in enumerate(self._loaders)
-        ]
+            for number, of_source in self._loaders.items()
+        }
 
     def _owner(self, source: int, group: int) -> int:
         return max(group, 0) % len(self._loaders[source])
@@ -110,7 +124,7 @@ class LoaderFleet:
         # A run must not let go of the later runs of its own loader: it ends where the next run begins.
         ends = [Cursor(*(int(order.meta[name][b]) for name in Cursor._fields)) for b in bounds[1:-1]] + [order.end]
         return [
-            (int(owners[a]), LoaderOrder(order.step, order.source, order.meta[a:b], end))
+            (int(owners[a]), LoaderOrder(order.step, order.source, order.meta[a:b], end, order.open_media))
             for (a, b), end in zip(itertools.pairwise(bounds), ends, strict=True)
         ]
 

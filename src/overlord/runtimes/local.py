@@ -1,159 +1,22 @@
-"""The local runtime seen from outside: starts the service process, and attaches trainers to it."""
+"""How a trainer attaches to the service of its host: a Unix socket to ask on, shared memory to read from."""
 
 from __future__ import annotations
 
-import base64
-import json
 import mmap
 import os
-import shutil
-import socket
-import struct
-import subprocess
-import sys
-import tempfile
 import threading
 import weakref
 from collections import deque
-from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
-from overlord.core.plan import LoadingPlan
-from overlord.core.plan_blob import plan_from_bytes
 from overlord.core.spec_model import is_whole
-from overlord.core.specs import Job, Mixture
 from overlord.errors import ClosedError, ServiceLost, SpecError, error_named
 from overlord.roles.client import Client
-from overlord.roles.inputs import mixture_to_json
 from overlord.roles.views import RankView, StepHeader
-from overlord.runtimes.deployment import LaunchOptions
-from overlord.runtimes.opening import Progress
+from overlord.runtimes.doors import knock
 from overlord.runtimes.wire import receive, send
-
-CLOSE_S = 15.0
-"""How long a closing service may take before it is killed."""
-
-
-class LocalService:
-    """A service process of this host, started by this process."""
-
-    def __init__(self, job: Job, options: LaunchOptions, progress: Progress | None) -> None:
-        try:
-            bundle = cloudpickle.dumps((job, options))
-        except Exception as error:  # whatever a user's object raises when it is pickled
-            raise SpecError(
-                f"the job cannot be sent to the service process ({type(error).__name__}: {error}); nothing could run. "
-                "Let functions (Custom, strategy, learn) hold only what pickles (open files and locks do not), or use "
-                "runtime='inline'."
-            ) from error
-        self._folder = _service_folder()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "overlord.runtimes.local_service"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # the terminal's Ctrl-C must not reach it; the closing pipe does
-            # Few malloc arenas: with one for each of its threads, what they free stays with the process.
-            env={"MALLOC_ARENA_MAX": "2", **os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )
-        self._finalizer = weakref.finalize(self, _end_process, self._process, self._folder)
-        try:
-            assert self._process.stdin is not None
-            try:
-                for part in (os.fsencode(self._folder), bundle):
-                    self._process.stdin.write(struct.pack("<Q", len(part)) + part)
-                self._process.stdin.flush()
-            except BrokenPipeError:
-                pass  # it died while starting; the wait below says how
-            self.address = self._wait_until_ready(progress)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def pid(self) -> int:
-        """The service's process id."""
-        return self._process.pid
-
-    def client(self, rank: int) -> Client:
-        """Return the client of one rank in this process."""
-        if not self._finalizer.alive:
-            raise ClosedError("the service is closed; launch it again.")
-        return connect_local(self.address, rank)
-
-    def status(self) -> dict[str, Any]:
-        """Return what every role holds and has met."""
-        return self._ask({"op": "status"})["status"]
-
-    def set_mixture(self, mixture: Mixture, at_step: int | None) -> int:
-        """Change the mixture from a step on."""
-        message = {"op": "set_mixture", "mixture": mixture_to_json(mixture), "step": at_step}
-        return int(self._ask(message)["step"])
-
-    def skip_steps(self, count: int, at_step: int | None) -> int:
-        """Pass over global batches before a step."""
-        return int(self._ask({"op": "skip_steps", "count": count, "step": at_step})["step"])
-
-    def mixture(self) -> Mixture:
-        """Return the mixture in force, without its weights."""
-        return Mixture.from_mapping(self._ask({"op": "mixture"})["mixture"])
-
-    def plan_raw(self, step: int) -> LoadingPlan | None:
-        """Return the plan of a step."""
-        blob = self._ask({"op": "plan", "step": step})["plan"]
-        return None if blob is None else plan_from_bytes(base64.b64decode(blob))
-
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        if not self._finalizer.alive:
-            raise ClosedError("the service is closed; launch it again.")
-        return ask_service(self.address, message)
-
-    def close(self) -> None:
-        """End the service and remove everything it had."""
-        self._finalizer()
-
-    def _wait_until_ready(self, progress: Progress | None) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            event = json.loads(line)
-            if "ready" in event:
-                return event["ready"]
-            if "error" in event:
-                raise error_named(event["error"], event["message"])
-            if "progress" in event and progress is not None:
-                progress(*event["progress"])
-        code = self._process.wait()
-        raise ServiceLost(
-            f"the service process ended with code {code} before it was ready; nothing has run. Its messages stand "
-            "above; if it was killed, the host may be out of memory."
-        )
-
-
-def _service_folder() -> Path:
-    """Make a folder whose socket has a short path: the kernel takes no more than 107 bytes."""
-    folder = Path(tempfile.mkdtemp(prefix="overlord-"))
-    if len(os.fsencode(folder / "socket")) <= 107:
-        return folder
-    folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="overlord-", dir="/tmp"))
-
-
-def _end_process(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Close the pipe that keeps a service alive; kill it if it does not go."""
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                pass  # it is gone already, which is what we want
-    try:
-        process.wait(CLOSE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def connect_local(address: str, rank: int) -> Client:
@@ -175,7 +38,7 @@ def status_of(address: str) -> dict[str, Any]:
 
 def ask_service(address: str, message: dict[str, Any]) -> dict[str, Any]:
     """Ask a running service one thing, without a seat in it."""
-    with _open(address) as connection:
+    with knock(address) as connection:
         send(connection, message)
         reply, _ = receive(connection)
     if "error" in reply:
@@ -188,7 +51,7 @@ class LocalFeed:
 
     def __init__(self, address: str, rank: int) -> None:
         self._address = address
-        self._connection = _open(address)
+        self._connection = knock(address, rank)
         self._finalizer = weakref.finalize(self, self._connection.close)
         self._lock = threading.RLock()
         self._maps: dict[int, mmap.mmap] = {}
@@ -279,22 +142,3 @@ def _view(root: Any, dtype: str, shape: list[int], offset: int) -> Any:
 def _let_go(leased: dict[int, int], released: deque[int], lease: int) -> None:
     leased.pop(lease, None)
     released.append(lease)
-
-
-def _open(address: str) -> socket.socket:
-    path = address.removeprefix("unix://") if isinstance(address, str) else ""
-    if path == address or not path:
-        raise SpecError(
-            f"address: {address!r} is not one; nobody could be reached. Use what `service.address` or `overlord serve` "
-            "shows, such as 'unix:///tmp/overlord-x/socket'."
-        )
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.connect(path)
-    except OSError as error:
-        connection.close()
-        raise ServiceLost(
-            f"no service answers at {address} ({error.strerror or error}); there is no data to train on. Start one "
-            "with `overlord serve` or `overlord.launch` on this host and use the address it shows."
-        ) from error
-    return connection

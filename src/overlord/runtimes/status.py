@@ -6,16 +6,36 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from overlord.runtimes.deployment import Roles, base_weights
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.specs import Job
+from overlord.roles.planner import Planner
+from overlord.runtimes.deployment import Roles, SourceFacts, base_weights
 
 
-def describe(roles: Roles, runtime: str, positions: Mapping[int, int], *, view_bytes: int) -> dict[str, Any]:
+def describe_roles(roles: Roles, runtime: str, positions: Mapping[int, int], view_bytes: int) -> dict[str, Any]:
+    """Return the picture of a service whose roles are all here."""
+    statuses = roles.fleet.status()
+    return describe(
+        roles.job, roles.tree, roles.planner, roles.facts, statuses, runtime, positions, view_bytes=view_bytes
+    )
+
+
+def describe(
+    job: Job,
+    tree: ClientPlaceTree,
+    planner: Planner,
+    facts: Mapping[str, SourceFacts],
+    statuses: Mapping[int, Mapping[str, Any]],
+    runtime: str,
+    positions: Mapping[int, int],
+    *,
+    view_bytes: int,
+) -> dict[str, Any]:
     """Return a JSON-able picture of a running service."""
-    job, planner = roles.job, roles.planner
     state = planner.latest_state
     names = [source.name for source in job.sources]
     mixture = planner.mixture
-    weights = planner.latest_weights or mixture.weights_at(0.0, names, base_weights(job, roles.listings))
+    weights = planner.latest_weights or mixture.weights_at(0.0, names, base_weights(job, facts))
     counted = state.tokens if mixture.level == "token" else state.samples
     total, realised = sum(weights) or 1.0, max(int(counted.sum()), 1)
     sources = {
@@ -27,15 +47,15 @@ def describe(roles: Roles, runtime: str, positions: Mapping[int, int], *, view_b
             "skipped": int(state.skipped[i]),
             "epoch": int(state.epoch[i]),
             "finished": bool(state.finished[i]),
-            "format": roles.listings[name].format,
-            **loaders,
+            "format": facts[name].format,
+            **statuses[i],
         }
-        for i, (name, loaders) in enumerate(zip(names, roles.fleet.status(), strict=True))
+        for i, name in enumerate(names)
     }
     return {
         "runtime": runtime,
         "pid": os.getpid(),
-        "mesh": str(roles.tree),
+        "mesh": str(tree),
         "planner": {
             "next_step": planner.next_step,
             "first_step": planner.first_step,

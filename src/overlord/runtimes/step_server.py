@@ -3,6 +3,7 @@
 Rules of this file:
 1. A step is wanted when it lies in a client's window [its step, its step + prefetch], or when
    somebody waits for it. What is not wanted is dropped; whoever asks for it later gets it built again.
+   Samples are gathered for the ranks that this host was made for, until another one attaches.
 2. Work goes to the lowest wanted step first. Beyond the byte budget only what a client needs now is built.
 3. A failure belongs to its step: nothing is built from there on, and steps before it are still served,
    also to a client that comes later.
@@ -10,18 +11,20 @@ Rules of this file:
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from overlord.core.plan import LoadingPlan
 from overlord.errors import ClosedError, OverlordError
+from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.views import StepHeader
-from overlord.runtimes.deployment import Roles
+from overlord.runtimes.planner_host import HostNews, Plans, Waiting
+from overlord.runtimes.seats import Seats
 from overlord.runtimes.shared_memory import Arena, Segment
 from overlord.transforms.packed import PackedMicrobatch
 from overlord.transforms.step_samples import StepSamples
@@ -31,13 +34,12 @@ logger = logging.getLogger("overlord")
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Seat:
-    """One attached client."""
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The samples of a step, as far as some ranks need them."""
 
-    rank: int
-    step: int
-    """The step it is at."""
+    samples: StepSamples
+    ranks: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +58,32 @@ Bin = tuple[int, int, int]
 class StepServer:
     """Serves planned, gathered and packed microbatches to the connections of one host."""
 
-    def __init__(self, roles: Roles, arena: Arena, *, prefetch: int, budget_bytes: int) -> None:
-        self._roles = roles
+    def __init__(
+        self,
+        constructor: DataConstructor,
+        planner: Plans,
+        arena: Arena,
+        *,
+        ranks: Collection[int],
+        prefetch: int,
+        budget_bytes: int,
+        read_bytes: Callable[[], int],
+    ) -> None:
+        self._constructor = constructor
+        self._planner = planner
         self._arena = arena
-        self._prefetch = prefetch
+        self._seats = Seats(ranks, prefetch=prefetch, first_step=planner.first_step)
         self._budget = budget_bytes
+        self._read_bytes = read_bytes
         self._changed = threading.Condition()
-        self._planner_lock = threading.Lock()
         self._plans: dict[int, LoadingPlan] = {}
-        self._samples: dict[int, StepSamples] = {}
+        self._samples: dict[int, Gathered] = {}
         self._built: dict[Bin, Built] = {}
-        self._seats: dict[int, Seat] = {}
-        self._waiting: Counter[tuple[int, int]] = Counter()
-        self._reached: dict[int, int] = {}
         self._end: int | None = None
         self._failed: tuple[int, OverlordError] | None = None
-        self._closing = self._ever_attached = False
-        self._gathering: dict[int, LoadingPlan] = {}
+        self._closing = False
+        self._gathering: dict[int, tuple[LoadingPlan, frozenset[int]]] = {}
+        self._missing: int | None = None
         self._told_missing, self._last_bytes = -1, 0
         self._turn = threading.Lock()
         self._packing: set[Bin] = set()
@@ -91,104 +102,89 @@ class StepServer:
         self._wake()
         for thread in self._threads:
             thread.join()
-        self._roles.planner.passed(self._all_passed())
+
+    @property
+    def world_ranks(self) -> frozenset[int]:
+        """The ranks this host was made for."""
+        return self._seats.ranks
+
+    def news(self) -> HostNews:
+        """Return how far the clients of this host are, and what they hold."""
+        with self._changed:
+            return HostNews(self._seats.passed, self._seats.positions, self._arena.used_bytes)
 
     def attach(self, rank: int) -> tuple[int, int]:
         """Seat a client; return its seat and the first step of the stream."""
         with self._changed:
-            self._ever_attached = True
-            number = max(self._seats, default=-1) + 1
-            first = self._roles.planner.first_step
-            self._seats[number] = Seat(rank, first)
+            seat = self._seats.take(rank)
             self._changed.notify_all()
-            return number, first
+            return seat, self._planner.first_step
 
     def detach(self, seat: int) -> None:
         """Free a seat; nothing is built for it any more."""
         with self._changed:
-            self._seats.pop(seat)
+            self._seats.free(seat)
             self._drop_unwanted()
             self._changed.notify_all()
 
     def open_step(self, seat: int, step: int) -> StepHeader | None:
         """Return the header of a step, or None past the end; moves the client's window."""
         with self._changed:
-            self._seats[seat].step = step
-            self._reached[self._seats[seat].rank] = step
+            self._seats.move(seat, step)
             self._drop_unwanted()
             self._changed.notify_all()
+            if self._missing is not None and step not in self._plans:
+                self._tell_missing(step, self._missing)
             found = self._wait(step, lambda: self._plans.get(step) or (self._past_end(step) or None))
-            rank = self._seats[seat].rank
-            return self._roles.constructor.header_of(rank, found) if isinstance(found, LoadingPlan) else None
+            if not isinstance(found, LoadingPlan):
+                return None
+            return self._constructor.header_of(self._seats.rank_of(seat), found)
 
     def microbatch(self, seat: int, step: int, microbatch: int) -> Built | None:
         """Return a microbatch of the client's bucket; its segment is held once more for the caller.
 
         None for a rank that gets its data by the trainer's own broadcast.
         """
+
+        def look() -> Built | bool | None:
+            plan = self._plans.get(step)
+            if plan is None:
+                return None
+            place = self._constructor.bin_of(self._seats.rank_of(seat), plan, microbatch)
+            return False if place is None else self._built.get((step, *place))
+
         with self._changed:
-            rank, constructor = self._seats[seat].rank, self._roles.constructor
-
-            def look() -> Built | bool | None:
-                plan = self._plans.get(step)
-                if plan is None:
-                    return None
-                place = constructor.bin_of(rank, plan, microbatch)
-                return False if place is None else self._built.get((step, *place))
-
-            self._waiting[(step, rank)] += 1
-            self._changed.notify_all()
             try:
-                built = self._wait(step, look)
-                if not isinstance(built, Built):
-                    return None
-                self._arena.hold(built.segment.number)
-                return built
+                with self._seats.waiting(seat, step):
+                    self._changed.notify_all()
+                    built = self._wait(step, look)
+                    if not isinstance(built, Built):
+                        return None
+                    self._arena.hold(built.segment.number)
+                    return built
             finally:
-                self._waiting[(step, rank)] -= 1
-                self._waiting += Counter()
                 self._drop_unwanted()
 
     def leave(self, seat: int, next_step: int) -> None:
         """Note that a client goes in peace, having trained on the steps before `next_step`."""
         with self._changed:
-            self._reached[self._seats[seat].rank] = next_step
-
-    def with_planner(self, ask: Callable[[Any], T]) -> T:
-        """Ask the planner something, or tell it, while it is not planning."""
-        with self._planner_lock:
-            answer = ask(self._roles.planner)
-        self._wake()  # a step may have waited for what was told
-        return answer
+            self._seats.leave(seat, next_step)
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def positions(self) -> dict[int, int]:
-        """Return the step each attached rank is at."""
-        with self._changed:
-            return {seat.rank: seat.step for seat in self._seats.values()}
-
     # -- what is wanted ------------------------------------------------------------------------
 
     def _wanted_steps(self) -> dict[int, set[int]]:
         """Return wanted steps in ascending order with the ranks that want them."""
-        wanted: dict[int, set[int]] = {}
-        for step, rank in self._waiting:
-            wanted.setdefault(step, set()).add(rank)
-        for seat in self._seats.values():
-            for step in range(seat.step, seat.step + self._prefetch + 1):
-                wanted.setdefault(step, set()).add(seat.rank)
-        if not self._ever_attached:
-            first = self._roles.planner.first_step
-            wanted = {step: set() for step in range(first, first + self._prefetch)}
         failed = self._failed[0] if self._failed is not None else None
-        return {s: wanted[s] for s in sorted(wanted) if not self._past_end(s) and (failed is None or s < failed)}
+        wanted = self._seats.wanted().items()
+        return {s: ranks for s, ranks in wanted if not self._past_end(s) and (failed is None or s < failed)}
 
     def _drop_unwanted(self) -> None:
         wanted = self._wanted_steps()
-        plans, wanted_by = self._plans, self._roles.constructor.wanted_by
+        plans, wanted_by = self._plans, self._constructor.wanted_by
         needed = {step: wanted_by(ranks, plans[step]) for step, ranks in wanted.items() if step in plans}
         for key in [k for k in self._built if k[0] not in needed or not needed[k[0]](*k[1:])]:
             self._arena.release(self._built.pop(key).segment.number)
@@ -197,39 +193,29 @@ class StepServer:
         for step in [s for s in self._plans if s not in wanted]:
             del self._plans[step]
 
-    def _all_passed(self) -> int:
-        """Return the step before which every rank that ever attached is done."""
-        return min(self._reached.values(), default=self._roles.planner.first_step)
-
     def _past_end(self, step: int) -> bool:
         return self._end is not None and step >= self._end
 
     def _missing_bins(self, step: int, ranks: set[int]) -> list[Bin]:
-        bins = self._roles.constructor.bins_of(ranks, self._plans[step])
+        bins = self._constructor.bins_of(ranks, self._plans[step])
         return [(step, *one) for one in bins if (step, *one) not in self._built]
 
     def _has_room(self, step: int, wanted: dict[int, set[int]]) -> bool:
         """Whether a step may be built now: within the budget, or because a client is at it."""
-        if step == next(iter(wanted)) or any(step == s for s, _ in self._waiting):
+        if step == next(iter(wanted)) or self._seats.stands_at(step):
             return True
-        if any(step == seat.step for seat in self._seats.values()):
-            return True
-        held = sum(samples.nbytes for samples in self._samples.values())
-        held += self._arena.used_bytes + self._roles.fleet.buffer_bytes
+        held = sum(gathered.samples.nbytes for gathered in self._samples.values())
+        held += self._arena.used_bytes + self._read_bytes()
         # Steps are much alike: what is being gathered, and what would come now, will be like the last.
         return held + (len(self._gathering) + 1) * self._last_bytes <= self._budget
 
-    def _waits_for_report(self, step: int) -> bool:
-        """Whether a step cannot be planned before a report comes; says so once, if a client stands there."""
-        missing = self._roles.planner.missing_report(step)
-        if (
-            missing is not None
-            and missing != self._told_missing
-            and any(seat.step >= step for seat in self._seats.values())
-        ):
+    def _tell_missing(self, step: int, missing: int) -> None:
+        """Say once that a step cannot be planned before a report comes, if a client stands there."""
+        with self._changed:
+            stands = self._seats.came_to(step)
+        if missing != self._told_missing and stands:
             self._told_missing = missing
             logger.warning("step %d waits for the report of step %d; call client.report on one rank", step, missing)
-        return missing is not None
 
     # -- waiting and failing -------------------------------------------------------------------
 
@@ -281,13 +267,14 @@ class StepServer:
     def _plan_loop(self) -> None:
         def choose() -> int | None:
             wanted = self._wanted_steps()
-            chosen = next((s for s in wanted if s not in self._plans and self._has_room(s, wanted)), None)
-            return None if chosen is None or self._waits_for_report(chosen) else chosen
+            return next((s for s in wanted if s not in self._plans and self._has_room(s, wanted)), None)
 
         def work(step: int) -> None:
-            with self._planner_lock:
-                plan = self._roles.planner.plan_raw(step)  # (3) the plan is made when it is asked for
-                self._roles.planner.passed(self._all_passed())
+            plan = self._planner.plan(step, dataclasses.replace(self.news(), told_missing=self._missing))
+            self._missing = plan.missing if isinstance(plan, Waiting) else None
+            if isinstance(plan, Waiting):
+                self._tell_missing(step, plan.missing)
+                return  # and ask again, as long as it is wanted
             with self._changed:
                 if plan is None:
                     self._end = min(step, step if self._end is None else self._end)
@@ -302,10 +289,11 @@ class StepServer:
         def choose() -> int | None:
             wanted = self._wanted_steps()
             for step, ranks in wanted.items():
-                if step in self._plans and step not in self._samples and step not in self._gathering:
-                    needed = not self._ever_attached or self._missing_bins(step, ranks)
+                held = self._samples.get(step)
+                if step in self._plans and step not in self._gathering and (held is None or not ranks <= held.ranks):
+                    needed = not self._seats.attached or self._missing_bins(step, ranks)
                     if needed and self._has_room(step, wanted):
-                        self._gathering[step] = self._plans[step]
+                        self._gathering[step] = (self._plans[step], self._seats.gathers_for)
                         return step
             return None
 
@@ -315,8 +303,8 @@ class StepServer:
                 if step is None:
                     return
                 collecting: list[Callable[[], StepSamples]] = []
-                gather = self._roles.constructor.gather
-                popped = self._attempt(step, lambda: collecting.append(gather(self._gathering[step])))  # noqa: B023
+                gather = self._constructor.gather
+                popped = self._attempt(step, lambda: collecting.append(gather(*self._gathering[step])))  # noqa: B023
             if popped:
                 self._attempt(step, partial(self._collect, step, collecting))
 
@@ -324,8 +312,7 @@ class StepServer:
         samples = collecting.pop()()
         with self._changed:
             self._last_bytes = samples.nbytes
-            self._samples[step] = samples
-            del self._gathering[step]
+            self._samples[step] = Gathered(samples, self._gathering.pop(step)[1])
             self._drop_unwanted()
             self._changed.notify_all()
 
@@ -334,7 +321,8 @@ class StepServer:
             wanted = self._wanted_steps()
             for step, ranks in wanted.items():
                 if step in self._samples and step in self._plans:
-                    missing = [key for key in self._missing_bins(step, ranks) if key not in self._packing]
+                    here = ranks & self._samples[step].ranks
+                    missing = [key for key in self._missing_bins(step, here) if key not in self._packing]
                     if missing and self._has_room(step, wanted):
                         self._packing.add(missing[0])
                         return missing[0]
@@ -343,11 +331,11 @@ class StepServer:
         def work(key: Bin) -> None:
             step, bucket, microbatch = key
             with self._changed:
-                plan, samples = self._plans.get(step), self._samples.get(step)
+                plan, gathered = self._plans.get(step), self._samples.get(step)
             made: dict[Bin, Built] = {}
             try:
-                if plan is not None and samples is not None:
-                    made[key] = self._pack(plan, samples, bucket, microbatch)
+                if plan is not None and gathered is not None:
+                    made[key] = self._pack(plan, gathered.samples, bucket, microbatch)
             finally:
                 with self._changed:  # at once: in between, the other thread would take it for missing
                     self._packing.remove(key)
@@ -368,7 +356,7 @@ class StepServer:
             return taken[0].memory[:nbytes]
 
         try:
-            packed = self._roles.constructor.constructor_do_plan(plan, samples, bucket, microbatch, allocate)
+            packed = self._constructor.constructor_do_plan(plan, samples, bucket, microbatch, allocate)
         except BaseException:
             for segment in taken:
                 self._arena.release(segment.number)

@@ -80,7 +80,8 @@ class PieceTable:
             row[:] = column[pieces.sample]
         origin[3], origin[4] = pieces.start, pieces.length
         rows = row_of[pieces.sample]
-        first, plain = tokens.offsets[rows] + pieces.start, rows_of_ones(loss.values, loss.offsets)[rows]
+        first = tokens.offsets[rows] + pieces.start
+        plain = rows_of_ones(loss.values, loss.offsets)[rows] if len(loss) else np.zeros(len(rows), np.bool_)
         return PieceTable(first, pieces.length.astype(np.int64), plain, offsets_of(plan.in_batch), origin)
 
 
@@ -98,6 +99,8 @@ class StepSamples:
     """The media of each payload that has some; `items.payload` counts these."""
     sources: list[int]
     """The source of each of them."""
+    images: Pieces | None = None
+    """All images and clips of the draw, where they are encoded apart from their tokens."""
 
     @property
     def nbytes(self) -> int:
@@ -175,8 +178,13 @@ class StepSamples:
 
     @cached_property
     def vision(self) -> Items:
-        """Images and clips, in the order of `draw.images`."""
-        return self.items.take(np.flatnonzero(self.items.kind < 2))
+        """Images and clips, in the order of `draw.images`; what stands for those that are not here is meaningless."""
+        assert self.images is not None, "images have numbers of their own where they are encoded apart"
+        here = np.flatnonzero(self.items.kind < 2)
+        if not len(here):
+            return self.items.take(here)
+        at = np.searchsorted(self._keys[here], (self.images.sample.astype(np.int64) << 32) + self.images.start)
+        return self.items.take(here[np.minimum(at, len(here) - 1)])
 
     def data(self, image: int) -> npt.NDArray[np.uint8]:
         """Return the decoded bytes of one image or clip of `vision`."""
@@ -196,13 +204,14 @@ class StepSamples:
 
 def join_payloads(plan: LoadingPlan, payloads: list[Payload]) -> StepSamples:
     """Join the payloads of a step; every source's rows are in drawing order already."""
-    row_of = np.empty(len(plan.draw), np.int64)
+    row_of = np.zeros(len(plan.draw), np.int64)  # samples that go to other hosts: nobody asks here
     base = 0
     columns: list[tuple[Int64s, ...]] = []
     media: list[Media] = []
     sources: list[int] = []
     for payload in payloads:
         mine = plan.draw.samples_of(payload.source).astype(np.int64)
+        mine = mine if payload.chosen is None else mine[payload.chosen]
         row_of[mine] = base + np.arange(len(mine))
         base += len(mine)
         if payload.media is None:
@@ -218,11 +227,13 @@ def join_payloads(plan: LoadingPlan, payloads: list[Payload]) -> StepSamples:
     joined = [np.concatenate(column) for column in zip(*columns, strict=True)] if columns else [_NONE] * 6
     items = Items(*joined)
     items = items.take(np.lexsort((items.start, items.sample)))
-    tokens, loss = Ragged.concat([p.tokens for p in payloads]), Ragged.concat([p.loss for p in payloads])
+    tokens = Ragged.concat([p.tokens for p in payloads] or [Ragged.empty(np.int32)])
+    loss = Ragged.concat([p.loss for p in payloads] or [Ragged.empty(np.uint8)])
     return StepSamples(
         tokens=tokens,
         loss=loss,
         pieces=PieceTable.of(plan, tokens, loss, row_of),
+        images=plan.draw.images if plan.encoder is not None else None,
         items=items,
         count=len(plan.draw),
         media=media,

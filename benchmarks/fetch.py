@@ -1,0 +1,186 @@
+"""A client's wait for a prefetched step of 8 MB, on `local` and on `ray`, against one copy out of shared memory.
+
+A trainer process attaches, sleeps between steps so that the next one is built, then takes it and copies all of it into
+its own memory; the time from asking to having it is the wait. In between it copies the same number of bytes out of
+shared memory that is mapped and warm: the ratio of the two is the figure. Beside them, in the same run: an actor of Ray
+that returns an array of 8 MB, called when it is needed, and called ahead so that the array lies ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+import overlord as ol
+from benchmarks.measuring import arguments, publish
+
+STEP_BYTES = 8 << 20
+BYTES_A_TOKEN = 24
+"""input_ids, labels and position_ids, 8 bytes each."""
+MICROBATCHES = 4
+PAUSE_S = 0.15
+BAR = 1.5
+
+
+def eight_megabytes(folder: Path) -> ol.Job:
+    """Return a job whose steps are 8 MB for the only rank, in four microbatches."""
+    tokens = STEP_BYTES // BYTES_A_TOKEN
+    each = tokens // MICROBATCHES // 8
+    rows = [json.dumps({"ids": [n % 1000] * each}) for n in range(512)]
+    (folder / "ids.jsonl").write_text("\n".join(rows))
+    return ol.Job(
+        sources=[ol.Source("s", str(folder / "ids.jsonl"), sample=ol.Text("ids", tokenized=True))],
+        batch=ol.Batch(8 * each, global_tokens=8 * each * MICROBATCHES),
+        lag=4,
+    )
+
+
+def pss() -> float:
+    """Return this process's share of memory in MB."""
+    return psutil.Process().memory_full_info().pss / 2**20
+
+
+def measure(take: Callable[[np.ndarray], int], steps: int) -> dict[str, list[float]]:
+    """Take steps into private memory, and copy as many bytes out of shared memory in between; milliseconds."""
+    out = np.zeros(2 * STEP_BYTES, np.uint8)
+    shared = np.frombuffer(_shared(), np.uint8)
+    waits: list[float] = []
+    copies: list[float] = []
+    for step in range(steps + 5):
+        time.sleep(PAUSE_S)
+        began = time.perf_counter()
+        nbytes = take(out)
+        waited = time.perf_counter() - began
+        began = time.perf_counter()
+        out[:nbytes] = shared[:nbytes]
+        copied = time.perf_counter() - began
+        if step >= 5:  # segments are mapped and pages touched once
+            waits.append(1000 * waited)
+            copies.append(1000 * copied)
+    return {"waits": waits, "copies": copies}
+
+
+def _shared() -> mmap.mmap:
+    file = os.memfd_create("fetch")
+    os.ftruncate(file, 2 * STEP_BYTES)
+    whole = mmap.mmap(file, 2 * STEP_BYTES)
+    whole[:] = bytes(2 * STEP_BYTES)
+    return whole
+
+
+def be_a_trainer(address: str, steps: int) -> None:
+    """Measure a service; print the figures."""
+    before = pss()
+    client = ol.connect(address, rank=0)
+
+    def take(out: np.ndarray) -> int:
+        at = 0
+        for batch in next(client).microbatches:
+            for value in batch.values():
+                if isinstance(value, np.ndarray):
+                    out[at : at + value.nbytes] = value.reshape(-1).view(np.uint8)
+                    at += value.nbytes
+        return at
+
+    found: dict[str, Any] = measure(take, steps)
+    found["memory_mb"] = pss() - before
+    client.close()
+    print(json.dumps(found))
+
+
+def be_a_trainer_of_ray(ahead: int, steps: int) -> None:
+    """Measure an actor that returns 8 MB."""
+    import ray
+
+    before = pss()
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+
+    @ray.remote
+    class Loader:
+        def step(self) -> np.ndarray:
+            return np.zeros(STEP_BYTES, np.uint8)
+
+    loader = Loader.remote()
+    ready = [loader.step.remote() for _ in range(ahead)]
+
+    def take(out: np.ndarray) -> int:
+        ready.append(loader.step.remote())
+        array = ray.get(ready.pop(0))
+        out[: array.nbytes] = array
+        return array.nbytes
+
+    found: dict[str, Any] = measure(take, steps)
+    found["memory_mb"] = pss() - before
+    ray.shutdown()
+    print(json.dumps(found))
+
+
+def in_a_process(*arguments: str) -> dict[str, Any]:
+    """Run this file as a trainer."""
+    environment = {**os.environ, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    command = [sys.executable, "-m", "benchmarks.fetch", *arguments]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return json.loads(ended.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each side and round")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds")
+    parser.add_argument("--trainer", help=argparse.SUPPRESS)
+    parser.add_argument("--actor", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.trainer is not None:
+        be_a_trainer(options.trainer, options.steps)
+        return
+    if options.actor is not None:
+        be_a_trainer_of_ray(options.actor, options.steps)
+        return
+    steps = ("--steps", str(options.steps))
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ("local", "ray", "actor", "actor_ahead")}
+    with tempfile.TemporaryDirectory() as folder:
+        job = eight_megabytes(Path(folder))
+        for _ in range(options.rounds):
+            for runtime in ("local", "ray"):
+                with ol.launch(job, runtime=runtime, cache=f"{folder}/cache", prefetch=3) as service:
+                    found[runtime].append(in_a_process("--trainer", str(service.address), *steps))
+            found["actor"].append(in_a_process("--actor", "0", *steps))
+            found["actor_ahead"].append(in_a_process("--actor", "3", *steps))
+    wait = {name: statistics.median(w for one in rounds for w in one["waits"]) for name, rounds in found.items()}
+    # Each wait against the copy of its own moment: the machine's speed wanders.
+    ratio = {
+        name: statistics.median(w / c for one in rounds for w, c in zip(one["waits"], one["copies"], strict=True))
+        for name, rounds in found.items()
+    }
+    figures: dict[str, object] = {
+        "ratio": max(ratio["local"], ratio["ray"]),
+        "bar": BAR,
+        "ratio_local": ratio["local"],
+        "ratio_ray": ratio["ray"],
+        "ratio_actor_return": ratio["actor"],
+        "ratio_actor_return_ahead": ratio["actor_ahead"],
+        **{f"{name}_ms": value for name, value in wait.items()},
+        "copy_ms": statistics.median(c for rounds in found.values() for one in rounds for c in one["copies"]),
+        **{f"{name}_trainer_mb": statistics.median(one["memory_mb"] for one in rounds)
+           for name, rounds in found.items() if name != "actor_ahead"},
+        "step_mb": STEP_BYTES / 2**20,
+    }  # fmt: skip
+    publish("fetch", figures, options.json)
+
+
+if __name__ == "__main__":
+    main()

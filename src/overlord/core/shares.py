@@ -1,0 +1,81 @@
+"""What one host needs of a step: the samples its ranks train on or encode, and whose media it must see."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.messages import Payload
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import LoadingPlan
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Share:
+    """One host's part of a step."""
+
+    samples: Bools
+    """Drawn samples whose tokens or media the host needs."""
+    media: Bools
+    """Those whose images and clips it needs byte by byte; of the others it learns shapes and faults."""
+    whole: bool
+    """Whether all ranks are there, so that nothing need be left out."""
+
+    @classmethod
+    def of(cls, tree: ClientPlaceTree, plan: LoadingPlan, ranks: Collection[int]) -> Share:
+        """Work out what some ranks need of a plan.
+
+        Example:
+            Which half of a step the second data-parallel rank needs::
+
+                share = Share.of(ClientPlaceTree(dp=2), plan, {1})
+                assert share.samples[plan.bin(1, 0).sample].all()
+        """
+        if len(set(ranks)) == tree.world_size:
+            everything = np.ones(len(plan.draw), np.bool_)
+            return cls(everything, everything, whole=True)
+        samples = np.zeros(len(plan.draw), np.bool_)
+        fetching = [rank for rank in ranks if not plan.broadcast or tree.fetches(rank, plan.broadcast)]
+        for bucket in {tree.bucket_of(plan.axis, rank) for rank in fetching}:
+            samples[_of_bucket(plan, bucket)] = True
+        if plan.encoder is None:
+            return cls(samples, samples, whole=False)
+        media = np.zeros(len(plan.draw), np.bool_)
+        for rank in ranks:
+            media[plan.encoder.bin(rank, 0).sample] = True
+        return cls(samples | media, media, whole=False)
+
+    def needs(self, plan: LoadingPlan, source: int) -> bool:
+        """Whether the host needs anything of a source."""
+        return bool(self.samples[plan.draw.samples_of(source)].any())
+
+    def cut(self, plan: LoadingPlan, payload: Payload) -> Payload:
+        """Return the host's part of a payload that holds all samples of its source."""
+        if self.whole:
+            return payload
+        mine = plan.draw.samples_of(payload.source)
+        chosen = np.flatnonzero(self.samples[mine])
+        heard = payload.media is not None and payload.media.kind == "audio"  # sounds stay with their tokens
+        return payload.take(chosen, np.ones(len(chosen), np.bool_) if heard else self.media[mine[chosen]])
+
+
+def _of_bucket(plan: LoadingPlan, bucket: int) -> npt.NDArray[np.int32]:
+    first, stop = plan.bin_offsets[[bucket * plan.num_microbatches, (bucket + 1) * plan.num_microbatches]]
+    return plan.pieces.sample[int(first) : int(stop)]
+
+
+def media_must_be_open(plan: LoadingPlan, source: int) -> bool:
+    """Whether several hosts must know which media of a source decode: then that is found out before the hand-over.
+
+    That is so where images are encoded elsewhere than where their tokens are, and for samples cut into pieces: a
+    broken image must silence all of its sample.
+    """
+    if plan.encoder is not None:
+        return True
+    cut = plan.pieces.sample[plan.pieces.start > 0]
+    return bool((plan.draw.source[cut] == source).any())

@@ -1,0 +1,318 @@
+"""The broadcast that a strategy asks for with `broadcast_at`: one rank fetches, the others of its group receive.
+
+Rules of this file:
+1. All ranks of a group make the same collective calls in the same order: for every microbatch in turn a label, then its
+   buffer. A microbatch that is asked for out of turn is reached by way of those before it, which are kept.
+2. Whoever goes on to the next step completes the step before: the rank that fetches says that no more comes, the others
+   receive up to there. So it does not matter who looked at what.
+3. What fails where it is fetched fails on all ranks of the group, in the same words.
+4. Calls are made by the trainer's own thread only, so that they keep their place among the trainer's collectives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.errors import OverlordError, PlanError, SpecError, error_named
+from overlord.integrations.torch_batches import TorchBatch
+from overlord.integrations.torch_copies import Copies, DeviceCopies, Label, Parcel
+
+_BLOCK = 16 << 10
+"""Bytes of the first message; most labels fit, so that one message is enough."""
+
+_FETCHES, _RECEIVES, _ENDED, _FAILED = range(4)
+
+
+class Channel:
+    """A process group in which one rank speaks and the others listen."""
+
+    def __init__(self, group: Any, speaker: int, stream: Any = None) -> None:
+        """Take a group.
+
+        Args:
+            group: The process group; None for the world.
+            speaker: The global rank that speaks.
+            stream: A CUDA stream of its own for calls that go by the device, so that they do not wait for the model.
+        """
+        self.group = group
+        self.speaker = speaker
+        self.speaks = dist.get_rank() == speaker
+        self._stream = stream
+        self._backends = str(dist.get_backend_config(group))
+
+    def by_device(self, device: torch.device) -> bool:
+        """Whether buffers for a device travel from device to device."""
+        return device.type == "cuda" and "cuda:nccl" in self._backends
+
+    def tell(self, message: bytes | None) -> bytes:
+        """Broadcast a short message; the others pass None, and return what the speaker said."""
+        framed = b"" if message is None else len(message).to_bytes(8, "little") + message
+        head = self.pass_on(_as_tensor(framed[:_BLOCK].ljust(_BLOCK, b"\0")))
+        size = int.from_bytes(_as_bytes(head[:8]), "little") + 8
+        said = _as_bytes(head[8 : min(size, _BLOCK)])
+        if size > _BLOCK:
+            rest = _as_tensor(framed[_BLOCK:]) if self.speaks else torch.empty(size - _BLOCK, dtype=torch.uint8)
+            said += _as_bytes(self.pass_on(rest))
+        return said
+
+    def pass_on(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Broadcast a buffer of the host, by the device where the group knows no other way."""
+        if "cpu:" in self._backends:
+            dist.broadcast(buffer, self.speaker, group=self.group)
+            return buffer
+        with self.aside():
+            return self.pass_by_device(buffer.to("cuda")).to("cpu")
+
+    def pass_by_device(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Broadcast a buffer of the device, on the stream that is current."""
+        dist.broadcast(buffer, self.speaker, group=self.group)
+        return buffer
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Return a context in which the channel's own stream is current."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def _as_bytes(data: torch.Tensor) -> bytes:
+    return data.numpy().tobytes()
+
+
+def share_outcome(make: Callable[[], str] | None) -> str:
+    """Return on every rank of the world the text that rank 0 makes; where that fails, it fails on all of them.
+
+    Args:
+        make: Makes the text; only rank 0 has it.
+    """
+    channel, error = Channel(None, 0), None
+    said = b""
+    if make is not None:
+        try:
+            said = json.dumps({"text": make()}).encode()
+        except Exception as failure:  # whatever it is, the others must not wait for a text that never comes
+            error, said = failure, _failure(failure)
+    words = json.loads(channel.tell(said if make is not None else None))
+    if error is not None:
+        raise error
+    if "error" in words:
+        raise error_named(words["error"], words["message"])
+    return str(words["text"])
+
+
+def _failure(error: BaseException) -> bytes:
+    words = str(error) if isinstance(error, OverlordError) else f"{type(error).__name__}: {error}"
+    return json.dumps({"error": type(error).__name__, "message": words}).encode() + b"\n"
+
+
+class Roster:
+    """Who of the world fetches: agreed upon by all ranks at the first step of a stream."""
+
+    def __init__(self, tree: ClientPlaceTree, rank: int, fetches: bool | None, *, failed: bool = False) -> None:
+        """Tell all ranks who this one is and how its first step went; all must call this.
+
+        Args:
+            tree: The mesh.
+            rank: This process's rank in the mesh.
+            fetches: Whether it fetches its first step; None if the stream has no step.
+            failed: Whether its first step failed.
+        """
+        self._tree = tree
+        outcome = _FAILED if failed else _ENDED if fetches is None else _FETCHES if fetches else _RECEIVES
+        mine = torch.tensor([rank, outcome])
+        if "cpu:" not in str(dist.get_backend_config(None)):
+            mine = mine.to("cuda")
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, mine)
+        told = [one.tolist() for one in found]
+        self._process = {place: process for process, (place, _) in enumerate(told)}
+        """The process that has each rank of the mesh."""
+        if len(self._process) < len(told):
+            twice = next(place for process, (place, _) in enumerate(told) if self._process[place] != process)
+            raise SpecError(
+                f"DataLoader: several processes have rank {twice} of the mesh {tree}; they would train on the same "
+                "data, and nobody on that of another rank. Leave rank= out, or give each process its own."
+            )
+        outcomes = dict(told)
+        self.failed = sorted(place for place in outcomes if outcomes[place] == _FAILED)
+        """Ranks that could not take their first step."""
+        known = set(outcomes.values()) <= {_FETCHES, _RECEIVES}
+        fetching = sorted(place for place in outcomes if outcomes[place] == _FETCHES)
+        self.axes: tuple[str, ...] = self._axes_of(fetching) if known else ()
+        """Axes along which plans broadcast."""
+
+    def _axes_of(self, fetching: list[int]) -> tuple[str, ...]:
+        at = self._tree.coordinates()
+        alone = [axis for axis in ("dp", "cp", "tp") if not at[axis][fetching].any()]
+        axes = tuple(axis for axis in alone if getattr(self._tree, axis) > 1)
+        if self._tree.fetchers(broadcast=axes) != fetching:
+            raise PlanError(
+                f"the ranks that fetch ({len(fetching)} of the mesh {self._tree}) are not those at the beginning of "
+                "some axes; nobody could tell who broadcasts to whom. Make plans with broadcast_at(axis)."
+            )
+        return axes
+
+    def groups(self) -> list[list[int]]:
+        """Return the processes of every group that broadcasts, the one that fetches first."""
+        at, members = self._tree.coordinates(), dict[tuple[int, ...], list[int]]()
+        fixed = [axis for axis in ("pp", "dp", "cp", "tp") if axis not in self.axes]
+        for rank in range(self._tree.world_size):
+            members.setdefault(tuple(int(at[axis][rank]) for axis in fixed), []).append(rank)
+        fetching = set(self._tree.fetchers(broadcast=self.axes))
+        ordered = [sorted(ranks, key=lambda rank: rank not in fetching) for ranks in members.values()]
+        return [[self._process[rank] for rank in ranks] for ranks in ordered]
+
+
+def open_channel(roster: Roster, mesh: Any, stream: Any) -> Channel:
+    """Return the channel of this process; all ranks of the world must call this.
+
+    Args:
+        roster: Who fetches.
+        mesh: A DeviceMesh whose process groups are used where they fit; otherwise groups are made.
+        stream: A CUDA stream for the channel.
+    """
+    groups, me = roster.groups(), dist.get_rank()
+    mine = next(ranks for ranks in groups if me in ranks)
+    ready = _group_of_mesh(mesh, roster.axes, mine)
+    if ready is not None:
+        return Channel(ready, mine[0], stream)
+    made = [dist.new_group(sorted(ranks), timeout=_patience()) for ranks in groups]
+    return Channel(made[groups.index(mine)], mine[0], stream)
+
+
+def _group_of_mesh(mesh: Any, axes: Sequence[str], ranks: list[int]) -> Any:
+    """Return the mesh's own group of some ranks, if it has one; of a mesh, all ranks or none find theirs."""
+    if mesh is None or len(axes) != 1:
+        return None
+    for name in mesh.mesh_dim_names or ():
+        group = mesh.get_group(name)
+        if sorted(dist.get_process_group_ranks(group)) == sorted(ranks):
+            return group
+    return None
+
+
+def _patience() -> timedelta | None:
+    """Return how long the world's calls may take: a group made later would have torch's own default."""
+    world = dist.group.WORLD
+    device = "cpu" if "cpu:" in str(dist.get_backend_config(None)) else "cuda"
+    options = getattr(world._get_backend(torch.device(device)), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+class Relay:
+    """The microbatches of one step on their way through a channel, in order; they are kept for the step's life."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        copies: Copies,
+        step: tuple[int, int, tuple[str, ...]],
+        fetch: Callable[[int], Parcel] | None,
+    ) -> None:
+        """Begin a step.
+
+        Args:
+            channel: Where they travel.
+            copies: Where they go.
+            step: Its index, its number of microbatches, and the names of the sources.
+            fetch: Fetches a microbatch; only the rank that fetches has it.
+        """
+        self._channel = channel
+        self._copies = copies
+        self._index, self._count, self._names = step
+        self._fetch = fetch
+        self._kept: list[Parcel] = []
+        self._over: OverlordError | None = None
+
+    def take(self, microbatch: int) -> TorchBatch:
+        """Return a microbatch; those before it come first."""
+        while len(self._kept) <= microbatch:
+            if self._over is not None:
+                raise self._over
+            self._kept.append(self._next())
+        return self._kept[microbatch].batch(self._names)
+
+    def finish(self) -> None:
+        """Complete the step: what nobody looked at is not sent, what was sent is received."""
+        if self._over is None and self._fetch is not None and len(self._kept) < self._count:
+            self._channel.tell(json.dumps({"rest": [self._index, len(self._kept)]}).encode() + b"\n")
+        at = len(self._kept)
+        while self._over is None and self._fetch is None and at < self._count:
+            try:
+                self._receive(at)
+                at += 1
+            except OverlordError as error:  # said to whoever asks; the next step says it again if it lasts
+                self._over = error
+        self._over = self._over or _gone(self._index)
+
+    def _next(self) -> Parcel:
+        at = len(self._kept)
+        try:
+            return self._send(at) if self._fetch is not None else self._receive(at)
+        except OverlordError as error:
+            self._over = error
+            raise
+
+    def _send(self, microbatch: int) -> Parcel:
+        assert self._fetch is not None
+        try:
+            parcel = self._fetch(microbatch)
+        except Exception as error:  # whatever it is, the others of the group must not wait for data that never come
+            self._channel.tell(_failure(error))
+            self._over = error if isinstance(error, OverlordError) else OverlordError(str(error))
+            raise
+        self._channel.tell(parcel.label.to_bytes(at=[self._index, microbatch]))
+        assert parcel.host is not None
+        if not parcel.label.nbytes:
+            return parcel
+        if self._channel.by_device(self._copies.device):
+            with self._channel.aside():
+                self._channel.pass_by_device(parcel.flat)
+                assert isinstance(self._copies, DeviceCopies)
+                return self._copies.arrived(parcel.label, parcel.flat)
+        self._channel.pass_on(parcel.host)
+        return replace(parcel, host=None)  # pinned memory is scarce
+
+    def _receive(self, microbatch: int) -> Parcel:
+        said = self._channel.tell(None)
+        words = json.loads(said.partition(b"\n")[0])
+        if "error" in words:
+            raise error_named(words["error"], words["message"])
+        if "rest" in words:
+            raise _gone(self._index)
+        parcel = self._buffer_of(Label.from_bytes(said))  # received in any case, or the others would wait
+        if words["at"] != [self._index, microbatch]:
+            raise PlanError(
+                f"microbatch {words['at'][1]} of step {words['at'][0]} came by broadcast where microbatch {microbatch} "
+                f"of step {self._index} was due; ranks of a group would train on different data. Take the same steps "
+                "on all of them, and load states on all of them."
+            )
+        return parcel
+
+    def _buffer_of(self, label: Label) -> Parcel:
+        if label.nbytes and self._channel.by_device(self._copies.device):
+            assert isinstance(self._copies, DeviceCopies)
+            with self._channel.aside():
+                flat = torch.empty(label.nbytes, dtype=torch.uint8, device=self._copies.device)
+                return self._copies.arrived(label, self._channel.pass_by_device(flat))
+        host = self._copies.room(label.nbytes)
+        return self._copies.land(label, self._channel.pass_on(host) if label.nbytes else host)
+
+
+def _gone(step: int) -> SpecError:
+    return SpecError(
+        f"step {step} is over: a rank of its broadcast group has gone on without this microbatch, and nobody sends it "
+        "any more. Take a step's microbatches before the next step, on every rank."
+    )

@@ -1,0 +1,295 @@
+"""The three kinds of hosts of a cluster service, without the engine that carries their calls.
+
+Every public method takes a frame (and a blob) and returns a frame. `meet` comes first, then what the
+service's own process asks in this order: loaders `open`, the planner `open_store`, loaders `begin`, the
+planner `begin`, constructors `begin`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from overlord.core.plan import LoadingPlan
+from overlord.core.plan_blob import plan_from_bytes, plan_to_bytes
+from overlord.core.samples import Cursor
+from overlord.roles.verdicts import verdicts_from_json
+from overlord.runtimes.constructor_host import ConstructorHost
+from overlord.runtimes.deployment import (
+    Prepared,
+    SourceFacts,
+    make_constructor,
+    make_fleet,
+    open_files,
+    plan_first_step,
+    prepare,
+    start_planner,
+    where_it_stands,
+)
+from overlord.runtimes.doors import door_name
+from overlord.runtimes.frames import (
+    Frame,
+    deltas_to_frame,
+    frame_bytes,
+    frame_of,
+    open_frame,
+    payloads_to_frame,
+    requests_from_frame,
+)
+from overlord.runtimes.history import History, open_store
+from overlord.runtimes.leftovers import remove_when_gone
+from overlord.runtimes.loader_host import LoaderHost
+from overlord.runtimes.memory import few_arenas, give_back_freed_memory
+from overlord.runtimes.peers import Blobs, Peer, RemoteLoaders, RemotePlanner, RemoteVerdicts, news_from_json
+from overlord.runtimes.planner_host import PlannerHost, Waiting
+from overlord.runtimes.process_workers import ProcessWorkers
+from overlord.runtimes.status import describe
+from overlord.runtimes.workers import ThreadWorkers
+from overlord.transforms.isolation import Isolate
+
+LOADER_THREADS = 16
+"""Calls to loaders of one host that may wait for storage at the same time."""
+KEPT_BLOBS = 16
+"""Plans that the planner keeps put, for hosts that are behind."""
+
+
+class _Role:
+    """What the three have in common: the job, and whom they meet."""
+
+    def __init__(self, bundle: bytes, paths: Sequence[str], folder: str, site: dict[str, Any]) -> None:
+        few_arenas()
+        sys.setswitchinterval(0.0005)  # as in the local service
+        logging.basicConfig(format="overlord: %(levelname)s: %(message)s", level=logging.WARNING)
+        sys.path += [path for path in paths if path not in sys.path]  # where the launcher's functions come from
+        self._job, self._options = cloudpickle.loads(bundle)  # from the launching process to its own roles
+        self._folder = Path(folder)
+        self._site = site
+        self._ends = contextlib.ExitStack()
+
+    def meet(self, planner: Peer, loaders: Sequence[Peer], blobs: Blobs) -> None:
+        """Learn whom to ask."""
+        self._planner = planner
+        self._loaders = loaders
+        self._blobs = blobs
+
+    def pid(self, frame: Frame) -> Frame:
+        """Tell the process this is."""
+        return frame_of({"pid": os.getpid()})
+
+    def close(self, frame: Frame) -> Frame:
+        """End everything that runs here."""
+        self._ends.close()
+        return frame_of({})
+
+    def _threads(self, count: int, name: str) -> ThreadWorkers:
+        workers = ThreadWorkers(count, f"overlord-{name}")
+        self._ends.callback(workers.close)
+        return workers
+
+    def _prepare(self, isolate: Isolate | None = None) -> Prepared:
+        return prepare(self._job, self._options, isolate)
+
+    def _claim_folder(self) -> Path:
+        """Make the service's folder where it is not there yet; it goes with this process."""
+        try:
+            self._folder.mkdir(mode=0o700)
+        except FileExistsError:
+            return self._folder  # the launching host's own, which has somebody to remove it
+        reaper = remove_when_gone(self._folder)
+        self._ends.callback(reaper.kill)
+        self._ends.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
+
+
+class LoaderRole(_Role):
+    """A loader host."""
+
+    def open(self, frame: Frame) -> Frame:
+        """Open the sources of this host; tell what a planner must know of them."""
+        self._done = [0, 0]
+        processes = ProcessWorkers(self._options.threads)
+        self._ends.callback(processes.close)
+        self._callers = self._threads(LOADER_THREADS, "loaders")
+        self._workers = self._threads(self._options.threads, "workers")
+        self._prepared = self._prepare(processes.isolate)
+        self._files = open_files(self._prepared, self._site["sources"], self._callers, self._count)
+        names = self._prepared.job.names
+        facts = {names[number]: SourceFacts.of(files) for number, files in self._files.items()}
+        return frame_of({n: [f.format, f.listing, f.total_bytes] for n, f in facts.items()})
+
+    def progress(self, frame: Frame) -> Frame:
+        """Tell how many sources are open."""
+        return frame_of({"done": getattr(self, "_done", [0, 0])[0]})
+
+    def begin(self, frame: Frame) -> Frame:
+        """Make the loaders."""
+        known = verdicts_from_json(open_frame(frame)[0]["verdicts"], self._prepared.job.names)
+        verdicts = RemoteVerdicts(self._planner, known)
+        fleet = make_fleet(self._prepared, self._files, verdicts, self._callers, self._workers)
+        options = self._options
+        self._host = LoaderHost(fleet, options.mesh, hosts=self._site["hosts"], budget_bytes=options.budget_bytes // 2)
+        give_back_freed_memory()
+        self._plan: tuple[int, LoadingPlan] | None = None
+        return frame_of({})
+
+    def summary_buffer(self, frame: Frame) -> Frame:
+        """Tell what is known of some samples."""
+        return deltas_to_frame(self._host.summary_buffer(requests_from_frame(frame)))
+
+    def hand_over(self, frame: Frame, blob: np.ndarray[Any, Any]) -> Frame:
+        """Hand a constructor host its part of a step."""
+        ranks = open_frame(frame)[0]["ranks"]
+        payloads = self._host.hand_over(plan_from_bytes(memoryview(blob)), ranks)  # type: ignore[arg-type]
+        return payloads_to_frame(payloads, buffer_bytes=self._host.buffer_bytes)
+
+    def rest(self, frame: Frame) -> Frame:
+        """Drop what is held of sources that are not drawn from."""
+        self._host.rest({source: Cursor(*cursor) for source, cursor in open_frame(frame)[0]["cursors"]})
+        return frame_of({})
+
+    def note_faults(self, frame: Frame) -> Frame:
+        """Count samples whose media do not decode."""
+        self._host.note_faults([tuple(fault) for fault in open_frame(frame)[0]["faults"]])
+        return frame_of({})
+
+    def status(self, frame: Frame) -> Frame:
+        """Tell what the loaders hold and have met."""
+        return frame_of({"sources": self._host.status(), "buffer_bytes": self._host.buffer_bytes})
+
+    def _count(self, what: str, done: int, of: int) -> None:
+        self._done = [done, of]
+
+
+class PlannerRole(_Role):
+    """The host of the planner."""
+
+    _history: History | None = None
+
+    def open_store(self, frame: Frame) -> Frame:
+        """Open the store, now that the sources are known; tell the verdicts it holds."""
+        self._prepared = self._prepare()
+        self._facts = {name: SourceFacts(*fact) for name, fact in open_frame(frame)[0].items()}
+        self._parts, self._state = where_it_stands(self._prepared, self._facts)
+        options = self._options
+        store = Path(options.store) if options.store else self._claim_folder() / "store"
+        self._history = open_store(
+            self._prepared.job, options.state, store, self._state.step, latest=options.latest
+        )  # fmt: skip
+        return frame_of({"verdicts": self._history.verdicts.to_json()})
+
+    def begin(self, frame: Frame) -> Frame:
+        """Plan the first step, so that what is wrong shows before anything runs."""
+        assert self._history is not None
+        given = open_frame(frame)[0]
+        loaders = self._remote = RemoteLoaders(self._loaders, given["host_of"])
+        prepared = self._prepared
+        try:
+            planner = start_planner(prepared, loaders, self._state, self._parts, self._facts, self._history)
+            plan_first_step(planner)
+        except BaseException:
+            self._history.journal.close()
+            raise
+
+        def picture(positions: Any, view_bytes: int) -> dict[str, Any]:
+            statuses = loaders.status()
+            found = describe(
+                prepared.job, prepared.options.mesh, planner, self._facts, statuses, "ray", positions,
+                view_bytes=view_bytes,
+            )  # fmt: skip
+            found["planner"]["traffic"] = self.traffic()
+            return found | {"ray": given["cluster"]}
+
+        self._planner_host = PlannerHost(planner, picture)
+        self._ends.callback(self._planner_host.close)
+        self._put: OrderedDict[int, Any] = OrderedDict()
+        self._put_bytes = self._plans_put = self._bytes_out = self._bytes_in = 0
+        self._putting = threading.Lock()
+        return frame_of({"first_step": planner.first_step})
+
+    def plan(self, frame: Frame) -> Frame:
+        """Give a host the plan of a step: put once, whoever asks."""
+        message = open_frame(frame)[0]
+        step = int(message["step"])
+        found = self._planner_host.plan(step, news_from_json(message["news"]), int(message["host"]))
+        missing = found.missing if isinstance(found, Waiting) else None
+        answer = frame_of({"missing": missing})
+        self._bytes_in += frame_bytes(frame)
+        self._bytes_out += frame_bytes(answer)
+        return [*answer, self._blob_of(found)] if isinstance(found, LoadingPlan) else answer
+
+    def ask(self, frame: Frame) -> Frame:
+        """Answer a client, or the owner of the service."""
+        return frame_of({"answer": self._planner_host.ask(open_frame(frame)[0])})
+
+    def tell(self, frame: Frame) -> Frame:
+        """Hear how far the clients of a host are."""
+        message = open_frame(frame)[0]
+        self._planner_host.tell(news_from_json(message["news"]), int(message["host"]))
+        return frame_of({})
+
+    def verdict(self, frame: Frame) -> Frame:
+        """Write down a row that kills its workers, before it counts."""
+        assert self._history is not None
+        given = open_frame(frame)[0]
+        self._history.verdicts.add(given["source"], int(given["row"]), given["reason"])
+        return frame_of({})
+
+    def traffic(self) -> dict[str, int]:
+        """Return what went through this host: frames both ways, and plans, each of which was put once."""
+        return {
+            "plans": self._plans_put,
+            "plan_bytes": self._put_bytes,
+            "metadata_bytes": self._remote.bytes_in,
+            "other_bytes": self._remote.bytes_out + self._bytes_in + self._bytes_out,
+        }
+
+    def _blob_of(self, plan: LoadingPlan) -> Any:
+        with self._putting:
+            if plan.step not in self._put:
+                block = np.frombuffer(plan_to_bytes(plan), np.uint8)
+                self._put[plan.step] = self._blobs.put(block)
+                self._put_bytes += block.nbytes
+                self._plans_put += 1
+                while len(self._put) > KEPT_BLOBS:
+                    self._put.popitem(last=False)
+            return self._put[plan.step]
+
+
+class ConstructorRole(_Role):
+    """The constructor host of one trainer host."""
+
+    def begin(self, frame: Frame) -> Frame:
+        """Build ahead, and open the door for the trainers of this host."""
+        given = open_frame(frame)[0]
+        workers = self._threads(self._options.threads, "workers")
+        planner = RemotePlanner(self._planner, self._blobs, self._site["number"], given["first_step"])
+        loaders = RemoteLoaders(self._loaders, given["host_of"], planner)
+        prepared = self._prepare()
+        ranks = self._site["ranks"]
+        host = ConstructorHost(
+            prepared.job,
+            self._options,
+            make_constructor(prepared, loaders, workers),
+            planner,
+            ranks=ranks,
+            read_bytes=lambda: loaders.buffer_bytes,
+        )
+        self._ends.callback(host.close)
+        door = self._claim_folder() / door_name(ranks)
+        self._ends.callback(door.unlink, missing_ok=True)
+        self._ends.enter_context(host.open_door(door))
+        return frame_of({"door": str(door)})
+
+
+ROLES: dict[str, type[_Role]] = {"loader": LoaderRole, "planner": PlannerRole, "constructor": ConstructorRole}

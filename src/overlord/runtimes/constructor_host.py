@@ -1,0 +1,79 @@
+"""A constructor host: builds the views of the ranks of one machine and serves them on a Unix socket.
+
+The same on every runtime: beside the other roles in the local service, or as a sidecar of a trainer host.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from overlord.core.specs import Job
+from overlord.roles.data_constructor import DataConstructor
+from overlord.runtimes.conversation import Conversation, Desk
+from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.doors import open_door
+from overlord.runtimes.planner_host import Plans
+from overlord.runtimes.shared_memory import Arena
+from overlord.runtimes.step_server import StepServer
+
+
+class ConstructorHost:
+    """The DataConstructor of one machine with its shared memory and its door."""
+
+    def __init__(
+        self,
+        job: Job,
+        options: LaunchOptions,
+        constructor: DataConstructor,
+        planner: Plans,
+        *,
+        ranks: Collection[int],
+        read_bytes: Callable[[], int],
+    ) -> None:
+        arena = Arena()
+        self._planner = planner
+        self._server = StepServer(
+            constructor,
+            planner,
+            arena,
+            ranks=ranks,
+            prefetch=options.prefetch,
+            budget_bytes=options.budget_bytes,
+            read_bytes=read_bytes,
+        )
+        self._desk = Desk(
+            tuple(job.names), options.mesh, planner, self._server, constructor, arena, options.budget_bytes
+        )
+        self._server.start()
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks this host was made for."""
+        return self._server.world_ranks
+
+    @property
+    def view_bytes(self) -> int:
+        """Shared memory in use."""
+        return self._desk.arena.used_bytes
+
+    def open_door(self, address: Path) -> AbstractContextManager[None]:
+        """Serve clients on a socket while the context is open."""
+        return open_door(address, self._converse)
+
+    def close(self) -> None:
+        """End the threads; tell the planner how far the clients came, and let go of the shared memory."""
+        try:
+            self._server.close()
+            self._planner.tell(self._server.news())
+        finally:
+            self._desk.arena.close()
+
+    def _converse(self, connection: socket.socket) -> None:
+        talk = Conversation(self._desk, connection)
+        try:
+            talk.run()
+        finally:
+            talk.close()

@@ -1,0 +1,123 @@
+"""Unix sockets that a service listens on, and how a client finds the one for its rank."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from overlord.errors import OverlordError, ServiceLost, SpecError
+from overlord.runtimes.wire import receive, send
+
+logger = logging.getLogger("overlord")
+
+CONTROL = "control"
+"""The door of a cluster service's own process: it answers, and has no views."""
+
+Converse = Callable[[socket.socket], None]
+
+
+@contextlib.contextmanager
+def open_door(path: Path, converse: Converse) -> Iterator[None]:
+    """Listen on a socket while the context is open, and hold a conversation with whoever comes."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen(128)
+        threading.Thread(target=_accept, args=(listener, converse), daemon=True).start()
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def _accept(listener: socket.socket, converse: Converse) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # the door was closed
+        threading.Thread(target=_host, args=(connection, converse), daemon=True).start()
+
+
+def _host(connection: socket.socket, converse: Converse) -> None:
+    with connection:
+        try:
+            converse(connection)
+        except (OverlordError, OSError) as error:
+            logger.debug("a client is gone: %s", error)
+
+
+Answer = Callable[[dict[str, Any]], tuple[dict[str, Any], Sequence[int]]]
+"""Answers a message, with descriptors if there are any."""
+
+
+def answer_all(connection: socket.socket, answer: Answer) -> None:
+    """Answer messages until the client is gone; an error is an answer too."""
+    while True:
+        message, _ = receive(connection)
+        try:
+            reply, fds = answer(message)
+        except OverlordError as error:
+            reply, fds = {"error": type(error).__name__, "message": str(error)}, []
+        except Exception as error:  # the border to the client: it must learn what became of its question
+            logger.exception("the message %r failed", message.get("op"))
+            reply, fds = {"error": "OverlordError", "message": f"{type(error).__name__}: {error}"}, []
+        send(connection, reply, list(fds))
+
+
+def door_name(ranks: Sequence[int]) -> str:
+    """Return the file name of the door of some ranks.
+
+    Example:
+        >>> door_name(range(8, 16))
+        'ranks-8-15'
+    """
+    return f"ranks-{ranks[0]}-{ranks[-1]}"
+
+
+def knock(address: str, rank: int | None = None) -> socket.socket:
+    """Connect to a service: to the door that serves a rank, or to any that answers.
+
+    Raises:
+        SpecError: for what is no address.
+        ServiceLost: when nobody answers.
+    """
+    text = address.removeprefix("unix://") if isinstance(address, str) else ""
+    if text == address or not text:
+        raise SpecError(
+            f"address: {address!r} is not one; nobody could be reached. Use what `service.address` or `overlord serve` "
+            "shows, such as 'unix:///tmp/overlord-x/socket'."
+        )
+    path = Path(text)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(str(_door_of(path, rank, address) if path.is_dir() else path))
+    except OSError as error:
+        connection.close()
+        raise ServiceLost(
+            f"no service answers at {address} ({error.strerror or error}); there is no data to train on. Start one "
+            "with `overlord serve` or `overlord.launch` on this host and use the address it shows."
+        ) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _door_of(folder: Path, rank: int | None, address: str) -> Path:
+    """Find the door in the folder of a cluster service; a host that serves other ranks than planned takes this one."""
+    doors = {path: [int(n) for n in path.name.split("-")[1:]] for path in sorted(folder.glob("ranks-*-*"))}
+    if rank is None:
+        return next(iter([path for path in (folder / CONTROL,) if path.exists()] or doors), folder / CONTROL)
+    planned = [path for path, (first, last) in doors.items() if first <= rank <= last]
+    if not planned and len(doors) != 1:
+        raise ServiceLost(
+            f"no constructor host on this machine serves rank {rank} of {address} (here: "
+            f"{', '.join(path.name for path in doors) or 'none'}); it would have no data. Launch with ranks_per_host= "
+            "as your trainers are started, on a cluster that has this host in it."
+        )
+    return planned[0] if planned else next(iter(doors))

@@ -1,0 +1,124 @@
+"""A loader host: the SourceLoaders of many sources in one process, feeding several constructor hosts.
+
+Rules of this file:
+1. The first host that asks for a step has all of it popped and finished; the others find their part here. A step that
+   nobody asked for in time is let go of, and made again for who comes late: everything here is a cache.
+2. What is staged stays within a byte budget; the step that is asked for is always made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from overlord.core.messages import MetaDelta, MetaRequest, Payload
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import LoadingPlan
+from overlord.core.samples import Cursor
+from overlord.core.shares import Share, media_must_be_open
+from overlord.roles.ports import Collect
+from overlord.runtimes.loader_fleet import LoaderFleet
+
+KEPT = 64
+"""Steps behind the newest of which it is still known who took them."""
+
+
+class _StagedStep:
+    """What was popped of one step, until every rank's host has taken its part."""
+
+    def __init__(self, plan: LoadingPlan, collect: Collect) -> None:
+        self.plan = plan
+        self._collect = collect
+        self._lock = threading.Lock()
+        self._payloads: list[Payload] | None = None
+
+    def payloads(self) -> list[Payload]:
+        """Return the finished samples; the first who asks finishes them, the others wait for that."""
+        with self._lock:
+            if self._payloads is None:
+                self._payloads = self._collect()
+            return self._payloads
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is finished."""
+        return sum(payload.nbytes for payload in self._payloads or ())
+
+
+class LoaderHost:
+    """Hands every constructor host its part of each step."""
+
+    def __init__(self, fleet: LoaderFleet, tree: ClientPlaceTree, *, hosts: int, budget_bytes: int) -> None:
+        self._fleet = fleet
+        self._tree = tree
+        self._hosts = hosts
+        self._budget = budget_bytes
+        self._staged: OrderedDict[int, _StagedStep] = OrderedDict()
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._taken: dict[int, set[int]] = {}
+
+    def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
+        """Tell what is known of the samples from some cursors on."""
+        return self._fleet.summary_buffer(requests)
+
+    def hand_over(self, plan: LoadingPlan, ranks: Collection[int]) -> list[Payload]:
+        """Return what some ranks need of a step, one payload a source; ask also where that is nothing."""
+        try:
+            return self._cut_for(plan, ranks)
+        finally:
+            self._let_go(plan.step, ranks)
+
+    def _cut_for(self, plan: LoadingPlan, ranks: Collection[int]) -> list[Payload]:
+        share = Share.of(self._tree, plan, ranks)
+        wanted = [source for source in self._fleet.drawn(plan) if share.needs(plan, source)]
+        if not wanted:
+            return []
+        staged = self._stage(plan)
+        return [share.cut(plan, payload) for payload in staged.payloads() if payload.source in wanted]
+
+    def rest(self, cursors: Mapping[int, Cursor]) -> None:
+        """Let the loaders of some sources drop what they hold."""
+        self._fleet.rest(cursors)
+
+    def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
+        """Let the loaders count samples whose media do not decode."""
+        self._fleet.note_faults(faults)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes in the read buffers and of what is staged."""
+        with self._lock:
+            return self._fleet.buffer_bytes + sum(staged.nbytes for staged in self._staged.values())
+
+    def status(self) -> dict[int, dict[str, Any]]:
+        """Return what each source's loaders hold and have met."""
+        return self._fleet.status()
+
+    def _stage(self, plan: LoadingPlan) -> _StagedStep:
+        with self._turn:  # steps leave the read buffers in the order in which they are asked for
+            with self._lock:
+                found = self._staged.get(plan.step)
+            if found is not None:
+                return found
+            orders = [plan.order_of(source) for source in self._fleet.drawn(plan)]
+            if self._hosts > 1:
+                orders = [dataclasses.replace(o, open_media=media_must_be_open(plan, o.source)) for o in orders]
+            staged = _StagedStep(plan, self._fleet.hand_over(orders))
+            with self._lock:
+                self._staged[plan.step] = staged
+            return staged
+
+    def _let_go(self, step: int, ranks: Collection[int]) -> None:
+        with self._lock:
+            self._taken.setdefault(step, set()).update(ranks)
+            if len(self._taken[step]) == self._tree.world_size:
+                self._staged.pop(step, None)
+                del self._taken[step]
+            for old in [one for one in self._taken if one < step - KEPT]:
+                del self._taken[old]
+            while len(self._staged) > 1 and sum(one.nbytes for one in self._staged.values()) > self._budget:
+                self._staged.popitem(last=False)

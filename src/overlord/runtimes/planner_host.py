@@ -1,0 +1,163 @@
+"""The Planner behind a lock: plans for constructor hosts, answers for clients and for the owner of a service.
+
+Rules of this file:
+1. Nobody asks the planner while it plans. Who needs a step that waits for a report waits here, for a while.
+2. What every rank of every host has passed is what the planner may forget; a host nobody attached to does not count.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from overlord.core.plan import LoadingPlan
+from overlord.core.plan_blob import plan_to_bytes
+from overlord.core.specs import Mixture
+from overlord.errors import SpecError
+from overlord.roles.inputs import FIXED_WHILE_RUNNING
+from overlord.roles.planner import Planner
+
+PATIENCE_S = 1.0
+"""How long a host that asks for a plan is kept waiting for a report before it is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A step that cannot be planned yet."""
+
+    missing: int
+    """The step whose report must come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostNews:
+    """What a constructor host tells of itself whenever it asks for a plan."""
+
+    passed: int | None = None
+    """The step before which all ranks that ever attached to it are done; None before the first."""
+    positions: Mapping[int, int] | None = None
+    """The step each attached rank is at."""
+    view_bytes: int = 0
+    told_missing: int | None = None
+    """The report it knows to be missing: it waits for that one, and is told of any other at once."""
+
+
+class Plans(Protocol):
+    """What a constructor host asks of the planner, wherever that runs."""
+
+    @property
+    def first_step(self) -> int:
+        """The step this stream was launched at."""
+        ...
+
+    def plan(self, step: int, news: HostNews) -> LoadingPlan | Waiting | None:
+        """Return the plan of a step; None past the end of the stream."""
+        ...
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Pass on what a client asks or tells."""
+        ...
+
+    def tell(self, news: HostNews) -> None:
+        """Tell how far the clients of this host are."""
+        ...
+
+
+Describe = Callable[[Mapping[int, int], int], dict[str, Any]]
+"""Makes the status from the positions of all ranks and the bytes of all views."""
+
+
+class PlannerHost:
+    """Asks one Planner on behalf of all hosts."""
+
+    def __init__(self, planner: Planner, describe: Describe) -> None:
+        self._planner = planner
+        self._describe = describe
+        self._changed = threading.Condition()
+        self._news: dict[int, HostNews] = {}
+        self._closing = False
+
+    @property
+    def first_step(self) -> int:
+        """The step this stream was launched at."""
+        return self._planner.first_step
+
+    def plan(self, step: int, news: HostNews, host: int = 0) -> LoadingPlan | Waiting | None:
+        """Return the plan of a step for a host: made now, or remembered; None past the end."""
+        until = time.monotonic() + PATIENCE_S
+        with self._changed:
+            self._hear(host, news)
+            while step >= self._planner.next_step:
+                missing = self._planner.missing_report(self._planner.next_step)
+                if missing is None:
+                    break
+                known = missing == news.told_missing and not self._closing
+                if not known or not self._changed.wait(until - time.monotonic()):
+                    return Waiting(missing)
+            plan = self._planner.plan_raw(step)  # (3) the plan is made when it is asked for
+            self._forget_passed()
+            return plan
+
+    def tell(self, news: HostNews, host: int = 0) -> None:
+        """Hear how far the clients of a host are."""
+        with self._changed:
+            self._hear(host, news)
+            self._forget_passed()
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Answer a client, or the owner of the service.
+
+        Raises:
+            SpecError: for a message nobody knows.
+        """
+        op, step = message.get("op"), message.get("step")
+        with self._changed:
+            try:
+                return self._answer(op, step, message)
+            finally:
+                self._changed.notify_all()  # a step may have waited for what was told
+
+    def close(self) -> None:
+        """Send home who waits, save where the clients stand, and close the journal."""
+        self.interrupt()
+        with self._changed:
+            self._planner.close()
+
+    def interrupt(self) -> None:
+        """Send home who waits for a report."""
+        self._closing = True
+        with self._changed:
+            self._changed.notify_all()
+
+    def _answer(self, op: Any, step: Any, message: dict[str, Any]) -> dict[str, Any]:
+        planner = self._planner
+        if op == "status":
+            positions = {rank: at for news in self._news.values() for rank, at in (news.positions or {}).items()}
+            return {"status": self._describe(positions, sum(news.view_bytes for news in self._news.values()))}
+        if op == "state":
+            return {"state": planner.state(int(message["step"]))}
+        if op == "report":
+            planner.report(int(message["step"]), dict(message["metrics"]))
+            return {}
+        if op == "set_mixture":
+            return {"step": planner.set_mixture(Mixture.from_mapping(message["mixture"]), step)}
+        if op == "skip_steps":
+            return {"step": planner.skip_steps(int(message["count"]), step)}
+        if op == "mixture":
+            fixed = (*FIXED_WHILE_RUNNING, "temperature")
+            return {"mixture": {name: getattr(planner.mixture, name) for name in fixed}}
+        if op == "plan":
+            plan = planner.plan_raw(int(message["step"]))
+            return {"plan": None if plan is None else base64.b64encode(plan_to_bytes(plan)).decode()}
+        raise SpecError(f"the service does not know the message {op!r}; client and service differ in version.")
+
+    def _hear(self, host: int, news: HostNews) -> None:
+        self._news[host] = news
+
+    def _forget_passed(self) -> None:
+        known = [news.passed for news in self._news.values() if news.passed is not None]
+        self._planner.passed(min(known, default=self._planner.first_step))

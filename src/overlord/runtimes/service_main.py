@@ -1,0 +1,99 @@
+"""What every service process does: takes its orders from its launcher's pipe, serves, and ends with that pipe.
+
+Rules of this file:
+1. Standard input holds the folder and the bundle, and then nothing: its end is the end of the launcher.
+2. Standard output holds one JSON line an event: progress, ready, error. What anybody prints goes to the log.
+3. Nothing is left behind, also after a SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from overlord.errors import OverlordError
+from overlord.runtimes.leftovers import remove_when_gone
+from overlord.runtimes.opening import Progress
+
+END_S = 45.0
+"""How long a service may take to end when its launcher is gone; then it ends hard, and the system cleans up."""
+
+Serving = Callable[[bytes, Path, Progress], AbstractContextManager[str]]
+"""Starts what a bundle describes; the context gives the address, and its end is the end of the service."""
+
+
+def run_service(serving: Serving) -> None:
+    """Be the service process of a launcher."""
+    events = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever prints from here on goes to the log, not into the protocol
+    # A decoder that comes back from C waits for the interpreter; the default interval costs it up to 5 ms.
+    sys.setswitchinterval(0.0005)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; its closing pipe tells us
+    logging.basicConfig(format="overlord: %(levelname)s: %(message)s", level=logging.WARNING)
+
+    def tell(event: dict[str, Any]) -> None:
+        try:
+            events.write(json.dumps(event).encode() + b"\n")
+        except BrokenPipeError:
+            pass  # the launcher is gone; the end of the input pipe is seen below
+
+    given = _read_bundle(sys.stdin.buffer)
+    if given is None:
+        return
+    folder, bundle = given
+    reaper = remove_when_gone(folder)
+    try:
+        with _until_the_end() as wait, serving(bundle, folder, lambda *done: tell({"progress": done})) as address:
+            tell({"ready": address, "pid": os.getpid()})
+            wait()
+    except OverlordError as error:
+        tell({"error": type(error).__name__, "message": str(error)})
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        reaper.kill()
+
+
+@contextlib.contextmanager
+def _until_the_end() -> Iterator[Callable[[], None]]:
+    """Give a function that waits until the launcher is gone or somebody sends SIGTERM."""
+    # Not an Event: its lock may be held by the very thread that a signal interrupts, which would wait for itself.
+    stopped, stop = os.pipe()
+    signal.signal(signal.SIGTERM, lambda *_: os.write(stop, b"!"))
+    threading.Thread(target=_watch_launcher, args=(stop,), daemon=True).start()
+
+    def wait() -> None:
+        os.read(stopped, 1)
+
+    yield wait
+
+
+def _watch_launcher(stop: int) -> None:
+    # The descriptor, not sys.stdin: a thread inside its lock would abort the interpreter's end after a SIGTERM.
+    while os.read(0, 1):
+        pass
+    os.write(stop, b"!")
+    time.sleep(END_S)
+    os._exit(1)  # something hangs that nobody waits for any more
+
+
+def _read_bundle(pipe: BinaryIO) -> tuple[Path, bytes] | None:
+    parts: list[bytes] = []
+    for _ in range(2):
+        head = pipe.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        parts.append(pipe.read(length))
+        if not length or len(parts[-1]) < length:
+            return None  # the launcher is gone
+    return Path(os.fsdecode(parts[0])), parts[1]

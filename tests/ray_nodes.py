@@ -1,0 +1,52 @@
+"""A Ray cluster of three nodes on this machine, for the tests: lives as long as the process that wants it.
+
+    python tests/ray_nodes.py PID FILE
+
+writes its address to FILE. In a process of its own, since Ray's imports warn, and warnings fail our tests.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+
+NODES = 3
+CPUS = 64
+"""Of each node: they only count what was reserved, and several tests may run at once."""
+
+
+def main() -> None:
+    from ray.cluster_utils import Cluster
+
+    watched, file = int(sys.argv[1]), Path(sys.argv[2])
+    folder = tempfile.mkdtemp(prefix="ovltest-")
+    common = {"num_cpus": CPUS, "object_store_memory": 200 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**common, "temp_dir": folder})
+    for _ in range(NODES - 1):
+        cluster.add_node(**common)
+    file.with_suffix(".tmp").write_text(cluster.address)
+    file.with_suffix(".tmp").rename(file)
+    try:
+        while alive(watched):
+            time.sleep(0.5)
+    finally:
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

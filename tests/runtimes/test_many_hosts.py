@@ -1,0 +1,240 @@
+"""Several constructor and loader hosts without an engine: every rank gets what it gets when one host has it all."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+
+import cloudpickle
+import numpy as np
+import pytest
+
+import overlord as ol
+from overlord.core.messages import Media, MetaDelta, Payload
+from overlord.core.ragged import Ragged
+from overlord.core.samples import META, Cursor
+from overlord.runtimes.cluster_roles import ConstructorRole, LoaderRole, PlannerRole
+from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.frames import (
+    deltas_from_frame,
+    deltas_to_frame,
+    error_frame,
+    frame_bytes,
+    frame_of,
+    open_frame,
+    payloads_from_frame,
+    payloads_to_frame,
+)
+from overlord.runtimes.local import connect_local
+from overlord.testing import StreamDigests, digest_service
+
+
+class Here:
+    """A role in this process, asked as if it were on another host: it gets and gives read-only copies."""
+
+    def __init__(self, role):
+        self.role = role
+        self.calls: list[tuple[str, int, int]] = []
+
+    def ask(self, method, frame, blob=None):
+        try:
+            answer = getattr(self.role, method)(_carried(frame), *([] if blob is None else [blob]))
+        except Exception as error:
+            answer = error_frame(error)
+        answer = _carried(answer)
+        self.calls.append((method, frame_bytes(frame), sum(getattr(part, "nbytes", len(part)) for part in answer)))
+        return _Given(answer)
+
+
+class _Given:
+    def __init__(self, frame):
+        self.frame = frame
+
+    def get(self):
+        return self.frame
+
+
+def _carried(frame):
+    out = [bytes(frame[0])]
+    for array in frame[1:]:
+        copy = np.array(array)
+        copy.flags.writeable = False
+        out.append(copy)
+    return out
+
+
+class Blocks:
+    """Blobs that are passed as they are."""
+
+    def put(self, block):
+        copy = block.copy()
+        copy.flags.writeable = False
+        return copy
+
+    def get(self, blob):
+        return blob
+
+
+@contextmanager
+def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, **options):
+    """Bring up a service of several hosts and give (service-like, planner peer, loader peers)."""
+    given = LaunchOptions(mesh=mesh, cache=cache, **{"threads": 1, "budget_bytes": 64 << 20, **options})
+    bundle, folder = cloudpickle.dumps((job, given)), str(tmp_path)
+    count, blobs = mesh.world_size // ranks_per_host, Blocks()
+    host_of = [source % loader_hosts for source in range(len(job.sources))]
+
+    def site(number, **more):
+        return {"number": number, "hosts": count, "ranks": [], "sources": [], **more}
+
+    planner = Here(PlannerRole(bundle, [], folder, site(0)))
+    loaders = [
+        Here(LoaderRole(bundle, [], folder, site(n, sources=list(range(n, len(job.sources), loader_hosts)))))
+        for n in range(loader_hosts)
+    ]
+    constructors = [
+        Here(
+            ConstructorRole(
+                bundle, [], folder, site(n, ranks=list(range(n * ranks_per_host, (n + 1) * ranks_per_host)))
+            )
+        )
+        for n in range(count)
+    ]
+    with ExitStack() as ends:
+        for peer in (*loaders, planner, *constructors):
+            peer.role.meet(planner, loaders, blobs)
+            ends.callback(peer.role.close, frame_of({}))
+        facts = {}
+        for peer in loaders:
+            facts |= open_frame(peer.ask("open", frame_of({})).get())[0]
+        verdicts = open_frame(planner.ask("open_store", frame_of(facts)).get())[0]
+        for peer in loaders:
+            open_frame(peer.ask("begin", frame_of(verdicts)).get())
+        begun = open_frame(planner.ask("begin", frame_of({"host_of": host_of, "cluster": {}})).get())[0]
+        for peer in constructors:
+            open_frame(peer.ask("begin", frame_of({"host_of": host_of, **begun})).get())
+        yield Door(mesh, f"unix://{folder}"), planner, loaders
+
+
+class Door:
+    """As much of a service as the digests need."""
+
+    def __init__(self, mesh, address):
+        self.mesh = mesh
+        self.address = address
+
+    def client(self, rank):
+        return connect_local(self.address, rank)
+
+
+@pytest.fixture(scope="module")
+def jobs(mixed_job, ids_job):
+    return {"mixed": mixed_job, "ids": ids_job}
+
+
+STRATEGIES = {
+    "balance": None,
+    "vlm": ol.strategies.vlm_hybrid(split=True),
+    "hdp": ol.strategies.hdp(),
+    "packed": ol.strategies.packed(),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "ranks_per_host", "loader_hosts", "strategy", "layout"),
+    [
+        ("mixed", "dp=2,cp=2", 2, 1, "balance", {}),
+        ("mixed", "cp=2,tp=2", 1, 3, "balance", {"keys": "megatron"}),  # one bucket on four hosts
+        ("mixed", "dp=4", 1, 2, "vlm", {}),
+        ("mixed", "dp=2,cp=2,tp=2", 4, 2, "vlm", {"positions": "mrope"}),
+        ("mixed", "pp=2,dp=2", 2, 2, "vlm", {}),
+        ("ids", "dp=2,cp=2", 2, 3, "hdp", {}),
+        ("ids", "dp=3,cp=2", 2, 2, "packed", {}),
+        ("ids", "dp=8", 1, 1, "balance", {}),  # more hosts than microbatches with samples
+    ],
+)
+def test_every_rank_gets_what_one_host_would_give_it(
+    jobs, tmp_path, cache, name, mesh, ranks_per_host, loader_hosts, strategy, layout
+):
+    tree, job = ol.ClientPlaceTree.parse(mesh), jobs[name]
+    shape, chosen = ol.Layout(**layout), STRATEGIES[strategy]
+    with ol.launch(job, mesh=tree, strategy=chosen, layout=shape, runtime="inline", cache=cache) as service:
+        expected = digest_service(service, steps=5)
+    assert expected.steps == 5
+    with hosts_of(job, tmp_path, cache, mesh=tree, ranks_per_host=ranks_per_host, loader_hosts=loader_hosts,
+                  strategy=chosen, layout=shape) as (service, planner, _):  # fmt: skip
+        found = digest_service(service, steps=5)
+        assert isinstance(found, StreamDigests) and found == expected
+        assert {method for method, _, _ in planner.calls} <= {
+            "open_store", "begin", "plan", "ask", "tell", "verdict"
+        }, "no payload ever comes to the planner"  # fmt: skip
+
+
+def test_a_host_gets_its_part_and_nothing_else(jobs, tmp_path, cache):
+    tree = ol.ClientPlaceTree(dp=4)
+    with hosts_of(jobs["ids"], tmp_path, cache, mesh=tree, ranks_per_host=1, loader_hosts=1,
+                  prefetch=1) as (service, planner, loaders):  # fmt: skip
+        digest_service(service, steps=6)
+        status = open_frame(planner.role.ask(frame_of({"op": "status"})))[0]["answer"]["status"]
+        traffic = status["planner"]["traffic"]
+        handed = [answer for method, _, answer in loaders[0].calls if method == "hand_over"]
+    assert len(handed) == 4 * traffic["plans"], "one call a pair and step"
+    assert traffic["metadata_bytes"] < traffic["plan_bytes"]
+    assert traffic["other_bytes"] < 1024 * 5 * traffic["plans"]
+
+
+def digests_of(client):
+    return [batch.digest() for _, step in zip(range(3), client, strict=False) for batch in step.microbatches]
+
+
+def test_ranks_on_another_host_than_planned_are_served(jobs, tmp_path, cache):
+    """The order in which a launcher numbers its hosts need not be ours: one door on a machine takes who comes."""
+    tree, job = ol.ClientPlaceTree(dp=4), jobs["ids"]
+    with ol.launch(job, mesh=tree, runtime="inline", cache=cache) as service:
+        expected = [
+            batch.digest() for _, step in zip(range(3), service.client(3), strict=False) for batch in step.microbatches
+        ]
+    with hosts_of(job, tmp_path, cache, mesh=tree, ranks_per_host=2, loader_hosts=1) as (service, _, _):
+        (tmp_path / "ranks-2-3").rename(tmp_path / "elsewhere")
+        found = [
+            batch.digest() for _, step in zip(range(3), service.client(3), strict=False) for batch in step.microbatches
+        ]
+        assert found == expected
+        (tmp_path / "ranks-0-1").rename(tmp_path / "gone")
+        with pytest.raises(ol.ServiceLost, match=r"no constructor host on this machine serves rank 3.*ranks_per_host="):
+            service.client(3)
+
+
+def test_frames_carry_what_they_were_given():
+    meta = np.zeros(3, META)
+    meta["row"] = [5, 6, 7]
+    items = np.arange(8, dtype=np.int32).reshape(2, 4)
+    deltas = [MetaDelta(4, meta[:1], Cursor(0, 1, 2)), MetaDelta(2, meta[1:], Cursor(3, 4, 5), items)]
+    back = deltas_from_frame(_carried(deltas_to_frame(deltas)))
+    assert [(d.source, d.meta["row"].tolist(), d.next_cursor) for d in back] == [
+        (4, [5], Cursor(0, 1, 2)), (2, [6, 7], Cursor(3, 4, 5))
+    ]  # fmt: skip
+    assert back[0].items is None and back[1].items.tolist() == items.tolist()
+    assert deltas_from_frame(deltas_to_frame([])) == []
+    media = Media(
+        kind="image", rows=np.array([0, 1, 3]), start=np.arange(3, dtype=np.int32), length=np.ones(3, np.int32),
+        grids=np.ones((3, 3), np.int32), seconds=np.zeros(3, np.float32), seeds=np.arange(3, dtype=np.uint64),
+        bad=np.array([False, True, False]), values=np.arange(9, dtype=np.uint8), begin=np.array([0, 4, 6]),
+        nbytes_of=np.array([4, 2, 3]), encoded=True,
+    )  # fmt: skip
+    tokens = Ragged(np.arange(10, dtype=np.int32), np.array([4, 6, 10]))  # a slice: only its own values travel
+    payload = Payload(7, 1, tokens, Ragged(np.ones(6, np.uint8), np.array([0, 2, 6])), media)
+    (found,), facts = payloads_from_frame(_carried(payloads_to_frame([payload], buffer_bytes=3)))
+    assert facts == {"buffer_bytes": 3}
+    assert [row.tolist() for row in (found.tokens[0], found.tokens[1])] == [[4, 5], [6, 7, 8, 9]]
+    part = payload.take(np.array([1]), np.array([False]))
+    assert part.media.nbytes == 0 and part.media.bad.tolist() == [True, False]
+    part = payload.take(np.array([1, 0]), np.array([True, True]))
+    assert [bytes(part.media.data(n)) for n in range(3)] == [b"\x04\x05", b"\x06\x07\x08", b"\x00\x01\x02\x03"]
+    (again,), _ = payloads_from_frame(_carried(payloads_to_frame([part])))
+    assert again.chosen.tolist() == [1, 0] and again.media.encoded
+
+
+def test_an_error_is_raised_where_its_frame_is_opened():
+    with pytest.raises(ol.ToleranceError, match="too many"):
+        open_frame(error_frame(ol.ToleranceError("too many")))
+    with pytest.raises(ol.OverlordError, match="KeyError: 'x'"):
+        open_frame(error_frame(KeyError("x")))
