@@ -172,8 +172,8 @@ BENCHMARKS = (
         "fetch",
         what="a client's wait for a prefetched step of 8 MB, until all of it is in its own memory; the figure is the "
         "worse of `local` and `ray`",
-        against="one copy of as many bytes out of warm shared memory, taken beside every wait; and an actor of Ray that "
-        "returns 8 MB, called when needed or three ahead",
+        against="one copy of as many bytes out of warm shared memory, taken beside every wait; and an actor of Ray "
+        "that returns 8 MB, called when needed or three ahead",
         figure="ratio",
         bar="bar",
         at_least=False,
@@ -191,7 +191,7 @@ BENCHMARKS = (
     Benchmark(
         "startup",
         what="memory of a `ray` service with one actor a source, 64 sources: launch to the first batch, all processes",
-        against="ours, which has one loader host for all sources; the figure is how many times as much the former needs",
+        against="ours, which has one loader host for all sources; the figure is how many times as much it takes",
         figure="memory_ratio",
         bar="bar",
         at_least=True,

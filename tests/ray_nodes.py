@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - other tests run at the same time
 
 NODES = 3
 CPUS = 64

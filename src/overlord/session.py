@@ -33,6 +33,9 @@ from overlord.stores.checkpoints import CheckpointFolder
 DEFAULT_CACHE = "~/.cache/overlord"
 LOADER_CPUS = 2
 """Threads of a loader host of a cluster, and the CPUs it reserves."""
+RAY_WORDS = {"RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""Ray takes lines that differ in numbers for repetitions, but two bad samples are two; it gives actors less of a busy
+CPU than other processes; and it warns of its plans."""
 RAY_CLOSE_S = 60.0
 """How long the end of a cluster service may take."""
 
@@ -209,7 +212,9 @@ def _start(runtime: str, job: Job, options: LaunchOptions, progress: Progress | 
                 "launch: runtime is 'ray', and Ray is not installed; nothing could run. Install it with "
                 "`pip install 'overlord-data[ray]'`, or use runtime='local' on one host."
             )
-        return ServiceProcess("overlord.runtimes.ray_cluster", job, options, progress, close_s=RAY_CLOSE_S)
+        return ServiceProcess(
+            "overlord.runtimes.ray_cluster", job, options, progress, close_s=RAY_CLOSE_S, environment=RAY_WORDS
+        )
     return ServiceProcess("overlord.runtimes.local_service", job, options, progress)
 
 

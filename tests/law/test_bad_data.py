@@ -67,7 +67,7 @@ def run(job, cache, where=None):
         return dict(labels), service.status()["sources"]["s"]
 
 
-def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cache, caplog, where):
+def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cache, caplog, capfd, where):
     good = [json.dumps({"text": f"hello world number {i}"}).encode() for i in range(6)]
     good[2] = b'{"text": "cut off'
     good[4] = b'{"text": "bad \xff\xfe bytes"}'
@@ -82,6 +82,9 @@ def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cach
         assert f"bad sample s:0:{row}@0" in caplog.text
     assert (labels[ol.SampleId("s", 0, 0)] != -100).any()
     assert stream_digests(job, steps=9, cache=cache) == stream_digests(job, steps=9, cache=cache, **where)
+    if where["runtime"] != "inline":  # also from another process, or another host
+        said = capfd.readouterr().err
+        assert "bad sample s:0:2@0" in said and "bad sample s:0:4@0" in said
 
 
 def test_tolerance_stops_the_run(tmp_path, tokenizer, cache):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from contextlib import ExitStack, contextmanager
 
 import cloudpickle
@@ -24,6 +27,7 @@ from overlord.runtimes.frames import (
     payloads_from_frame,
     payloads_to_frame,
 )
+from overlord.runtimes.leftovers import remove_when_gone
 from overlord.runtimes.local import connect_local
 from overlord.testing import StreamDigests, digest_service
 
@@ -102,12 +106,14 @@ def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, **opti
         for peer in (*loaders, planner, *constructors):
             peer.role.meet(planner, loaders, blobs)
             ends.callback(peer.role.close, frame_of({}))
+        for peer in (planner, *constructors):
+            open_frame(peer.ask("prepare", frame_of({})).get())
         facts = {}
         for peer in loaders:
-            facts |= open_frame(peer.ask("open", frame_of({})).get())[0]
-        verdicts = open_frame(planner.ask("open_store", frame_of(facts)).get())[0]
+            facts |= open_frame(peer.ask("open", frame_of({})).get())[0]["facts"]
+        stands = open_frame(planner.ask("open_store", frame_of({"facts": facts})).get())[0]
         for peer in loaders:
-            open_frame(peer.ask("begin", frame_of(verdicts)).get())
+            open_frame(peer.ask("begin", frame_of(stands)).get())
         begun = open_frame(planner.ask("begin", frame_of({"host_of": host_of, "cluster": {}})).get())[0]
         for peer in constructors:
             open_frame(peer.ask("begin", frame_of({"host_of": host_of, **begun})).get())
@@ -164,7 +170,7 @@ def test_every_rank_gets_what_one_host_would_give_it(
         found = digest_service(service, steps=5)
         assert isinstance(found, StreamDigests) and found == expected
         assert {method for method, _, _ in planner.calls} <= {
-            "open_store", "begin", "plan", "ask", "tell", "verdict"
+            "prepare", "open_store", "begin", "plan", "ask", "tell", "verdict"
         }, "no payload ever comes to the planner"  # fmt: skip
 
 
@@ -201,6 +207,107 @@ def test_ranks_on_another_host_than_planned_are_served(jobs, tmp_path, cache):
         (tmp_path / "ranks-0-1").rename(tmp_path / "gone")
         with pytest.raises(ol.ServiceLost, match=r"no constructor host on this machine serves rank 3.*ranks_per_host="):
             service.client(3)
+
+
+def test_a_snapshot_follows_the_slowest_rank_of_all_hosts(jobs, tmp_path, cache):
+    tree, job = ol.ClientPlaceTree(dp=2), jobs["ids"].replace(lag=13)
+    options = {"ranks_per_host": 1, "loader_hosts": 1, "prefetch": 12}
+    with hosts_of(job, tmp_path, cache, mesh=tree, **options) as (service, planner, _):
+        fast, slow = service.client(0), service.client(1)
+        for _ in range(34):
+            next(fast).microbatches[0]
+        for _ in range(10):
+            next(slow).microbatches[0]
+        next(fast)
+        assert planner.role._planner_host._planner._passed <= 10
+        assert newest_of(tmp_path) <= 10
+
+
+def test_ranks_that_change_hosts_do_not_hold_the_snapshots(jobs, tmp_path, cache):
+    """A launcher that starts again may number its hosts in another order."""
+    tree, doors = ol.ClientPlaceTree(dp=2), [tmp_path / f"ranks-{rank}-{rank}" for rank in range(2)]
+    with hosts_of(jobs["ids"], tmp_path, cache, mesh=tree, ranks_per_host=1, loader_hosts=1) as (service, planner, _):
+        for rank in range(2):
+            with service.client(rank) as client:
+                for _ in range(3):
+                    next(client)
+        doors[0].rename(tmp_path / "x")
+        doors[1].rename(doors[0])
+        (tmp_path / "x").rename(doors[1])
+        clients = [service.client(rank) for rank in range(2)]
+        for _ in range(20):
+            for client in clients:
+                next(client).microbatches[0]
+        planner.role._planner_host._planner.plan_raw(20)
+        assert newest_of(tmp_path) >= 16
+
+
+def newest_of(folder) -> int:
+    found = [int(path.stem.removeprefix("snapshot-")) for path in (folder / "store").glob("snapshot-*.json")]
+    return max(found, default=0)
+
+
+def test_no_name_of_a_source_is_a_word_of_ours(jobs, tmp_path, cache):
+    sources = [s.replace(name=name) for s, name in zip(jobs["ids"].sources, ("error", "!", "facts"), strict=True)]
+    job = jobs["ids"].replace(sources=sources)
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        expected = digest_service(service, steps=3)
+    tree = ol.ClientPlaceTree()
+    with hosts_of(job, tmp_path, cache, mesh=tree, ranks_per_host=1, loader_hosts=2) as (service, _, _):
+        assert digest_service(service, steps=3) == expected
+
+
+@pytest.mark.parametrize("broadcast", [(), ("TP",)])
+def test_nothing_stays_staged_that_everybody_has(jobs, tmp_path, cache, broadcast):
+    tree, strategy = ol.ClientPlaceTree(tp=2), ol.strategies.backbone_balance(broadcast=broadcast)
+    with hosts_of(jobs["ids"], tmp_path, cache, mesh=tree, ranks_per_host=1, loader_hosts=1, strategy=strategy) as (
+        service, _, loaders,
+    ):  # fmt: skip
+        digest_service(service, steps=8)
+        held = loaders[0].role._host._staged
+        for _ in range(100):  # what was prefetched is still on its way to the slower host
+            if not held:
+                break
+            time.sleep(0.05)
+        assert not held
+
+
+def test_a_folder_of_somebody_else_is_not_trusted(jobs, tmp_path, cache):
+    tmp_path.chmod(0o777)
+    alone = hosts_of(jobs["ids"], tmp_path, cache, mesh=ol.ClientPlaceTree(), ranks_per_host=1, loader_hosts=1)
+    with pytest.raises(ol.SpecError, match="others than this user can write to it"), alone:
+        pass
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+import psutil
+from overlord.runtimes.leftovers import remove_when_gone
+folder = Path(sys.argv[1])
+folder.mkdir()
+kept = remove_when_gone(folder)
+(folder / "file").write_text("x")
+for child in psutil.Process().children(recursive=True):
+    child.kill()  # as Ray does with the children of an actor
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_folder_goes_with_its_process_however_that_goes(tmp_path):
+    folder = tmp_path / "of the process"
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        assert (folder / "file").exists()
+        process.kill()
+    for _ in range(100):
+        if not folder.exists():
+            break
+        time.sleep(0.1)
+    assert not folder.exists()
+    again = remove_when_gone(tmp_path / "gone already")
+    again.close()
 
 
 def test_frames_carry_what_they_were_given():

@@ -156,7 +156,9 @@ def test_a_driver_that_is_killed_leaves_nothing(ids_job, cache, ray_address, tmp
     short = Path("/tmp") / f"ovlkill{os.getpid()}"
     short.mkdir()
     command = [sys.executable, "-c", LAUNCHER, job, cache, json.dumps(options)]
-    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(short)})
+    # Whoever asks for a cluster of his own gets one, whatever other cluster the environment names.
+    environment = {**os.environ, "TMPDIR": str(short), "RAY_ADDRESS": "127.0.0.1:1"}
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert launcher.stdout is not None
     said = json.loads(launcher.stdout.readline())
     folder = Path(said["address"].removeprefix("unix://"))
@@ -209,6 +211,25 @@ def test_a_loader_host_that_is_gone_or_silent_is_named(ids_job, cache, ray_addre
                 next(client).microbatches[0]
         if kind == "hung":
             os.kill(pid, signal.SIGCONT)
+    finally:
+        service.close()
+
+
+def slow_to_read(row):
+    time.sleep(0.7)
+    return {"input_ids": row["ids"]}
+
+
+def test_a_loader_host_that_is_busy_and_alive_is_waited_for(tmp_path, cache, ray_address):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"ids": [n, n]}) for n in range(8)))
+    sample = ol.Custom(slow_to_read, columns=["ids"])
+    job = ol.Job(
+        sources=[ol.Source("a", str(tmp_path / "a.jsonl"), sample=sample)], batch=ol.Batch(8, global_samples=4)
+    )
+    service = lasting(job, cache, ray_address, deadline_s=1.5)
+    try:
+        with service.client(0) as client:
+            assert next(client).global_samples == 4
     finally:
         service.close()
 

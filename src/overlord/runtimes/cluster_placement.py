@@ -6,6 +6,7 @@ CPUs of those hosts, and on other hosts only when those are full.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -157,7 +158,8 @@ def _loaders(
     dealt = [tuple(range(number, num_sources, count)) for number in range(count)]
     sites: list[Site] = []
     for number in range(count):
-        by_room = sorted(nodes, key=lambda node: (node not in trainers, -idle[node.id]))
+        held = Counter(site.node.id for site in sites)  # every trainer host gets one before any gets two
+        by_room = sorted(nodes, key=lambda node: (node not in trainers, held[node.id], -idle[node.id]))
         fitting = [node for node in by_room if idle[node.id] >= cpus]
         if not fitting:
             raise SpecError(

@@ -1,8 +1,8 @@
 """The three kinds of hosts of a cluster service, without the engine that carries their calls.
 
 Every public method takes a frame (and a blob) and returns a frame. `meet` comes first, then what the
-service's own process asks in this order: loaders `open`, the planner `open_store`, loaders `begin`, the
-planner `begin`, constructors `begin`.
+service's own process asks in this order: the others `prepare` while loaders `open`, the planner
+`open_store`, loaders `begin`, the planner `begin`, constructors `begin`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
+import stat
 import sys
 import threading
 from collections import OrderedDict
@@ -24,11 +24,12 @@ import numpy as np
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_from_bytes, plan_to_bytes
 from overlord.core.samples import Cursor
+from overlord.errors import SpecError
 from overlord.roles.verdicts import verdicts_from_json
 from overlord.runtimes.constructor_host import ConstructorHost
 from overlord.runtimes.deployment import (
-    Prepared,
     SourceFacts,
+    base_weights,
     make_constructor,
     make_fleet,
     open_files,
@@ -51,12 +52,12 @@ from overlord.runtimes.history import History, open_store
 from overlord.runtimes.leftovers import remove_when_gone
 from overlord.runtimes.loader_host import LoaderHost
 from overlord.runtimes.memory import few_arenas, give_back_freed_memory
+from overlord.runtimes.opening import index_first_windows
 from overlord.runtimes.peers import Blobs, Peer, RemoteLoaders, RemotePlanner, RemoteVerdicts, news_from_json
 from overlord.runtimes.planner_host import PlannerHost, Waiting
 from overlord.runtimes.process_workers import ProcessWorkers
 from overlord.runtimes.status import describe
 from overlord.runtimes.workers import ThreadWorkers
-from overlord.transforms.isolation import Isolate
 
 LOADER_THREADS = 16
 """Calls to loaders of one host that may wait for storage at the same time."""
@@ -87,6 +88,11 @@ class _Role:
         """Tell the process this is."""
         return frame_of({"pid": os.getpid()})
 
+    def prepare(self, frame: Frame) -> Frame:
+        """Bring the job into the form its stream is made from."""
+        self._prepared = prepare(self._job, self._options)
+        return frame_of({})
+
     def close(self, frame: Frame) -> Frame:
         """End everything that runs here."""
         self._ends.close()
@@ -97,18 +103,19 @@ class _Role:
         self._ends.callback(workers.close)
         return workers
 
-    def _prepare(self, isolate: Isolate | None = None) -> Prepared:
-        return prepare(self._job, self._options, isolate)
-
     def _claim_folder(self) -> Path:
         """Make the service's folder where it is not there yet; it goes with this process."""
         try:
             self._folder.mkdir(mode=0o700)
         except FileExistsError:
+            found = self._folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise SpecError(
+                    f"the folder {self._folder} is there already and others than this user can write to it; trainers "
+                    "could be given somebody else's data. Remove it, and launch again."
+                ) from None
             return self._folder  # the launching host's own, which has somebody to remove it
-        reaper = remove_when_gone(self._folder)
-        self._ends.callback(reaper.kill)
-        self._ends.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        self._ends.callback(remove_when_gone(self._folder).close)
         return self._folder
 
 
@@ -122,25 +129,26 @@ class LoaderRole(_Role):
         self._ends.callback(processes.close)
         self._callers = self._threads(LOADER_THREADS, "loaders")
         self._workers = self._threads(self._options.threads, "workers")
-        self._prepared = self._prepare(processes.isolate)
+        self._prepared = prepare(self._job, self._options, processes.isolate)
         self._files = open_files(self._prepared, self._site["sources"], self._callers, self._count)
         names = self._prepared.job.names
         facts = {names[number]: SourceFacts.of(files) for number, files in self._files.items()}
-        return frame_of({n: [f.format, f.listing, f.total_bytes] for n, f in facts.items()})
+        return frame_of({"facts": {n: [f.format, f.listing, f.total_bytes] for n, f in facts.items()}})
 
     def progress(self, frame: Frame) -> Frame:
         """Tell how many sources are open."""
         return frame_of({"done": getattr(self, "_done", [0, 0])[0]})
 
     def begin(self, frame: Frame) -> Frame:
-        """Make the loaders."""
-        known = verdicts_from_json(open_frame(frame)[0]["verdicts"], self._prepared.job.names)
-        verdicts = RemoteVerdicts(self._planner, known)
+        """Index the files that the first step reaches, and make the loaders."""
+        given, job = open_frame(frame)[0], self._prepared.job
+        cursors = [Cursor(*cursor) for cursor in given["cursors"]]
+        index_first_windows(job, self._files, cursors, given["weights"], self._callers, self._count)
+        verdicts = RemoteVerdicts(self._planner, verdicts_from_json(given["verdicts"], job.names))
         fleet = make_fleet(self._prepared, self._files, verdicts, self._callers, self._workers)
         options = self._options
         self._host = LoaderHost(fleet, options.mesh, hosts=self._site["hosts"], budget_bytes=options.budget_bytes // 2)
         give_back_freed_memory()
-        self._plan: tuple[int, LoadingPlan] | None = None
         return frame_of({})
 
     def summary_buffer(self, frame: Frame) -> Frame:
@@ -177,16 +185,18 @@ class PlannerRole(_Role):
     _history: History | None = None
 
     def open_store(self, frame: Frame) -> Frame:
-        """Open the store, now that the sources are known; tell the verdicts it holds."""
-        self._prepared = self._prepare()
-        self._facts = {name: SourceFacts(*fact) for name, fact in open_frame(frame)[0].items()}
+        """Open the store, now that the sources are known; tell where they stand, and the verdicts it holds."""
+        self._facts = {name: SourceFacts(*fact) for name, fact in open_frame(frame)[0]["facts"].items()}
         self._parts, self._state = where_it_stands(self._prepared, self._facts)
         options = self._options
         store = Path(options.store) if options.store else self._claim_folder() / "store"
         self._history = open_store(
             self._prepared.job, options.state, store, self._state.step, latest=options.latest
         )  # fmt: skip
-        return frame_of({"verdicts": self._history.verdicts.to_json()})
+        job, state = self._prepared.job, self._state
+        weights = job.mixture.weights_at(float(state.step), job.names, base_weights(job, self._facts))
+        cursors = [list(state.cursor(number)) for number in range(len(job.sources))]
+        return frame_of({"verdicts": self._history.verdicts.to_json(), "cursors": cursors, "weights": list(weights)})
 
     def begin(self, frame: Frame) -> Frame:
         """Plan the first step, so that what is wrong shows before anything runs."""
@@ -275,8 +285,7 @@ class ConstructorRole(_Role):
         workers = self._threads(self._options.threads, "workers")
         planner = RemotePlanner(self._planner, self._blobs, self._site["number"], given["first_step"])
         loaders = RemoteLoaders(self._loaders, given["host_of"], planner)
-        prepared = self._prepare()
-        ranks = self._site["ranks"]
+        prepared, ranks = self._prepared, self._site["ranks"]
         host = ConstructorHost(
             prepared.job,
             self._options,

@@ -157,7 +157,8 @@ def deploy(
     facts = {name: SourceFacts.of(opened) for name, opened in listings.items()}
     parts, state = where_it_stands(prepared, facts)
     weights = job.mixture.weights_at(float(state.step), job.names, base_weights(job, facts))
-    index_first_windows(job, list(files.values()), state, weights, callers, progress)
+    cursors = [state.cursor(number) for number in range(len(job.sources))]
+    index_first_windows(job, files, cursors, weights, callers, progress)
     history = open_store(job, options.state, store, state.step, latest=options.latest)
     try:
         fleet = make_fleet(prepared, files, history.verdicts, callers, workers)

@@ -23,6 +23,8 @@ from overlord.errors import OverlordError, error_named
 Frame = list[Any]
 """The head, then arrays."""
 
+_ERROR = "!"
+"""The key of an error; heads hold no names of users beside it."""
 _MEDIA = ("rows", "start", "length", "grids", "seconds", "seeds", "bad", "values", "begin", "nbytes_of")
 
 
@@ -44,16 +46,16 @@ def open_frame(frame: Frame) -> tuple[Any, Iterator[npt.NDArray[Any]]]:
         OverlordError: the error that was sent instead of an answer.
     """
     head = json.loads(frame[0])
-    if isinstance(head, dict) and "error" in head:
-        raise error_named(head["error"], head["message"])
+    if isinstance(head, dict) and _ERROR in head:
+        raise error_named(*head[_ERROR])
     return head, iter(frame[1:])
 
 
 def error_frame(error: BaseException) -> Frame:
     """Make the frame that raises an error where it is opened."""
     if isinstance(error, OverlordError):
-        return frame_of({"error": type(error).__name__, "message": str(error)})
-    return frame_of({"error": "OverlordError", "message": f"{type(error).__name__}: {error}"})
+        return frame_of({_ERROR: [type(error).__name__, str(error)]})
+    return frame_of({_ERROR: ["OverlordError", f"{type(error).__name__}: {error}"]})
 
 
 def frame_bytes(frame: Frame) -> int:

@@ -23,15 +23,14 @@ from overlord.roles.ports import Collect
 from overlord.runtimes.loader_fleet import LoaderFleet
 
 KEPT = 64
-"""Steps behind the newest of which it is still known who took them."""
+"""Steps behind the newest that are kept at most for a host that has not asked: nobody may be attached there."""
 
 
 class _StagedStep:
     """What was popped of one step, until every rank's host has taken its part."""
 
-    def __init__(self, plan: LoadingPlan, collect: Collect) -> None:
-        self.plan = plan
-        self._collect = collect
+    def __init__(self, collect: Collect) -> None:
+        self._collect: Collect | None = collect
         self._lock = threading.Lock()
         self._payloads: list[Payload] | None = None
 
@@ -39,7 +38,9 @@ class _StagedStep:
         """Return the finished samples; the first who asks finishes them, the others wait for that."""
         with self._lock:
             if self._payloads is None:
+                assert self._collect is not None
                 self._payloads = self._collect()
+                self._collect = None  # it holds the rows as they were read
             return self._payloads
 
     @property
@@ -70,7 +71,7 @@ class LoaderHost:
         try:
             return self._cut_for(plan, ranks)
         finally:
-            self._let_go(plan.step, ranks)
+            self._let_go(plan, ranks)
 
     def _cut_for(self, plan: LoadingPlan, ranks: Collection[int]) -> list[Payload]:
         share = Share.of(self._tree, plan, ranks)
@@ -107,18 +108,25 @@ class LoaderHost:
             orders = [plan.order_of(source) for source in self._fleet.drawn(plan)]
             if self._hosts > 1:
                 orders = [dataclasses.replace(o, open_media=media_must_be_open(plan, o.source)) for o in orders]
-            staged = _StagedStep(plan, self._fleet.hand_over(orders))
+            staged = _StagedStep(self._fleet.hand_over(orders))
             with self._lock:
                 self._staged[plan.step] = staged
             return staged
 
-    def _let_go(self, step: int, ranks: Collection[int]) -> None:
+    def _let_go(self, plan: LoadingPlan, ranks: Collection[int]) -> None:
+        step, everybody = plan.step, range(self._tree.world_size)
+        # Hosts of ranks that get everything by the trainer's own broadcast never ask.
+        if plan.broadcast and plan.encoder is None:
+            asking = {rank for rank in everybody if self._tree.fetches(rank, plan.broadcast)}
+        else:
+            asking = set(everybody)
         with self._lock:
             self._taken.setdefault(step, set()).update(ranks)
-            if len(self._taken[step]) == self._tree.world_size:
+            if self._taken[step] >= asking:
                 self._staged.pop(step, None)
                 del self._taken[step]
-            for old in [one for one in self._taken if one < step - KEPT]:
-                del self._taken[old]
+            for old in [one for one in (*self._taken, *self._staged) if one < step - KEPT]:
+                self._taken.pop(old, None)
+                self._staged.pop(old, None)
             while len(self._staged) > 1 and sum(one.nbytes for one in self._staged.values()) > self._budget:
                 self._staged.popitem(last=False)

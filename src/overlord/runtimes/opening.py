@@ -8,9 +8,8 @@ import numpy as np
 
 from overlord.core.order import DataFile, SourceOrder
 from overlord.core.ragged import Ragged, RowBatch
-from overlord.core.samples import FILE_SHIFT
+from overlord.core.samples import FILE_SHIFT, Cursor
 from overlord.core.specs import Audio, ImageText, Job, Source, Text, Video
-from overlord.core.states import StreamState
 from overlord.errors import SourceError, SpecError
 from overlord.readers.index import IndexCache
 from overlord.readers.reader import Kind
@@ -115,18 +114,18 @@ def order_of(job: Job, source: Source, files: SourceFiles) -> SourceOrder:
 
 def index_first_windows(
     job: Job,
-    files: Sequence[SourceFiles],
-    state: StreamState,
+    files: Mapping[int, SourceFiles],
+    cursors: Sequence[Cursor],
     weights: Sequence[float],
     workers: Workers,
     progress: Progress | None,
 ) -> None:
     """Index the files that the first step reaches, side by side; the rest is indexed when it is reached."""
     tasks: list[tuple[SourceFiles, int]] = []
-    for number, (source, opened) in enumerate(zip(job.sources, files, strict=True)):
+    for number, opened in files.items():
         if weights[number] > 0:
-            order = order_of(job, source, opened)
-            epoch, group, _ = state.cursor(number)
+            order = order_of(job, job.sources[number], opened)
+            epoch, group, _ = cursors[number]
             tasks += [(opened, int(file)) for file in order.files_of(epoch, max(group, 0))]
     done = 0
 

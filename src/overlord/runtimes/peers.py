@@ -7,9 +7,9 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from overlord.core.messages import MetaDelta, MetaRequest, Payload
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_from_bytes
 from overlord.core.samples import Cursor
-from overlord.errors import PlanError
 from overlord.roles.ports import Collect
 from overlord.runtimes.frames import (
     Frame,
@@ -30,9 +29,6 @@ from overlord.runtimes.frames import (
     requests_to_frame,
 )
 from overlord.runtimes.planner_host import HostNews, Waiting
-
-KEPT_BLOBS = 8
-"""Plans whose reference a constructor host keeps."""
 
 
 class Pending(Protocol):
@@ -75,7 +71,8 @@ class RemotePlanner:
         self._blobs = blobs
         self._host = host
         self.first_step = first_step
-        self._kept: OrderedDict[int, Any] = OrderedDict()
+        # As long as anybody holds the plan: its columns are views into that very block.
+        self._blob_of: WeakKeyDictionary[LoadingPlan, Any] = WeakKeyDictionary()
 
     def plan(self, step: int, news: HostNews) -> LoadingPlan | Waiting | None:
         """Take the plan of a step."""
@@ -84,16 +81,13 @@ class RemotePlanner:
             return Waiting(head["missing"])
         if blob is None:
             return None
-        return plan_from_bytes(memoryview(self._blobs.get(blob)))  # type: ignore[arg-type]
+        plan = plan_from_bytes(memoryview(self._blobs.get(blob)))  # type: ignore[arg-type]
+        self._blob_of[plan] = blob
+        return plan
 
-    def blob_of(self, step: int) -> Any:
-        """Return the reference of a plan that was taken."""
-        blob = self._kept.get(step)
-        if blob is None:
-            _, blob = self._ask(step, HostNews())
-        if blob is None:
-            raise PlanError(f"step {step} has no plan any more; its samples cannot be asked for. Launch again.")
-        return blob
+    def blob_of(self, plan: LoadingPlan) -> Any:
+        """Return the reference of a plan that was taken here."""
+        return self._blob_of[plan]
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Pass on what a client asks or tells."""
@@ -106,12 +100,7 @@ class RemotePlanner:
     def _ask(self, step: int, news: HostNews) -> tuple[dict[str, Any], Any]:
         message = {"step": step, "host": self._host, "news": news_to_json(news)}
         head, rest = open_frame(self._peer.ask("plan", frame_of(message)).get())
-        blob = next(rest, None)
-        if blob is not None:
-            self._kept[step] = blob
-            while len(self._kept) > KEPT_BLOBS:
-                self._kept.popitem(last=False)
-        return head, blob
+        return head, next(rest, None)
 
 
 class RemoteLoaders:
@@ -142,7 +131,7 @@ class RemoteLoaders:
         """Ask every host that a plan draws from; the payloads come straight from there."""
         assert self._planner is not None, "only a constructor host asks for payloads"
         drawn = np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist()
-        blob, message = self._planner.blob_of(plan.step), frame_of({"ranks": sorted(ranks)})
+        blob, message = self._planner.blob_of(plan), frame_of({"ranks": sorted(ranks)})
         hosts = sorted({self._host_of[source] for source in drawn})
         pending = {host: self._peers[host].ask("hand_over", message, blob) for host in hosts}
 
@@ -215,11 +204,12 @@ class RemoteVerdicts:
 
 def news_to_json(news: HostNews) -> dict[str, Any]:
     """Return what a host tells of itself as JSON."""
-    positions = {str(rank): step for rank, step in (news.positions or {}).items()}
-    return {"passed": news.passed, "positions": positions, "view_bytes": news.view_bytes, "told": news.told_missing}
+    by_rank = {"reached": news.reached, "positions": news.positions}
+    named = {name: {str(rank): step for rank, step in given.items()} for name, given in by_rank.items()}
+    return {**named, "view_bytes": news.view_bytes, "told": news.told_missing}
 
 
 def news_from_json(given: Mapping[str, Any]) -> HostNews:
     """Read what a host tells of itself."""
-    positions = {int(rank): step for rank, step in given["positions"].items()}
-    return HostNews(given["passed"], positions, given["view_bytes"], given["told"])
+    reached, positions = ({int(rank): step for rank, step in given[n].items()} for n in ("reached", "positions"))
+    return HostNews(reached, positions, given["view_bytes"], given["told"])

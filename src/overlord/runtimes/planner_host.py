@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. Nobody asks the planner while it plans. Who needs a step that waits for a report waits here, for a while.
-2. What every rank of every host has passed is what the planner may forget; a host nobody attached to does not count.
+2. What every rank that ever attached has passed is what a snapshot may begin at, on whichever host it sits by now.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import base64
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from overlord.core.plan import LoadingPlan
@@ -37,9 +37,9 @@ class Waiting:
 class HostNews:
     """What a constructor host tells of itself whenever it asks for a plan."""
 
-    passed: int | None = None
-    """The step before which all ranks that ever attached to it are done; None before the first."""
-    positions: Mapping[int, int] | None = None
+    reached: Mapping[int, int] = field(default_factory=dict[int, int])
+    """For every rank that ever attached to it, the step before which it is done."""
+    positions: Mapping[int, int] = field(default_factory=dict[int, int])
     """The step each attached rank is at."""
     view_bytes: int = 0
     told_missing: int | None = None
@@ -79,6 +79,7 @@ class PlannerHost:
         self._describe = describe
         self._changed = threading.Condition()
         self._news: dict[int, HostNews] = {}
+        self._reached: dict[int, int] = {}
         self._closing = False
 
     @property
@@ -136,7 +137,7 @@ class PlannerHost:
     def _answer(self, op: Any, step: Any, message: dict[str, Any]) -> dict[str, Any]:
         planner = self._planner
         if op == "status":
-            positions = {rank: at for news in self._news.values() for rank, at in (news.positions or {}).items()}
+            positions = {rank: at for news in self._news.values() for rank, at in news.positions.items()}
             return {"status": self._describe(positions, sum(news.view_bytes for news in self._news.values()))}
         if op == "state":
             return {"state": planner.state(int(message["step"]))}
@@ -157,7 +158,8 @@ class PlannerHost:
 
     def _hear(self, host: int, news: HostNews) -> None:
         self._news[host] = news
+        for rank, step in news.reached.items():  # a rank may have sat on another host before
+            self._reached[rank] = max(step, self._reached.get(rank, step))
 
     def _forget_passed(self) -> None:
-        known = [news.passed for news in self._news.values() if news.passed is not None]
-        self._planner.passed(min(known, default=self._planner.first_step))
+        self._planner.passed(min(self._reached.values(), default=self._planner.first_step))

@@ -48,6 +48,8 @@ RESERVE_S = 60.0
 CLOSE_S = 10.0
 STORE_BYTES = 256 << 20
 """What the object store of our own cluster has beside the payloads within the budget."""
+ASIDE = ("verdict", "pid", "progress", "close")
+"""Methods that have threads of their own: others may hold a lock and wait for what comes of them."""
 ACCELERATORS = ("GPU", "TPU", "NPU", "HPU", "neuron_cores")
 
 logger = logging.getLogger("overlord")
@@ -63,27 +65,52 @@ class RayPeer:
 
     def ask(self, method: str, frame: Frame, blob: Any = None) -> _Answer:
         """Call a method of the actor's role."""
-        return _Answer(self._handle.ask.remote(method, frame, blob), self._name, method, self._deadline_s)
+        call = self._handle.ask_aside if method in ASIDE else self._handle.ask
+        return _Answer(call.remote(method, frame, blob), self._name, method, self._deadline_s, self._handle)
 
 
 class _Answer:
     """A call under way."""
 
-    def __init__(self, ref: Any, name: str, method: str, deadline_s: float) -> None:
+    def __init__(self, ref: Any, name: str, method: str, deadline_s: float, handle: Any = None) -> None:
         self._ref = ref
         self._name = name
         self._method = method
         self._deadline_s = deadline_s
+        self._handle = handle
 
     def get(self) -> Frame:
-        """Wait for the answer, up to the deadline."""
+        """Wait for the answer: up to the deadline, and on as long as the actor is seen to live."""
+        until = time.monotonic() + OPEN_S
+        while True:
+            try:
+                return self._get()
+            except GetTimeoutError as error:
+                if time.monotonic() > until or not self._lives():
+                    raise self._silent() from error
+                logger.warning("the %s is still busy with %r after %g s", self._name, self._method, self._deadline_s)
+
+    def _lives(self) -> bool:
+        """Whether the actor answers at all: reading a large file may take longer than any call should."""
+        if self._handle is None:
+            return False
+        try:
+            ray.get(self._handle.ask_aside.remote("pid", frame_of({})), timeout=min(REACH_S, self._deadline_s))
+        except RayError:
+            return False
+        return True
+
+    def _silent(self) -> ServiceLost:
+        return ServiceLost(
+            f"the {self._name} did not answer {self._method!r} within {self._deadline_s:g} s; no data can come "
+            "from it. Its host may be overloaded or cut off: look at its log, and launch again from the last state."
+        )
+
+    def _get(self) -> Frame:
         try:
             return ray.get(self._ref, timeout=self._deadline_s)
-        except GetTimeoutError as error:
-            raise ServiceLost(
-                f"the {self._name} did not answer {self._method!r} within {self._deadline_s:g} s; no data can come "
-                "from it. Its host may be overloaded or cut off: look at its log, and launch again from the last state."
-            ) from error
+        except GetTimeoutError:
+            raise
         except RayError as error:
             why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ServiceLost(
@@ -120,9 +147,16 @@ class Host:
 
     def meet(self, planner: Any, loaders: Sequence[Any], deadline_s: float) -> None:
         """Learn whom to ask."""
+        if self._failed is not None:
+            return  # and say so when asked
         peers = [RayPeer(handle, f"loader host {number}", deadline_s) for number, handle in enumerate(loaders)]
         # A plan may have to wait for loaders that are as slow as they may be.
         self._role.meet(RayPeer(planner, "planner", 2 * deadline_s), peers, RayBlobs(deadline_s))
+
+    @ray.method(concurrency_group="aside")
+    def ask_aside(self, method: str, frame: Frame, blob: Any = None) -> Frame:
+        """Call a method that must not wait for threads which may themselves wait for it."""
+        return self.ask(method, frame, blob)
 
     def ask(self, method: str, frame: Frame, blob: Any = None) -> Frame:
         """Call a method of the role."""
@@ -146,7 +180,7 @@ class Cluster:
         self._group = _reserve(sites, folder.name)
         self._handles: dict[str, Any] = {}
         hosts = sum(site.role == "constructor" for site in sites)
-        actor = ray.remote(Host)
+        actor, bundled = ray.remote(concurrency_groups={"aside": len(ASIDE)})(Host), ray.put(bundle)
         for index, site in enumerate(sites):
             self._handles[site.name] = actor.options(
                 name=f"{folder.name}/{site.name}",
@@ -154,15 +188,22 @@ class Cluster:
                 max_restarts=0,
                 max_concurrency=16 + 4 * hosts,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
-            ).remote(site.role, bundle, sys.path, str(folder), _facts_of(site, hosts))
+            ).remote(site.role, bundled, sys.path, str(folder), _facts_of(site, hosts))
 
     def begin(self, progress: Progress) -> None:
         """Bring all hosts up, side by side; what is wrong with the job shows here."""
         planner, loaders = self._handles["planner"], [self._handles[s.name] for s in self._of("loader")]
-        ray.get([h.meet.remote(planner, loaders, self._deadline_s) for h in self._handles.values()], timeout=OPEN_S)
+        met = [handle.meet.remote(planner, loaders, self._deadline_s) for handle in self._handles.values()]
+        # What takes time on each host goes on while the sources are opened.
+        ready = [(s, self._handles[s.name].ask.remote("prepare", frame_of({}))) for s in self._sites if not s.sources]
+        for site, ref in zip(self._sites, met, strict=True):
+            self._wait_started(site, ref)
         facts = self._open_sources(progress)
-        verdicts = self._ask("planner", "open_store", frame_of(facts))
-        self._ask_all("loader", "begin", frame_of(verdicts))
+        for site, ref in ready:
+            open_frame(_Answer(ref, site.name, "prepare", OPEN_S).get())
+        stands = self._ask("planner", "open_store", frame_of({"facts": facts}))
+        progress("indexing files", 0, 1)
+        self._ask_all("loader", "begin", frame_of(stands))
         host_of = [0] * self._num_sources
         for site in self._of("loader"):
             for source in site.sources:
@@ -178,12 +219,21 @@ class Cluster:
     def close(self) -> None:
         """End the actors: constructors tell the planner how far they came, the planner may ask loaders once more."""
         for role in ("constructor", "planner", "loader"):
-            asked = [self._handles[site.name].ask.remote("close", frame_of({})) for site in self._of(role)]
-            with contextlib.suppress(RayError):  # who does not end is killed
-                ray.get(asked, timeout=CLOSE_S)
+            asked = [self._handles[site.name].ask_aside.remote("close", frame_of({})) for site in self._of(role)]
+            ray.wait(asked, num_returns=len(asked), timeout=CLOSE_S)  # who does not end is killed
         for handle in self._handles.values():
             ray.kill(handle)
         remove_placement_group(self._group)
+
+    def _wait_started(self, site: Site, ref: Any) -> None:
+        try:
+            ray.get(ref, timeout=OPEN_S)
+        except RayError as error:
+            why = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            raise SpecError(
+                f"the {site.name} did not start on {site.node.name} ({why}); nothing could run. Install the same "
+                "version of overlord-data[ray] on every host of the cluster."
+            ) from error
 
     def _open_sources(self, progress: Progress) -> dict[str, Any]:
         asked = [self._handles[site.name].ask.remote("open", frame_of({})) for site in self._of("loader")]
@@ -197,7 +247,7 @@ class Cluster:
                 raise ServiceLost(f"the sources were not open after {OPEN_S:g} s; look at the storage they are on.")
         facts: dict[str, Any] = {}
         for site, ref in zip(self._of("loader"), asked, strict=True):
-            facts |= open_frame(_Answer(ref, site.name, "open", self._deadline_s).get())[0]
+            facts |= open_frame(_Answer(ref, site.name, "open", self._deadline_s).get())[0]["facts"]
         progress("opening sources", self._num_sources, self._num_sources)
         return dict(sorted(facts.items()))
 
@@ -284,7 +334,7 @@ def _attached(job: Job, options: LaunchOptions, folder: Path) -> Iterator[None]:
         else:
             cpus = cpus_needed(cluster, num_sources=len(job.sources), loader_cpus=options.threads)
             ray.init(
-                num_cpus=cpus, num_gpus=0, include_dashboard=False, _temp_dir=str(folder / "ray"),
+                "local", num_cpus=cpus, num_gpus=0, include_dashboard=False, _temp_dir=str(folder / "ray"),
                 object_store_memory=STORE_BYTES + math.ceil(1.5 * options.budget_bytes), **common,
             )  # fmt: skip
     except (OSError, ValueError, RuntimeError) as error:

@@ -42,6 +42,7 @@ class Seats:
     def take(self, rank: int) -> int:
         """Seat a client at the first step; return its seat."""
         self.attached.add(rank)
+        self._reached.setdefault(rank, self._first_step)
         number = max(self._seats, default=-1) + 1
         self._seats[number] = Seat(rank, self._first_step)
         return number
@@ -69,14 +70,15 @@ class Seats:
         return {seat.rank: seat.step for seat in self._seats.values()}
 
     @property
-    def passed(self) -> int | None:
-        """The step before which every rank that ever attached is done: a resume must be able to give the others."""
-        return min(self._reached.values(), default=None)
+    def reached(self) -> dict[int, int]:
+        """For every rank that ever attached, the step before which it is done."""
+        return dict(self._reached)
 
     @property
     def gathers_for(self) -> frozenset[int]:
-        """The ranks that samples are gathered for: those that were expected, unless others came."""
-        return self.ranks if self.attached <= self.ranks else frozenset(self.attached)
+        """The ranks that samples are gathered for: those that were expected, unless others are here."""
+        seated = frozenset(seat.rank for seat in self._seats.values())
+        return self.ranks if seated <= self.ranks else seated
 
     @contextmanager
     def waiting(self, seat: int, step: int) -> Iterator[int]:

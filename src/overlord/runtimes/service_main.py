@@ -8,7 +8,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -53,39 +52,43 @@ def run_service(serving: Serving) -> None:
     if given is None:
         return
     folder, bundle = given
-    reaper = remove_when_gone(folder)
-    try:
-        with _until_the_end() as wait, serving(bundle, folder, lambda *done: tell({"progress": done})) as address:
-            tell({"ready": address, "pid": os.getpid()})
-            wait()
-    except OverlordError as error:
-        tell({"error": type(error).__name__, "message": str(error)})
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        reaper.kill()
+    end = _End()
+    with remove_when_gone(folder):
+        try:
+            with serving(bundle, folder, lambda *done: tell({"progress": done})) as address:
+                end.listen()  # an engine may have taken the signals for itself
+                tell({"ready": address, "pid": os.getpid()})
+                end.wait()
+        except OverlordError as error:
+            tell({"error": type(error).__name__, "message": str(error)})
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _until_the_end() -> Iterator[Callable[[], None]]:
-    """Give a function that waits until the launcher is gone or somebody sends SIGTERM."""
-    # Not an Event: its lock may be held by the very thread that a signal interrupts, which would wait for itself.
-    stopped, stop = os.pipe()
-    signal.signal(signal.SIGTERM, lambda *_: os.write(stop, b"!"))
-    threading.Thread(target=_watch_launcher, args=(stop,), daemon=True).start()
+class _End:
+    """Comes when the launcher is gone, or when somebody sends SIGTERM."""
 
-    def wait() -> None:
-        os.read(stopped, 1)
+    def __init__(self) -> None:
+        # Not an Event: its lock may be held by the very thread that a signal interrupts, which would wait for itself.
+        self._stopped, self._stop = os.pipe()
+        self.listen()
+        threading.Thread(target=self._watch_launcher, daemon=True).start()
 
-    yield wait
+    def listen(self) -> None:
+        """Listen for SIGTERM."""
+        signal.signal(signal.SIGTERM, lambda *_: os.write(self._stop, b"!"))
 
+    def wait(self) -> None:
+        """Wait for it."""
+        os.read(self._stopped, 1)
 
-def _watch_launcher(stop: int) -> None:
-    # The descriptor, not sys.stdin: a thread inside its lock would abort the interpreter's end after a SIGTERM.
-    while os.read(0, 1):
-        pass
-    os.write(stop, b"!")
-    time.sleep(END_S)
-    os._exit(1)  # something hangs that nobody waits for any more
+    def _watch_launcher(self) -> None:
+        # The descriptor, not sys.stdin: a thread inside its lock would abort the interpreter's end after a SIGTERM.
+        while os.read(0, 1):
+            pass
+        os.write(self._stop, b"!")
+        time.sleep(END_S)
+        os._exit(1)  # something hangs that nobody waits for any more
 
 
 def _read_bundle(pipe: BinaryIO) -> tuple[Path, bytes] | None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,14 @@ class ServiceProcess:
     """A service whose process was started by this one."""
 
     def __init__(
-        self, module: str, job: Job, options: Any, progress: Progress | None, close_s: float = CLOSE_S
+        self,
+        module: str,
+        job: Job,
+        options: Any,
+        progress: Progress | None,
+        *,
+        close_s: float = CLOSE_S,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         try:
             bundle = cloudpickle.dumps((job, options))
@@ -44,13 +52,14 @@ class ServiceProcess:
                 "runtime='inline'."
             ) from error
         self._folder = _service_folder()
+        paths = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # the terminal's Ctrl-C must not reach it; the closing pipe does
             # Few malloc arenas: with one for each of its threads, what they free stays with the process.
-            env={"MALLOC_ARENA_MAX": "2", **os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            env={"MALLOC_ARENA_MAX": "2", **(environment or {}), **os.environ, "PYTHONPATH": paths},
         )
         self._finalizer = weakref.finalize(self, _end_process, self._process, self._folder, close_s)
         try:

@@ -111,7 +111,7 @@ class StepServer:
     def news(self) -> HostNews:
         """Return how far the clients of this host are, and what they hold."""
         with self._changed:
-            return HostNews(self._seats.passed, self._seats.positions, self._arena.used_bytes)
+            return HostNews(self._seats.reached, self._seats.positions, self._arena.used_bytes)
 
     def attach(self, rank: int) -> tuple[int, int]:
         """Seat a client; return its seat and the first step of the stream."""
