@@ -1,16 +1,15 @@
 """A client's wait for a prefetched step of 8 MB, on `local` and on `ray`, against one copy out of shared memory.
 
-A trainer process attaches, sleeps between steps so that the next one is built, then takes it and copies all of it into
-its own memory; the time from asking to having it is the wait. In between it copies the same number of bytes out of
-shared memory that is mapped and warm: the ratio of the two is the figure. Beside them, in the same run: an actor of Ray
-that returns an array of 8 MB, called when it is needed, and called ahead so that the array lies ready.
+A trainer process attaches and sleeps, so that the next step is built. The wait is from asking for the step to having
+the arrays of all its microbatches. Then it sleeps as long again, and copies that very step out of the shared memory
+into its own: the ratio of the two, each taken after the same idle moment, is the figure. Beside them, in the same run:
+an actor of Ray that returns an array of 8 MB, called when it is needed, and called three ahead so that it lies ready.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import statistics
 import subprocess
@@ -23,6 +22,8 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 import overlord as ol
 from benchmarks.measuring import arguments, publish
@@ -39,11 +40,13 @@ def eight_megabytes(folder: Path) -> ol.Job:
     """Return a job whose steps are 8 MB for the only rank, in four microbatches."""
     tokens = STEP_BYTES // BYTES_A_TOKEN
     each = tokens // MICROBATCHES // 8
-    rows = [json.dumps({"ids": [n % 1000] * each}) for n in range(512)]
-    (folder / "ids.jsonl").write_text("\n".join(rows))
+    ids = pa.ListArray.from_arrays(
+        np.arange(257, dtype=np.int32) * each, pa.array(np.arange(256 * each, dtype=np.int32) % 1000)
+    )
+    pq.write_table(pa.table({"ids": ids}), folder / "ids.parquet", row_group_size=32)
     return ol.Job(
-        sources=[ol.Source("s", str(folder / "ids.jsonl"), sample=ol.Text("ids", tokenized=True))],
-        batch=ol.Batch(8 * each, global_tokens=8 * each * MICROBATCHES),
+        sources=[ol.Source("s", str(folder / "ids.parquet"), sample=ol.Text("ids", tokenized=True))],
+        batch=ol.Batch(8 * each, global_tokens=8 * each * MICROBATCHES, microbatches=MICROBATCHES),
         lag=4,
     )
 
@@ -53,32 +56,26 @@ def pss() -> float:
     return psutil.Process().memory_full_info().pss / 2**20
 
 
-def measure(take: Callable[[np.ndarray], int], steps: int) -> dict[str, list[float]]:
-    """Take steps into private memory, and copy as many bytes out of shared memory in between; milliseconds."""
+def measure(take: Callable[[], list[np.ndarray]], steps: int) -> dict[str, list[float]]:
+    """Take steps, and copy each of them; milliseconds of both."""
     out = np.zeros(2 * STEP_BYTES, np.uint8)
-    shared = np.frombuffer(_shared(), np.uint8)
-    waits: list[float] = []
-    copies: list[float] = []
+    found: dict[str, list[float]] = {"waits": [], "copies": []}
     for step in range(steps + 5):
         time.sleep(PAUSE_S)
         began = time.perf_counter()
-        nbytes = take(out)
+        arrays = take()
         waited = time.perf_counter() - began
+        time.sleep(PAUSE_S)
         began = time.perf_counter()
-        out[:nbytes] = shared[:nbytes]
+        at = 0
+        for array in arrays:
+            out[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
+            at += array.nbytes
         copied = time.perf_counter() - began
         if step >= 5:  # segments are mapped and pages touched once
-            waits.append(1000 * waited)
-            copies.append(1000 * copied)
-    return {"waits": waits, "copies": copies}
-
-
-def _shared() -> mmap.mmap:
-    file = os.memfd_create("fetch")
-    os.ftruncate(file, 2 * STEP_BYTES)
-    whole = mmap.mmap(file, 2 * STEP_BYTES)
-    whole[:] = bytes(2 * STEP_BYTES)
-    return whole
+            found["waits"].append(1000 * waited)
+            found["copies"].append(1000 * copied)
+    return found
 
 
 def be_a_trainer(address: str, steps: int) -> None:
@@ -86,14 +83,9 @@ def be_a_trainer(address: str, steps: int) -> None:
     before = pss()
     client = ol.connect(address, rank=0)
 
-    def take(out: np.ndarray) -> int:
-        at = 0
-        for batch in next(client).microbatches:
-            for value in batch.values():
-                if isinstance(value, np.ndarray):
-                    out[at : at + value.nbytes] = value.reshape(-1).view(np.uint8)
-                    at += value.nbytes
-        return at
+    def take() -> list[np.ndarray]:
+        batches = list(next(client).microbatches)
+        return [value for batch in batches for value in batch.values() if isinstance(value, np.ndarray)]
 
     found: dict[str, Any] = measure(take, steps)
     found["memory_mb"] = pss() - before
@@ -116,11 +108,9 @@ def be_a_trainer_of_ray(ahead: int, steps: int) -> None:
     loader = Loader.remote()
     ready = [loader.step.remote() for _ in range(ahead)]
 
-    def take(out: np.ndarray) -> int:
+    def take() -> list[np.ndarray]:
         ready.append(loader.step.remote())
-        array = ray.get(ready.pop(0))
-        out[: array.nbytes] = array
-        return array.nbytes
+        return [ray.get(ready.pop(0))]
 
     found: dict[str, Any] = measure(take, steps)
     found["memory_mb"] = pss() - before

@@ -150,6 +150,8 @@ class Trainer:
     def load(self, folder: Path) -> tuple[int, dict[str, Any]]:
         """Read a checkpoint of any mesh (in a folder of several the newest); return its steps and the data's state."""
         folder = max(folder.glob("step-*[0-9]"), default=folder)
+        if not (folder / "state.json").exists():
+            raise SystemExit(f"--resume {folder}: no checkpoint is there; --save writes step-N folders")
         state = json.loads((folder / "state.json").read_text())
         whole: dict[str, Tensor] = {}
         for file in sorted(folder.glob("stage-*.pt")):

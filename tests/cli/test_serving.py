@@ -225,6 +225,7 @@ def test_a_cluster_serves_until_sigterm(serve: Serve, ray_address: str, tmp_path
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_run_on_a_cluster_gives_the_same_stream(job_file: Path, cache: str, ray_address: str) -> None:
     def run(*options: str) -> dict[str, Any]:
         arguments = ["run", str(job_file), "--steps", "3", "--cache", cache, "--json", "--runtime", *options]

@@ -167,6 +167,7 @@ def test_a_file_that_vanishes_during_the_run_stops_it(tmp_path, cache, where):
         assert isinstance(caught.value, ol.ReaderError | ol.SourceError)
 
 
+@pytest.mark.slow_on_ray
 def test_custom_function_that_fails_is_a_bad_sample_and_none_filters(tmp_path, cache, where):
     path = write_ids(tmp_path / "s.jsonl", [5, 6, 7, 8])
 

@@ -179,6 +179,7 @@ def test_a_damaged_mixture_in_a_state_is_refused(ids_job, cache):
 # -- changes while it runs ----------------------------------------------------------------------
 
 
+@pytest.mark.slow_on_ray
 def test_weights_change_while_it_runs_and_a_resume_repeats_it(where, ids_job, cache, tmp_path):
     job = learning(ids_job, None)
     with ol.launch(job, **where, cache=cache, store=tmp_path / "one") as service:

@@ -61,7 +61,7 @@ def segments(batch, key):
     "options",
     [
         pytest.param({"loaders_per_source": 3}, marks=pytest.mark.slow_on_ray),
-        {"prefetch": 4, "threads": 4},
+        pytest.param({"prefetch": 4, "threads": 4}, marks=pytest.mark.slow_on_ray),
     ],
     ids=str,
 )

@@ -251,6 +251,7 @@ def test_damaged_states_are_refused(ids_job, cache):
         assert "not a state of overlord" in _refusal(ids_job, lacking, cache)
 
 
+@pytest.mark.slow_on_ray
 def test_a_rank_that_left_long_ago_holds_the_snapshot_where_it_was(ids_job, cache, tmp_path, monkeypatch, where):
     monkeypatch.setattr("overlord.roles.planner.KEPT_STATES", 8)
     with (

@@ -54,6 +54,7 @@ def check_nothing_left():
     assert len(os.listdir("/proc/self/fd")) <= len(before[3])
 
 
+@pytest.mark.slow_on_ray
 def test_close(ids_job, cache, nothing_left, where):
     with ol.launch(ids_job, **where, cache=cache) as service:
         client = service.client()

@@ -191,3 +191,38 @@ def test_wrong_arguments_are_spec_errors(ids_job, cache, where):
     for address in (None, 5, ""):
         with pytest.raises(ol.SpecError, match="address"):
             ol.connect(address, 0)
+
+
+def test_a_rank_that_attaches_twice_or_again_is_told(ids_job, cache, caplog):
+    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2), cache=cache) as service:
+        with service.client(1) as client:
+            for _ in range(3):
+                next(client)
+            assert not caplog.text
+            service.client(1).close()
+            assert "rank 1 is attached to" in caplog.text and "Give each process its own rank" in caplog.text
+        caplog.clear()
+        with service.client(1) as client:
+            assert "rank 1 of" in caplog.text and "was at step 3 before, and begins again at step 0" in caplog.text
+            assert next(client).index == 0
+        caplog.clear()
+        service.client(0).close()
+        assert not caplog.text
+
+
+def test_an_address_file_is_as_good_as_its_address(ids_job, cache, tmp_path):
+    with ol.launch(ids_job, cache=cache) as service:
+        (tmp_path / "address").write_text(f"{service.address}\n")
+        with ol.connect(str(tmp_path / "address"), 0) as client:
+            assert next(client).index == 0
+    with pytest.raises(ol.SpecError, match="no file of that name holds one"):
+        ol.connect(str(tmp_path / "none"), 0)
+
+
+def test_microbatches_that_nobody_looked_at_are_let_go(mixed_job, cache):
+    """What is built comes with its step; a client that passes over it must not hold the service's memory."""
+    with ol.launch(mixed_job, cache=cache, budget=16 << 20, prefetch=2) as service, service.client() as client:
+        for _ in range(25):
+            assert len(next(client).microbatches)
+        assert len(client._feed._leased) == 0
+        assert service.status()["buffers"]["views_bytes"] < 16 << 20

@@ -146,7 +146,7 @@ if __name__ == "__main__":
     [
         pytest.param("driver", True, id="attached", marks=pytest.mark.slow),
         pytest.param("driver", False, id="own cluster"),
-        pytest.param("driver and service", True, id="with the service, attached"),
+        pytest.param("driver and service", True, id="with the service, attached", marks=pytest.mark.slow),
         pytest.param("driver and service", False, id="with the service, own cluster", marks=pytest.mark.slow),
     ],
 )
@@ -220,6 +220,7 @@ def slow_to_read(row):
     return {"input_ids": row["ids"]}
 
 
+@pytest.mark.slow
 def test_a_loader_host_that_is_busy_and_alive_is_waited_for(tmp_path, cache, ray_address):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"ids": [n, n]}) for n in range(8)))
     sample = ol.Custom(slow_to_read, columns=["ids"])

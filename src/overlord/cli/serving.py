@@ -51,7 +51,8 @@ def serve_until_stopped(
                         line(_one_line(looking.result()))
                         looking = _look_aside(service)
         finally:
-            if address_file is not None:
+            # Another service may have written its own by now.
+            if address_file is not None and _holds(address_file, f"{service.address}\n"):
                 address_file.unlink(missing_ok=True)
 
 
@@ -236,6 +237,13 @@ def _live_line(screen: Screen) -> Iterator[Any]:
         return
     with Live(console=screen.err, auto_refresh=False, transient=True) as live:
         yield lambda line: live.update(line, refresh=True)
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return path.read_text(encoding="utf-8") == text
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -105,7 +105,7 @@ class LoadingPlan:
         length = self._once("length").astype(np.int64)
         return int(np.dot(length, length))
 
-    @property
+    @cached_property
     def microbatch_counts(self) -> Int32s:
         """Microbatches of each bucket."""
         return self.counts if self.counts is not None else np.full(self.num_buckets, self.num_microbatches, np.int32)

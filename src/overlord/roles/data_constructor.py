@@ -27,6 +27,7 @@ class DataConstructor:
         self._tree = tree
         self._loaders = loaders
         self._packing = packing
+        self._places: dict[tuple[int, str, tuple[str, ...]], tuple[int, bool]] = {}
         self._views: dict[tuple[int, tuple[str, ...]], tuple[dict[str, str], dict[str, int]]] = {}
 
     def gather(self, plan: LoadingPlan, ranks: Collection[int] | None = None) -> Callable[[], StepSamples]:
@@ -98,7 +99,7 @@ class DataConstructor:
 
     def bucket_of(self, rank: int, plan: LoadingPlan) -> int:
         """Return the bucket of a plan that feeds a rank."""
-        return self._tree.bucket_of(plan.axis, rank)
+        return self._place_of(rank, plan)[0]
 
     def bins_of(self, ranks: Collection[int], plan: LoadingPlan) -> list[tuple[int, int]]:
         """Return (bucket, microbatch) of all that some ranks fetch, in the order in which it is needed."""
@@ -121,7 +122,15 @@ class DataConstructor:
 
     def fetches(self, rank: int, plan: LoadingPlan) -> bool:
         """Whether a rank fetches its data itself."""
-        return not plan.broadcast or self._tree.fetches(rank, plan.broadcast)
+        return self._place_of(rank, plan)[1]
+
+    def _place_of(self, rank: int, plan: LoadingPlan) -> tuple[int, bool]:
+        """Return a rank's bucket, and whether it fetches; looked up once, for clients wait while this is asked."""
+        key = (rank, plan.axis, plan.broadcast)
+        if key not in self._places:
+            fetches = not plan.broadcast or self._tree.fetches(rank, plan.broadcast)
+            self._places[key] = (self._tree.bucket_of(plan.axis, rank), fetches)
+        return self._places[key]
 
     def header_of(self, rank: int, plan: LoadingPlan) -> StepHeader:
         """Return what the client of a rank learns of a step before its data."""

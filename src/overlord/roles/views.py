@@ -157,10 +157,9 @@ class Batch(KeyedBatch):
     """
 
     def __init__(self, view: RankView, names: tuple[str, ...]) -> None:
-        keys = {k: v for k, v in view.arrays.items() if not k.startswith("meta.")}
-        facts = {k.removeprefix("meta."): v for k, v in view.scalars.items() if k.startswith("meta.")}
-        self._values: dict[str, Any] = {**keys, **{k: v for k, v in view.scalars.items() if not k.startswith("meta.")}}
-        columns = {k.removeprefix("meta."): v for k, v in view.arrays.items() if k.startswith("meta.")}
+        self._values, columns = _apart(view.arrays)
+        numbers, facts = _apart(view.scalars)
+        self._values.update(numbers)
         # A rank that gets its batch by broadcast fetches nothing, so nothing is known of its segments here.
         columns = {"origin": np.zeros((5, 0), np.int64), "cu_seqlens": np.zeros(1, np.int32), **columns}
         self.meta = BatchMeta(names, columns | dict(zip(_ORIGIN, columns["origin"], strict=True)), facts)
@@ -189,6 +188,18 @@ class Batch(KeyedBatch):
             else:
                 digest.update(f"{key} {value}".encode())
         return digest.hexdigest()
+
+
+def _apart(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what is for the model, and what is about the batch (`meta.x`)."""
+    values: dict[str, Any] = {}
+    about: dict[str, Any] = {}
+    for key, value in given.items():
+        if key.startswith("meta."):
+            about[key[5:]] = value
+        else:
+            values[key] = value
+    return values, about
 
 
 class Microbatches(Sequence[Batch]):

@@ -103,8 +103,8 @@ def place(
     if count > len(trainers):
         raise SpecError(
             f"the mesh has {world_size} ranks, {per_host} a host: {count} trainer hosts, and the cluster has "
-            f"{len(trainers)} ({_names(trainers)}). Add hosts, mark them with the resource {TRAINER!r}, or give "
-            "ranks_per_host=."
+            f"{len(trainers)} ({_names(trainers)}). Add hosts, mark them with the resource {TRAINER!r}, or give a "
+            "larger ranks_per_host=."
         )
     idle = {node.id: node.cpus for node in nodes}
     chosen = trainers[:count]

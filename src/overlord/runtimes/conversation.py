@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +45,12 @@ class Conversation:
         self._leases: dict[int, int] = {}
         self._next_lease = 0
         self._known: set[int] = set()
+        self._moved = False
+        self._seen_gone = 0
 
     def run(self) -> None:
         """Answer until the client is gone."""
-        answer_all(self._connection, self._answer)
+        answer_all(self._connection, self._answer, self._after)
 
     def close(self) -> None:
         """Free what the client held."""
@@ -56,6 +59,7 @@ class Conversation:
         self._leases.clear()
         if self._seat is not None:
             self._desk.server.detach(self._seat)
+            self._desk.planner.tell(self._desk.server.news())
 
     def _answer(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         op, server = message.get("op"), self._desk.server
@@ -75,10 +79,20 @@ class Conversation:
             server.leave(self._seat, int(message["next_step"]))
             return {}, []
         if op == "step":
-            header = server.open_step(self._seat, int(message["step"]))
-            return {"header": None if header is None else header_to_json(header)}, []
-        built = server.microbatch(self._seat, int(message["step"]), int(message["microbatch"]))
-        return self._hand_over(built) if built is not None else ({"segment": None}, [])
+            opened = server.open_step(self._seat, int(message["step"]))
+            if opened is None:
+                return {"header": None}, []
+            self._moved = True
+            views, fds = self._hand_over(opened[1])
+            return {"header": header_to_json(opened[0]), **views}, fds
+        number = int(message["microbatch"])
+        built = server.microbatch(self._seat, int(message["step"]), number)
+        return self._hand_over({number: built} if built is not None else {})
+
+    def _after(self) -> None:
+        if self._moved:
+            self._moved = False
+            self._desk.server.moved()
 
     def _hello(self, rank: int) -> dict[str, Any]:
         tree, server = self._desk.tree, self._desk.server
@@ -91,30 +105,37 @@ class Conversation:
         if not 0 <= rank < tree.world_size:
             return {**facts, "first_step": 0}
         self._rank = rank
-        self._seat, first = server.attach(rank)
-        return {**facts, "first_step": first}
+        self._seat, stands = server.attach(rank)
+        return {**facts, **stands}
 
-    def _hand_over(self, built: Built) -> tuple[dict[str, Any], list[int]]:
-        segment, packed, plan = built.segment, built.packed, built.plan
-        lease = self._next_lease
-        self._next_lease += 1
-        self._leases[lease] = segment.number
-        names, scalars = self._desk.constructor.view_of(self._rank, plan, packed)
-        specs = {spec.name: spec for spec in packed.arrays}
-        gone = [number for number in self._known if not self._desk.arena.alive(number)]
-        self._known.difference_update(gone)
-        reply = {
-            "lease": lease,
-            "segment": segment.number,
-            "capacity": segment.capacity,
-            "gone": gone,
-            "scalars": scalars,
-            "arrays": [[k, specs[n].dtype, list(specs[n].shape), specs[n].offset] for k, n in names.items()],
-        }
-        if segment.number in self._known:
-            return reply, []
-        self._known.add(segment.number)
-        return reply, [segment.fd]
+    def _hand_over(self, built: Mapping[int, Built]) -> tuple[dict[str, Any], list[int]]:
+        """Describe the views of some microbatches; descriptors of segments the client has not seen go along."""
+        arena = self._desk.arena
+        gone: list[int] = []
+        if arena.gone != self._seen_gone:  # rare, and looking costs more than the rest of an answer
+            self._seen_gone = arena.gone
+            gone = [number for number in self._known if not arena.alive(number)]
+            self._known.difference_update(gone)
+        views: dict[int, dict[str, Any]] = {}
+        fds: list[int] = []
+        for microbatch, one in built.items():
+            segment, packed = one.segment, one.packed
+            lease = self._next_lease
+            self._next_lease += 1
+            self._leases[lease] = segment.number
+            names, scalars = self._desk.constructor.view_of(self._rank, one.plan, packed)
+            views[microbatch] = {
+                "lease": lease,
+                "segment": segment.number,
+                "capacity": segment.capacity,
+                "new": segment.number not in self._known,
+                "scalars": scalars,
+                "arrays": [(key, *one.described[name]) for key, name in names.items()],
+            }
+            if views[microbatch]["new"]:
+                self._known.add(segment.number)
+                fds.append(segment.fd)
+        return {"views": views, "gone": gone}, fds
 
 
 def header_to_json(header: StepHeader) -> dict[str, Any]:

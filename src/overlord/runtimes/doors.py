@@ -55,8 +55,14 @@ Answer = Callable[[dict[str, Any]], tuple[dict[str, Any], Sequence[int]]]
 """Answers a message, with descriptors if there are any."""
 
 
-def answer_all(connection: socket.socket, answer: Answer) -> None:
-    """Answer messages until the client is gone; an error is an answer too."""
+def answer_all(connection: socket.socket, answer: Answer, after: Callable[[], None] | None = None) -> None:
+    """Answer messages until the client is gone; an error is an answer too.
+
+    Args:
+        connection: The client's.
+        answer: Makes the answers.
+        after: Called when an answer is on its way.
+    """
     while True:
         message, _ = receive(connection)
         try:
@@ -67,6 +73,8 @@ def answer_all(connection: socket.socket, answer: Answer) -> None:
             logger.exception("the message %r failed", message.get("op"))
             reply, fds = {"error": "OverlordError", "message": f"{type(error).__name__}: {error}"}, []
         send(connection, reply, list(fds))
+        if after is not None:
+            after()
 
 
 def door_name(ranks: Sequence[int]) -> str:
@@ -86,11 +94,14 @@ def knock(address: str, rank: int | None = None) -> socket.socket:
         SpecError: for what is no address.
         ServiceLost: when nobody answers.
     """
+    if isinstance(address, str) and not address.startswith("unix://") and Path(address).is_file():
+        address = Path(address).read_text(encoding="utf-8", errors="replace").strip()  # an --address-file
     text = address.removeprefix("unix://") if isinstance(address, str) else ""
     if text == address or not text:
         raise SpecError(
-            f"address: {address!r} is not one; nobody could be reached. Use what `service.address` or `overlord serve` "
-            "shows, such as 'unix:///tmp/overlord-x/socket'."
+            f"address: {address!r:.200} is not one, and no file of that name holds one; nobody could be reached. Use "
+            "what `service.address` or `overlord serve` shows, such as 'unix:///tmp/overlord-x/socket', or the file of "
+            "--address-file, which goes when the service ends."
         )
     path = Path(text)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
@@ -17,6 +18,8 @@ from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.doors import knock
 from overlord.runtimes.wire import receive, send
+
+logger = logging.getLogger("overlord")
 
 
 def connect_local(address: str, rank: int) -> Client:
@@ -57,42 +60,69 @@ class LocalFeed:
         self._maps: dict[int, mmap.mmap] = {}
         self._released: deque[int] = deque()
         self._leased: dict[int, int] = {}
+        self._ready: dict[tuple[int, int], tuple[dict[str, Any], mmap.mmap]] = {}
         facts = self._ask({"op": "hello", "rank": rank})[0]
         self.names: tuple[str, ...] = tuple(facts["names"])
         self.world_size: int = facts["world_size"]
         self.mesh: str = facts["mesh"]
         self.first_step: int = facts["first_step"]
         self._lease_bytes: int = facts["lease_bytes"]
+        if facts.get("seated"):
+            logger.warning(
+                "rank %d is attached to %s already: two trainers would train on the same data, and nobody on that of "
+                "another rank. Give each process its own rank", rank, address,
+            )  # fmt: skip
+        elif (facts.get("reached") or 0) > self.first_step:
+            logger.warning(
+                "rank %d of %s was at step %d before, and begins again at step %d. To go on from a checkpoint, start "
+                "the service from its state", rank, address, facts["reached"], self.first_step,
+            )  # fmt: skip
 
     def open_step(self, step: int) -> StepHeader | None:
-        """Return the header of a step; waits until it is planned."""
-        header = self._ask({"op": "step", "step": step})[0]["header"]
-        return None if header is None else StepHeader(**header)
+        """Return the header of a step; waits until it is planned. What is built of it comes along."""
+        with self._lock:
+            self._released.extend(view["lease"] for view, _ in self._ready.values())  # nobody looked at them
+            self._ready.clear()
+            reply, fds = self._ask({"op": "step", "step": step})
+            if reply["header"] is None:
+                return None
+            self._take(step, reply, fds)
+            return StepHeader(**reply["header"])
 
     def microbatch(self, step: int, microbatch: int) -> RankView:
         """Return one microbatch; waits until it is built."""
+        key = (step, microbatch)
         with self._lock:  # a segment's descriptor comes once: who asks next must find it mapped
-            reply, fds = self._ask({"op": "microbatch", "step": step, "microbatch": microbatch})
-            if reply["segment"] is None:
+            if key not in self._ready:
+                self._take(step, *self._ask({"op": "microbatch", "step": step, "microbatch": microbatch}))
+            if key not in self._ready:
                 return RankView({}, {})
-            number, capacity = reply["segment"], reply["capacity"]
-            if fds:
-                self._maps[number] = mmap.mmap(fds[0], capacity, prot=mmap.PROT_READ)
-                os.close(fds[0])
-            root = np.frombuffer(self._maps[number], np.uint8)
-            for old in reply["gone"]:
-                self._maps.pop(old, None)
+            view, segment = self._ready.pop(key)
+        root = np.frombuffer(segment, np.uint8)
         # Every array below is a view of `root`: the lease ends when the last of them is gone.
-        arrays = {k: _view(root, dtype, shape, offset) for k, dtype, shape, offset in reply["arrays"]}
+        arrays = {k: _view(root, dtype, shape, offset) for k, dtype, shape, offset in view["arrays"]}
         nbytes = sum(a.nbytes for a in arrays.values())
         if sum(self._leased.values()) + nbytes > self._lease_bytes:
             # A trainer that keeps many batches must not hold the service's memory: it gets copies.
             arrays = {k: a.copy() for k, a in arrays.items()}
-            self._released.append(reply["lease"])
+            self._released.append(view["lease"])
         else:
-            self._leased[reply["lease"]] = nbytes
-            weakref.finalize(root, _let_go, self._leased, self._released, reply["lease"]).atexit = False
-        return RankView(arrays, reply["scalars"])
+            self._leased[view["lease"]] = nbytes
+            weakref.finalize(root, _let_go, self._leased, self._released, view["lease"]).atexit = False
+        return RankView(arrays, view["scalars"])
+
+    def _take(self, step: int, reply: dict[str, Any], fds: list[int]) -> None:
+        """Keep the views that came, with their segments mapped."""
+        unseen = iter(fds)
+        for microbatch, view in reply["views"].items():
+            number = view["segment"]
+            if view["new"]:
+                fd = next(unseen)
+                self._maps[number] = mmap.mmap(fd, view["capacity"], prot=mmap.PROT_READ)
+                os.close(fd)
+            self._ready[step, int(microbatch)] = (view, self._maps[number])
+        for old in reply["gone"]:
+            self._maps.pop(old, None)
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Hand over metrics; durable when it returns.
@@ -114,6 +144,7 @@ class LocalFeed:
                 pass  # it went first; there is nobody to take leave of
         self._finalizer()
         self._maps.clear()
+        self._ready.clear()
 
     def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
@@ -126,8 +157,8 @@ class LocalFeed:
                 reply, fds = receive(self._connection)
             except (OSError, ServiceLost) as error:
                 raise ServiceLost(
-                    f"the service at {self._address} is gone ({error}); no more data will come. Look at its log, then "
-                    "launch again from the last state."
+                    f"the service at {self._address} is gone ({error}); no more data will come. Why stands on the "
+                    "standard error of the process that launched it. Launch again from the last state."
                 ) from error
         if "error" in reply:
             raise error_named(reply["error"], reply["message"])
@@ -135,8 +166,7 @@ class LocalFeed:
 
 
 def _view(root: Any, dtype: str, shape: list[int], offset: int) -> Any:
-    count = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    return root[offset : offset + count].view(dtype).reshape(shape)
+    return np.ndarray(shape, dtype, root, offset)  # its base is `root`, whose end is the end of the lease
 
 
 def _let_go(leased: dict[int, int], released: deque[int], lease: int) -> None:

@@ -103,7 +103,7 @@ class _Answer:
     def _silent(self) -> ServiceLost:
         return ServiceLost(
             f"the {self._name} did not answer {self._method!r} within {self._deadline_s:g} s; no data can come "
-            "from it. Its host may be overloaded or cut off: look at its log, and launch again from the last state."
+            "from it. Its host may be overloaded or cut off: see Ray's log of it, and launch again from the last state."
         )
 
     def _get(self) -> Frame:
@@ -114,8 +114,8 @@ class _Answer:
         except RayError as error:
             why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ServiceLost(
-                f"the {self._name} is gone ({why}); no data can come from it. Look at its log (ray logs), then launch "
-                "again from the last state."
+                f"the {self._name} is gone ({why}); no data can come from it. Its last words are in Ray's log of it; "
+                "launch again from the last state."
             ) from error
 
 
@@ -231,8 +231,9 @@ class Cluster:
         except RayError as error:
             why = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             raise SpecError(
-                f"the {site.name} did not start on {site.node.name} ({why}); nothing could run. Install the same "
-                "version of overlord-data[ray] on every host of the cluster."
+                f"the {site.name} did not start on {site.node.name} of the cluster at "
+                f"{ray.get_runtime_context().gcs_address} ({why}); nothing could run. Is that the cluster you meant, "
+                "and is the same version of overlord-data[ray] installed on all of its hosts?"
             ) from error
 
     def _open_sources(self, progress: Progress) -> dict[str, Any]:
@@ -354,6 +355,7 @@ def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     """Serve a job on a cluster."""
     job, options = cloudpickle.loads(bundle)  # from the launching process to its own roles
     check_launch(canonical(job), options)
+    progress("starting Ray" if options.cluster.address is None else "attaching to Ray", 0, 1)
     with _attached(job, options, folder):
         sites = place(
             nodes_of_cluster(), options.cluster, world_size=options.mesh.world_size, num_sources=len(job.sources),

@@ -39,6 +39,10 @@ class Seats:
         self.attached: set[int] = set()
         """Ranks that ever attached."""
 
+    def before(self, rank: int) -> tuple[int | None, bool]:
+        """Return how far a rank came that attaches again, and whether it sits here still."""
+        return self._reached.get(rank), any(seat.rank == rank for seat in self._seats.values())
+
     def take(self, rank: int) -> int:
         """Seat a client at the first step; return its seat."""
         self.attached.add(rank)

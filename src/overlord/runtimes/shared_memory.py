@@ -50,6 +50,8 @@ class Arena:
         self._used: dict[int, tuple[Segment, int]] = {}
         self._next = 0
         self._closed = False
+        self.gone = 0
+        """Segments that were closed for good so far."""
 
     @property
     def used_bytes(self) -> int:
@@ -100,12 +102,14 @@ class Arena:
             del self._used[number]
             if not segment.reusable:
                 segment.close()
+                self.gone += 1
                 return
             self._idle.append(segment)
             # A few of what is in use will be needed again soon; more than that is given back.
             most = sum(s.capacity for s, _ in self._used.values()) // 4 + 2 * segment.capacity
             while sum(s.capacity for s in self._idle) > most:
                 self._idle.pop(0).close()
+                self.gone += 1
 
     def close(self) -> None:
         """Close every segment."""

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from overlord.core.plan import LoadingPlan
 from overlord.errors import ClosedError, OverlordError
-from overlord.roles.data_constructor import DataConstructor
+from overlord.roles.data_constructor import ENCODER, DataConstructor
 from overlord.roles.views import StepHeader
 from overlord.runtimes.planner_host import HostNews, Plans, Waiting
 from overlord.runtimes.seats import Seats
@@ -49,7 +49,12 @@ class Built:
     segment: Segment
     packed: PackedMicrobatch
     plan: LoadingPlan
+    described: dict[str, tuple[str, tuple[int, ...], int]]
+    """Type, shape and place of every array by its name: worked out before a client waits for it."""
 
+
+AT_ONCE = 64
+"""Microbatches that are handed over with their step at most: a message takes no more than 253 descriptors."""
 
 Bin = tuple[int, int, int]
 """(step, bucket, microbatch)."""
@@ -113,12 +118,13 @@ class StepServer:
         with self._changed:
             return HostNews(self._seats.reached, self._seats.positions, self._arena.used_bytes)
 
-    def attach(self, rank: int) -> tuple[int, int]:
-        """Seat a client; return its seat and the first step of the stream."""
+    def attach(self, rank: int) -> tuple[int, dict[str, Any]]:
+        """Seat a client; return its seat, and what it should know: where the stream begins, and who had its rank."""
         with self._changed:
+            reached, seated = self._seats.before(rank)
             seat = self._seats.take(rank)
             self._changed.notify_all()
-            return seat, self._planner.first_step
+            return seat, {"first_step": self._planner.first_step, "reached": reached, "seated": seated}
 
     def detach(self, seat: int) -> None:
         """Free a seat; nothing is built for it any more."""
@@ -127,18 +133,37 @@ class StepServer:
             self._drop_unwanted()
             self._changed.notify_all()
 
-    def open_step(self, seat: int, step: int) -> StepHeader | None:
-        """Return the header of a step, or None past the end; moves the client's window."""
+    def open_step(self, seat: int, step: int) -> tuple[StepHeader, dict[int, Built]] | None:
+        """Move the client's window; return the header of a step, or None past the end.
+
+        With it come the microbatches that are built already, each held once more for the caller. Call `moved` when the
+        client has its answer: what follows from the move is not what it waits for.
+        """
         with self._changed:
             self._seats.move(seat, step)
-            self._drop_unwanted()
-            self._changed.notify_all()
-            if self._missing is not None and step not in self._plans:
-                self._tell_missing(step, self._missing)
+            if step not in self._plans:
+                self.moved()
+                if self._missing is not None:
+                    self._tell_missing(step, self._missing)
             found = self._wait(step, lambda: self._plans.get(step) or (self._past_end(step) or None))
             if not isinstance(found, LoadingPlan):
                 return None
-            return self._constructor.header_of(self._seats.rank_of(seat), found)
+            rank = self._seats.rank_of(seat)
+            header = self._constructor.header_of(rank, found)
+            bucket = self._constructor.bin_of(rank, found, 0)
+            places = {n: (step, bucket[0], n) for n in range(min(header.num_microbatches, AT_ONCE)) if bucket}
+            if header.encodes:
+                places[ENCODER] = (step, rank, ENCODER)
+            built = {number: self._built[key] for number, key in places.items() if key in self._built}
+            for one in built.values():
+                self._arena.hold(one.segment.number)
+            return header, built
+
+    def moved(self) -> None:
+        """Drop what nobody wants any more, and wake who builds."""
+        with self._changed:
+            self._drop_unwanted()
+            self._changed.notify_all()
 
     def microbatch(self, seat: int, step: int, microbatch: int) -> Built | None:
         """Return a microbatch of the client's bucket; its segment is held once more for the caller.
@@ -329,13 +354,13 @@ class StepServer:
             return None
 
         def work(key: Bin) -> None:
-            step, bucket, microbatch = key
+            step = key[0]
             with self._changed:
                 plan, gathered = self._plans.get(step), self._samples.get(step)
             made: dict[Bin, Built] = {}
             try:
                 if plan is not None and gathered is not None:
-                    made[key] = self._pack(plan, gathered.samples, bucket, microbatch)
+                    made[key] = _pack(self._constructor, self._arena, plan, gathered.samples, key[1:])
             finally:
                 with self._changed:  # at once: in between, the other thread would take it for missing
                     self._packing.remove(key)
@@ -348,17 +373,22 @@ class StepServer:
 
         self._run(choose, work, lambda key: key[0])
 
-    def _pack(self, plan: LoadingPlan, samples: StepSamples, bucket: int, microbatch: int) -> Built:
-        taken: list[Segment] = []
 
-        def allocate(nbytes: int) -> Any:
-            taken.append(self._arena.take(nbytes))
-            return taken[0].memory[:nbytes]
+def _pack(
+    constructor: DataConstructor, arena: Arena, plan: LoadingPlan, samples: StepSamples, place: tuple[int, int]
+) -> Built:
+    """Build one microbatch of one bucket in shared memory."""
+    taken: list[Segment] = []
 
-        try:
-            packed = self._constructor.constructor_do_plan(plan, samples, bucket, microbatch, allocate)
-        except BaseException:
-            for segment in taken:
-                self._arena.release(segment.number)
-            raise
-        return Built(taken[0], packed, plan)
+    def allocate(nbytes: int) -> Any:
+        taken.append(arena.take(nbytes))
+        return taken[0].memory[:nbytes]
+
+    try:
+        packed = constructor.constructor_do_plan(plan, samples, *place, allocate)
+    except BaseException:
+        for segment in taken:
+            arena.release(segment.number)
+        raise
+    described = {spec.name: (spec.dtype, spec.shape, spec.offset) for spec in packed.arrays}
+    return Built(taken[0], packed, plan, described)
