@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -51,11 +50,6 @@ def eight_megabytes(folder: Path) -> ol.Job:
     )
 
 
-def pss() -> float:
-    """Return this process's share of memory in MB."""
-    return psutil.Process().memory_full_info().pss / 2**20
-
-
 def measure(take: Callable[[], list[np.ndarray]], steps: int) -> dict[str, list[float]]:
     """Take steps, and copy each of them; milliseconds of both."""
     out = np.zeros(2 * STEP_BYTES, np.uint8)
@@ -80,15 +74,13 @@ def measure(take: Callable[[], list[np.ndarray]], steps: int) -> dict[str, list[
 
 def be_a_trainer(address: str, steps: int) -> None:
     """Measure a service; print the figures."""
-    before = pss()
     client = ol.connect(address, rank=0)
 
     def take() -> list[np.ndarray]:
         batches = list(next(client).microbatches)
         return [value for batch in batches for value in batch.values() if isinstance(value, np.ndarray)]
 
-    found: dict[str, Any] = measure(take, steps)
-    found["memory_mb"] = pss() - before
+    found = measure(take, steps)
     client.close()
     print(json.dumps(found))
 
@@ -97,7 +89,6 @@ def be_a_trainer_of_ray(ahead: int, steps: int) -> None:
     """Measure an actor that returns 8 MB."""
     import ray
 
-    before = pss()
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
 
     @ray.remote
@@ -112,10 +103,43 @@ def be_a_trainer_of_ray(ahead: int, steps: int) -> None:
         ready.append(loader.step.remote())
         return [ray.get(ready.pop(0))]
 
-    found: dict[str, Any] = measure(take, steps)
-    found["memory_mb"] = pss() - before
+    found = measure(take, steps)
     ray.shutdown()
     print(json.dumps(found))
+
+
+_ATTACHED = """
+import sys
+import numpy as np, psutil
+pss = lambda: psutil.Process().memory_full_info().pss / 2**20
+before = pss()
+import overlord as ol
+client = ol.connect(sys.argv[1], rank=0)
+for _ in range(3):
+    held = [value for batch in next(client).microbatches for value in batch.values()]
+print(pss() - before)
+"""
+_DRIVER = """
+import numpy as np, psutil
+pss = lambda: psutil.Process().memory_full_info().pss / 2**20
+before = pss()
+import ray
+ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+@ray.remote
+class Loader:
+    def step(self):
+        return np.zeros(8 << 20, np.uint8)
+loader = Loader.remote()
+for _ in range(3):
+    held = ray.get(loader.step.remote())
+print(pss() - before)
+"""
+
+
+def memory_of(script: str, *arguments: str) -> float:
+    """Return what a script adds to the memory of a process that has numpy."""
+    command = [sys.executable, "-c", script, *arguments]
+    return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1])
 
 
 def in_a_process(*arguments: str) -> dict[str, Any]:
@@ -142,12 +166,14 @@ def main() -> None:
         return
     steps = ("--steps", str(options.steps))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in ("local", "ray", "actor", "actor_ahead")}
+    memory = {"actor": memory_of(_DRIVER)}
     with tempfile.TemporaryDirectory() as folder:
         job = eight_megabytes(Path(folder))
         for _ in range(options.rounds):
             for runtime in ("local", "ray"):
                 with ol.launch(job, runtime=runtime, cache=f"{folder}/cache", prefetch=3) as service:
                     found[runtime].append(in_a_process("--trainer", str(service.address), *steps))
+                    memory[runtime] = memory_of(_ATTACHED, str(service.address))
             found["actor"].append(in_a_process("--actor", "0", *steps))
             found["actor_ahead"].append(in_a_process("--actor", "3", *steps))
     wait = {name: statistics.median(w for one in rounds for w in one["waits"]) for name, rounds in found.items()}
@@ -165,10 +191,9 @@ def main() -> None:
         "ratio_actor_return_ahead": ratio["actor_ahead"],
         **{f"{name}_ms": value for name, value in wait.items()},
         "copy_ms": statistics.median(c for rounds in found.values() for one in rounds for c in one["copies"]),
-        **{f"{name}_trainer_mb": statistics.median(one["memory_mb"] for one in rounds)
-           for name, rounds in found.items() if name != "actor_ahead"},
+        **{f"{name}_trainer_mb": value for name, value in memory.items()},
         "step_mb": STEP_BYTES / 2**20,
-    }  # fmt: skip
+    }
     publish("fetch", figures, options.json)
 
 
