@@ -80,7 +80,7 @@ class PlannerHost:
         self._changed = threading.Condition()
         self._news: dict[int, HostNews] = {}
         self._reached: dict[int, int] = {}
-        self._closing = False
+        self._closing = self._closed = False
 
     @property
     def first_step(self) -> int:
@@ -106,8 +106,9 @@ class PlannerHost:
     def tell(self, news: HostNews, host: int = 0) -> None:
         """Hear how far the clients of a host are."""
         with self._changed:
-            self._hear(host, news)
-            self._forget_passed()
+            if not self._closed:  # a client may go after the service it was attached to
+                self._hear(host, news)
+                self._forget_passed()
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Answer a client, or the owner of the service.
@@ -126,6 +127,7 @@ class PlannerHost:
         """Send home who waits, save where the clients stand, and close the journal."""
         self.interrupt()
         with self._changed:
+            self._closed = True
             self._planner.close()
 
     def interrupt(self) -> None:
