@@ -14,7 +14,8 @@ from overlord.roles.views import StepHeader
 from overlord.runtimes.doors import answer_all
 from overlord.runtimes.planner_host import Plans
 from overlord.runtimes.shared_memory import Arena
-from overlord.runtimes.step_server import Built, StepServer
+from overlord.runtimes.step_server import Built, StepServer, view_text
+from overlord.runtimes.wire import to_text
 
 SEATED = ("leave", "step", "microbatch")
 """Messages that only a rank with a seat may send."""
@@ -61,7 +62,7 @@ class Conversation:
             self._desk.server.detach(self._seat)
             self._desk.planner.tell(self._desk.server.news())
 
-    def _answer(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    def _answer(self, message: dict[str, Any]) -> tuple[dict[str, Any] | str, list[int]]:
         op, server = message.get("op"), self._desk.server
         for lease in message.pop("release", ()):
             number = self._leases.pop(int(lease), None)
@@ -83,8 +84,7 @@ class Conversation:
             if opened is None:
                 return {"header": None}, []
             self._moved = True
-            views, fds = self._hand_over(opened[1])
-            return {"header": header_to_json(opened[0]), **views}, fds
+            return self._hand_over(opened[1], f'"header":{to_text(header_to_json(opened[0]))},')
         number = int(message["microbatch"])
         built = server.microbatch(self._seat, int(message["step"]), number)
         return self._hand_over({number: built} if built is not None else {})
@@ -108,34 +108,32 @@ class Conversation:
         self._seat, stands = server.attach(rank)
         return {**facts, **stands}
 
-    def _hand_over(self, built: Mapping[int, Built]) -> tuple[dict[str, Any], list[int]]:
-        """Describe the views of some microbatches; descriptors of segments the client has not seen go along."""
+    def _hand_over(self, built: Mapping[int, Built], header: str = "") -> tuple[str, list[int]]:
+        """Write the views of some microbatches; descriptors of segments the client has not seen go along."""
         arena = self._desk.arena
         gone: list[int] = []
         if arena.gone != self._seen_gone:  # rare, and looking costs more than the rest of an answer
             self._seen_gone = arena.gone
             gone = [number for number in self._known if not arena.alive(number)]
             self._known.difference_update(gone)
-        views: dict[int, dict[str, Any]] = {}
+        views: list[str] = []
         fds: list[int] = []
         for microbatch, one in built.items():
-            segment, packed = one.segment, one.packed
-            lease = self._next_lease
+            segment, lease = one.segment, self._next_lease
             self._next_lease += 1
             self._leases[lease] = segment.number
-            names, scalars = self._desk.constructor.view_of(self._rank, one.plan, packed)
-            views[microbatch] = {
-                "lease": lease,
-                "segment": segment.number,
-                "capacity": segment.capacity,
-                "new": segment.number not in self._known,
-                "scalars": scalars,
-                "arrays": [(key, *one.described[name]) for key, name in names.items()],
-            }
-            if views[microbatch]["new"]:
+            told = one.views.get(self._rank)
+            if told is None:  # a rank that came after it was built
+                told = view_text(self._desk.constructor, self._rank, one.plan, one.packed)
+            new = segment.number not in self._known
+            if new:
                 self._known.add(segment.number)
                 fds.append(segment.fd)
-        return {"views": views, "gone": gone}, fds
+            views.append(
+                f'"{microbatch}":{{"lease":{lease},"segment":{segment.number},"capacity":{segment.capacity},'
+                f'"new":{"true" if new else "false"},{told}}}'
+            )
+        return f'{{{header}"views":{{{",".join(views)}}},"gone":{gone}}}', fds
 
 
 def header_to_json(header: StepHeader) -> dict[str, Any]:

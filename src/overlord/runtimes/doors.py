@@ -51,8 +51,8 @@ def _host(connection: socket.socket, converse: Converse) -> None:
             logger.debug("a client is gone: %s", error)
 
 
-Answer = Callable[[dict[str, Any]], tuple[dict[str, Any], Sequence[int]]]
-"""Answers a message, with descriptors if there are any."""
+Answer = Callable[[dict[str, Any]], tuple[dict[str, Any] | str, Sequence[int]]]
+"""Answers a message (as JSON, where that is written already), with descriptors if there are any."""
 
 
 def answer_all(connection: socket.socket, answer: Answer, after: Callable[[], None] | None = None) -> None:
@@ -65,6 +65,8 @@ def answer_all(connection: socket.socket, answer: Answer, after: Callable[[], No
     """
     while True:
         message, _ = receive(connection)
+        reply: dict[str, Any] | str
+        fds: Sequence[int]
         try:
             reply, fds = answer(message)
         except OverlordError as error:

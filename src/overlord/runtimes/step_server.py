@@ -26,6 +26,7 @@ from overlord.roles.views import StepHeader
 from overlord.runtimes.planner_host import HostNews, Plans, Waiting
 from overlord.runtimes.seats import Seats
 from overlord.runtimes.shared_memory import Arena, Segment
+from overlord.runtimes.wire import to_text
 from overlord.transforms.packed import PackedMicrobatch
 from overlord.transforms.step_samples import StepSamples
 
@@ -49,8 +50,8 @@ class Built:
     segment: Segment
     packed: PackedMicrobatch
     plan: LoadingPlan
-    described: dict[str, tuple[str, tuple[int, ...], int]]
-    """Type, shape and place of every array by its name: worked out before a client waits for it."""
+    views: dict[int, str]
+    """What a rank is told of its view, as JSON: written before a client waits for it."""
 
 
 AT_ONCE = 64
@@ -360,7 +361,7 @@ class StepServer:
             made: dict[Bin, Built] = {}
             try:
                 if plan is not None and gathered is not None:
-                    made[key] = _pack(self._constructor, self._arena, plan, gathered.samples, key[1:])
+                    made[key] = self._build(plan, gathered, key[1:])
             finally:
                 with self._changed:  # at once: in between, the other thread would take it for missing
                     self._packing.remove(key)
@@ -373,10 +374,24 @@ class StepServer:
 
         self._run(choose, work, lambda key: key[0])
 
+    def _build(self, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]) -> Built:
+        constructor = self._constructor
+        segment, packed = _pack(constructor, self._arena, plan, gathered.samples, place)
+        ranks = [rank for rank in gathered.ranks if constructor.bin_of(rank, plan, place[1]) == place]
+        return Built(segment, packed, plan, {rank: view_text(constructor, rank, plan, packed) for rank in ranks})
+
+
+def view_text(constructor: DataConstructor, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> str:
+    """Write what a rank is told of a microbatch: numbers, and type, shape and place of its arrays."""
+    names, scalars = constructor.view_of(rank, plan, packed)
+    specs = {spec.name: (spec.dtype, spec.shape, spec.offset) for spec in packed.arrays}
+    told = {"scalars": scalars, "arrays": [(key, *specs[name]) for key, name in names.items()]}
+    return to_text(told)[1:-1]
+
 
 def _pack(
     constructor: DataConstructor, arena: Arena, plan: LoadingPlan, samples: StepSamples, place: tuple[int, int]
-) -> Built:
+) -> tuple[Segment, PackedMicrobatch]:
     """Build one microbatch of one bucket in shared memory."""
     taken: list[Segment] = []
 
@@ -390,5 +405,4 @@ def _pack(
         for segment in taken:
             arena.release(segment.number)
         raise
-    described = {spec.name: (spec.dtype, spec.shape, spec.offset) for spec in packed.arrays}
-    return Built(taken[0], packed, plan, described)
+    return taken[0], packed

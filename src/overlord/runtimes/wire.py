@@ -10,13 +10,13 @@ from typing import Any
 from overlord.errors import ServiceLost
 
 _HEAD = struct.Struct("<II")
-_ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` makes an encoder for every message
+to_text = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` makes an encoder for every message
 MAX_MESSAGE = 64 << 20
 
 
-def send(connection: socket.socket, message: dict[str, Any], fds: list[int] | None = None) -> None:
-    """Send one message, with file descriptors if there are any."""
-    body = _ENCODE(message).encode()
+def send(connection: socket.socket, message: dict[str, Any] | str, fds: list[int] | None = None) -> None:
+    """Send one message (or its JSON), with file descriptors if there are any."""
+    body = (message if isinstance(message, str) else to_text(message)).encode()
     connection.sendall(_HEAD.pack(len(body), len(fds or ())) + body)
     if fds:
         socket.send_fds(connection, [b"F"], fds)
