@@ -85,10 +85,11 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> str:
     try:
         (folder / f"ray-started-{owner}").touch(exist_ok=False)
         command = [sys.executable, str(Path(__file__).parent / "ray_nodes.py"), str(owner), str(file)]
-        with (folder / f"ray-{owner}.log").open("wb") as log:
-            subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True
-            ).returncode = 0  # it ends by itself
+        # By a shell that goes at once: it ends by itself, and is nobody's child that a test could take for a leftover.
+        log = str(folder / f"ray-{owner}.log")
+        shell = ["/bin/sh", "-c", '"$@" > "$0" 2>&1 < /dev/null &', log]
+        environment = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
+        subprocess.run([*shell, *command], check=True, start_new_session=True, env=environment)
     except FileExistsError:
         pass  # another worker starts it
     for _ in range(600):

@@ -26,7 +26,7 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     watched, file = int(sys.argv[1]), Path(sys.argv[2])
-    folder = tempfile.mkdtemp(prefix="ovltest-")
+    folder = tempfile.mkdtemp(prefix="ovltest-", dir="/tmp")  # a test may have a TMPDIR of its own, which goes with it
     common = {"num_cpus": CPUS, "object_store_memory": 200 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={**common, "temp_dir": folder})
     for _ in range(NODES - 1):
