@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.ragged import Ragged, copy_runs, expand_ranges, offsets_of
+from overlord.core.ragged import Ragged, expand_ranges, gather_runs, offsets_of
 from overlord.core.samples import Cursor, MetaArray
 
 Int32s = npt.NDArray[np.int32]
@@ -96,7 +96,7 @@ class Media:
         items = expand_ranges(self.rows[samples], counts)
         sizes = np.where(np.repeat(with_bytes, counts), self.nbytes_of[items], 0)
         offsets = offsets_of(sizes)
-        values = copy_runs(self.values, self.begin[items], sizes)
+        values = gather_runs(self.values, self.begin[items], sizes)
         columns = {name: getattr(self, name)[items] for name in ("start", "length", "grids", "seconds", "seeds", "bad")}
         return Media(
             self.kind, offsets_of(counts), **columns, values=values, begin=offsets[:-1], nbytes_of=sizes,

@@ -27,22 +27,22 @@ def _gather(values: Array, offsets: Array, rows: Array, out: Array) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _copy_runs(values: Array, starts: Array, offsets: Array, out: Array) -> None:
+def _gather_runs(values: Array, starts: Array, offsets: Array, out: Array) -> None:
     for run in range(len(starts)):
         low, high = offsets[run], offsets[run + 1]
         out[low:high] = values[starts[run] : starts[run] + high - low]
 
 
-def copy_runs(values: Array, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Array:
+def gather_runs(values: Array, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Array:
     """Return runs of an array one behind the other.
 
     Example:
-        >>> copy_runs(np.arange(9, dtype=np.uint8), np.array([6, 1]), np.array([3, 2])).tolist()
+        >>> gather_runs(np.arange(9, dtype=np.uint8), np.array([6, 1]), np.array([3, 2])).tolist()
         [6, 7, 8, 1, 2]
     """
     offsets = offsets_of(lengths)
     out = np.empty(int(offsets[-1]), values.dtype)
-    _copy_runs(values, starts, offsets, out)
+    _gather_runs(values, starts, offsets, out)
     return out
 
 

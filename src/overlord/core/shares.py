@@ -40,7 +40,7 @@ class Share:
             everything = np.ones(len(plan.draw), np.bool_)
             return cls(everything, everything, whole=True)
         samples = np.zeros(len(plan.draw), np.bool_)
-        fetching = [rank for rank in ranks if not plan.broadcast or tree.fetches(rank, plan.broadcast)]
+        fetching = [rank for rank in ranks if tree.fetches(rank, plan.broadcast)]
         for bucket in {tree.bucket_of(plan.axis, rank) for rank in fetching}:
             samples[_of_bucket(plan, bucket)] = True
         if plan.encoder is None:
@@ -69,13 +69,12 @@ def _of_bucket(plan: LoadingPlan, bucket: int) -> npt.NDArray[np.int32]:
     return plan.pieces.sample[int(first) : int(stop)]
 
 
-def media_must_be_open(plan: LoadingPlan, source: int) -> bool:
-    """Whether several hosts must know which media of a source decode: then that is found out before the hand-over.
+def known_early(plan: LoadingPlan) -> Bools:
+    """Return the drawn samples of which it must be known at once whether their media decode.
 
-    That is so where images are encoded elsewhere than where their tokens are, and for samples cut into pieces: a
-    broken image must silence all of its sample.
+    That is where images are encoded elsewhere than where their tokens are, and where a sample is cut into pieces: a
+    broken image must silence all of its sample, wherever that goes. Other media can be opened when they are packed.
     """
-    if plan.encoder is not None:
-        return True
-    cut = plan.pieces.sample[plan.pieces.start > 0]
-    return bool((plan.draw.source[cut] == source).any())
+    early = np.full(len(plan.draw), plan.encoder is not None)
+    early[plan.pieces.sample[plan.pieces.start > 0]] = True
+    return early

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-import numpy as np
-
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
+from overlord.core.shares import known_early
 from overlord.roles.ports import Loaders
 from overlord.roles.views import StepHeader
 from overlord.transforms.encoder_inputs import pack_encoder
@@ -38,11 +37,7 @@ class DataConstructor:
         def join() -> StepSamples:
             samples = join_payloads(plan, collect())
             if len(samples.items):
-                # Whether an image decodes must be known wherever tokens of its sample go: at once where the image
-                # goes elsewhere, or its sample is cut into pieces. The others are opened when they are packed.
-                apart = np.full(len(plan.draw), plan.encoder is not None)
-                apart[plan.pieces.sample[plan.pieces.start > 0]] = True
-                faults = samples.open_media(self._packing.opening, apart)
+                faults = samples.open_media(self._packing.opening, known_early(plan))
                 self._tell(plan, [(int(samples.items.sample[item]), reason) for item, reason in faults])
             return samples
 
@@ -128,8 +123,8 @@ class DataConstructor:
         """Return a rank's bucket, and whether it fetches; looked up once, for clients wait while this is asked."""
         key = (rank, plan.axis, plan.broadcast)
         if key not in self._places:
-            fetches = not plan.broadcast or self._tree.fetches(rank, plan.broadcast)
-            self._places[key] = (self._tree.bucket_of(plan.axis, rank), fetches)
+            tree = self._tree
+            self._places[key] = (tree.bucket_of(plan.axis, rank), tree.fetches(rank, plan.broadcast))
         return self._places[key]
 
     def header_of(self, rank: int, plan: LoadingPlan) -> StepHeader:

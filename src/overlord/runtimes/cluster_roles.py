@@ -8,7 +8,6 @@ service's own process asks in this order: the others `prepare` while loaders `op
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import stat
 import sys
@@ -29,7 +28,7 @@ from overlord.roles.verdicts import verdicts_from_json
 from overlord.runtimes.constructor_host import ConstructorHost
 from overlord.runtimes.deployment import (
     SourceFacts,
-    base_weights,
+    first_needs,
     make_constructor,
     make_fleet,
     open_files,
@@ -50,17 +49,17 @@ from overlord.runtimes.frames import (
 )
 from overlord.runtimes.history import History, open_store
 from overlord.runtimes.leftovers import remove_when_gone
+from overlord.runtimes.loader_fleet import LOADER_THREADS
 from overlord.runtimes.loader_host import LoaderHost
 from overlord.runtimes.memory import few_arenas, give_back_freed_memory
 from overlord.runtimes.opening import index_first_windows
 from overlord.runtimes.peers import Blobs, Peer, RemoteLoaders, RemotePlanner, RemoteVerdicts, news_from_json
 from overlord.runtimes.planner_host import PlannerHost, Waiting
 from overlord.runtimes.process_workers import ProcessWorkers
+from overlord.runtimes.service_main import settle_in
 from overlord.runtimes.status import describe
 from overlord.runtimes.workers import ThreadWorkers
 
-LOADER_THREADS = 16
-"""Calls to loaders of one host that may wait for storage at the same time."""
 KEPT_BLOBS = 16
 """Plans that the planner keeps put, for hosts that are behind."""
 
@@ -70,8 +69,7 @@ class _Role:
 
     def __init__(self, bundle: bytes, paths: Sequence[str], folder: str, site: dict[str, Any]) -> None:
         few_arenas()
-        sys.setswitchinterval(0.0005)  # as in the local service
-        logging.basicConfig(format="overlord: %(levelname)s: %(message)s", level=logging.WARNING)
+        settle_in()
         sys.path += [path for path in paths if path not in sys.path]  # where the launcher's functions come from
         self._job, self._options = cloudpickle.loads(bundle)  # from the launching process to its own roles
         self._folder = Path(folder)
@@ -173,7 +171,7 @@ class LoaderRole(_Role):
 
     def status(self, frame: Frame) -> Frame:
         """Tell what the loaders hold and have met."""
-        return frame_of({"sources": self._host.status(), "buffer_bytes": self._host.buffer_bytes})
+        return frame_of({"sources": self._host.status()})
 
     def _count(self, what: str, done: int, of: int) -> None:
         self._done = [done, of]
@@ -190,13 +188,10 @@ class PlannerRole(_Role):
         self._parts, self._state = where_it_stands(self._prepared, self._facts)
         options = self._options
         store = Path(options.store) if options.store else self._claim_folder() / "store"
-        self._history = open_store(
-            self._prepared.job, options.state, store, self._state.step, latest=options.latest
-        )  # fmt: skip
         job, state = self._prepared.job, self._state
-        weights = job.mixture.weights_at(float(state.step), job.names, base_weights(job, self._facts))
-        cursors = [list(state.cursor(number)) for number in range(len(job.sources))]
-        return frame_of({"verdicts": self._history.verdicts.to_json(), "cursors": cursors, "weights": list(weights)})
+        self._history = open_store(job, options.state, store, state.step, latest=options.latest)
+        cursors, weights = first_needs(job, self._facts, state)
+        return frame_of({"verdicts": self._history.verdicts.to_json(), "cursors": cursors, "weights": weights})
 
     def begin(self, frame: Frame) -> Frame:
         """Plan the first step, so that what is wrong shows before anything runs."""
@@ -217,7 +212,7 @@ class PlannerRole(_Role):
                 prepared.job, prepared.options.mesh, planner, self._facts, statuses, "ray", positions,
                 view_bytes=view_bytes,
             )  # fmt: skip
-            found["planner"]["traffic"] = self.traffic()
+            found["planner"]["traffic"] = self._traffic()
             return found | {"ray": given["cluster"]}
 
         self._planner_host = PlannerHost(planner, picture)
@@ -255,7 +250,7 @@ class PlannerRole(_Role):
         self._history.verdicts.add(given["source"], int(given["row"]), given["reason"])
         return frame_of({})
 
-    def traffic(self) -> dict[str, int]:
+    def _traffic(self) -> dict[str, int]:
         """Return what went through this host: frames both ways, and plans, each of which was put once."""
         return {
             "plans": self._plans_put,
@@ -298,7 +293,7 @@ class ConstructorRole(_Role):
         door = self._claim_folder() / door_name(ranks)
         self._ends.callback(door.unlink, missing_ok=True)
         self._ends.enter_context(host.open_door(door))
-        return frame_of({"door": str(door)})
+        return frame_of({})
 
 
 ROLES: dict[str, type[_Role]] = {"loader": LoaderRole, "planner": PlannerRole, "constructor": ConstructorRole}

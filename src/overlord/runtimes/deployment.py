@@ -11,7 +11,7 @@ from typing import Any
 
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.samples import SampleId
+from overlord.core.samples import Cursor, SampleId
 from overlord.core.specs import Job, Source, stream_parts
 from overlord.core.states import StreamState
 from overlord.errors import SpecError
@@ -156,9 +156,7 @@ def deploy(
     listings = {source.name: files[number] for number, source in enumerate(job.sources)}
     facts = {name: SourceFacts.of(opened) for name, opened in listings.items()}
     parts, state = where_it_stands(prepared, facts)
-    weights = job.mixture.weights_at(float(state.step), job.names, base_weights(job, facts))
-    cursors = [state.cursor(number) for number in range(len(job.sources))]
-    index_first_windows(job, files, cursors, weights, callers, progress)
+    index_first_windows(job, files, *first_needs(job, facts, state), callers, progress)
     history = open_store(job, options.state, store, state.step, latest=options.latest)
     try:
         fleet = make_fleet(prepared, files, history.verdicts, callers, workers)
@@ -201,6 +199,12 @@ def where_it_stands(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> tup
     if given is None:
         return parts, StreamState.begin(len(job.sources))
     return parts, StreamState.from_json(given, job.names, parts)
+
+
+def first_needs(job: Job, facts: Mapping[str, SourceFacts], state: StreamState) -> tuple[list[Cursor], list[float]]:
+    """Return where each source stands before the first step, and the weight it has there."""
+    weights = job.mixture.weights_at(float(state.step), job.names, base_weights(job, facts))
+    return [state.cursor(number) for number in range(len(job.sources))], list(weights)
 
 
 def make_fleet(

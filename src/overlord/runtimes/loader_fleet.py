@@ -17,6 +17,9 @@ from overlord.roles.ports import Collect, Workers
 from overlord.roles.source_loader import SourceLoader, Staged
 from overlord.runtimes.memory import give_back_freed_memory
 
+LOADER_THREADS = 16
+"""Calls to the loaders of one host that may wait for storage at the same time."""
+
 
 class LoaderFleet:
     """The SourceLoaders of a host by the number of their source; a group belongs to one loader of its source."""

@@ -18,7 +18,7 @@ from overlord.core.messages import MetaDelta, MetaRequest, Payload
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor
-from overlord.core.shares import Share, media_must_be_open
+from overlord.core.shares import Share, known_early
 from overlord.roles.ports import Collect
 from overlord.runtimes.loader_fleet import LoaderFleet
 
@@ -61,6 +61,7 @@ class LoaderHost:
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._taken: dict[int, set[int]] = {}
+        self._who_asks: dict[tuple[str, ...], frozenset[int]] = {}
 
     def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
         """Tell what is known of the samples from some cursors on."""
@@ -106,20 +107,23 @@ class LoaderHost:
             if found is not None:
                 return found
             orders = [plan.order_of(source) for source in self._fleet.drawn(plan)]
-            if self._hosts > 1:
-                orders = [dataclasses.replace(o, open_media=media_must_be_open(plan, o.source)) for o in orders]
+            if self._hosts > 1:  # several hosts must know alike which media decode: they are told
+                early = set(plan.draw.source[known_early(plan)].tolist())
+                orders = [dataclasses.replace(order, open_media=order.source in early) for order in orders]
             staged = _StagedStep(self._fleet.hand_over(orders))
             with self._lock:
                 self._staged[plan.step] = staged
             return staged
 
+    def _asking(self, broadcast: tuple[str, ...]) -> frozenset[int]:
+        """Return the ranks whose hosts ask: not those that get everything by the trainer's own broadcast."""
+        if broadcast not in self._who_asks:
+            ranks = range(self._tree.world_size)
+            self._who_asks[broadcast] = frozenset(rank for rank in ranks if self._tree.fetches(rank, broadcast))
+        return self._who_asks[broadcast]
+
     def _let_go(self, plan: LoadingPlan, ranks: Collection[int]) -> None:
-        step, everybody = plan.step, range(self._tree.world_size)
-        # Hosts of ranks that get everything by the trainer's own broadcast never ask.
-        if plan.broadcast and plan.encoder is None:
-            asking = {rank for rank in everybody if self._tree.fetches(rank, plan.broadcast)}
-        else:
-            asking = set(everybody)
+        step, asking = plan.step, self._asking(() if plan.encoder is not None else plan.broadcast)
         with self._lock:
             self._taken.setdefault(step, set()).update(ranks)
             if self._taken[step] >= asking:

@@ -16,6 +16,7 @@ import cloudpickle
 from overlord.core.specs import Job
 from overlord.runtimes.constructor_host import ConstructorHost
 from overlord.runtimes.deployment import LaunchOptions, deploy, plan_first_step
+from overlord.runtimes.loader_fleet import LOADER_THREADS
 from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.planner_host import PlannerHost
@@ -23,9 +24,6 @@ from overlord.runtimes.process_workers import ProcessWorkers
 from overlord.runtimes.service_main import run_service
 from overlord.runtimes.status import describe_roles
 from overlord.runtimes.workers import ThreadWorkers
-
-LOADER_THREADS = 16
-"""Calls to loaders that may wait for storage at the same time."""
 
 PATIENCE_S = 3.0
 """How long a closing service waits for functions in process workers."""

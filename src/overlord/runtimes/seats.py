@@ -36,8 +36,6 @@ class Seats:
         self._seats: dict[int, Seat] = {}
         self._waiting: Counter[tuple[int, int]] = Counter()
         self._reached: dict[int, int] = {}
-        self.attached: set[int] = set()
-        """Ranks that ever attached."""
 
     def before(self, rank: int) -> tuple[int | None, bool]:
         """Return how far a rank came that attaches again, and whether it sits here still."""
@@ -45,7 +43,6 @@ class Seats:
 
     def take(self, rank: int) -> int:
         """Seat a client at the first step; return its seat."""
-        self.attached.add(rank)
         self._reached.setdefault(rank, self._first_step)
         number = max(self._seats, default=-1) + 1
         self._seats[number] = Seat(rank, self._first_step)
@@ -84,13 +81,18 @@ class Seats:
         seated = frozenset(seat.rank for seat in self._seats.values())
         return self.ranks if seated <= self.ranks else seated
 
+    @property
+    def ever_attached(self) -> bool:
+        """Whether anybody ever attached."""
+        return bool(self._reached)
+
     @contextmanager
-    def waiting(self, seat: int, step: int) -> Iterator[int]:
-        """While this is open, a client waits for a step; gives its rank."""
+    def waiting(self, seat: int, step: int) -> Iterator[None]:
+        """While this is open, a client waits for a step."""
         key = (step, self._seats[seat].rank)
         self._waiting[key] += 1
         try:
-            yield key[1]
+            yield
         finally:
             self._waiting[key] -= 1
             self._waiting += Counter()
@@ -100,12 +102,12 @@ class Seats:
         return any(step == s for s, _ in self._waiting) or any(step == seat.step for seat in self._seats.values())
 
     def came_to(self, step: int) -> bool:
-        """Whether a client is at a step or behind it."""
+        """Whether a client is at a step, or beyond it."""
         return any(seat.step >= step for seat in self._seats.values())
 
     def wanted(self) -> dict[int, set[int]]:
         """Return wanted steps in ascending order with the ranks that want them."""
-        if not self.attached:
+        if not self.ever_attached:
             return {step: set() for step in range(self._first_step, self._first_step + self._prefetch)}
         wanted: dict[int, set[int]] = {}
         for step, rank in self._waiting:

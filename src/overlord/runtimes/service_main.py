@@ -33,14 +33,19 @@ Serving = Callable[[bytes, Path, Progress], AbstractContextManager[str]]
 """Starts what a bundle describes; the context gives the address, and its end is the end of the service."""
 
 
+def settle_in() -> None:
+    """Set up a process that roles run in."""
+    # A decoder that comes back from C waits for the interpreter; the default interval costs it up to 5 ms.
+    sys.setswitchinterval(0.0005)
+    logging.basicConfig(format="overlord: %(levelname)s: %(message)s", level=logging.WARNING)
+
+
 def run_service(serving: Serving) -> None:
     """Be the service process of a launcher."""
     events = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever prints from here on goes to the log, not into the protocol
-    # A decoder that comes back from C waits for the interpreter; the default interval costs it up to 5 ms.
-    sys.setswitchinterval(0.0005)
+    settle_in()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; its closing pipe tells us
-    logging.basicConfig(format="overlord: %(levelname)s: %(message)s", level=logging.WARNING)
 
     def tell(event: dict[str, Any]) -> None:
         try:

@@ -105,7 +105,8 @@ class StepServer:
     def close(self) -> None:
         """End the threads; whoever waits is told."""
         self._closing = True
-        self._wake()
+        with self._changed:
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join()
 
@@ -131,8 +132,7 @@ class StepServer:
         """Free a seat; nothing is built for it any more."""
         with self._changed:
             self._seats.free(seat)
-            self._drop_unwanted()
-            self._changed.notify_all()
+            self.moved()
 
     def open_step(self, seat: int, step: int) -> tuple[StepHeader, dict[int, Built]] | None:
         """Move the client's window; return the header of a step, or None past the end.
@@ -195,10 +195,6 @@ class StepServer:
         """Note that a client goes in peace, having trained on the steps before `next_step`."""
         with self._changed:
             self._seats.leave(seat, next_step)
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     # -- what is wanted ------------------------------------------------------------------------
 
@@ -283,8 +279,7 @@ class StepServer:
             with self._changed:
                 if self._failed is None or step < self._failed[0]:
                     self._failed = (step, known)
-                self._drop_unwanted()
-                self._changed.notify_all()
+                self.moved()
             return False
         return True
 
@@ -306,8 +301,7 @@ class StepServer:
                     self._end = min(step, step if self._end is None else self._end)
                 else:
                     self._plans[step] = plan
-                self._drop_unwanted()
-                self._changed.notify_all()
+                self.moved()
 
         self._run(choose, work, lambda step: step)
 
@@ -317,7 +311,7 @@ class StepServer:
             for step, ranks in wanted.items():
                 held = self._samples.get(step)
                 if step in self._plans and step not in self._gathering and (held is None or not ranks <= held.ranks):
-                    needed = not self._seats.attached or self._missing_bins(step, ranks)
+                    needed = not self._seats.ever_attached or self._missing_bins(step, ranks)
                     if needed and self._has_room(step, wanted):
                         self._gathering[step] = (self._plans[step], self._seats.gathers_for)
                         return step
@@ -339,8 +333,7 @@ class StepServer:
         with self._changed:
             self._last_bytes = samples.nbytes
             self._samples[step] = Gathered(samples, self._gathering.pop(step)[1])
-            self._drop_unwanted()
-            self._changed.notify_all()
+            self.moved()
 
     def _pack_loop(self) -> None:
         def choose() -> Bin | None:

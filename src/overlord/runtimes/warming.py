@@ -10,8 +10,7 @@ import numpy as np
 
 from overlord.core.image_specs import ImageSpec
 from overlord.core.layout_specs import Layout
-from overlord.core.ragged import Ragged
-from overlord.core.ragged import copy_runs as join_runs
+from overlord.core.ragged import Ragged, gather_runs
 from overlord.core.specs import Audio, Chat, Job, Video
 from overlord.planning.warm import warm_kernels, warm_launch
 from overlord.transforms.chat import loss_in_spans
@@ -28,7 +27,7 @@ def warm_job(job: Job, layout: Layout) -> None:
     warm_packing()
     for kind in (np.int32, np.int64, np.uint8):
         Ragged(np.ones(2, kind), np.arange(3)).take(np.array([1, 0]))
-    join_runs(np.zeros(1, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64))
+    gather_runs(np.zeros(1, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64))
     if layout.positions != "plain":
         _warm_positions()
     if any(isinstance(source.sample, (ImageSpec, Video)) for source in job.sources):
