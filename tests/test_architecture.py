@@ -116,7 +116,13 @@ def test_nothing_read_is_evaluated_or_unpickled():
         assert "import pickle" not in text, path
         assert not re.search(r"(?<![\w.])eval\(|(?<![\w.])exec\(|yaml\.load\(", text), path
         if "cloudpickle.loads" in text:
-            launched = ("local_service.py", "worker_main.py", "cluster_roles.py", "ray_cluster.py")
+            launched = (
+                "local_service.py",
+                "worker_main.py",
+                "cluster_roles.py",
+                "ray_cluster.py",
+                "process_cluster.py",
+            )
             assert path.name in launched, "code goes from the launcher to its own roles"
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, cast, get_args
@@ -21,6 +22,7 @@ from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.inputs import FIXED_WHILE_RUNNING
 from overlord.roles.placement import PLACEMENTS, Placement
+from overlord.roles.recovery import shadowed
 from overlord.runtimes.cluster_placement import ClusterOptions
 from overlord.runtimes.deployment import LaunchOptions, canonical
 from overlord.runtimes.inline import InlineService
@@ -116,6 +118,8 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     layout: Keys | Layout = "hf",
     placement: Placement = "auto",
     prefetch: int = 2,
+    shadows: bool | Literal["auto"] | Collection[str] = False,
+    heartbeat: float = 5.0,
     loaders_per_source: int = 1,
     threads: int | None = None,
     address: str | None = None,
@@ -143,13 +147,16 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         placement: Where images, clips and sounds are decoded: in the "loader", in the "constructor" (behind the
             hand-over), or "auto", where fewer bytes travel. It never changes the stream.
         prefetch: Steps built ahead of each trainer.
+        shadows: Which sources have a shadow loader in another process, ready to take over: True, names of sources, or
+            "auto" for those whose loader takes long to come back.
+        heartbeat: Seconds that nothing may be heard of a role before it is taken for dead and replaced.
         loaders_per_source: SourceLoaders that share the groups of each source.
         threads: Threads for decoding (default: one per core of this host; of each loader host of a cluster: 2).
         address: The Ray cluster to attach to, such as "auto" or "10.0.0.1:6379" (default: one is started here).
         ranks_per_host: Trainer processes of one host of the cluster, as torchrun's --nproc-per-node (default: what the
             hosts' accelerators say, else all on this host).
-        loader_hosts: Processes of the cluster that the sources are dealt to (default: one for each trainer host), or
-            "per_source".
+        loader_hosts: Processes that the sources are dealt to, or "per_source" (default: of a cluster, one for each
+            trainer host; of "local", none: loaders are threads of the service, unless there are shadows).
         budget: Bytes of samples and views held ahead of the trainers.
         store: Folder for the journal and snapshots (default: a temporary one).
         cache: Folder for the indices of files.
@@ -179,12 +186,16 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     _step("launch: skip_steps", skip_steps)
     _check_word("placement", placement, PLACEMENTS, "nobody would decode")
     _check_word("runtime", runtime, get_args(Runtime), "nothing could run")
-    cluster = _cluster_of(runtime, address, ranks_per_host, loader_hosts)
+    chosen_shadows = _shadows_of(canonical(job), shadows, runtime)
+    cluster = _cluster_of(runtime, address, ranks_per_host, loader_hosts, chosen_shadows)
+    if not isinstance(heartbeat, (int, float)) or isinstance(heartbeat, bool) or not 0.2 <= heartbeat < math.inf:
+        raise SpecError(f"launch: heartbeat is {heartbeat!r:.80}; nobody could keep to it. Give seconds, 0.2 or more.")
     chosen = _layout_of(layout)
     tree = mesh or ClientPlaceTree()
     options = LaunchOptions(
         mesh=tree, prefetch=int(prefetch), loaders_per_source=int(loaders_per_source),
-        threads=int(threads or (LOADER_CPUS if cluster else os.cpu_count()) or 1), budget_bytes=int(budget),
+        threads=int(threads or (LOADER_CPUS if runtime == "ray" else os.cpu_count()) or 1), budget_bytes=int(budget),
+        heartbeat_s=float(heartbeat),
         store=None if store is None else str(Path(store).absolute()),
         cache=str(Path(cache).expanduser().absolute()),
         state=_resolve_state(state, store), latest=isinstance(state, str),
@@ -215,19 +226,40 @@ def _start(runtime: str, job: Job, options: LaunchOptions, progress: Progress | 
         return ServiceProcess(
             "overlord.runtimes.ray_cluster", job, options, progress, close_s=RAY_CLOSE_S, environment=RAY_WORDS
         )
-    return ServiceProcess("overlord.runtimes.local_service", job, options, progress)
+    module = "local_service" if options.cluster is None else "process_cluster"
+    return ServiceProcess(f"overlord.runtimes.{module}", job, options, progress)
 
 
-def _cluster_of(runtime: str, address: object, ranks_per_host: object, loader_hosts: object) -> ClusterOptions | None:
+def _shadows_of(job: Job, shadows: bool | str | Collection[str], runtime: str) -> tuple[bool, ...]:
+    named = isinstance(shadows, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in shadows)
+    if not isinstance(shadows, bool) and shadows != "auto" and not named:
+        raise SpecError(
+            f"launch: shadows is {shadows!r:.80}; nobody would know which sources have one. Use True, False, 'auto' or "
+            "a list of source names."
+        )
+    wanted = shadowed(job.sources, cast("bool | str | Collection[str]", shadows))
+    if any(wanted) and runtime == "inline":
+        raise SpecError(
+            "launch: shadows are given and runtime is 'inline', which has one process and no place for them; they "
+            "would have no effect. Use runtime='local' or 'ray', or leave shadows out."
+        )
+    return wanted
+
+
+def _cluster_of(
+    runtime: str, address: object, ranks_per_host: object, loader_hosts: object, shadows: tuple[bool, ...]
+) -> ClusterOptions | None:
     given = {"address": address, "ranks_per_host": ranks_per_host, "loader_hosts": loader_hosts}
+    apart = runtime == "local" and (any(shadows) or loader_hosts is not None)
     if runtime != "ray":
         for name, value in given.items():
-            if value is not None:
+            if value is not None and not (apart and name == "loader_hosts"):
                 raise SpecError(
                     f"launch: {name} is {value!r:.80} and runtime is {runtime!r}, which has no cluster; it would have "
                     "no effect. Use runtime='ray', or leave it out."
                 )
-        return None
+        if not apart:
+            return None
     if address is not None and (not isinstance(address, str) or not address):
         raise SpecError(f"launch: address is {address!r:.80}, not a Ray cluster's. Give 'auto' or 'host:port'.")
     for name in ("ranks_per_host", "loader_hosts"):
@@ -237,6 +269,7 @@ def _cluster_of(runtime: str, address: object, ranks_per_host: object, loader_ho
     return ClusterOptions(
         address=address,
         ranks_per_host=cast("int | None", ranks_per_host),
+        shadows=shadows,
         loader_hosts=cast("int | None", loader_hosts),
     )
 

@@ -15,6 +15,7 @@ import overlord as ol
 from overlord.core.messages import Media, MetaDelta, Payload
 from overlord.core.ragged import Ragged
 from overlord.core.samples import META, Cursor
+from overlord.roles.recovery import Assignment
 from overlord.runtimes.cluster_roles import ConstructorRole, LoaderRole, PlannerRole
 from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.frames import (
@@ -29,18 +30,23 @@ from overlord.runtimes.frames import (
 )
 from overlord.runtimes.leftovers import remove_when_gone
 from overlord.runtimes.local import connect_local
+from overlord.runtimes.switchboard import SERVICE, Book, Switchboard
 from overlord.testing import StreamDigests, digest_service
 
 
 class Here:
     """A role in this process, asked as if it were on another host: it gets and gives read-only copies."""
 
-    def __init__(self, role):
-        self.role = role
+    def __init__(self, role, bundle, folder, blobs, number, **site):
+        self.name = "planner" if role is PlannerRole else f"{role.__name__[:-4].lower()} host {number}"
+        self.board = Switchboard((self.name, 1))
+        facts = {"number": number, "ranks": [], "sources": [], "shadows": [], **site}
+        self.role = role(bundle, folder, facts, self.board, blobs)
         self.calls: list[tuple[str, int, int]] = []
 
-    def ask(self, method, frame, blob=None):
+    def ask(self, method, frame, blob=None, sender=SERVICE):
         try:
+            self.board.check(sender)
             answer = getattr(self.role, method)(_carried(frame), *([] if blob is None else [blob]))
         except Exception as error:
             answer = error_frame(error)
@@ -54,6 +60,9 @@ class _Given:
         self.frame = frame
 
     def get(self):
+        return self.frame
+
+    def poll(self, timeout_s):
         return self.frame
 
 
@@ -84,27 +93,22 @@ def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, **opti
     given = LaunchOptions(mesh=mesh, cache=cache, **{"threads": 1, "budget_bytes": 64 << 20, **options})
     bundle, folder = cloudpickle.dumps((job, given)), str(tmp_path)
     count, blobs = mesh.world_size // ranks_per_host, Blocks()
-    host_of = [source % loader_hosts for source in range(len(job.sources))]
-
-    def site(number, **more):
-        return {"number": number, "hosts": count, "ranks": [], "sources": [], **more}
-
-    planner = Here(PlannerRole(bundle, [], folder, site(0)))
+    host_of = tuple(source % loader_hosts for source in range(len(job.sources)))
+    common = (bundle, folder, blobs)
+    planner = Here(PlannerRole, *common, 0, hosts=count)
     loaders = [
-        Here(LoaderRole(bundle, [], folder, site(n, sources=list(range(n, len(job.sources), loader_hosts)))))
+        Here(LoaderRole, *common, n, hosts=count, sources=list(range(n, len(job.sources), loader_hosts)))
         for n in range(loader_hosts)
     ]
     constructors = [
-        Here(
-            ConstructorRole(
-                bundle, [], folder, site(n, ranks=list(range(n * ranks_per_host, (n + 1) * ranks_per_host)))
-            )
-        )
+        Here(ConstructorRole, *common, n, hosts=count, ranks=list(range(n * ranks_per_host, (n + 1) * ranks_per_host)))
         for n in range(count)
     ]
+    everybody = {peer.name: peer for peer in (*loaders, planner, *constructors)}
+    book = Book(1, dict.fromkeys(everybody, 1), everybody, Assignment(host_of, (-1,) * len(host_of)))
     with ExitStack() as ends:
-        for peer in (*loaders, planner, *constructors):
-            peer.role.meet(planner, loaders, blobs)
+        for peer in everybody.values():
+            peer.board.learn(book)
             ends.callback(peer.role.close, frame_of({}))
         for peer in (planner, *constructors):
             open_frame(peer.ask("prepare", frame_of({})).get())
@@ -114,9 +118,9 @@ def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, **opti
         stands = open_frame(planner.ask("open_store", frame_of({"facts": facts})).get())[0]
         for peer in loaders:
             open_frame(peer.ask("begin", frame_of(stands)).get())
-        begun = open_frame(planner.ask("begin", frame_of({"host_of": host_of, "cluster": {}})).get())[0]
+        begun = open_frame(planner.ask("begin", frame_of({})).get())[0]
         for peer in constructors:
-            open_frame(peer.ask("begin", frame_of({"host_of": host_of, **begun})).get())
+            open_frame(peer.ask("begin", frame_of(begun)).get())
         yield Door(mesh, f"unix://{folder}"), planner, loaders
 
 
@@ -182,7 +186,8 @@ def test_a_host_gets_its_part_and_nothing_else(jobs, tmp_path, cache):
         status = open_frame(planner.role.ask(frame_of({"op": "status"})))[0]["answer"]["status"]
         traffic = status["planner"]["traffic"]
         handed = [answer for method, _, answer in loaders[0].calls if method == "hand_over"]
-    assert len(handed) == 4 * traffic["plans"], "one call a pair and step"
+    # Steps ahead of the trainers may still be under way.
+    assert 4 * 6 <= len(handed) <= 4 * traffic["plans"], "one call a pair and step"
     assert traffic["metadata_bytes"] < traffic["plan_bytes"]
     assert traffic["other_bytes"] < 1024 * 5 * traffic["plans"]
 

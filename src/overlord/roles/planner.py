@@ -16,6 +16,7 @@ import numpy as np
 
 from overlord.core.draw import Buffer, Draw, Limits
 from overlord.core.plan import LoadingPlan
+from overlord.core.samples import Cursor
 from overlord.core.specs import Job, Mixture
 from overlord.core.states import StreamState
 from overlord.errors import PlanError, SpecError
@@ -93,6 +94,11 @@ class Planner:
     def latest_state(self) -> StreamState:
         """The state behind the newest plan."""
         return self._drawer.state
+
+    def passed_cursors(self) -> list[Cursor]:
+        """Return where every source stands before the steps that some client may still need."""
+        state = self._states.get(self._passed) or self._states[self._first_step]
+        return [state.cursor(source) for source in range(len(self._names))]
 
     def plan_raw(self, step: int) -> LoadingPlan | None:
         """Return the plan of a step, or None past the end of the stream."""

@@ -138,10 +138,14 @@ class SourceLoader:
     def loader_do_plan(self, order: LoaderOrder) -> Staged:
         """Pop the planned samples from the buffer."""
         kept = gather(self._pick(order.meta))
-        self._buffer.release(order.end)
-        self._popped = order.end
-        self._drop_if_resting()
+        self.release(order.end)
         return Staged(order, kept)
+
+    def release(self, cursor: Cursor) -> None:
+        """Let go of what lies before a cursor."""
+        self._buffer.release(cursor)
+        self._popped = cursor
+        self._drop_if_resting()
 
     def finish(self, staged: Staged) -> Finished:
         """Run the per-sample transforms; touches nothing of the loader, so steps may overlap here."""

@@ -6,12 +6,14 @@ CPUs of those hosts, and on other hosts only when those are full.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from overlord.errors import SpecError
+from overlord.roles.recovery import NOBODY, Assignment
 
 TRAINER = "overlord_trainer"
 """The custom resource that marks the hosts of trainers."""
@@ -31,8 +33,8 @@ class ClusterOptions:
     """Ranks of one trainer host."""
     loader_hosts: int | Literal["per_source"] | None = None
     """Loader hosts; by default one for each trainer host."""
-    deadline_s: float = 120.0
-    """How long any call between hosts may take."""
+    shadows: tuple[bool, ...] = ()
+    """Which sources have a shadow; none by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +65,34 @@ class Site:
     ranks: tuple[int, ...] = ()
     """Of a constructor host: the ranks it is made for."""
     sources: tuple[int, ...] = ()
-    """Of a loader host: its sources."""
+    """Of a loader host: the sources it has at first."""
+    shadows: tuple[int, ...] = ()
+    """Of a loader host: the sources it follows at first."""
 
     @property
     def name(self) -> str:
         """What messages call it."""
         return self.role if self.role == "planner" else f"{self.role} host {self.number}"
 
+    def facts(self, hosts: int) -> dict[str, Any]:
+        """Return what the role itself must know, as JSON; `hosts` are the constructor hosts."""
+        return {
+            "name": self.name,
+            "role": self.role,
+            "number": self.number,
+            "ranks": list(self.ranks),
+            "sources": list(self.sources),
+            "shadows": list(self.shadows),
+            "hosts": hosts,
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Return it for people to read."""
         found: dict[str, Any] = {"role": self.name, "host": self.node.name, "node": self.node.id, "cpus": self.cpus}
         if self.ranks:
             found["ranks"] = f"{self.ranks[0]}-{self.ranks[-1]}"
-        return found | ({"sources": len(self.sources)} if self.sources else {})
+        found |= {"sources": len(self.sources)} if self.sources else {}
+        return found | ({"shadows": len(self.shadows)} if self.shadows else {})
 
 
 def place(
@@ -155,7 +172,6 @@ def _loaders(
     cpus: int,
 ) -> list[Site]:
     count = _loader_count(options, len(trainers), num_sources)
-    dealt = [tuple(range(number, num_sources, count)) for number in range(count)]
     sites: list[Site] = []
     for number in range(count):
         held = Counter(site.node.id for site in sites)  # every trainer host gets one before any gets two
@@ -166,16 +182,35 @@ def _loaders(
                 f"the cluster has no host with {cpus} idle CPUs for loader host {number} of {count} (idle: "
                 f"{_idle(nodes, idle)}). Add CPU hosts, lower threads= (CPUs of a loader host) or loader_hosts=."
             )
-        sites.append(
-            Site("loader", fitting[0], _take(idle, fitting[0], cpus, "loader host"), number, (), dealt[number])
-        )
-    return sites
+        sites.append(Site("loader", fitting[0], _take(idle, fitting[0], cpus, "loader host"), number))
+    dealt = deal(sites, options, num_sources)
+    return [
+        dataclasses.replace(site, sources=tuple(dealt.sources_of(at)), shadows=tuple(dealt.shadows_of(at)))
+        for at, site in enumerate(sites)
+    ]
+
+
+def deal(sites: Sequence[Site], options: ClusterOptions, num_sources: int) -> Assignment:
+    """Deal sources to loader hosts, and shadows to other ones: on another machine, where there is one."""
+    count = len(sites)
+    primary = [source % count for source in range(num_sources)]
+    shadow = [NOBODY] * num_sources
+    for source, wanted in enumerate(options.shadows):
+        if wanted:
+            mine = sites[primary[source]]
+            others = [(primary[source] + step) % count for step in range(1, count)]
+            far = [at for at in others if sites[at].node.id != mine.node.id]
+            # Taken in turn, so that those of one host are spread over the others.
+            near = far or others
+            shadow[source] = near[(source // count) % len(near)]
+    return Assignment(tuple(primary), tuple(shadow))
 
 
 def _loader_count(options: ClusterOptions, trainers: int, num_sources: int) -> int:
+    least = 2 if any(options.shadows) else 1  # a shadow never shares its primary's process
     if options.loader_hosts == "per_source":
-        return num_sources
-    return min(options.loader_hosts or trainers, num_sources)
+        return max(num_sources, least)
+    return max(min(options.loader_hosts or trainers, num_sources), least)
 
 
 def _take(idle: dict[str, float], node: Node, cpus: float, what: str) -> float:

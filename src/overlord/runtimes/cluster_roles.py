@@ -1,8 +1,8 @@
 """The three kinds of hosts of a cluster service, without the engine that carries their calls.
 
-Every public method takes a frame (and a blob) and returns a frame. `meet` comes first, then what the
-service's own process asks in this order: the others `prepare` while loaders `open`, the planner
-`open_store`, loaders `begin`, the planner `begin`, constructors `begin`.
+Every public method takes a frame (and a blob) and returns a frame. The book of who is who comes first, then what the
+supervisor asks in this order: the others `prepare` while loaders `open`, the planner `open_store`, loaders `begin`,
+the planner `begin`, constructors `begin`. A successor goes through the same steps while the others go on.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,13 @@ from overlord.runtimes.history import History, open_store
 from overlord.runtimes.leftovers import remove_when_gone
 from overlord.runtimes.loader_fleet import LOADER_THREADS
 from overlord.runtimes.loader_host import LoaderHost
-from overlord.runtimes.memory import few_arenas, give_back_freed_memory
+from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.opening import index_first_windows
-from overlord.runtimes.peers import Blobs, Peer, RemoteLoaders, RemotePlanner, RemoteVerdicts, news_from_json
+from overlord.runtimes.peers import Blobs, RemoteLoaders, RemotePlanner, RemoteVerdicts, news_from_json
 from overlord.runtimes.planner_host import PlannerHost, Waiting
 from overlord.runtimes.process_workers import ProcessWorkers
-from overlord.runtimes.service_main import settle_in
 from overlord.runtimes.status import describe
+from overlord.runtimes.switchboard import Switchboard
 from overlord.runtimes.workers import ThreadWorkers
 
 KEPT_BLOBS = 16
@@ -65,22 +64,15 @@ KEPT_BLOBS = 16
 
 
 class _Role:
-    """What the three have in common: the job, and whom they meet."""
+    """What the three have in common: the job, and who is who."""
 
-    def __init__(self, bundle: bytes, paths: Sequence[str], folder: str, site: dict[str, Any]) -> None:
-        few_arenas()
-        settle_in()
-        sys.path += [path for path in paths if path not in sys.path]  # where the launcher's functions come from
+    def __init__(self, bundle: bytes, folder: str, site: Mapping[str, Any], board: Switchboard, blobs: Blobs) -> None:
         self._job, self._options = cloudpickle.loads(bundle)  # from the launching process to its own roles
         self._folder = Path(folder)
         self._site = site
-        self._ends = contextlib.ExitStack()
-
-    def meet(self, planner: Peer, loaders: Sequence[Peer], blobs: Blobs) -> None:
-        """Learn whom to ask."""
-        self._planner = planner
-        self._loaders = loaders
+        self._board = board
         self._blobs = blobs
+        self._ends = contextlib.ExitStack()
 
     def pid(self, frame: Frame) -> Frame:
         """Tell the process this is."""
@@ -128,7 +120,8 @@ class LoaderRole(_Role):
         self._callers = self._threads(LOADER_THREADS, "loaders")
         self._workers = self._threads(self._options.threads, "workers")
         self._prepared = prepare(self._job, self._options, processes.isolate)
-        self._files = open_files(self._prepared, self._site["sources"], self._callers, self._count)
+        held = sorted({*self._site["sources"], *self._site["shadows"]})
+        self._files = open_files(self._prepared, held, self._callers, self._count)
         names = self._prepared.job.names
         facts = {names[number]: SourceFacts.of(files) for number, files in self._files.items()}
         return frame_of({"facts": {n: [f.format, f.listing, f.total_bytes] for n, f in facts.items()}})
@@ -142,7 +135,7 @@ class LoaderRole(_Role):
         given, job = open_frame(frame)[0], self._prepared.job
         cursors = [Cursor(*cursor) for cursor in given["cursors"]]
         index_first_windows(job, self._files, cursors, given["weights"], self._callers, self._count)
-        verdicts = RemoteVerdicts(self._planner, verdicts_from_json(given["verdicts"], job.names))
+        verdicts = RemoteVerdicts(self._board, verdicts_from_json(given["verdicts"], job.names))
         fleet = make_fleet(self._prepared, self._files, verdicts, self._callers, self._workers)
         options = self._options
         self._host = LoaderHost(fleet, options.mesh, hosts=self._site["hosts"], budget_bytes=options.budget_bytes // 2)
@@ -155,9 +148,15 @@ class LoaderRole(_Role):
 
     def hand_over(self, frame: Frame, blob: np.ndarray[Any, Any]) -> Frame:
         """Hand a constructor host its part of a step."""
-        ranks = open_frame(frame)[0]["ranks"]
-        payloads = self._host.hand_over(plan_from_bytes(memoryview(blob)), ranks)  # type: ignore[arg-type]
+        given, plan = open_frame(frame)[0], plan_from_bytes(memoryview(blob))  # type: ignore[arg-type]
+        payloads = self._host.hand_over(plan, given["ranks"], given["sources"])
         return payloads_to_frame(payloads, buffer_bytes=self._host.buffer_bytes)
+
+    def follow(self, frame: Frame) -> Frame:
+        """Keep up with the primaries of sources that are shadowed here."""
+        passed = {int(source): Cursor(*cursor) for source, cursor in open_frame(frame)[0]["passed"].items()}
+        self._host.follow(requests_from_frame(frame), passed)
+        return frame_of({})
 
     def rest(self, frame: Frame) -> Frame:
         """Drop what is held of sources that are not drawn from."""
@@ -170,8 +169,9 @@ class LoaderRole(_Role):
         return frame_of({})
 
     def status(self, frame: Frame) -> Frame:
-        """Tell what the loaders hold and have met."""
-        return frame_of({"sources": self._host.status()})
+        """Tell what the loaders of some sources hold and have met."""
+        asked, found = open_frame(frame)[0]["sources"], self._host.status()
+        return frame_of({"sources": {source: found[source] for source in asked}})
 
     def _count(self, what: str, done: int, of: int) -> None:
         self._done = [done, of]
@@ -193,11 +193,17 @@ class PlannerRole(_Role):
         cursors, weights = first_needs(job, self._facts, state)
         return frame_of({"verdicts": self._history.verdicts.to_json(), "cursors": cursors, "weights": weights})
 
+    def where(self, frame: Frame) -> Frame:
+        """Tell the successor of a loader host where its sources stand."""
+        assert self._history is not None
+        passed = self._planner_host.passed_cursors()
+        weights = self._planner_host.latest_weights or [1.0] * len(passed)
+        return frame_of({"verdicts": self._history.verdicts.to_json(), "cursors": passed, "weights": weights})
+
     def begin(self, frame: Frame) -> Frame:
         """Plan the first step, so that what is wrong shows before anything runs."""
         assert self._history is not None
-        given = open_frame(frame)[0]
-        loaders = self._remote = RemoteLoaders(self._loaders, given["host_of"])
+        loaders = self._remote = RemoteLoaders(self._board)
         prepared = self._prepared
         try:
             planner = start_planner(prepared, loaders, self._state, self._parts, self._facts, self._history)
@@ -213,12 +219,13 @@ class PlannerRole(_Role):
                 view_bytes=view_bytes,
             )  # fmt: skip
             found["planner"]["traffic"] = self._traffic()
-            return found | {"ray": given["cluster"]}
+            return found
 
         self._planner_host = PlannerHost(planner, picture)
         self._ends.callback(self._planner_host.close)
         self._put: OrderedDict[int, Any] = OrderedDict()
         self._put_bytes = self._plans_put = self._bytes_out = self._bytes_in = 0
+        self._led = -1
         self._putting = threading.Lock()
         return frame_of({"first_step": planner.first_step})
 
@@ -227,6 +234,7 @@ class PlannerRole(_Role):
         message = open_frame(frame)[0]
         step = int(message["step"])
         found = self._planner_host.plan(step, news_from_json(message["news"]), int(message["host"]))
+        self._lead_shadows(step)
         missing = found.missing if isinstance(found, Waiting) else None
         answer = frame_of({"missing": missing})
         self._bytes_in += frame_bytes(frame)
@@ -259,6 +267,13 @@ class PlannerRole(_Role):
             "other_bytes": self._remote.bytes_out + self._bytes_in + self._bytes_out,
         }
 
+    def _lead_shadows(self, step: int) -> None:
+        """Tell shadows of the positions, once for every new step."""
+        with self._putting:
+            if step > self._led and any(host >= 0 for host in self._board.book.assignment.shadow):
+                self._led = step
+                self._remote.follow(dict(enumerate(self._planner_host.passed_cursors())))
+
     def _blob_of(self, plan: LoadingPlan) -> Any:
         with self._putting:
             if plan.step not in self._put:
@@ -278,8 +293,8 @@ class ConstructorRole(_Role):
         """Build ahead, and open the door for the trainers of this host."""
         given = open_frame(frame)[0]
         workers = self._threads(self._options.threads, "workers")
-        planner = RemotePlanner(self._planner, self._blobs, self._site["number"], given["first_step"])
-        loaders = RemoteLoaders(self._loaders, given["host_of"], planner)
+        planner = RemotePlanner(self._board, self._blobs, self._site["number"], given["first_step"])
+        loaders = RemoteLoaders(self._board, planner)
         prepared, ranks = self._prepared, self._site["ranks"]
         host = ConstructorHost(
             prepared.job,
@@ -291,6 +306,7 @@ class ConstructorRole(_Role):
         )
         self._ends.callback(host.close)
         door = self._claim_folder() / door_name(ranks)
+        door.unlink(missing_ok=True)  # a predecessor that was killed has left it
         self._ends.callback(door.unlink, missing_ok=True)
         self._ends.enter_context(host.open_door(door))
         return frame_of({})

@@ -70,7 +70,9 @@ class LaunchOptions:
     placement: Placement = "auto"
     """Where media are decoded."""
     cluster: ClusterOptions | None = None
-    """The cluster, of a service that runs on one."""
+    """The cluster, of a service that runs on one, or in several processes."""
+    heartbeat_s: float = 5.0
+    """How long nothing may be heard of a role before it is taken for dead."""
 
 
 class FaultLog:

@@ -63,9 +63,9 @@ def frame_bytes(frame: Frame) -> int:
     return len(frame[0]) + sum(array.nbytes for array in frame[1:])
 
 
-def requests_to_frame(requests: Sequence[MetaRequest]) -> Frame:
-    """Write what a planner asks of loaders."""
-    return frame_of({"requests": [[r.source, list(r.cursor), r.count] for r in requests]})
+def requests_to_frame(requests: Sequence[MetaRequest], **facts: Any) -> Frame:
+    """Write what a planner asks of loaders, and what it tells them beside."""
+    return frame_of({"requests": [[r.source, list(r.cursor), r.count] for r in requests], **facts})
 
 
 def requests_from_frame(frame: Frame) -> list[MetaRequest]:

@@ -14,6 +14,7 @@ from overlord.core.plan import LoadingPlan
 from overlord.core.ragged import Ragged
 from overlord.core.samples import Cursor
 from overlord.roles.ports import Collect, Workers
+from overlord.roles.shadow_loader import ShadowLoader
 from overlord.roles.source_loader import SourceLoader, Staged
 from overlord.runtimes.memory import give_back_freed_memory
 
@@ -29,6 +30,7 @@ class LoaderFleet:
         self._locks = {source: [threading.Lock() for _ in of_source] for source, of_source in loaders.items()}
         self._workers = workers
         self._handed_over = dict.fromkeys(loaders, 0)
+        self._shadows = {source: [ShadowLoader(one) for one in of_source] for source, of_source in loaders.items()}
 
     @property
     def sources(self) -> Sequence[int]:
@@ -82,6 +84,17 @@ class LoaderFleet:
 
         return collect
 
+    def follow(self, requests: Sequence[MetaRequest], passed: Mapping[int, Cursor]) -> None:
+        """Repeat what the primaries of some sources were asked for: they are shadowed here."""
+
+        def repeat(source: int) -> None:
+            for number, shadow in enumerate(self._shadows[source]):
+                mine = [r for r in requests if r.source == source and self._owner(source, r.cursor.group) == number]
+                with self._locks[source][number]:
+                    shadow.follow(mine, passed.get(source))
+
+        self._workers.map(repeat, sorted({request.source for request in requests} | set(passed)))
+
     def rest(self, cursors: Mapping[int, Cursor]) -> None:
         """Let the loaders of some sources drop what they hold."""
         for source, cursor in cursors.items():
@@ -110,6 +123,7 @@ class LoaderFleet:
                 "decoded_ratio": of_source[0].placement.ratio,
                 "handed_over_bytes": self._handed_over[number],
                 "loaders": len(of_source),
+                "followed": sum(one.followed for one in self._shadows[number]),
                 "buffer_bytes": sum(one.buffer_bytes for one in of_source),
                 "bad": sum(one.bad_samples for one in of_source),
                 "wrong_length": sum(one.wrong_lengths for one in of_source),

@@ -26,6 +26,10 @@ KEPT = 64
 """Steps behind the newest that are kept at most for a host that has not asked: nobody may be attached there."""
 
 
+_Asked = tuple[int, tuple[int, ...]]
+"""A step, and the sources of it that were asked for together."""
+
+
 class _StagedStep:
     """What was popped of one step, until every rank's host has taken its part."""
 
@@ -57,29 +61,40 @@ class LoaderHost:
         self._tree = tree
         self._hosts = hosts
         self._budget = budget_bytes
-        self._staged: OrderedDict[int, _StagedStep] = OrderedDict()
+        self._staged: OrderedDict[_Asked, _StagedStep] = OrderedDict()
         self._lock = threading.Lock()
         self._turn = threading.Lock()
-        self._taken: dict[int, set[int]] = {}
+        self._taken: dict[_Asked, set[int]] = {}
         self._who_asks: dict[tuple[str, ...], frozenset[int]] = {}
 
     def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
         """Tell what is known of the samples from some cursors on."""
         return self._fleet.summary_buffer(requests)
 
-    def hand_over(self, plan: LoadingPlan, ranks: Collection[int]) -> list[Payload]:
-        """Return what some ranks need of a step, one payload a source; ask also where that is nothing."""
-        try:
-            return self._cut_for(plan, ranks)
-        finally:
-            self._let_go(plan, ranks)
+    def follow(self, requests: Sequence[MetaRequest], passed: Mapping[int, Cursor]) -> None:
+        """Keep the buffers of sources warm that have their primary elsewhere."""
+        self._fleet.follow(requests, passed)
 
-    def _cut_for(self, plan: LoadingPlan, ranks: Collection[int]) -> list[Payload]:
+    def hand_over(
+        self, plan: LoadingPlan, ranks: Collection[int], sources: Sequence[int] | None = None
+    ) -> list[Payload]:
+        """Return what some ranks need of some sources of a step, one payload a source; ask also where that is nothing.
+
+        Sources that were taken over in the middle of a step are asked for by themselves.
+        """
+        drawn = self._fleet.drawn(plan)
+        asked = (plan.step, tuple(source for source in drawn if sources is None or source in sources))
+        try:
+            return self._cut_for(plan, ranks, asked)
+        finally:
+            self._let_go(plan, ranks, asked)
+
+    def _cut_for(self, plan: LoadingPlan, ranks: Collection[int], asked: _Asked) -> list[Payload]:
         share = Share.of(self._tree, plan, ranks)
-        wanted = [source for source in self._fleet.drawn(plan) if share.needs(plan, source)]
+        wanted = [source for source in asked[1] if share.needs(plan, source)]
         if not wanted:
             return []
-        staged = self._stage(plan)
+        staged = self._stage(plan, asked)
         return [share.cut(plan, payload) for payload in staged.payloads() if payload.source in wanted]
 
     def rest(self, cursors: Mapping[int, Cursor]) -> None:
@@ -100,19 +115,19 @@ class LoaderHost:
         """Return what each source's loaders hold and have met."""
         return self._fleet.status()
 
-    def _stage(self, plan: LoadingPlan) -> _StagedStep:
+    def _stage(self, plan: LoadingPlan, asked: _Asked) -> _StagedStep:
         with self._turn:  # steps leave the read buffers in the order in which they are asked for
             with self._lock:
-                found = self._staged.get(plan.step)
+                found = self._staged.get(asked)
             if found is not None:
                 return found
-            orders = [plan.order_of(source) for source in self._fleet.drawn(plan)]
+            orders = [plan.order_of(source) for source in asked[1]]
             if self._hosts > 1:  # several hosts must know alike which media decode: they are told
                 early = set(plan.draw.source[known_early(plan)].tolist())
                 orders = [dataclasses.replace(order, open_media=order.source in early) for order in orders]
             staged = _StagedStep(self._fleet.hand_over(orders))
             with self._lock:
-                self._staged[plan.step] = staged
+                self._staged[asked] = staged
             return staged
 
     def _asking(self, broadcast: tuple[str, ...]) -> frozenset[int]:
@@ -122,14 +137,14 @@ class LoaderHost:
             self._who_asks[broadcast] = frozenset(rank for rank in ranks if self._tree.fetches(rank, broadcast))
         return self._who_asks[broadcast]
 
-    def _let_go(self, plan: LoadingPlan, ranks: Collection[int]) -> None:
-        step, asking = plan.step, self._asking(() if plan.encoder is not None else plan.broadcast)
+    def _let_go(self, plan: LoadingPlan, ranks: Collection[int], asked: _Asked) -> None:
+        asking = self._asking(() if plan.encoder is not None else plan.broadcast)
         with self._lock:
-            self._taken.setdefault(step, set()).update(ranks)
-            if self._taken[step] >= asking:
-                self._staged.pop(step, None)
-                del self._taken[step]
-            for old in [one for one in (*self._taken, *self._staged) if one < step - KEPT]:
+            self._taken.setdefault(asked, set()).update(ranks)
+            if self._taken[asked] >= asking:
+                self._staged.pop(asked, None)
+                del self._taken[asked]
+            for old in [one for one in (*self._taken, *self._staged) if one[0] < plan.step - KEPT]:
                 self._taken.pop(old, None)
                 self._staged.pop(old, None)
             while len(self._staged) > 1 and sum(one.nbytes for one in self._staged.values()) > self._budget:

@@ -1,13 +1,14 @@
-"""Roles on other hosts, behind the ports that roles ask: frames go out, and an answer must come within a deadline.
+"""Roles on other hosts, behind the ports that roles ask: frames go out, and whoever is lost has a successor.
 
 Rules of this file:
 1. Payloads go from loader host to constructor host. The planner asks for metadata and gives out plans, nothing else.
 2. One call a pair of hosts and step. The plan goes along by reference: it was put once, and every host reads it there.
+3. A shadow is told what its primary was asked, after the fact: nobody waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -16,9 +17,10 @@ import numpy.typing as npt
 
 from overlord.core.messages import MetaDelta, MetaRequest, Payload
 from overlord.core.plan import LoadingPlan
-from overlord.core.plan_blob import plan_from_bytes
+from overlord.core.plan_blob import plan_from_bytes, plan_to_bytes
 from overlord.core.samples import Cursor
 from overlord.roles.ports import Collect
+from overlord.roles.recovery import NOBODY
 from overlord.runtimes.frames import (
     Frame,
     deltas_from_frame,
@@ -29,26 +31,16 @@ from overlord.runtimes.frames import (
     requests_to_frame,
 )
 from overlord.runtimes.planner_host import HostNews, Waiting
+from overlord.runtimes.switchboard import Call, PeerGone, Pending, Switchboard
+
+PLANNER = "planner"
+MOST_UNFOLLOWED = 64
+"""Requests of one source that a shadow is told of at most: the older ones lie behind its position."""
 
 
-class Pending(Protocol):
-    """An answer that is under way."""
-
-    def get(self) -> Frame:
-        """Wait for it, up to the deadline.
-
-        Raises:
-            ServiceLost: when the other side is gone or too slow.
-        """
-        ...
-
-
-class Peer(Protocol):
-    """A role on another host."""
-
-    def ask(self, method: str, frame: Frame, blob: Any = None) -> Pending:
-        """Call a method of the role; a blob goes by reference."""
-        ...
+def loader_name(host: int) -> str:
+    """Return what a loader host is called."""
+    return f"loader host {host}"
 
 
 class Blobs(Protocol):
@@ -66,52 +58,103 @@ class Blobs(Protocol):
 class RemotePlanner:
     """The planner, as a constructor host sees it."""
 
-    def __init__(self, peer: Peer, blobs: Blobs, host: int, first_step: int) -> None:
-        self._peer = peer
+    def __init__(self, board: Switchboard, blobs: Blobs, host: int, first_step: int) -> None:
+        self._board = board
         self._blobs = blobs
         self._host = host
         self.first_step = first_step
         # As long as anybody holds the plan: its columns are views into that very block.
-        self._blob_of: WeakKeyDictionary[LoadingPlan, Any] = WeakKeyDictionary()
+        self._blob_of: WeakKeyDictionary[LoadingPlan, tuple[Any, int]] = WeakKeyDictionary()
 
     def plan(self, step: int, news: HostNews) -> LoadingPlan | Waiting | None:
         """Take the plan of a step."""
-        head, blob = self._ask(step, news)
-        if head["missing"] is not None:
-            return Waiting(head["missing"])
-        if blob is None:
-            return None
-        plan = plan_from_bytes(memoryview(self._blobs.get(blob)))  # type: ignore[arg-type]
-        self._blob_of[plan] = blob
-        return plan
+        message = frame_of({"step": step, "host": self._host, "news": news_to_json(news)})
+        while True:
+            generation = self._board.generation(PLANNER)
+            head, rest = open_frame(self._board.insist(PLANNER, "plan", message))
+            blob = next(rest, None)
+            if head["missing"] is not None:
+                return Waiting(head["missing"])
+            if blob is None:
+                return None
+            try:
+                plan = plan_from_bytes(memoryview(self._blobs.get(blob)))  # type: ignore[arg-type]
+            except PeerGone:
+                self._board.pause(self._board.version, 0.1)  # it went with the planner that had put it
+                continue
+            self._blob_of[plan] = (blob, generation)
+            return plan
 
     def blob_of(self, plan: LoadingPlan) -> Any:
         """Return the reference of a plan that was taken here."""
-        return self._blob_of[plan]
+        blob, generation = self._blob_of[plan]
+        newest = self._board.generation(PLANNER)
+        if generation != newest:  # what its planner had put may have gone with it
+            blob = self._blobs.put(np.frombuffer(plan_to_bytes(plan), np.uint8))
+            self._blob_of[plan] = (blob, newest)
+        return blob
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Pass on what a client asks or tells."""
-        return open_frame(self._peer.ask("ask", frame_of(message)).get())[0]["answer"]
+        return open_frame(self._board.insist(PLANNER, "ask", frame_of(message)))[0]["answer"]
 
     def tell(self, news: HostNews) -> None:
         """Tell how far the clients of this host are."""
-        open_frame(self._peer.ask("tell", frame_of({"host": self._host, "news": news_to_json(news)})).get())
+        open_frame(self._board.insist(PLANNER, "tell", frame_of({"host": self._host, "news": news_to_json(news)})))
 
-    def _ask(self, step: int, news: HostNews) -> tuple[dict[str, Any], Any]:
-        message = {"step": step, "host": self._host, "news": news_to_json(news)}
-        head, rest = open_frame(self._peer.ask("plan", frame_of(message)).get())
-        return head, next(rest, None)
+
+class _Round:
+    """One message to all hosts that have some sources; what is lost goes to whoever has it by then."""
+
+    def __init__(
+        self,
+        board: Switchboard,
+        method: str,
+        sources: Sequence[int],
+        write: Callable[[Sequence[int]], Frame],
+        blob: Callable[[], Any] | None = None,
+    ) -> None:
+        self._board = board
+        self._method = method
+        self._write = write
+        self._blob = blob
+        self.bytes_out = 0
+        self._calls: list[tuple[str, Sequence[int], Call]] = []
+        self._ask(sources)
+
+    def _ask(self, sources: Sequence[int]) -> None:
+        book, parts = self._board.book, dict[str, list[int]]()
+        for source in sources:
+            parts.setdefault(loader_name(book.assignment.primary[source]), []).append(source)
+        for name in sorted(parts, key=lambda name: name not in book.peers):  # who is there does not wait for others
+            frame = self._write(parts[name])
+            self.bytes_out += frame_bytes(frame)
+            blob = None if self._blob is None else self._blob()
+            self._calls.append((name, parts[name], self._board.ask(name, self._method, frame, blob)))
+
+    def answers(self) -> Iterator[tuple[str, Frame]]:
+        """Wait for all of them: (name of the host, its answer)."""
+        while self._calls:
+            lost: list[int] = []
+            for name, part, call in self._calls:
+                answer = call.get()
+                if answer is None:
+                    lost += part
+                else:
+                    yield name, answer
+            self._calls.clear()  # the engine lets go of what came with them
+            self._ask(lost)
 
 
 class RemoteLoaders:
-    """All SourceLoaders of a job, on the hosts they live on."""
+    """All SourceLoaders of a job, on the hosts that have them at the moment."""
 
-    def __init__(self, peers: Sequence[Peer], host_of: Sequence[int], planner: RemotePlanner | None = None) -> None:
-        self._peers = peers
-        self._host_of = host_of
-        """The loader host of each source."""
+    def __init__(self, board: Switchboard, planner: RemotePlanner | None = None) -> None:
+        self._board = board
         self._planner = planner
-        self._buffer_bytes = dict.fromkeys(range(len(peers)), 0)
+        self._buffer_bytes: dict[str, int] = {}
+        self._unfollowed: dict[int, list[MetaRequest]] = {}
+        self._following: dict[str, Pending] = {}
         self.bytes_out = self.bytes_in = 0
 
     @property
@@ -120,77 +163,104 @@ class RemoteLoaders:
         return max(self._buffer_bytes.values(), default=0)
 
     def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
-        """Ask every host that owns some of the sources, at once."""
+        """Ask every host that has some of the sources, at once."""
+        asked = {request.source: request for request in requests}
         found: dict[int, MetaDelta] = {}
-        asked = self._split(requests, [request.source for request in requests])
-        for answer in self._ask_all("summary_buffer", {host: requests_to_frame(part) for host, part in asked.items()}):
+        for answer in self._ask_all(
+            "summary_buffer", list(asked), lambda part: requests_to_frame([asked[source] for source in part])
+        ):
             found.update((delta.source, delta) for delta in deltas_from_frame(answer))
+        shadow = self._board.book.assignment.shadow
+        for request in requests:
+            if shadow[request.source] != NOBODY:
+                behind = self._unfollowed.setdefault(request.source, [])
+                behind.append(request)
+                del behind[:-MOST_UNFOLLOWED]
         return [found[request.source] for request in requests]
 
     def loader_do_plan(self, plan: LoadingPlan, ranks: Collection[int]) -> Collect:
         """Ask every host that a plan draws from; the payloads come straight from there."""
         assert self._planner is not None, "only a constructor host asks for payloads"
+        planner, asking = self._planner, sorted(ranks)
         drawn = np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist()
-        blob, message = self._planner.blob_of(plan), frame_of({"ranks": sorted(ranks)})
-        hosts = sorted({self._host_of[source] for source in drawn})
-        pending = {host: self._peers[host].ask("hand_over", message, blob) for host in hosts}
+        asked = _Round(
+            self._board,
+            "hand_over",
+            drawn,
+            lambda part: frame_of({"ranks": asking, "sources": list(part)}),
+            lambda: planner.blob_of(plan),
+        )
 
         def collect() -> list[Payload]:
             payloads: list[Payload] = []
-            for host, answer in pending.items():
-                part, facts = payloads_from_frame(answer.get())
+            for host, answer in asked.answers():
+                part, facts = payloads_from_frame(answer)
                 payloads += part
                 self._buffer_bytes[host] = facts["buffer_bytes"]
-            pending.clear()  # the engine lets go of what came with them
             return sorted(payloads, key=lambda payload: payload.source)
 
         return collect
 
+    def follow(self, passed: Mapping[int, Cursor]) -> None:
+        """Let shadows read what their primaries were asked for, and drop what every trainer has passed."""
+        book = self._board.book
+        for name, peer in book.peers.items():
+            mine = [s for s, host in enumerate(book.assignment.shadow) if host != NOBODY and loader_name(host) == name]
+            try:
+                if not mine or (name in self._following and self._following[name].poll(0) is None):
+                    continue  # it is still busy with the last ones; these wait for the next time
+                requests = [request for source in mine for request in self._unfollowed.pop(source, ())]
+                frame = requests_to_frame(requests, passed={s: list(passed[s]) for s in mine if s in passed})
+                self._following[name] = peer.ask("follow", frame, None, self._board.me)
+            except PeerGone:
+                self._following.pop(name, None)  # the supervisor sees it too, and raises another shadow
+
     def rest(self, cursors: Mapping[int, Cursor]) -> None:
         """Tell hosts that nothing is drawn from some of their sources for now."""
-        asked = self._split(list(cursors.items()), list(cursors))
-        messages = {host: {"cursors": [[s, list(cursor)] for s, cursor in part]} for host, part in asked.items()}
-        for answer in self._ask_all("rest", {host: frame_of(message) for host, message in messages.items()}):
+
+        def write(part: Sequence[int]) -> Frame:
+            return frame_of({"cursors": [[source, list(cursors[source])] for source in part]})
+
+        for answer in self._ask_all("rest", list(cursors), write):
             open_frame(answer)
 
     def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
         """Tell hosts of samples whose media do not decode."""
-        asked = self._split(faults, [fault[0] for fault in faults])
-        for answer in self._ask_all("note_faults", {h: frame_of({"faults": part}) for h, part in asked.items()}):
+
+        def write(part: Sequence[int]) -> Frame:
+            return frame_of({"faults": [fault for fault in faults if fault[0] in part]})
+
+        for answer in self._ask_all("note_faults", sorted({fault[0] for fault in faults}), write):
             open_frame(answer)
 
     def status(self) -> dict[int, dict[str, Any]]:
         """Return what the loaders of every source hold and have met."""
         found: dict[int, dict[str, Any]] = {}
-        for answer in self._ask_all("status", {host: frame_of({}) for host in range(len(self._peers))}):
+        sources = range(len(self._board.book.assignment.primary))
+        for answer in self._ask_all("status", sources, lambda part: frame_of({"sources": list(part)})):
             found.update((int(source), one) for source, one in open_frame(answer)[0]["sources"].items())
         return dict(sorted(found.items()))
 
-    def _split(self, items: Sequence[Any], sources: Sequence[int]) -> dict[int, list[Any]]:
-        parts: dict[int, list[Any]] = {}
-        for item, source in zip(items, sources, strict=True):
-            parts.setdefault(self._host_of[source], []).append(item)
-        return parts
-
-    def _ask_all(self, method: str, frames: Mapping[int, Frame]) -> list[Frame]:
-        pending = [self._peers[host].ask(method, frame) for host, frame in frames.items()]
-        answers = [one.get() for one in pending]
-        self.bytes_out += sum(frame_bytes(frame) for frame in frames.values())
-        self.bytes_in += sum(frame_bytes(answer) for answer in answers)
-        return answers
+    def _ask_all(self, method: str, sources: Sequence[int], write: Callable[[Sequence[int]], Frame]) -> Iterator[Frame]:
+        asked = _Round(self._board, method, sources, write)
+        for _, answer in asked.answers():
+            self.bytes_in += frame_bytes(answer)
+            yield answer
+        self.bytes_out += asked.bytes_out
 
 
 class RemoteVerdicts:
     """The verdicts of some sources, which the planner writes down."""
 
-    def __init__(self, peer: Peer, known: Mapping[str, Mapping[int, str]]) -> None:
-        self._peer = peer
+    def __init__(self, board: Switchboard, known: Mapping[str, Mapping[int, str]]) -> None:
+        self._board = board
         self._reasons = {source: dict(rows) for source, rows in known.items()}
 
     def add(self, source: str, row: int, reason: str) -> None:
         """Give up a row; the planner has it on disk when this returns."""
         if row not in self._reasons.get(source, ()):
-            open_frame(self._peer.ask("verdict", frame_of({"source": source, "row": row, "reason": reason})).get())
+            message = frame_of({"source": source, "row": row, "reason": reason})
+            open_frame(self._board.insist(PLANNER, "verdict", message))
             self._reasons.setdefault(source, {})[row] = reason
 
     def known(self, source: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

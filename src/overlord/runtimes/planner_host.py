@@ -10,12 +10,13 @@ from __future__ import annotations
 import base64
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_to_bytes
+from overlord.core.samples import Cursor
 from overlord.core.specs import Mixture
 from overlord.errors import SpecError
 from overlord.roles.inputs import FIXED_WHILE_RUNNING
@@ -102,6 +103,18 @@ class PlannerHost:
             plan = self._planner.plan_raw(step)  # (3) the plan is made when it is asked for
             self._forget_passed()
             return plan
+
+    def passed_cursors(self) -> list[Cursor]:
+        """Return where every source stands before the steps that some client may still need.
+
+        Without the lock: a planner that waits for a loader holds it, and that loader's successor asks this first.
+        """
+        return self._planner.passed_cursors()
+
+    @property
+    def latest_weights(self) -> Sequence[float]:
+        """The weights of the newest plan."""
+        return self._planner.latest_weights
 
     def tell(self, news: HostNews, host: int = 0) -> None:
         """Hear how far the clients of a host are."""

@@ -28,17 +28,22 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     Raises:
         ServiceLost: when the other side is gone.
     """
-    length, num_fds = _HEAD.unpack(_exactly(connection, _HEAD.size))
+    length, num_fds = _HEAD.unpack(receive_exactly(connection, _HEAD.size))
     if length > MAX_MESSAGE:
         raise ServiceLost(f"the peer announced a message of {length} bytes; this is not an overlord service.")
-    message = json.loads(_exactly(connection, length))
+    message = json.loads(receive_exactly(connection, length))
     fds: list[int] = []
     if num_fds:
         _, fds, _, _ = socket.recv_fds(connection, 1, num_fds)
     return message, fds
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
+    """Wait for so many bytes.
+
+    Raises:
+        ServiceLost: when the other side is gone.
+    """
     parts: list[bytes] = []
     while count:
         try:

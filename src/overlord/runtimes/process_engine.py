@@ -1,0 +1,218 @@
+"""Roles in processes of one host: started here, asked on Unix sockets, killed when they must go.
+
+Rules of this file:
+1. A connection carries one call at a time; who has many calls under way has as many connections.
+2. A process ends with the service: its standard input is a pipe that nobody else holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.errors import ServiceLost
+from overlord.runtimes.cluster_placement import Site
+from overlord.runtimes.frame_wire import frame_from, receive_frame, send_frame
+from overlord.runtimes.frames import Frame, frame_of
+from overlord.runtimes.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
+
+START_S = 120.0
+"""How long a process may take until it listens; its imports take a second or two."""
+
+
+class ProcessPeer:
+    """A role in another process of this host.
+
+    Args:
+        path: Its socket.
+        process: The process, for whoever started it: it may not listen yet.
+    """
+
+    def __init__(self, path: str, process: subprocess.Popen[bytes] | None = None) -> None:
+        self.path = path
+        self.process = process
+        self._idle: list[socket.socket] = []
+        self._lock = threading.Lock()
+
+    def ask(self, method: str, frame: Frame, blob: Any = None, sender: Sender = SERVICE) -> SocketAnswer:
+        """Call a method of the role."""
+        envelope = {"method": method, "sender": list(sender), "blob": blob is not None}
+        return self.send(envelope, frame if blob is None else [*frame, blob])
+
+    def send(self, envelope: Mapping[str, Any], parts: Sequence[Any]) -> SocketAnswer:
+        """Send a message on a connection of its own."""
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        connection = connection or self._connect()
+        try:
+            send_frame(connection, envelope, parts)
+        except OSError as error:
+            connection.close()
+            raise PeerGone(f"{error.strerror or error}") from error
+        return SocketAnswer(self, connection)
+
+    def keep(self, connection: socket.socket) -> None:
+        """Take a connection back that has nothing under way."""
+        with self._lock:
+            self._idle.append(connection)
+
+    def close(self) -> None:
+        """Close all connections that nobody waits on."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _connect(self) -> socket.socket:
+        until = time.monotonic() + START_S
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.connect(self.path)
+                return connection
+            except OSError as error:
+                connection.close()
+                starting = self.process is not None and self.process.poll() is None
+                if not starting or time.monotonic() > until:
+                    code = None if self.process is None else self.process.poll()
+                    ended = "" if code is None else f"; its process ended with code {code}"
+                    raise PeerGone(f"{error.strerror or error}{ended}") from error
+            time.sleep(0.02)
+
+
+class SocketAnswer:
+    """A call under way."""
+
+    def __init__(self, peer: ProcessPeer, connection: socket.socket) -> None:
+        self._peer = peer
+        self.connection: socket.socket | None = connection
+        """None when the answer has come."""
+        self._frame: Frame | None = None
+        self._gone: str | None = None
+        self._lock = threading.Lock()
+
+    def poll(self, timeout_s: float) -> Frame | None:
+        """Wait a while for the answer."""
+        with self._lock:
+            if self._gone is not None:
+                raise PeerGone(self._gone)
+            if self.connection is None:
+                return self._frame
+            if not _readable([self.connection], timeout_s):
+                return None
+            try:
+                _, parts = receive_frame(self.connection)
+            except (ServiceLost, OSError) as error:
+                self.connection.close()
+                self._gone = f"its connection broke off: {error}"
+                raise PeerGone(self._gone) from error
+            self._peer.keep(self.connection)
+            self.connection, self._frame = None, frame_from(parts)
+            return self._frame
+
+    def __del__(self) -> None:
+        if self.connection is not None:
+            self.connection.close()  # nobody waits for the answer
+
+
+class InlineBlobs:
+    """Blobs that travel with the message: on one host a copy is cheaper than another place to keep them."""
+
+    def put(self, block: npt.NDArray[np.uint8]) -> Any:
+        """Return the block itself."""
+        return block
+
+    def get(self, blob: Any) -> npt.NDArray[np.uint8]:
+        """Return the block itself."""
+        return blob
+
+
+class ProcessEngine:
+    """Starts each role as a process of this host.
+
+    Args:
+        bundle: The job and its options, as the launcher sent them.
+        folder: The service's folder, for sockets.
+        hosts: Constructor hosts.
+    """
+
+    def __init__(self, bundle: bytes, folder: Path, hosts: int) -> None:
+        self._bundle = bundle
+        self._folder = folder
+        self._hosts = hosts
+
+    def start(self, site: Site, generation: int) -> Peer:
+        """Start a process for a role."""
+        path = self._folder / f"{site.name.replace(' ', '-')}.{generation}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "overlord.runtimes.role_main"],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "MALLOC_ARENA_MAX": "2", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        site_facts = site.facts(self._hosts) | {"generation": generation}
+        told = {"folder": str(self._folder), "socket": str(path), "site": site_facts, "paths": sys.path}
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died while starting; who asks it finds out
+            for part in (json.dumps(told).encode(), self._bundle):
+                process.stdin.write(struct.pack("<Q", len(part)) + part)
+            process.stdin.flush()
+        return ProcessPeer(str(path), process)
+
+    def introduce(self, peer: Peer, book: Book) -> Pending:
+        """Tell a role who is who: peers are known by their sockets."""
+        assert isinstance(peer, ProcessPeer)
+        paths = {name: one.path for name, one in book.peers.items() if isinstance(one, ProcessPeer)}
+        return peer.send({"method": "learn", "paths": paths}, frame_of(book.head()))
+
+    def kill(self, peer: Peer, site: Site, pid: int) -> None:
+        """Kill a process and wait for its end."""
+        assert isinstance(peer, ProcessPeer) and peer.process is not None
+        peer.close()
+        peer.process.kill()
+        if peer.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                peer.process.stdin.close()
+        peer.process.wait()
+        Path(peer.path).unlink(missing_ok=True)
+
+    def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:
+        """Wait until an answer is there, or for a while."""
+        waiting = [p.connection for p in pending if isinstance(p, SocketAnswer) and p.connection is not None]
+        if waiting:
+            _readable(waiting, timeout_s)
+        else:
+            time.sleep(timeout_s)
+
+    def place_again(self, site: Site) -> Site:
+        """Return the same site: there is one host."""
+        return site
+
+    def describe(self, sites: Sequence[tuple[Site, int]]) -> dict[str, Any]:
+        """Return nothing more than what the supervisor tells."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is left once all processes are killed."""
+
+
+def _readable(connections: Sequence[socket.socket], timeout_s: float) -> bool:
+    ready = select.poll()  # not select.select, which knows only the first 1024 descriptors
+    for connection in connections:
+        if connection.fileno() >= 0:
+            ready.register(connection, select.POLLIN)
+    return bool(ready.poll(timeout_s * 1000))

@@ -1,0 +1,71 @@
+"""One incarnation of a role in its process: who may ask it, what becomes of an error, and that it lives."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from overlord.errors import OverlordError
+from overlord.runtimes.cluster_roles import ROLES
+from overlord.runtimes.frames import Frame, error_frame, frame_of
+from overlord.runtimes.memory import few_arenas
+from overlord.runtimes.peers import Blobs
+from overlord.runtimes.service_main import settle_in
+from overlord.runtimes.switchboard import SERVICE, Book, Peer, Sender, Switchboard
+
+logger = logging.getLogger("overlord")
+
+BEAT_S = 0.5
+"""How long a beat is held before it is answered: there is always one under way, so a death is seen at once."""
+
+
+class RoleHost:
+    """One incarnation of a role, whichever engine carries its calls: frames in, frames out; an error is an answer."""
+
+    def __init__(self, bundle: bytes, paths: Sequence[str], folder: str, site: Mapping[str, Any], blobs: Blobs) -> None:
+        self.board = Switchboard((site["name"], site["generation"]))
+        self._failed: Frame | None = None
+        self._numbers = itertools.count()
+        self._running: dict[int, float] = {}
+        few_arenas()
+        settle_in()
+        sys.path += [path for path in paths if path not in sys.path]  # where the launcher's functions come from
+        try:
+            self._role = ROLES[site["role"]](bundle, folder, site, self.board, blobs)
+        except BaseException as error:  # told to whoever asks: one that fails to start tells less
+            logger.exception("the %s did not start", site["name"])
+            self._failed = error_frame(error)
+
+    def learn(self, head: Mapping[str, Any], peers: Mapping[str, Peer]) -> Frame:
+        """Learn who is who."""
+        self.board.learn(Book.from_head(head, peers))
+        return frame_of({})
+
+    def ask(self, method: str, frame: Frame, blob: Any = None, sender: Sender = SERVICE) -> Frame:
+        """Call a method of the role."""
+        if method == "beat":
+            return self._beat()
+        if self._failed is not None:
+            return self._failed
+        number = next(self._numbers)
+        self._running[number] = time.monotonic()
+        try:
+            self.board.check(sender)
+            return getattr(self._role, method)(frame, *([] if blob is None else [blob]))
+        except BaseException as error:  # the border of the process: who asked must learn what became of it
+            if not isinstance(error, OverlordError):
+                logger.exception("%r failed", method)
+            return error_frame(error)
+        finally:
+            del self._running[number]
+
+    def _beat(self) -> Frame:
+        """Tell that it lives, which book it has, and how long its oldest call has been running."""
+        time.sleep(BEAT_S)
+        oldest = min(self._running.copy().values(), default=None)
+        busy_s = 0.0 if oldest is None else time.monotonic() - oldest
+        return frame_of({"version": self.board.version, "busy_s": busy_s})

@@ -1,0 +1,421 @@
+"""Keeps the roles of a service alive: sees who died, hangs or is slow, has shadows promoted, and starts successors.
+
+Engine-free: processes and Ray's actors are looked after in the same way.
+
+    event                               what follows
+    a process ended                     its beat breaks off; at once
+    it hangs, or its host is gone       its beat does not come for `heartbeat_s`; it is killed first
+    a loader host is slow               a call runs for SLOW_S and all of its sources have a shadow: as if it hung
+    any of these                        generation + 1, shadows promoted, the new book to all, a successor is started
+    its successors die young            after MOST_TRIES the service fails, and everybody who waits is told why
+
+Rules of this file:
+1. Whoever is taken for dead is killed before it gets a successor, and what it still says is refused (fencing).
+2. All losses of one moment become one new book: nobody is sent to a shadow that is lost as well.
+3. Nothing here knows what a step is. What is lost is read or planned again by the successor.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError
+from overlord.roles.recovery import NOBODY, Assignment, promote
+from overlord.runtimes.cluster_placement import Site
+from overlord.runtimes.frames import Frame, frame_of, open_frame
+from overlord.runtimes.opening import Progress
+from overlord.runtimes.peers import PLANNER
+from overlord.runtimes.switchboard import Book, Peer, PeerGone, Pending, Switchboard
+
+logger = logging.getLogger("overlord")
+
+OPEN_S = 1800.0
+"""How long opening all sources may take: listings of object stores are slow, and progress is shown."""
+CLOSE_S = 10.0
+SLOW_S = 60.0
+"""A call to a loader host that runs for longer goes to the shadows, where there are some."""
+MOST_TRIES = 6
+"""Successors in a row that die young, or do not come up, before the service gives up."""
+YOUNG_S = 3.0
+"""An incarnation that lived for longer has done something."""
+KEPT_FAULTS = 256
+
+
+class Engine(Protocol):
+    """What starts incarnations, and carries messages to them."""
+
+    def start(self, site: Site, generation: int) -> Peer:
+        """Start an incarnation of a role."""
+        ...
+
+    def introduce(self, peer: Peer, book: Book) -> Pending:
+        """Tell an incarnation who is who."""
+        ...
+
+    def kill(self, peer: Peer, site: Site, pid: int) -> None:
+        """End an incarnation for good, whatever state it is in; pid is 0 where it is not known."""
+        ...
+
+    def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:
+        """Wait until one of some answers is there, or for a while."""
+        ...
+
+    def place_again(self, site: Site) -> Site:
+        """Return where a lost role goes: where it was, or to another host if that one is gone."""
+        ...
+
+    def describe(self, sites: Sequence[tuple[Site, int]]) -> dict[str, Any]:
+        """Return what people want to know of the engine, and of the roles with their process ids."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+@dataclass(slots=True)
+class Incarnation:
+    """A role and who plays it."""
+
+    site: Site
+    generation: int = 1
+    peer: Peer | None = None
+    """None while there is nobody."""
+    beat: Pending | None = None
+    heard: float = 0.0
+    born: float = 0.0
+    pid: int = 0
+    young: int = 0
+    """Successors in a row that died young."""
+    restarts: int = 0
+    told: Pending | None = field(default=None, repr=False)
+    """The last introduction: who drops it may drop the message with it."""
+
+
+class Supervisor:
+    """The roles of one service.
+
+    Args:
+        engine: Starts them.
+        sites: Where they go.
+        assignment: Which loader host has which sources, and shadows which.
+        heartbeat_s: How long nothing may be heard of anybody.
+        clock: Seconds that never go back.
+        spawn: Starts work beside this; in the caller where there are no threads.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sites: Sequence[Site],
+        assignment: Assignment,
+        *,
+        heartbeat_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        spawn: Callable[[Callable[[], None]], None] | None = None,
+        idle: Callable[[float], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._heartbeat_s = heartbeat_s
+        self._clock = clock
+        self._spawn = spawn or _in_a_thread
+        self._idle = idle
+        self._roles = {site.name: Incarnation(site) for site in sites}
+        self._assignment = assignment
+        self._version = 0
+        self._failed: str | None = None
+        self._facts: dict[str, Any] = {}
+        self._first_step = 0
+        self._board = Switchboard(("service", 0), clock, idle)
+        self._lock = threading.RLock()
+        self._closing = False
+        self._watcher = threading.Thread(target=self._watch, name="overlord-supervisor", daemon=True)
+        self.faults: deque[dict[str, Any]] = deque(maxlen=KEPT_FAULTS)
+        """What was lost, why, and how long it took to replace it."""
+
+    def begin(self, progress: Progress) -> None:
+        """Bring all roles up, side by side; what is wrong with the job shows here."""
+        for one in self._roles.values():
+            one.peer = self._engine.start(one.site, one.generation)
+        self._publish()
+        for one in self._roles.values():
+            self._started(one)
+        # What takes time on each host goes on while the sources are opened.
+        ready = [(one, self._send(one, "prepare")) for one in self._roles.values() if one.site.role != "loader"]
+        self._facts = self._open_sources(progress)
+        for one, pending in ready:
+            self._answer(one, pending)
+        stands = self._call(self._roles[PLANNER], "open_store", {"facts": self._facts})
+        progress("indexing files", 0, 1)
+        self._call_all("loader", "begin", stands)
+        progress("planning the first step", 0, 1)
+        self._first_step = int(self._call(self._roles[PLANNER], "begin", {})["first_step"])
+        self._call_all("constructor", "begin", {"first_step": self._first_step})
+        for one in self._roles.values():
+            one.pid = self._call(one, "pid", {})["pid"]
+            one.heard = one.born = self._clock()
+
+    def watch(self) -> None:
+        """Look after the roles from now on, in a thread."""
+        self._watcher.start()
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Answer the owner of the service: its planner does, whoever plays it."""
+        if message.get("op") == "beat":
+            return {}
+        answer = open_frame(self._board.insist(PLANNER, "ask", frame_of(message)))[0]["answer"]
+        if message.get("op") == "status":
+            answer["status"] |= self.describe()
+        return answer
+
+    def describe(self) -> dict[str, Any]:
+        """Return who plays which role, and what was lost so far."""
+        with self._lock:
+            sites = [(one.site, one.pid) for one in self._roles.values()]
+            hosts = [
+                one.site.to_json()
+                | {"pid": one.pid, "generation": one.generation, "restarts": one.restarts, "up": one.peer is not None}
+                for one in self._roles.values()
+            ]
+            shadows = sum(host != NOBODY for host in self._assignment.shadow)
+            return {
+                **self._engine.describe(sites),
+                "hosts": hosts,
+                "shadows": shadows,
+                "faults": list(self.faults),
+            }
+
+    def close(self) -> None:
+        """End the roles: constructors tell the planner how far they came, the planner may ask loaders once more."""
+        self._closing = True
+        if self._watcher.is_alive():
+            self._watcher.join()
+        for role in ("constructor", "planner", "loader"):
+            asked = [self._send(one, "close") for one in self._of(role) if one.peer is not None]
+            until = time.monotonic() + CLOSE_S
+            for pending in asked:
+                try:
+                    pending.poll(max(0.0, until - time.monotonic()))  # who does not end is killed
+                except PeerGone:
+                    pass  # which is what we want
+        with self._lock:
+            for one in self._roles.values():
+                if one.peer is not None:
+                    self._engine.kill(one.peer, one.site, one.pid)
+        self._engine.close()
+
+    # -- seeing -----------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Look once after everybody."""
+        now = self._clock()
+        with self._lock:
+            lost = [(one, why) for one in self._roles.values() if (why := self._health(one, now)) is not None]
+            if lost and not self._closing:
+                self._lose(lost)
+
+    def _watch(self) -> None:
+        while not self._closing:
+            with self._lock:
+                beats = [one.beat for one in self._roles.values() if one.beat is not None]
+            self._engine.wait(beats, 0.1)
+            self.tick()
+
+    def _health(self, one: Incarnation, now: float) -> str | None:
+        """Return what is wrong with an incarnation, or None."""
+        if one.peer is None:
+            return None
+        try:
+            answer = one.beat.poll(0) if one.beat is not None else frame_of({"version": 0, "busy_s": 0.0})
+            if answer is None:  # judged after looking: a supervisor that was stopped itself finds answers waiting
+                silent = now - one.heard
+                return None if silent <= self._heartbeat_s else f"did not answer for {silent:.1f} s"
+            head = open_frame(answer)[0]
+            one.heard = now
+            one.beat = one.peer.ask("beat", frame_of({}))
+            if head["version"] < self._version:
+                one.told = self._engine.introduce(one.peer, self._board.book)
+            if head["busy_s"] > SLOW_S and self._can_do_without(one):
+                return f"was busy with one call for {head['busy_s']:.0f} s"
+        except PeerGone as error:
+            return f"ended ({error})"
+        return None
+
+    def _can_do_without(self, one: Incarnation) -> bool:
+        if one.site.role != "loader":
+            return False
+        up = {other.site.number for other in self._of("loader") if other.peer is not None}
+        mine = self._assignment.sources_of(one.site.number)
+        return bool(mine) and all(self._assignment.shadow[source] in up for source in mine)
+
+    # -- losing and replacing ---------------------------------------------------------------------
+
+    def _lose(self, lost: Sequence[tuple[Incarnation, str]]) -> None:
+        for one, why in lost:
+            assert one.peer is not None
+            self._engine.kill(one.peer, one.site, one.pid)
+            one.young = one.young + 1 if self._clock() - one.born < YOUNG_S else 0
+            one.peer, one.beat, one.told = None, None, None
+            one.generation += 1
+            one.restarts += 1
+            logger.warning("the %s %s; its successor is started", one.site.name, why)
+        hosts = {one.site.number for one, _ in lost if one.site.role == "loader"}
+        before, self._assignment = self._assignment, promote(self._assignment, hosts)
+        promoted = sum(a != b for a, b in zip(before.primary, self._assignment.primary, strict=True))
+        self._publish()
+        for one, why in lost:
+            fault = {"role": one.site.name, "why": why, "generation": one.generation, "promoted": promoted}
+            self.faults.append(fault)
+            self._spawn(lambda one=one, fault=fault: self._replace(one, fault))  # type: ignore[misc]
+
+    def _replace(self, one: Incarnation, fault: dict[str, Any]) -> None:
+        """Start a successor, and another one where that does not come up."""
+        since = self._clock()
+        while not self._closing:
+            if one.young >= MOST_TRIES:
+                self._fail(f"{fault['why']}, and so did its successors, {MOST_TRIES} in a row", one)
+                return
+            peer = None
+            try:
+                with self._lock:
+                    one.site = self._engine.place_again(one.site)
+                peer = self._engine.start(one.site, one.generation)
+                pid = self._bring_up(one, peer)
+            except OverlordError as error:
+                if peer is not None:
+                    self._engine.kill(peer, one.site, 0)
+                if self._closing:
+                    return
+                logger.warning("the successor of the %s did not come up: %s", one.site.name, error)
+                fault["why"] = str(error)
+                with self._lock:
+                    one.young += 1
+                    one.generation += 1
+                self._pause(min(4.0, 0.25 * 2**one.young))
+                continue
+            with self._lock:
+                if self._closing:
+                    self._engine.kill(peer, one.site, 0)
+                    return
+                one.peer, one.pid = peer, pid
+                one.heard = one.born = self._clock()
+                self._publish()
+            fault["took_s"] = self._clock() - since
+            return
+
+    def _bring_up(self, one: Incarnation, peer: Peer) -> int:
+        """Take a successor through what all went through at the beginning; return its process id."""
+        until = self._clock() + OPEN_S
+        self._poll(self._engine.introduce(peer, self._board.book), until)
+
+        def call(method: str, message: dict[str, Any]) -> Any:
+            return open_frame(self._poll(peer.ask(method, frame_of(message)), until))[0]
+
+        if one.site.role == "loader":
+            opened = call("open", {})["facts"]
+            changed = [name for name, facts in opened.items() if self._facts[name] != facts]
+            if changed:
+                raise ServiceLost(
+                    f"the files of source {changed[0]!r} have changed while the job ran; samples would be lost or "
+                    "repeated. Restore them, or start a new run."
+                )
+            call("begin", open_frame(self._board.insist(PLANNER, "where", frame_of({})))[0])
+        elif one.site.role == "planner":
+            call("prepare", {})
+            call("open_store", {"facts": self._facts})
+            call("begin", {})
+        else:
+            call("prepare", {})
+            call("begin", {"first_step": self._first_step})
+        return int(call("pid", {})["pid"])
+
+    def _fail(self, why: str, one: Incarnation) -> None:
+        with self._lock:
+            self._failed = (
+                f"the {one.site.name} {why}; the service cannot go on. Its last words stand in the service's log; mend "
+                "the cause, and launch again from the last state."
+            )
+            logger.error("%s", self._failed)
+            self._publish()
+
+    def _publish(self) -> None:
+        """Give everybody the newest book; who misses it is found out by its beat."""
+        with self._lock:
+            self._version += 1
+            living = {name: one.peer for name, one in self._roles.items() if one.peer is not None}
+            generations = {name: one.generation for name, one in self._roles.items()}
+            book = Book(self._version, generations, living, self._assignment, self._failed)
+            self._board.learn(book)
+            for name, peer in living.items():
+                try:
+                    self._roles[name].told = self._engine.introduce(peer, book)
+                except PeerGone:
+                    pass  # its beat says so too
+
+    # -- asking -----------------------------------------------------------------------------------
+
+    def _open_sources(self, progress: Progress) -> dict[str, Any]:
+        loaders, count = self._of("loader"), len(self._assignment.primary)
+        opening = [(one, self._send(one, "open")) for one in loaders]
+        until = self._clock() + OPEN_S
+        while any(pending.poll(0.1) is None for _, pending in opening):
+            done = sum(self._call(one, "progress", {})["done"] for one in loaders)
+            progress("opening sources", min(done, count), count)
+            if self._clock() > until:
+                raise ServiceLost(f"the sources were not open after {OPEN_S:g} s; look at the storage they are on.")
+        facts: dict[str, Any] = {}
+        for one, pending in opening:
+            facts |= self._answer(one, pending)["facts"]
+        progress("opening sources", count, count)
+        return dict(sorted(facts.items()))
+
+    def _started(self, one: Incarnation) -> None:
+        try:
+            self._call(one, "pid", {})
+        except PeerGone as error:
+            raise SpecError(
+                f"the {one.site.name} did not start on {one.site.node.name} ({error}); nothing could run. Its last "
+                "words stand above. On a cluster: is that the one you meant, and is the same version of "
+                "overlord-data[ray] installed on all of its hosts?"
+            ) from error
+
+    def _send(self, one: Incarnation, method: str) -> Pending:
+        assert one.peer is not None
+        return one.peer.ask(method, frame_of({}))
+
+    def _call(self, one: Incarnation, method: str, message: dict[str, Any]) -> Any:
+        assert one.peer is not None
+        return self._answer(one, one.peer.ask(method, frame_of(message)))
+
+    def _call_all(self, role: str, method: str, message: dict[str, Any]) -> list[Any]:
+        asked = [(one, one.peer.ask(method, frame_of(message))) for one in self._of(role) if one.peer is not None]
+        return [self._answer(one, pending) for one, pending in asked]
+
+    def _answer(self, one: Incarnation, pending: Pending) -> Any:
+        return open_frame(self._poll(pending, self._clock() + OPEN_S))[0]
+
+    def _poll(self, pending: Pending, until: float) -> Frame:
+        while True:
+            if self._closing:
+                raise ClosedError("the service is closing.")
+            answer = pending.poll(0.5)
+            if answer is not None:
+                return answer
+            if self._clock() > until:
+                raise ServiceLost(f"a role did not come up within {OPEN_S:g} s; its host may be overloaded.")
+
+    def _of(self, role: str) -> list[Incarnation]:
+        return [one for one in self._roles.values() if one.site.role == role]
+
+    def _pause(self, seconds: float) -> None:
+        (self._idle or time.sleep)(seconds)
+
+
+def _in_a_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="overlord-replace", daemon=True).start()
