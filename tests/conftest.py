@@ -84,19 +84,28 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = folder / f"ray-address-{owner}"
     try:
         (folder / f"ray-started-{owner}").touch(exist_ok=False)
-        command = [sys.executable, str(Path(__file__).parent / "ray_nodes.py"), str(owner), str(file)]
-        # By a shell that goes at once: it ends by itself, and is nobody's child that a test could take for a leftover.
-        log = str(folder / f"ray-{owner}.log")
-        shell = ["/bin/sh", "-c", '"$@" > "$0" 2>&1 < /dev/null &', log]
-        environment = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
-        subprocess.run([*shell, *command], check=True, start_new_session=True, env=environment)
+        start_ray(owner, file)
     except FileExistsError:
         pass  # another worker starts it
+    return ray_started(file)
+
+
+def start_ray(owner: int, file: Path) -> None:
+    """Start a cluster of three nodes that lives as long as a process, and writes its address to a file."""
+    command = [sys.executable, str(Path(__file__).parent / "ray_nodes.py"), str(owner), str(file)]
+    # By a shell that goes at once: it ends by itself, and is nobody's child that a test could take for a leftover.
+    shell = ["/bin/sh", "-c", '"$@" > "$0" 2>&1 < /dev/null &', str(file.with_suffix(".log"))]
+    environment = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
+    subprocess.run([*shell, *command], check=True, start_new_session=True, env=environment)
+
+
+def ray_started(file: Path) -> str:
+    """Wait until a cluster has written its address."""
     for _ in range(600):
         if file.exists():
             return file.read_text()
         time.sleep(0.2)
-    raise RuntimeError(f"the Ray cluster did not start: {(folder / f'ray-{owner}.log').read_text()[-2000:]}")
+    raise RuntimeError(f"the Ray cluster did not start: {file.with_suffix('.log').read_text()[-2000:]}")
 
 
 @pytest.fixture(params=["inline", "local", pytest.param("ray", marks=pytest.mark.ray)])

@@ -2,7 +2,8 @@
 
     python tests/ray_nodes.py PID FILE
 
-writes its address to FILE. In a process of its own, since Ray's imports warn, and warnings fail our tests.
+writes its address to FILE, and takes the node away whose id is written to FILE.gone. In a process of its own, since
+Ray's imports warn, and warnings fail our tests.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ def main() -> None:
     folder = tempfile.mkdtemp(prefix="ovltest-", dir="/tmp")  # a test may have a TMPDIR of its own, which goes with it
     common = {"num_cpus": CPUS, "object_store_memory": 200 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={**common, "temp_dir": folder})
-    for _ in range(NODES - 1):
-        cluster.add_node(**common)
+    nodes = [cluster.add_node(**common) for _ in range(NODES - 1)]
     file.with_suffix(".tmp").write_text(cluster.address)
     file.with_suffix(".tmp").rename(file)
     try:
+        gone = file.with_suffix(".gone")
         while alive(watched):
             time.sleep(0.5)
+            if gone.exists():
+                wanted = gone.read_text()
+                cluster.remove_node(next(node for node in nodes if node.node_id == wanted), allow_graceful=False)
+                gone.unlink()
     finally:
         cluster.shutdown()
         shutil.rmtree(folder, ignore_errors=True)

@@ -175,7 +175,9 @@ def _loaders(
     sites: list[Site] = []
     for number in range(count):
         held = Counter(site.node.id for site in sites)  # every trainer host gets one before any gets two
-        by_room = sorted(nodes, key=lambda node: (node not in trainers, held[node.id], -idle[node.id]))
+        # A shadow is worth most on another machine: then every host gets one before any gets two.
+        spread = Counter(held) if any(options.shadows) else Counter[str]()
+        by_room = sorted(nodes, key=lambda node: (spread[node.id], node not in trainers, held[node.id], -idle[node.id]))
         fitting = [node for node in by_room if idle[node.id] >= cpus]
         if not fitting:
             raise SpecError(

@@ -1,4 +1,4 @@
-"""The nursery seen from the service: one process that forks the workers, and each worker's end of a socket."""
+"""A nursery seen from outside: one process that forks workers (or roles), and each one's end of a socket."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class WorkerProcess:
 class Nursery:
     """The process that forks workers, and has their memory in common with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "overlord.runtimes.worker_main") -> None:
         self._lock = threading.Lock()
         self._closed = False
         self.lost = False
@@ -68,7 +68,7 @@ class Nursery:
         self._control.settimeout(ANSWER_S)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "overlord.runtimes.worker_main", str(theirs.fileno())],
+                [sys.executable, "-m", module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.PIPE,  # the life line: it closes with this process, whatever ends that
                 stdout=2,  # whatever a function prints goes to the log

@@ -2,18 +2,16 @@
 
 Rules of this file:
 1. A connection carries one call at a time; who has many calls under way has as many connections.
-2. A process ends with the service: its standard input is a pipe that nobody else holds.
+2. A process ends with the service, also one that is stopped: its nursery does, and the kernel kills what it forked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
+import signal
 import socket
-import struct
-import subprocess
 import sys
 import threading
 import time
@@ -28,8 +26,11 @@ from overlord.errors import ServiceLost
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.frame_wire import frame_from, receive_frame, send_frame
 from overlord.runtimes.frames import Frame, frame_of
+from overlord.runtimes.nursery import Nursery, WorkerProcess
 from overlord.runtimes.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
 
+ROLES = "overlord.runtimes.role_main"
+"""The nursery of roles."""
 START_S = 120.0
 """How long a process may take until it listens; its imports take a second or two."""
 
@@ -42,7 +43,7 @@ class ProcessPeer:
         process: The process, for whoever started it: it may not listen yet.
     """
 
-    def __init__(self, path: str, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, path: str, process: WorkerProcess | None = None) -> None:
         self.path = path
         self.process = process
         self._idle: list[socket.socket] = []
@@ -86,11 +87,8 @@ class ProcessPeer:
                 return connection
             except OSError as error:
                 connection.close()
-                starting = self.process is not None and self.process.poll() is None
-                if not starting or time.monotonic() > until:
-                    code = None if self.process is None else self.process.poll()
-                    ended = "" if code is None else f"; its process ended with code {code}"
-                    raise PeerGone(f"{error.strerror or error}{ended}") from error
+                if self.process is None or not self.process.alive or time.monotonic() > until:
+                    raise PeerGone(f"it does not listen: {error.strerror or error}") from error
             time.sleep(0.02)
 
 
@@ -154,24 +152,25 @@ class ProcessEngine:
         self._bundle = bundle
         self._folder = folder
         self._hosts = hosts
+        self._lock = threading.Lock()
+        self._nursery = Nursery(ROLES)
 
     def start(self, site: Site, generation: int) -> Peer:
         """Start a process for a role."""
-        path = self._folder / f"{site.name.replace(' ', '-')}.{generation}"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "overlord.runtimes.role_main"],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, "MALLOC_ARENA_MAX": "2", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )
+        path = str(self._folder / f"{site.name.replace(' ', '-')}.{generation}")
         site_facts = site.facts(self._hosts) | {"generation": generation}
-        told = {"folder": str(self._folder), "socket": str(path), "site": site_facts, "paths": sys.path}
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died while starting; who asks it finds out
-            for part in (json.dumps(told).encode(), self._bundle):
-                process.stdin.write(struct.pack("<Q", len(part)) + part)
-            process.stdin.flush()
-        return ProcessPeer(str(path), process)
+        told = {"folder": str(self._folder), "socket": path, "site": site_facts, "paths": sys.path}
+        with self._lock:
+            if self._nursery.lost:  # killed like anything else may be; its roles went with it
+                self._nursery.close()
+                self._nursery = Nursery(ROLES)
+            process = self._nursery.fork()
+        try:
+            send_frame(process.connection, told, [self._bundle])
+        except OSError as error:
+            process.end()
+            raise PeerGone(f"it died while it was started: {error.strerror or error}") from error
+        return ProcessPeer(path, process)
 
     def introduce(self, peer: Peer, book: Book) -> Pending:
         """Tell a role who is who: peers are known by their sockets."""
@@ -183,11 +182,9 @@ class ProcessEngine:
         """Kill a process and wait for its end."""
         assert isinstance(peer, ProcessPeer) and peer.process is not None
         peer.close()
-        peer.process.kill()
-        if peer.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                peer.process.stdin.close()
-        peer.process.wait()
+        if peer.process.end() is None:  # its nursery is gone, which takes it along, or it was ended before
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(peer.process.pid, signal.SIGKILL)
         Path(peer.path).unlink(missing_ok=True)
 
     def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:
@@ -207,7 +204,8 @@ class ProcessEngine:
         return {}
 
     def close(self) -> None:
-        """Nothing is left once all processes are killed."""
+        """End the nursery, and whoever it still has."""
+        self._nursery.close()
 
 
 def _readable(connections: Sequence[socket.socket], timeout_s: float) -> bool:

@@ -23,11 +23,7 @@ from overlord.transforms.tokenize import TokenSpans
 
 def warm_job(job: Job, layout: Layout) -> None:
     """Load what a job and a layout will need."""
-    warm_launch()
-    warm_packing()
-    for kind in (np.int32, np.int64, np.uint8):
-        Ragged(np.ones(2, kind), np.arange(3)).take(np.array([1, 0]))
-    gather_runs(np.zeros(1, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64))
+    warm_common()
     if layout.positions != "plain":
         _warm_positions()
     if any(isinstance(source.sample, (ImageSpec, Video)) for source in job.sources):
@@ -38,6 +34,15 @@ def warm_job(job: Job, layout: Layout) -> None:
         log_mel(np.zeros(400, np.float32), mels=8, sample_rate=16000, frames=2)
     if any(isinstance(source.sample, Chat) for source in job.sources):
         _warm_spans()
+
+
+def warm_common() -> None:
+    """Load what every job needs."""
+    warm_launch()
+    warm_packing()
+    for kind in (np.int32, np.int64, np.uint8):
+        Ragged(np.ones(2, kind), np.arange(3)).take(np.array([1, 0]))
+    gather_runs(np.zeros(1, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64))
 
 
 def _warm_patches() -> None:

@@ -8,6 +8,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -17,6 +18,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import cloudpickle
@@ -27,9 +29,12 @@ from overlord.errors import ServiceLost
 from overlord.runtimes.row_wire import receive_rows, send_rows
 from overlord.runtimes.wire import receive, send
 
+Serve = Callable[[socket.socket], None]
+"""What a forked process does with its end of a socket."""
 
-def main() -> None:
-    """Run the nursery: its control socket is the descriptor named by the first argument."""
+
+def run_nursery(serve: Serve) -> None:
+    """Be a nursery: its control socket is the descriptor named by the first argument."""
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's
     hold_life_line()
@@ -40,7 +45,7 @@ def main() -> None:
     while True:
         try:
             message, fds = receive(control)
-            send(control, _answer(control, message, fds, workers))
+            send(control, _answer(control, message, fds, workers, serve))
         except ServiceLost:
             return
 
@@ -61,7 +66,9 @@ def hold_life_line() -> None:
         sys.exit(1)
 
 
-def _answer(control: socket.socket, message: dict[str, Any], fds: list[int], workers: set[int]) -> dict[str, Any]:
+def _answer(
+    control: socket.socket, message: dict[str, Any], fds: list[int], workers: set[int], serve: Serve
+) -> dict[str, Any]:
     if message["op"] == "reap":
         return {"code": _end(int(message["pid"]), workers)}
     if message["op"] == "end":
@@ -74,7 +81,8 @@ def _answer(control: socket.socket, message: dict[str, Any], fds: list[int], wor
     if pid == 0:
         control.close()
         os.set_inheritable(fds[0], False)  # a program that the function starts must not keep the connection open
-        _live(socket.socket(fileno=fds[0]))
+        _die_with_parent()
+        _live(socket.socket(fileno=fds[0]), serve)
     os.close(fds[0])
     workers.add(pid)
     return {"pid": pid}
@@ -88,7 +96,18 @@ def _end(pid: int, workers: set[int]) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _live(connection: socket.socket) -> NoReturn:
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the nursery ends: also one that is stopped, which no other signal ends."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
+"""Of linux/prctl.h."""
+
+
+def _live(connection: socket.socket, serve: Serve) -> NoReturn:
     """Be a worker until the service closes the connection; never return into the nursery's loop."""
     code = 1
     try:
@@ -128,4 +147,4 @@ def serve(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_nursery(serve)
