@@ -178,18 +178,20 @@ class Supervisor:
         """Return who plays which role, and what was lost so far."""
         with self._lock:
             sites = [(one.site, one.pid) for one in self._roles.values()]
-            hosts = [
-                one.site.to_json()
-                | {"pid": one.pid, "generation": one.generation, "restarts": one.restarts, "up": one.peer is not None}
-                for one in self._roles.values()
-            ]
-            shadows = sum(host != NOBODY for host in self._assignment.shadow)
             return {
                 **self._engine.describe(sites),
-                "hosts": hosts,
-                "shadows": shadows,
+                "hosts": [self._describe(one) for one in self._roles.values()],
+                "shadows": sum(host != NOBODY for host in self._assignment.shadow),
                 "faults": list(self.faults),
             }
+
+    def _describe(self, one: Incarnation) -> dict[str, Any]:
+        found = one.site.to_json()
+        if one.site.role == "loader":  # as it is now, not as it began
+            found["sources"] = len(self._assignment.sources_of(one.site.number))
+            found["shadows"] = len(self._assignment.shadows_of(one.site.number))
+        plays = {"pid": one.pid, "generation": one.generation, "restarts": one.restarts, "up": one.peer is not None}
+        return found | plays
 
     def close(self) -> None:
         """End the roles: constructors tell the planner how far they came, the planner may ask loaders once more."""
@@ -271,6 +273,7 @@ class Supervisor:
         self._publish()
         for one, why in lost:
             fault = {"role": one.site.name, "why": why, "generation": one.generation, "promoted": promoted}
+            fault["at"] = time.time()  # when everybody had been told whom to ask instead
             self.faults.append(fault)
             self._spawn(lambda one=one, fault=fault: self._replace(one, fault))  # type: ignore[misc]
 
