@@ -5,7 +5,7 @@ seconds, where capacity is what the slower setup (with shadows) delivers when no
 steps:
 
     planner killed (SIGKILL) every 15 steps after 5 steps of warm-up, prefetch 2, and prefetch 4
-    a loader host with 5 to 10 of the 64 loaders killed at step 35 and every 15 steps from there, with shadows and without
+    a loader host (5 to 10 of the 64 loaders) killed at step 35 and every 15 steps from there, with shadows and without
 
 Stall of a fault: what the steps up to the next fault were waited for beyond the median wait of all steps before the
 first fault. The digests of all runs must be those of a run without faults.
