@@ -36,6 +36,9 @@ __all__ = [
 class OverlordError(Exception):
     """The root of all errors raised by overlord."""
 
+    source: str | None = None
+    """The source that cannot be read, where that is what failed: a launch may park it and go on."""
+
 
 class SpecError(OverlordError):
     """The job, the mesh or an argument is wrong; nothing has run."""
@@ -77,12 +80,14 @@ class ClosedError(OverlordError):
     """A closed service or client was used."""
 
 
-def error_named(name: str, message: str) -> OverlordError:
-    """Rebuild an error that crossed a process border as (class name, message).
+def error_named(name: str, message: str, source: str | None = None) -> OverlordError:
+    """Rebuild an error that crossed a process border as (class name, message, and its source where it has one).
 
     Example:
         >>> error_named("PlanError", "does not fit")
         PlanError('does not fit')
     """
     kind = globals().get(name) if name in __all__ and name != "error_named" else None
-    return (kind or OverlordError)(message)
+    error: OverlordError = (kind or OverlordError)(message)
+    error.source = source
+    return error

@@ -14,8 +14,9 @@ from overlord.core.draw import Buffer, Limits
 from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.core.spec_model import is_whole
-from overlord.core.specs import Job, Mixture
+from overlord.core.reconcile import Reconcile
+from overlord.core.spec_model import as_number, is_whole
+from overlord.core.specs import Job, Mixture, Source
 from overlord.errors import SpecError, StateError
 from overlord.planning import strategies
 from overlord.planning.checking import Strategy
@@ -24,10 +25,12 @@ from overlord.roles.inputs import FIXED_WHILE_RUNNING
 from overlord.roles.placement import PLACEMENTS, Placement
 from overlord.roles.recovery import shadowed
 from overlord.runtimes.cluster_placement import ClusterOptions
-from overlord.runtimes.deployment import LaunchOptions, canonical
+from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.inline import InlineService
 from overlord.runtimes.local import connect_local
+from overlord.runtimes.numbering import canonical
 from overlord.runtimes.opening import Progress
+from overlord.runtimes.parking import OnSourceFailure
 from overlord.runtimes.service_process import ServiceProcess
 from overlord.runtimes.shapes import limits_of
 from overlord.stores.checkpoints import CheckpointFolder
@@ -87,6 +90,41 @@ class Service:
             raise SpecError(f"skip_steps: count is {count!r}; nothing would be skipped. Give a number of steps.")
         return self._runtime.skip_steps(int(count), _step_or_none("skip_steps", at_step))
 
+    def add_source(self, source: Source, weight: float | None = None, at_step: int | None = None) -> int:
+        """Let a source come while the stream runs; return the first step it is drawn from.
+
+        It is opened and checked first, and written down before it counts. A resumed run opens it again, whether the
+        job names it by then or not.
+
+        Args:
+            source: The source; what cannot be written down, such as `ol.Custom`, must be in the job.
+            weight: Against the weights of the others, which stay in their ratio; by default the source's own weight, or
+                the mean of the others.
+            at_step: A step that is not planned yet; by default the next such step.
+        """
+        if not isinstance(source, Source):
+            raise SpecError(f"add_source: {source!r:.80} is not an ol.Source; there is nothing to read. Build one.")
+        given = as_number(weight)
+        if weight is not None and (given is None or not math.isfinite(given) or given < 0):
+            raise SpecError(f"add_source: weight is {weight!r:.80}; nobody could tell its share. Give 0 or more.")
+        at = _step_or_none("add_source", at_step)
+        return self._runtime.add_source(source, None if given is None else float(given), at)
+
+    def remove_source(self, name: str, at_step: int | None = None) -> int:
+        """Take a source out of the mixture for good; return the first step without it. The others take its share."""
+        return self._runtime.change_source("remove_source", _name(name), _step_or_none("remove_source", at_step))
+
+    def park_source(self, name: str, at_step: int | None = None) -> int:
+        """Draw nothing from a source until it returns; return the first step without it.
+
+        It keeps its place, and is owed nothing for the time it is away.
+        """
+        return self._runtime.change_source("park_source", _name(name), _step_or_none("park_source", at_step))
+
+    def return_source(self, name: str, at_step: int | None = None) -> int:
+        """Draw from a parked source again, where it stood; return the first step with it."""
+        return self._runtime.change_source("return_source", _name(name), _step_or_none("return_source", at_step))
+
     def plan_raw(self, step: int) -> LoadingPlan | None:
         """Return the plan of a step, or None past the end; planning it now if need be."""
         return self._runtime.plan_raw(_step("plan_raw", step))
@@ -129,7 +167,9 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     store: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
     state: Mapping[str, Any] | Literal["latest"] | None = None,
+    reconcile: Reconcile = "strict",
     skip_steps: int = 0,
+    on_source_failure: OnSourceFailure = "stop",
     progress: Progress | None = None,
 ) -> Service:
     r"""Start a service for a job and return it; everything that can be checked is checked first.
@@ -161,7 +201,12 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         store: Folder for the journal and snapshots (default: a temporary one).
         cache: Folder for the indices of files.
         state: What `client.state_dict()` returned; "latest" takes the newest snapshot of the store.
+        reconcile: What of the job's sources may differ from the state's: nothing ("strict"); there may be more, which
+            begin at their start ("allow_add"); there may also be fewer ("allow_add_remove"). Their weights may then
+            differ too.
         skip_steps: Global batches to pass over before the first step, as after a loss spike.
+        on_source_failure: What becomes of a source that cannot be read any more: "stop" ends the run; "park" goes on
+            without it until it can be read again; "reweight" goes on without it until `service.return_source`.
         progress: Called with (what, done, of) while sources are opened.
 
     Raises:
@@ -185,6 +230,8 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     _check_folders(store=store, cache=cache)
     _step("launch: skip_steps", skip_steps)
     _check_word("placement", placement, PLACEMENTS, "nobody would decode")
+    _check_word("reconcile", reconcile, get_args(Reconcile), "nobody could tell which sources may differ")
+    _check_word("on_source_failure", on_source_failure, get_args(OnSourceFailure), "nobody could tell what follows")
     _check_word("runtime", runtime, get_args(Runtime), "nothing could run")
     chosen_shadows = _shadows_of(canonical(job), shadows, runtime)
     cluster = _cluster_of(runtime, address, ranks_per_host, loader_hosts, chosen_shadows)
@@ -200,6 +247,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         cache=str(Path(cache).expanduser().absolute()),
         state=_resolve_state(state, store), latest=isinstance(state, str),
         strategy=strategy, skip_steps=int(skip_steps), layout=chosen, placement=placement, cluster=cluster,
+        reconcile=reconcile, on_source_failure=on_source_failure,
     )  # fmt: skip
     return Service(_start(runtime, job, options, progress), tree, limits_of(canonical(job), chosen, tree))
 
@@ -326,6 +374,12 @@ def _step(what: str, step: int) -> int:
     if not is_whole(step) or step < 0:
         raise SpecError(f"{what}: {step!r:.80} is not a number of steps. Give a whole number of 0 or more.")
     return int(step)
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        raise SpecError(f"the name of a source is {name!r:.80}, not text; nobody knows which is meant. Give its name.")
+    return name
 
 
 def _step_or_none(what: str, step: int | None) -> int | None:

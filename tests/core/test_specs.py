@@ -263,10 +263,10 @@ def test_parts_are_plain_json() -> None:
     found = parts(make_job(mixture=mixture))
     assert json.loads(json.dumps(found)) == found
     assert set(found) == {
-        "version", "seed", "lag", "overlength", "batch", "drop_last", "tokenizer", "mixture", "sources",
+        "version", "seed", "lag", "overlength", "batch", "drop_last", "tokenizer", "mixture", "weights", "sources",
     }  # fmt: skip
     assert found["batch"] == {"context_length": 512, "global_tokens": 4096, "global_samples": None}
-    assert all(len(digest) == 16 for digest in found["sources"].values())
+    assert all(len(half) == 16 for digest in found["sources"].values() for half in digest.split(":"))
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_what_does_not_decide_the_stream(changes: dict[str, Any]) -> None:
         ({"sources": [Source("web", "w", shuffle_bytes=0), Source("code", "c")]}, "sources"),
         ({"sources": [Source("web", "w", sample=Text("body")), Source("code", "c")]}, "sources"),
         ({"sources": [Source("web", "w", lengths="n"), Source("code", "c")]}, "sources"),
-        ({"sources": [Source("web", "w", weight=1), Source("code", "c", weight=1)]}, "sources"),
+        ({"sources": [Source("web", "w", weight=1), Source("code", "c", weight=1)]}, "weights"),
     ],
 )
 def test_what_decides_the_stream(changes: dict[str, Any], differs: str) -> None:

@@ -15,6 +15,7 @@ from overlord.core.spec_errors import Fault, conflict
 from overlord.core.spec_model import Spec, Word, as_number, whole
 from overlord.errors import SpecError
 from overlord.roles.placement import Placement
+from overlord.runtimes.parking import OnSourceFailure
 from overlord.session import Runtime
 
 LoaderHosts = int | Literal["per_source"]
@@ -98,6 +99,8 @@ class LaunchOptions(Spec):
     """Threads for decoding; by default one per core, and 2 for each loader host of ray."""
     store: Word | None = None
     """Folder for the journal and snapshots; none keeps none."""
+    on_source_failure: OnSourceFailure = "stop"
+    """What becomes of a source that cannot be read any more: stop, park until it is back, or reweight for good."""
     steps: Annotated[int, whole(1, "nothing would run. Leave it out for no limit")] | None = None
     """Steps to run this time."""
 

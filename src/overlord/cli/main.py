@@ -33,9 +33,12 @@ from overlord.cli.options import (
     LoaderHostsOption,
     Loaders,
     Mesh,
+    OnSourceFailureOption,
     PlacementOption,
     Prefetch,
     RanksPerHost,
+    ReconcileName,
+    ReconcileOption,
     Resume,
     Runtime,
     ServeRuntime,
@@ -146,6 +149,8 @@ def run(  # noqa: PLR0913 - one for each option
     store: Store = None,
     resume: Resume = False,
     state: State = None,
+    reconcile: ReconcileOption = ReconcileName.strict,
+    on_source_failure: OnSourceFailureOption = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
     cache: Cache = CACHE,
     as_json: AsJson = False,
@@ -161,7 +166,9 @@ def run(  # noqa: PLR0913 - one for each option
     # What the file says of trainer hosts is for trainers; here all ranks are in one process.
     launch = loaded.launch.model_copy(update={"ranks_per_host": None})
     where = where_of(launch, runtime, address, ranks_per_host, loader_hosts)
-    options = options_of(loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where)
+    options = options_of(
+        loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where, reconcile, on_source_failure
+    )
     options = dataclasses.replace(options, steps=chosen or DEFAULT_STEPS)
     with screen.progress() as tell, screen.user_code():
         summary = run_job(loaded.job, str(job), options, tell)
@@ -190,6 +197,8 @@ def serve(  # noqa: PLR0913 - one for each option
     store: Store = None,
     resume: Resume = False,
     state: State = None,
+    reconcile: ReconcileOption = ReconcileName.strict,
+    on_source_failure: OnSourceFailureOption = None,
     address_file: Annotated[
         Path | None, typer.Option("--address-file", help="Write the address to this file while the service is up.")
     ] = None,
@@ -207,7 +216,9 @@ def serve(  # noqa: PLR0913 - one for each option
             f"{job}: launch.runtime is 'inline', and no other process can attach to that; trainers would have no data. "
             "Add --runtime local or --runtime ray."
         )
-    options = options_of(loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where)
+    options = options_of(
+        loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where, reconcile, on_source_failure
+    )
     for note in aside_notes(options):
         screen.note(note)
     with screen.progress() as tell:

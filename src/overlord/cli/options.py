@@ -20,7 +20,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import Fault
 from overlord.core.specs import Job
 from overlord.errors import SpecError
-from overlord.runtimes.deployment import canonical
+from overlord.runtimes.numbering import canonical
 
 DEFAULT_STEPS = 100
 AS_JSON = "overlord.as_json"
@@ -75,6 +75,31 @@ class PlacementName(StrEnum):
     constructor = "constructor"
 
 
+class ReconcileName(StrEnum):
+    """Which sources of a job may differ from its state's."""
+
+    strict = "strict"
+    allow_add = "allow_add"
+    allow_add_remove = "allow_add_remove"
+
+
+class FailureName(StrEnum):
+    """What becomes of a source that cannot be read any more."""
+
+    stop = "stop"
+    park = "park"
+    reweight = "reweight"
+
+
+ReconcileOption = Annotated[
+    ReconcileName, typer.Option("--reconcile", help="Which sources of the job may differ from the state's.")
+]
+OnSourceFailureOption = Annotated[
+    FailureName | None,
+    typer.Option(
+        "--on-source-failure", help="What becomes of a source that cannot be read any more.", show_default=False
+    ),
+]
 PlacementOption = Annotated[
     PlacementName | None,
     typer.Option("--placement", help="Where images, clips and sounds are decoded.", show_default=False),
@@ -223,6 +248,8 @@ def options_of(
     state: Path | None,
     threads: int | None,
     where: Where,
+    reconcile: ReconcileName,
+    on_source_failure: FailureName | None,
 ) -> RunOptions:
     """Return how to run: what stands in the job file, unless the command line says otherwise."""
     launch = loaded.launch
@@ -237,6 +264,8 @@ def options_of(
         state=None if state is None else read_state(state),
         threads=launch.threads if threads is None else threads,
         where=where,
+        reconcile=reconcile.value,
+        on_source_failure=launch.on_source_failure if on_source_failure is None else on_source_failure.value,
         layout=launch.layout,
         placement=launch.placement,
         strategy=loaded.strategy,

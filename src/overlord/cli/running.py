@@ -24,12 +24,14 @@ from overlord.cli.sources import indexed_rows, open_each
 from overlord.cli.summary import RunSummary, SourceSummary, media_of
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.reconcile import Reconcile
 from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job
 from overlord.errors import SpecError, StateError
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.placement import Placement
+from overlord.runtimes.parking import OnSourceFailure
 from overlord.runtimes.shapes import limits_of
 from overlord.session import Runtime, Service, launch
 
@@ -64,6 +66,8 @@ class RunOptions:
     resume: bool = False
     state: Mapping[str, Any] | None = None
     """The state to go on from, as a trainer saved it."""
+    reconcile: Reconcile = "strict"
+    on_source_failure: OnSourceFailure = "stop"
     layout: Layout = field(default_factory=Layout)
     placement: Placement = "auto"
     strategy: Strategy | None = None
@@ -192,6 +196,8 @@ def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = Fa
         store=options.store,
         cache=options.cache,
         state="latest" if options.resume else options.state,
+        reconcile=options.reconcile,
+        on_source_failure=options.on_source_failure,
         progress=tell,
     )
 

@@ -166,7 +166,7 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
             f"{100 * one['realised_share']:.2f}%",
             count(one["samples"]),
             count(one["tokens"]),
-            f"{one['epoch']}{' (ended)' if one['finished'] else ''}",
+            f"{one['epoch']}{_where_it_is(one)}",
             size(one["buffer_bytes"]),
             *faults,
             f"{one['skipped']:,}",
@@ -179,6 +179,15 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
         clients.add_row(str(step), ranks)
     hosts = _cluster_parts(status) if "ray" in status else []
     return [sources, *media_tables(media_of(status["sources"])), *hosts, *([clients] if status["clients"] else [])]
+
+
+def _where_it_is(source: Mapping[str, Any]) -> str:
+    """Return a word for a source that is not drawn from."""
+    if source["removed"]:
+        return " (removed)"
+    if source["parked"]:
+        return f" (parked since step {source['parked']['since']})"
+    return " (ended)" if source["finished"] else ""
 
 
 def _look_aside(service: Service) -> Future[dict[str, Any]]:

@@ -68,10 +68,15 @@ class Draw:
 
     @cached_property
     def digest(self) -> str:
-        """The order digest of the step."""
+        """The order digest of the step. A source that nothing is drawn from leaves no trace: it may be left out."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update("\n".join(self.names).encode())
-        for column in (self.source, self.meta["row"], self.meta["epoch"]):
+        drawn = np.bincount(self.source, minlength=len(self.names)) > 0
+        names, source = self.names, self.source
+        if not drawn.all():
+            names = tuple(name for name, some in zip(names, drawn.tolist(), strict=True) if some)
+            source = (np.cumsum(drawn) - 1).astype(np.int32)[source]
+        digest.update("\n".join(names).encode())
+        for column in (source, self.meta["row"], self.meta["epoch"]):
             digest.update(np.ascontiguousarray(column).data)
         return digest.hexdigest()
 

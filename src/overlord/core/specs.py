@@ -53,7 +53,7 @@ __all__ = [
     "video_grid",
 ]
 
-FINGERPRINT_VERSION = 2
+FINGERPRINT_VERSION = 3
 
 Overlength = Literal["truncate", "split", "drop", "error"]
 
@@ -349,15 +349,16 @@ def stream_parts(job: Job, *, tokenizer_digest: str, listings: Mapping[str, str]
         "drop_last": job.drop_last,
         "tokenizer": tokenizer_digest,
         "mixture": mixture,
+        "weights": {source.name: source.weight for source in job.sources if source.weight is not None},
         "sources": {source.name: _source_digest(source, listings[source.name]) for source in job.sources},
     }
 
 
 def _source_digest(source: Source, listing: str) -> str:
-    fields = {"sample", "lengths", "shuffle_bytes", "format", "weight"}
-    parts = source.model_dump(mode="json", include=fields) | {"listing": listing}
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    """Return "how it is read:which files": two digests, so that a refusal can tell which of them changed."""
+    how = source.model_dump(mode="json", include={"sample", "lengths", "shuffle_bytes", "format"})
+    texts = (json.dumps(how, sort_keys=True, separators=(",", ":")), listing)
+    return ":".join(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts)
 
 
 def job_schema() -> dict[str, Any]:

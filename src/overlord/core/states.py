@@ -3,6 +3,7 @@
 Rules of this file:
 1. A state says where the stream stands before a step; nothing in it depends on ranks, loaders or time.
 2. A state carries the parts of its stream fingerprint, so that a refusal can say what differs.
+3. A source keeps its number for as long as its stream lives: numbers decide ties in the draw.
 """
 
 from __future__ import annotations
@@ -76,6 +77,15 @@ class StreamState:
         """Return where one source stands."""
         return Cursor(int(self.epoch[source]), int(self.group[source]), int(self.offset[source]))
 
+    def grown(self, num_sources: int) -> StreamState:
+        """Return the state with rows of further sources behind its own: they stand at their beginning, owed nothing."""
+        more = num_sources - len(self.epoch)
+        if not more:
+            return self
+        fresh = StreamState.begin(more)
+        columns = [np.concatenate([getattr(self, name), getattr(fresh, name)]) for name in _COLUMNS]
+        return StreamState.of(self.step, columns, self.mixer)
+
     def copy(self) -> StreamState:
         """Return a copy whose arrays may be changed."""
         return StreamState.of(self.step, [getattr(self, name).copy() for name in _COLUMNS], self.mixer)
@@ -88,7 +98,10 @@ class StreamState:
         changes: Sequence[Mapping[str, Any]] = (),
         verdicts: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the state as a JSON-able dictionary; most streams have no verdicts, and no word of them."""
+        """Return the state as a JSON-able dictionary.
+
+        Most streams have no verdicts, and their sources are numbered by name: then it has no word of either.
+        """
         table = np.stack([getattr(self, name) for name in _COLUMNS], axis=1).tolist()
         state = {
             "version": STATE_VERSION,
@@ -100,6 +113,8 @@ class StreamState:
             "changes": list(changes),
             "mixer": self.mixer,
         }
+        if list(names) != sorted(names):
+            state["order"] = list(names)  # whoever writes the state may sort its keys
         return {**state, "verdicts": dict(verdicts)} if verdicts else state
 
     @classmethod
@@ -114,6 +129,21 @@ class StreamState:
 
 def check_state(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
     """Raise StateError when a state cannot continue this job's stream."""
+    check_form(state)
+    differences = describe_differences(state["fingerprint"], parts)
+    if differences:
+        raise StateError(
+            "the state belongs to another stream: "
+            + "; ".join(differences)
+            + ". Resuming would lose or repeat samples silently. Restore the job, or start anew without state. Sources "
+            "may come and go with reconcile='allow_add' or 'allow_add_remove'."
+        )
+    if state.get("columns") != list(_COLUMNS) or set(state["sources"]) != set(parts.get("sources", state["sources"])):
+        raise _damaged("the columns or names of its table of sources do not match the job")
+
+
+def check_form(state: Mapping[str, Any]) -> None:
+    """Raise StateError for what is not a state of this version, whichever job it is of."""
     if not isinstance(state, Mapping) or "version" not in state:
         raise _no_state("version")
     if state["version"] != STATE_VERSION:
@@ -137,15 +167,31 @@ def check_state(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
         )
         if not str(step).isdecimal() or not known:
             raise _damaged(f"the report of step {step!r:.80} is {report!r:.80}")
-    differences = describe_differences(state["fingerprint"], parts)
-    if differences:
-        raise StateError(
-            "the state belongs to another stream: "
-            + "; ".join(differences)
-            + ". Resuming would lose or repeat samples silently. Restore the job, or start anew without state."
-        )
-    if state.get("columns") != list(_COLUMNS) or set(state["sources"]) != set(parts.get("sources", state["sources"])):
-        raise _damaged("the columns or names of its table of sources do not match the job")
+    if not isinstance(state["changes"], Sequence) or not all(_is_change(one) for one in state["changes"]):
+        raise _damaged(f"changes are {state['changes']!r:.80}")
+    order = state.get("order", [])
+    if not isinstance(order, list) or (order and sorted(map(str, order)) != sorted(state["sources"])):
+        raise _damaged(f"order is {order!r:.80}, not the names of its sources")
+
+
+def _is_change(given: Any) -> bool:
+    if not isinstance(given, Mapping) or not _whole(given.get("at"), 0, _MOST):
+        return False
+    return isinstance(given.get("mixture", None if given.get("kind") == "mixture" else {}), Mapping)
+
+
+def names_of(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of a state's sources, in the order of their numbers."""
+    return list(state.get("order") or state["sources"])
+
+
+def restricted_parts(parts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the parts of a fingerprint as they are of some of the sources alone."""
+    known = set(names)
+    found = {**parts, **{key: {n: v for n, v in parts[key].items() if n in known} for key in ("weights", "sources")}}
+    if "sequence" in parts["mixture"]:
+        found["mixture"] = {**parts["mixture"], "sequence": [n for n in parts["mixture"]["sequence"] if n in known]}
+    return found
 
 
 def _no_state(missing: str) -> StateError:

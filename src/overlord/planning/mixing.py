@@ -28,9 +28,10 @@ def integer_weights(weights: Sequence[float], active: npt.NDArray[np.bool_]) -> 
     largest = chosen.max(initial=0.0)
     if largest <= 0:
         return np.zeros(len(chosen), np.int64)
-    if largest > np.finfo(np.float64).max / len(chosen):
-        chosen = chosen / largest  # only ratios count, and the sum of huge weights has none
-    total = chosen.sum()
+    some = chosen[chosen > 0]
+    if largest > np.finfo(np.float64).max / len(some):
+        chosen, some = chosen / largest, some / largest  # only ratios count, and the sum of huge weights has none
+    total = some.sum()  # without the zeros: a source that is left out must not change how the sum is rounded
     exact = chosen / total * SCALE
     floor = np.floor(exact).astype(np.int64)
     missing = SCALE - int(floor.sum())

@@ -51,12 +51,12 @@ class Client:
         step, feed = header.index, self._feed
 
         def fetch(microbatch: int) -> Batch:
-            batch = Batch(feed.microbatch(step, microbatch), feed.names)
+            batch = Batch(feed.microbatch(step, microbatch), header.names)
             self.fetched_bytes += batch.nbytes
             return batch
 
         encoder = (lambda: fetch(ENCODER)) if header.encodes else None
-        return Step(header, Microbatches(fetch, header.num_microbatches), feed.names, encoder)
+        return Step(header, Microbatches(fetch, header.num_microbatches), header.names, encoder)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Tell the planner how training goes: `{"loss/web": 2.1}`. Takes effect at step + lag."""

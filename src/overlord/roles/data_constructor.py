@@ -13,6 +13,7 @@ from overlord.transforms.encoder_inputs import pack_encoder
 from overlord.transforms.packed import PackedMicrobatch
 from overlord.transforms.per_microbatch import Allocate, PackingJob, pack_microbatch
 from overlord.transforms.per_rank import Stage, needs
+from overlord.transforms.per_sample import MediaDecoder
 from overlord.transforms.step_samples import StepSamples, join_payloads
 
 ENCODER = -1
@@ -28,6 +29,14 @@ class DataConstructor:
         self._packing = packing
         self._places: dict[tuple[int, str, tuple[str, ...]], tuple[int, bool]] = {}
         self._views: dict[tuple[int, tuple[str, ...]], tuple[dict[str, str], dict[str, int]]] = {}
+
+    def add_source(self, decoder: MediaDecoder | None) -> None:
+        """Learn how the media of a source that comes are decoded, before any plan draws from it."""
+        self._packing.opening.decoders.append(decoder)
+
+    def drop_last_source(self) -> None:
+        """Forget the source that came last; no plan has drawn from it."""
+        self._packing.opening.decoders.pop()
 
     def gather(self, plan: LoadingPlan, ranks: Collection[int] | None = None) -> Callable[[], StepSamples]:
         """Ask the SourceLoaders for what some ranks need of a step (default: all); call the result to wait for it."""
@@ -137,6 +146,7 @@ def header_of(plan: LoadingPlan, count: int, *, fetches: bool) -> StepHeader:
     """Return the header of a step with so many microbatches."""
     return StepHeader(
         index=plan.step,
+        names=plan.draw.names,
         num_microbatches=count,
         fetches=fetches,
         encodes=plan.encoder is not None,

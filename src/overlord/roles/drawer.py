@@ -165,13 +165,14 @@ class Drawer:
         self, job: Job, loaders: Loaders, state: StreamState, base: Mapping[str, float], inputs: InputLog
     ) -> None:
         self._job = job
-        self._names = tuple(source.name for source in job.sources)
         self._loaders = loaders
         self._base = base
         self._inputs = inputs
         self._state = state
         self._awake: set[int] = set()
         self._barren: set[int] = set()
+        self._away: set[int] = set()
+        """Parked sources that would be drawn from."""
         self._begin_at(state)
         once = job.mixture.stopping in _ONCE
         self._most_epochs: float = 1 if once else job.mixture.max_repetition or math.inf
@@ -187,6 +188,7 @@ class Drawer:
             return None
         before = self._state
         try:
+            self._call_the_roll()
             self.mixer.begin(self._state.step)
             for _ in range(self._inputs.skips_at(self._state.step)):
                 passed_over = self._draw()
@@ -210,6 +212,13 @@ class Drawer:
         self._stopped = bool(state.finished.all())
         self._barren.clear()
 
+    def _call_the_roll(self) -> None:
+        """Learn which sources there are at this step; who has just come gets a row."""
+        self._roster = self._inputs.roster_at(self._state.step)
+        if len(self._roster.names) > len(self._state.epoch):
+            self._state = self._state.grown(len(self._roster.names))
+            self._stock = _Stock(self._state)
+
     def _draw(self) -> DrawnStep | None:
         step = self._state.step
         work = self._state.copy()
@@ -232,7 +241,7 @@ class Drawer:
         source, raw = parts[0] if len(parts) == 1 else (np.concatenate(column) for column in zip(*parts, strict=True))
         meta = raw.view(META)
         items = self._stock.items_of(meta)
-        draw = Draw(step, self._names, source, meta, tuple(first), self.mixer.version, items)
+        draw = Draw(step, self._roster.names, source, meta, tuple(first), self.mixer.version, items)
         self._refuse_overlong(draw)
         return DrawnStep(draw, self._after(work))
 
@@ -243,7 +252,11 @@ class Drawer:
         self._awake = awake
 
     def _weights(self, position: float) -> list[float]:
-        return self.mixer.weights(position)
+        weights = self.mixer.weights(position)
+        self._away = {i for i in self._roster.parked if weights[i] > 0}
+        for i in (*self._roster.parked, *self._roster.removed):
+            weights[i] = 0.0  # the others share it in their ratio
+        return weights
 
     def _draw_part(
         self,
@@ -273,6 +286,7 @@ class Drawer:
             if pause is Pause.FULL:
                 break
             if pause is Pause.DRY:
+                self._refuse_to_wait(work)
                 self._stopped = True
                 break
             if pause is Pause.STARVED:
@@ -312,8 +326,9 @@ class Drawer:
 
     def _end_epoch(self, work: StreamState, source: int, drawn: npt.NDArray[np.bool_]) -> None:
         if source in self._barren:
+            name = self._roster.names[source]
             raise PlanError(
-                f"source {self._names[source]!r} has nothing to draw: all of its {int(work.passed[source])} rows are "
+                f"source {name!r} has nothing to draw: all of its {int(work.passed[source])} rows are "
                 f"empty, filtered out or, with overlength={self._job.overlength!r}, too long for context_length="
                 f"{self._job.batch.context_length}; the mixture would look for a sample for ever. Set its weight to 0, "
                 "change overlength or mend its files."
@@ -328,10 +343,26 @@ class Drawer:
         if completed >= self._most_epochs:
             work.finished[source] = 1
             work.deficit[source] = 0
-        if mixture.stopping == "first_exhausted" or work.finished.all():
+        left = set(np.flatnonzero(work.finished == 0).tolist()) - self._roster.removed
+        if mixture.stopping == "first_exhausted" or not left:
             self._stopped = True
         if mixture.stopping == "all_exhausted":
-            self._stopped = bool((work.epoch[drawn] > 0).all())
+            through = work.epoch > 0
+            self._stopped = bool(through[drawn].all()) and all(through[i] for i in self._away)
+
+    def _refuse_to_wait(self, work: StreamState) -> None:
+        """Refuse to end a stream because those that are left of it are parked."""
+        waiting = [i for i in sorted(self._away) if not work.finished[i]]
+        if waiting:
+            shown = "; ".join(
+                f"{self._roster.names[i]!r} since step {self._roster.parked[i].since} ({self._roster.parked[i].why})"
+                for i in waiting[:4]
+            )
+            raise PlanError(
+                f"step {self._state.step} has nothing to draw from: all sources that are left in the mixture are "
+                f"parked: {shown}. The run would end without their samples. Mend them and call "
+                "service.return_source(name), or give another source a weight with service.set_mixture(..)."
+            )
 
     def _after(self, work: StreamState) -> StreamState:
         work.epoch[:], work.group[:], work.offset[:] = self._stock.cursors().T

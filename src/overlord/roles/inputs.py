@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from overlord.core.specs import Job, Mixture
+from overlord.core.specs import Custom, Job, Mixture, Source
 from overlord.errors import SpecError, StateError
+from overlord.roles.roster import Roster, roster_at, roster_changes_from
 from overlord.stores.journal import Journal
 
 Report = Mapping[str, float]
@@ -22,24 +23,43 @@ KEPT_REPORTS = 4096
 """Reports of this many recent steps are kept in memory; older ones are read from the journal if a replay asks."""
 FIXED_WHILE_RUNNING = ("level", "stopping", "max_repetition", "granularity", "order")
 """What of a mixture cannot change while a stream runs: it says what the sources are owed."""
+ROSTER_KINDS = ("sources", "park", "return")
+"""Changes of which sources are drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """One change of a running job."""
 
-    kind: Literal["mixture", "skip"]
+    kind: Literal["mixture", "skip", "sources", "park", "return"]
     at: int
     """The first step it holds for."""
     mixture: Mixture | None = None
     count: int = 0
     """Global batches that are drawn and not delivered before step `at`."""
+    add: Source | None = None
+    """The source that comes, of kind "sources"; the mixture that gives it its share comes with it."""
+    source: str = ""
+    """The source that goes (of kind "sources"), is parked or returns."""
+    why: str = ""
+    """Why it is parked."""
+    failed: bool = False
+    """Whether it was parked because it could not be read, and not because somebody asked for it."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the change as JSON."""
+        head: dict[str, Any] = {"kind": self.kind, "at": self.at}
         if self.mixture is not None:
-            return {"kind": self.kind, "at": self.at, "mixture": mixture_to_json(self.mixture)}
-        return {"kind": self.kind, "at": self.at, "count": self.count}
+            head["mixture"] = mixture_to_json(self.mixture)
+        if self.kind == "mixture":
+            return head
+        if self.add is not None:
+            return {**head, "add": source_to_json(self.add)}
+        if self.kind == "sources":
+            return {**head, "remove": self.source}
+        if self.kind == "park":
+            return {**head, "source": self.source, "why": self.why, "failed": self.failed}
+        return {**head, **({"source": self.source} if self.kind == "return" else {"count": self.count})}
 
 
 def mixture_to_json(mixture: Mixture) -> dict[str, Any]:
@@ -50,6 +70,51 @@ def mixture_to_json(mixture: Mixture) -> dict[str, Any]:
             "not repeat the change. Put it into the job, or change to a rule with a name such as learn='odm'."
         )
     return {k: v for k, v in mixture.model_dump(mode="json", by_alias=True).items() if v is not None}
+
+
+def source_to_json(source: Source) -> dict[str, Any]:
+    """Return a source as JSON that `Source.from_mapping` reads.
+
+    Raises:
+        SpecError: for a source that cannot be written down.
+    """
+    if isinstance(source.sample, Custom):
+        raise SpecError(
+            f"source {source.name!r} is made by the function {source.sample.name!r}, which cannot be written down; a "
+            "resume could not open it. Put the source into the job, and launch it again from a state with "
+            "reconcile='allow_add'."
+        )
+    return {k: v for k, v in source.model_dump(mode="json", by_alias=True).items() if v is not None}
+
+
+def source_change(entry: Mapping[str, Any]) -> Change:
+    """Read a change of the roster: a source that comes, goes, is parked or returns."""
+    kind, at = entry["kind"], int(entry["at"])
+    if kind == "sources" and "add" in entry:
+        mixture = Mixture.from_mapping(entry["mixture"]) if "mixture" in entry else None
+        return Change("sources", at, mixture=mixture, add=Source.from_mapping(entry["add"]))
+    name = entry["remove" if kind == "sources" else "source"]
+    if not isinstance(name, str):
+        raise ValueError(f"source {name!r}")
+    if kind == "park":
+        return Change("park", at, source=name, why=str(entry["why"]), failed=bool(entry["failed"]))
+    return Change(kind, at, source=name)
+
+
+def roster_log(given: Sequence[Mapping[str, Any]]) -> list[Change]:
+    """Read the changes of the roster from the change log of a state, before its job is known.
+
+    Raises:
+        StateError: for a log that is damaged.
+    """
+    changes: list[Change] = []
+    for entry in given:
+        try:
+            if entry.get("kind") in ROSTER_KINDS:
+                changes.append(source_change(entry))
+        except (KeyError, TypeError, ValueError, OverflowError, SpecError) as error:
+            raise _no_change(entry, error) from None
+    return changes
 
 
 def changes_from_json(given: Any, job: Job) -> list[Change]:
@@ -68,14 +133,25 @@ def changes_from_json(given: Any, job: Job) -> list[Change]:
                 mixture = Mixture.from_mapping(entry["mixture"])
                 check_mixture(mixture, job.mixture, [source.name for source in job.sources])
                 changes.append(Change("mixture", at, mixture=mixture))
+            elif kind in ROSTER_KINDS:
+                change = source_change(entry)
+                if (change.add.name if change.add is not None else change.source) not in job.names:
+                    raise ValueError("no source of the job has that name")
+                if change.mixture is not None:
+                    check_mixture(change.mixture, job.mixture, job.names)
+                changes.append(change)
             else:
                 raise ValueError(f"kind {kind!r}")
         except (KeyError, TypeError, ValueError, OverflowError, SpecError) as error:
-            raise StateError(
-                f"the state is damaged: {entry!r:.80} is not a change of a job ({error}); the stream would go on "
-                "differently. Use an undamaged state, as client.state_dict() returned it."
-            ) from None
+            raise _no_change(entry, error) from None
     return changes
+
+
+def _no_change(entry: object, error: Exception) -> StateError:
+    return StateError(
+        f"the state is damaged: {entry!r:.80} is not a change of a job ({error}); the stream would go on differently. "
+        "Use an undamaged state, as client.state_dict() returned it."
+    )
 
 
 def check_mixture(mixture: Mixture, now: Mixture, names: Sequence[str]) -> None:
@@ -104,6 +180,12 @@ class InputLog:
         self._journal = journal
         self._reports: dict[int, dict[str, float]] = {int(k): dict(v) for k, v in reports.items()}
         self._changes = list(changes)
+        self._names = tuple(job.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every source by its number, also those that come at a later step or were removed."""
+        return self._names
 
     @property
     def changes(self) -> Sequence[Change]:
@@ -137,6 +219,8 @@ class InputLog:
         """Take a change; it is on disk when this returns."""
         self.write_again(change)
         self._changes.append(change)
+        if change.add is not None:
+            self._names = (*self._names, change.add.name)
 
     def write_again(self, change: Change) -> None:
         """Write down a change that is known already, as after its record was set aside."""
@@ -155,7 +239,12 @@ class InputLog:
         _, since = self.mixture_at(step - 1)
         latest = {change.at: change for change in self._changes if change.mixture is not None and change.at >= since}
         skips = [change for change in self._changes if change.kind == "skip" and change.at >= step]
-        return [change.to_json() for change in (*(latest[at] for at in sorted(latest)), *skips)]
+        kept = {id(change) for change in (*latest.values(), *skips, *roster_changes_from(self._changes, step))}
+        return [change.to_json() for change in self._changes if id(change) in kept]  # of one step the latest word wins
+
+    def roster_at(self, step: int) -> Roster:
+        """Return which sources there are at a step, and which of them are not drawn from."""
+        return roster_at(self._names, self._changes, step)
 
     def skips_at(self, step: int) -> int:
         """Return how many global batches are passed over before a step."""

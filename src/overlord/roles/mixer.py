@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.draw import Draw
+from overlord.core.reconcile import RULE_BEGINS
 from overlord.core.spec_errors import did_you_mean
 from overlord.core.specs import Job, Mixture
 from overlord.errors import ReportMissing, SpecError, StateError
@@ -34,7 +35,7 @@ class Mixer:
     def __init__(
         self, job: Job, base: Mapping[str, float], inputs: InputLog, step: int, state: Mapping[str, Any] | None
     ) -> None:
-        self._names = [source.name for source in job.sources]
+        self._names = list(inputs.roster_at(step - 1).names)
         self._base = base
         self._inputs = inputs
         self._lag = job.lag
@@ -75,6 +76,7 @@ class Mixer:
                 f"Call client.report({missing}, {{'loss/SOURCE': ..}}) on one rank before asking for step {step}."
             )
         mixture, since = self._inputs.mixture_at(step)
+        self._names = list(self._inputs.roster_at(step).names)  # with who comes here comes a change of the mixture
         if since != self._since:
             self._mixture, self._since = mixture, since
             self._version += 1
@@ -176,6 +178,8 @@ class Mixer:
             wrong = any(len(counts) != len(self._names) for _, counts in self._pending.values())
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise _damaged(error) from None
+        if saved == RULE_BEGINS:
+            return
         if wrong or (saved is None) != (self._rule is None):
             raise _damaged("its mixture does not belong to the job's")
         if self._rule is not None:

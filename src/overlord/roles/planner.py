@@ -15,14 +15,18 @@ from typing import Any
 import numpy as np
 
 from overlord.core.draw import Buffer, Draw, Limits
+from overlord.core.messages import MetaRequest
+from overlord.core.order import BEGIN
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor
 from overlord.core.specs import Job, Mixture
-from overlord.core.states import StreamState
-from overlord.errors import PlanError, SpecError
-from overlord.roles.drawer import Drawer
+from overlord.core.states import StreamState, restricted_parts
+from overlord.errors import PlanError, ReaderError, SourceError, SpecError
+from overlord.roles.drawer import Drawer, DrawnStep
 from overlord.roles.inputs import Change, InputLog, check_mixture
 from overlord.roles.ports import Loaders
+from overlord.roles.roster import Roster
+from overlord.roles.source_changes import SourceChanges
 from overlord.roles.verdicts import Verdicts
 from overlord.stores.checkpoints import CheckpointFolder
 from overlord.stores.journal import Journal
@@ -39,6 +43,8 @@ KEPT_REPLAYED = 64
 """Old states that were computed again are kept too: a client that comes late asks for one step after the other."""
 KEPT_DIGESTS = 1 << 14
 SNAPSHOT_EVERY = 16
+MOST_WORDS = 400
+"""Letters of a reason that are written down."""
 
 
 class Planner:
@@ -58,6 +64,7 @@ class Planner:
         journal: Journal,
         checkpoints: CheckpointFolder,
         verdicts: Verdicts | None = None,
+        parks_failing: bool = False,
     ) -> None:
         self._job = job
         self._loaders = loaders
@@ -65,12 +72,14 @@ class Planner:
         self._limits = limits
         self._inputs = inputs
         self._parts = parts
-        self._base = base_weights
+        self._base = dict(base_weights)
+        self._parks_failing = parks_failing
         self._journal = journal
         self._checkpoints = checkpoints
         self._verdicts = verdicts or Verdicts(journal)
-        self._names = tuple(source.name for source in job.sources)
-        self._drawer = Drawer(job, loaders, state, base_weights, inputs)
+        self._drawer = Drawer(job, loaders, state, self._base, inputs)
+        self.sources = SourceChanges(inputs, self._base, self._effective)
+        """What can be changed of the sources while the stream runs."""
         self._first_step = state.step
         self._states: dict[int, StreamState] = {state.step: state}
         self._replayed: OrderedDict[int, StreamState] = OrderedDict()
@@ -98,7 +107,7 @@ class Planner:
     def passed_cursors(self) -> list[Cursor]:
         """Return where every source stands before the steps that some client may still need."""
         state = self._states.get(self._passed) or self._states[self._first_step]
-        return [state.cursor(source) for source in range(len(self._names))]
+        return [state.cursor(source) for source in range(len(state.epoch))]
 
     def plan_raw(self, step: int) -> LoadingPlan | None:
         """Return the plan of a step, or None past the end of the stream."""
@@ -131,6 +140,29 @@ class Planner:
         """The weights of the newest plan."""
         return self._weights
 
+    @property
+    def roster(self) -> Roster:
+        """The sources at the next step."""
+        return self._inputs.roster_at(self.next_step)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every source by its number, also those that come at a later step."""
+        return self._inputs.names
+
+    def know_parts(self, parts: Mapping[str, Any]) -> None:
+        """Learn what the stream's fingerprint covers now that a source has come."""
+        self._parts = parts
+
+    def can_read(self, name: str) -> bool:
+        """Try whether a source can be read where it stands; safe while others plan."""
+        number, state = self._inputs.names.index(name), self._drawer.state
+        cursor = state.cursor(number) if number < len(state.epoch) else Cursor(0, BEGIN, 0)
+        try:
+            return bool(self._loaders.summary_buffer([MetaRequest(number, cursor, 1)]))
+        except (ReaderError, SourceError):
+            return False
+
     def missing_report(self, step: int) -> int | None:
         """Return the step whose report must come before a step can be planned."""
         return self._drawer.mixer.missing_report(step) if step == self._drawer.state.step else None
@@ -144,7 +176,8 @@ class Planner:
         state = self._state_before(step)
         recent = self._inputs.recent(step - self._job.lag, step)
         changes = self._inputs.changes_from(step)
-        return state.to_json(self._names, self._parts, recent, changes, self._verdicts.to_json())
+        names = self._inputs.names[: len(state.epoch)]
+        return state.to_json(names, restricted_parts(self._parts, names), recent, changes, self._verdicts.to_json())
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the trainer's metrics of a step; the first report of a step counts."""
@@ -159,8 +192,9 @@ class Planner:
 
     def set_mixture(self, mixture: Mixture, at_step: int | None = None) -> int:
         """Change the mixture from a step on that is not planned yet (default: the next); return that step."""
-        check_mixture(mixture, self.mixture, self._names)
         at = self._effective("set_mixture", at_step)
+        roster = self._inputs.roster_at(at)
+        check_mixture(mixture, self.mixture, [n for i, n in enumerate(roster.names) if i not in roster.removed])
         self._inputs.add_change(Change("mixture", at, mixture=mixture))
         return at
 
@@ -205,7 +239,7 @@ class Planner:
             return
         before = self._drawer.state
         self._verdicts.step = step
-        drawn = self._drawer.draw()
+        drawn = self._draw_or_park(step)
         if drawn is None:
             self._end = step
             return
@@ -215,7 +249,20 @@ class Planner:
         self._record(plan, before, after)
         self._remember(plan)
 
+    def _draw_or_park(self, step: int) -> DrawnStep | None:
+        """Draw a step; where the launch says so, without the sources that cannot be read."""
+        while True:
+            try:
+                return self._drawer.draw()
+            except (ReaderError, SourceError) as error:
+                if not self._parks_failing or error.source is None or error.source in self.sources.parked(step):
+                    raise
+                self.sources.park(
+                    error.source, step, why=str(error)[:MOST_WORDS], failed=True
+                )  # on disk before the draw goes on
+
     def _record(self, plan: LoadingPlan, before: StreamState, after: StreamState) -> None:
+        before = before.grown(len(after.epoch))
         moved = np.flatnonzero(
             (before.epoch != after.epoch) | (before.group != after.group) | (before.offset != after.offset)
         )
@@ -226,7 +273,7 @@ class Planner:
                 "order": plan.draw.digest,
                 "plan": plan.digest,
                 "mixture": plan.draw.mixture_version,
-                "cursors": {self._names[i]: list(after.cursor(i)) for i in moved.tolist()},
+                "cursors": {self._inputs.names[i]: list(after.cursor(i)) for i in moved.tolist()},
             },
             durable=False,
         )

@@ -57,7 +57,6 @@ class Telemetry(Protocol):
 class Feed(Protocol):
     """What a Client asks for: served by the DataConstructor of its host."""
 
-    names: tuple[str, ...]
     world_size: int
 
     def open_step(self, step: int) -> StepHeader | None:

@@ -8,7 +8,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ from overlord.core.ragged import BAD_COLUMN, RowBatch, expand_ranges, offsets_of
 from overlord.core.samples import BAD, ENDS_EPOCH, META, PLAIN, Cursor, MetaArray, SampleId, apply_overlength
 from overlord.core.seeds import derive, hash64
 from overlord.core.specs import Source
-from overlord.errors import SourceError, StateError, ToleranceError
+from overlord.errors import ReaderError, SourceError, StateError, ToleranceError
 from overlord.roles.buffer import Chunk, ReadBuffer, gather
 from overlord.roles.group_reader import Blocks, GroupReader
 from overlord.roles.placement import PlacementChoice
@@ -119,7 +120,8 @@ class SourceLoader:
         """Tell what is known of the samples from a cursor on, reading and measuring them if need be."""
         self._resting = None
         cursor = self._resolve(request.cursor)
-        total = self._order.group(cursor.epoch, cursor.group).num_rows
+        with self._reading():
+            total = self._order.group(cursor.epoch, cursor.group).num_rows
         stop = min(cursor.offset + request.count, total)
         parts: list[tuple[MetaArray, Chunk]] = []
         at = cursor.offset
@@ -189,8 +191,19 @@ class SourceLoader:
         if self._resting is not None and self._popped >= self._resting:
             self._buffer = ReadBuffer()
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Name the source in the error of a file that cannot be read."""
+        try:
+            yield
+        except (ReaderError, SourceError) as error:
+            self._reader = None  # it may have come half-way
+            error.source = self._source.name
+            raise
+
     def _after_group(self, cursor: Cursor) -> tuple[Cursor, bool]:
-        group = self._order.next_group(cursor.epoch, cursor.group)
+        with self._reading():
+            group = self._order.next_group(cursor.epoch, cursor.group)
         if group != NO_GROUP:
             return Cursor(cursor.epoch, group, 0), False
         return Cursor(cursor.epoch + 1, BEGIN, 0), True
@@ -199,7 +212,8 @@ class SourceLoader:
         if cursor.group != BEGIN:
             self._check_inside(cursor)
             return cursor
-        group = self._order.first_group(cursor.epoch)
+        with self._reading():
+            group = self._order.first_group(cursor.epoch)
         if group == NO_GROUP:
             raise SourceError(
                 f"source {self._source.name!r} has no rows in {', '.join(self._source.path)}; the mixture would wait "
@@ -209,7 +223,9 @@ class SourceLoader:
 
     def _check_inside(self, cursor: Cursor) -> None:
         epoch, group, offset = cursor
-        if not self._order.has_group(epoch, group) or offset >= self._order.group(epoch, group).num_rows:
+        with self._reading():
+            inside = self._order.has_group(epoch, group) and offset < self._order.group(epoch, group).num_rows
+        if not inside:
             raise StateError(
                 f"source {self._source.name!r} has no row at epoch {epoch}, group {group}, offset {offset}, where the "
                 "state says it stands; resuming would lose or repeat samples. Use an undamaged state."
@@ -241,15 +257,16 @@ class SourceLoader:
 
     def _read_chunk(self, cursor: Cursor, stop: int) -> Chunk:
         where = (cursor.epoch, cursor.group)
-        if self._reader is None or self._reader[:2] != where or self._reader[2].offset != cursor.offset:
-            group = self._order.group(*where)
-            self._reader = (*where, GroupReader(group, self._files, cursor.offset))
-        reader = self._reader[2]
-        row_bytes = max(reader.group.row_bytes, 1.0)
-        most = max(1, min(CHUNK_ROWS, int(CHUNK_BYTES / row_bytes)))
-        ahead = min(AHEAD_ROWS, int(AHEAD_BYTES / row_bytes))
-        # (5) new samples are read into the buffer
-        rows, numbers = reader.read(min(most, max(stop - cursor.offset, ahead)))
+        with self._reading():
+            if self._reader is None or self._reader[:2] != where or self._reader[2].offset != cursor.offset:
+                group = self._order.group(*where)
+                self._reader = (*where, GroupReader(group, self._files, cursor.offset))
+            reader = self._reader[2]
+            row_bytes = max(reader.group.row_bytes, 1.0)
+            most = max(1, min(CHUNK_ROWS, int(CHUNK_BYTES / row_bytes)))
+            ahead = min(AHEAD_ROWS, int(AHEAD_BYTES / row_bytes))
+            # (5) new samples are read into the buffer
+            rows, numbers = reader.read(min(most, max(stop - cursor.offset, ahead)))
         if reader.offset == reader.group.num_rows:
             self._reader = None  # nothing of a finished group stays open
         meta, measured = self._measure(cursor, rows, numbers)

@@ -39,6 +39,8 @@ class StepHeader:
     """Whether images are encoded apart from their tokens: every rank then has encoder inputs."""
     fetches: bool = True
     """False for a rank that gets its batches by the trainer's own broadcast (`broadcast_at`)."""
+    names: tuple[str, ...] = ()
+    """The sources of the step, by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,7 @@ class Step:
         self.weights = tuple(header.weights)
         """That mixture's weights, one for each of `source_names`."""
         self.source_names = source_names
-        """The job's sources, in alphabetical order."""
+        """The job's sources, in alphabetical order; behind them those that came while the stream ran."""
         self.fetches = header.fetches
         """False where the trainer broadcasts to this rank: its batches are empty."""
         self.microbatches = microbatches

@@ -22,6 +22,7 @@ import numpy as np
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_from_bytes, plan_to_bytes
 from overlord.core.samples import Cursor
+from overlord.core.specs import Source
 from overlord.errors import SpecError
 from overlord.roles.verdicts import verdicts_from_json
 from overlord.runtimes.constructor_host import ConstructorHost
@@ -51,6 +52,7 @@ from overlord.runtimes.leftovers import remove_when_gone
 from overlord.runtimes.loader_fleet import LOADER_THREADS
 from overlord.runtimes.loader_host import LoaderHost
 from overlord.runtimes.memory import give_back_freed_memory
+from overlord.runtimes.newcomers import admit, open_newcomer, prepare_newcomer
 from overlord.runtimes.opening import index_first_windows
 from overlord.runtimes.peers import Blobs, RemoteLoaders, RemotePlanner, RemoteVerdicts, news_from_json
 from overlord.runtimes.planner_host import PlannerHost, Waiting
@@ -135,8 +137,9 @@ class LoaderRole(_Role):
         given, job = open_frame(frame)[0], self._prepared.job
         cursors = [Cursor(*cursor) for cursor in given["cursors"]]
         index_first_windows(job, self._files, cursors, given["weights"], self._callers, self._count)
-        verdicts = RemoteVerdicts(self._board, verdicts_from_json(given["verdicts"], job.names))
-        fleet = make_fleet(self._prepared, self._files, verdicts, self._callers, self._workers)
+        self._verdicts = RemoteVerdicts(self._board, verdicts_from_json(given["verdicts"], job.names))
+        fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._callers, self._workers)
+        self._ends.callback(fleet.interrupt)
         options = self._options
         self._host = LoaderHost(fleet, options.mesh, hosts=self._site["hosts"], budget_bytes=options.budget_bytes // 2)
         give_back_freed_memory()
@@ -168,6 +171,22 @@ class LoaderRole(_Role):
         self._host.note_faults([tuple(fault) for fault in open_frame(frame)[0]["faults"]])
         return frame_of({})
 
+    def add_source(self, frame: Frame) -> Frame:
+        """Open a source that comes while the stream runs, and make its loaders; tell what a planner must know of it.
+
+        The host that the source is dealt to has `mine`; the others learn that there is one more.
+        """
+        given = open_frame(frame)[0]
+        source = Source.from_mapping(given["source"])
+        if not given["mine"]:
+            self._prepared = prepare_newcomer(self._prepared, source)
+            return frame_of({})
+        new = open_newcomer(self._prepared, source, self._verdicts, self._callers, self._workers)
+        self._prepared = new.prepared
+        self._fleet.add(new.number, new.loaders)
+        fact = SourceFacts.of(new.files)
+        return frame_of({"number": new.number, "fact": [fact.format, fact.listing, fact.total_bytes]})
+
     def status(self, frame: Frame) -> Frame:
         """Tell what the loaders of some sources hold and have met."""
         asked, found = open_frame(frame)[0]["sources"], self._host.status()
@@ -185,11 +204,11 @@ class PlannerRole(_Role):
     def open_store(self, frame: Frame) -> Frame:
         """Open the store, now that the sources are known; tell where they stand, and the verdicts it holds."""
         self._facts = {name: SourceFacts(*fact) for name, fact in open_frame(frame)[0]["facts"].items()}
-        self._parts, self._state = where_it_stands(self._prepared, self._facts)
+        self._standing = where_it_stands(self._prepared, self._facts)
         options = self._options
         store = Path(options.store) if options.store else self._claim_folder() / "store"
-        job, state = self._prepared.job, self._state
-        self._history = open_store(job, options.state, store, state.step, latest=options.latest)
+        job, state, given = self._prepared.job, self._standing.state, self._standing.given
+        self._history = open_store(job, given, store, state.step, latest=options.latest)
         cursors, weights = first_needs(job, self._facts, state)
         return frame_of({"verdicts": self._history.verdicts.to_json(), "cursors": cursors, "weights": weights})
 
@@ -206,7 +225,7 @@ class PlannerRole(_Role):
         loaders = self._remote = RemoteLoaders(self._board)
         prepared = self._prepared
         try:
-            planner = start_planner(prepared, loaders, self._state, self._parts, self._facts, self._history)
+            planner = start_planner(prepared, loaders, self._standing, self._facts, self._history)
             plan_first_step(planner)
         except BaseException:
             self._history.journal.close()
@@ -215,13 +234,13 @@ class PlannerRole(_Role):
         def picture(positions: Any, view_bytes: int) -> dict[str, Any]:
             statuses = loaders.status()
             found = describe(
-                prepared.job, prepared.options.mesh, planner, self._facts, statuses, "ray", positions,
+                self._prepared.job, prepared.options.mesh, planner, self._facts, statuses, "ray", positions,
                 view_bytes=view_bytes,
             )  # fmt: skip
             found["planner"]["traffic"] = self._traffic()
             return found
 
-        self._planner_host = PlannerHost(planner, picture)
+        self._planner_host = PlannerHost(planner, picture, on_source_failure=self._options.on_source_failure)
         self._ends.callback(self._planner_host.close)
         self._put: OrderedDict[int, Any] = OrderedDict()
         self._put_bytes = self._plans_put = self._bytes_out = self._bytes_in = 0
@@ -250,6 +269,16 @@ class PlannerRole(_Role):
         message = open_frame(frame)[0]
         self._planner_host.tell(news_from_json(message["news"]), int(message["host"]))
         return frame_of({})
+
+    def add_source(self, frame: Frame) -> Frame:
+        """Write down a source that loaders and constructors know already; tell the step it comes at."""
+        given = open_frame(frame)[0]
+        prepared = prepare_newcomer(self._prepared, Source.from_mapping(given["source"]))
+        facts = {**self._facts, prepared.job.names[-1]: SourceFacts(*given["fact"])}
+        with self._planner_host.alone():
+            prepared, at = admit(self._planner_host.planner, prepared, facts, given["weight"], given["step"])
+        self._prepared, self._facts = prepared, facts
+        return frame_of({"step": at})
 
     def verdict(self, frame: Frame) -> Frame:
         """Write down a row that kills its workers, before it counts."""
@@ -296,10 +325,10 @@ class ConstructorRole(_Role):
         planner = RemotePlanner(self._board, self._blobs, self._site["number"], given["first_step"])
         loaders = RemoteLoaders(self._board, planner)
         prepared, ranks = self._prepared, self._site["ranks"]
+        self._constructor = make_constructor(prepared, loaders, workers)
         host = ConstructorHost(
-            prepared.job,
             self._options,
-            make_constructor(prepared, loaders, workers),
+            self._constructor,
             planner,
             ranks=ranks,
             read_bytes=lambda: loaders.buffer_bytes,
@@ -309,6 +338,13 @@ class ConstructorRole(_Role):
         door.unlink(missing_ok=True)  # a predecessor that was killed has left it
         self._ends.callback(door.unlink, missing_ok=True)
         self._ends.enter_context(host.open_door(door))
+        return frame_of({})
+
+    def add_source(self, frame: Frame) -> Frame:
+        """Learn of a source that comes: how its media are decoded."""
+        given = open_frame(frame)[0]
+        self._prepared = prepare_newcomer(self._prepared, Source.from_mapping(given["source"]))
+        self._constructor.add_source(self._prepared.transforms[-1].decoder)
         return frame_of({})
 
 

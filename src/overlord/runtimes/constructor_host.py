@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from overlord.core.specs import Job
 from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.conversation import Conversation, Desk
 from overlord.runtimes.deployment import LaunchOptions
@@ -25,7 +24,6 @@ class ConstructorHost:
 
     def __init__(
         self,
-        job: Job,
         options: LaunchOptions,
         constructor: DataConstructor,
         planner: Plans,
@@ -44,9 +42,7 @@ class ConstructorHost:
             budget_bytes=options.budget_bytes,
             read_bytes=read_bytes,
         )
-        self._desk = Desk(
-            tuple(job.names), options.mesh, planner, self._server, constructor, arena, options.budget_bytes
-        )
+        self._desk = Desk(options.mesh, planner, self._server, constructor, arena, options.budget_bytes)
         self._server.start()
 
     @property

@@ -25,8 +25,6 @@ SEATED = ("leave", "step", "microbatch")
 class Desk:
     """What conversations are held over: the same for all of a host."""
 
-    names: tuple[str, ...]
-    """The job's sources."""
     tree: ClientPlaceTree
     planner: Plans
     server: StepServer
@@ -48,6 +46,7 @@ class Conversation:
         self._known: set[int] = set()
         self._moved = False
         self._seen_gone = 0
+        self._names: tuple[str, ...] = ()
 
     def run(self) -> None:
         """Answer until the client is gone."""
@@ -84,10 +83,18 @@ class Conversation:
             if opened is None:
                 return {"header": None}, []
             self._moved = True
-            return self._hand_over(opened[1], f'"header":{to_text(header_to_json(opened[0]))},')
+            return self._hand_over(opened[1], self._header_text(opened[0]))
         number = int(message["microbatch"])
         built = server.microbatch(self._seat, int(message["step"]), number)
         return self._hand_over({number: built} if built is not None else {})
+
+    def _header_text(self, header: StepHeader) -> str:
+        """Write a step header; the names of the sources go along when there are others than before."""
+        text = f'"header":{to_text(header_to_json(header))},'
+        if header.names == self._names:
+            return text
+        self._names = header.names
+        return f'"names":{to_text(header.names)},{text}'
 
     def _after(self) -> None:
         if self._moved:
@@ -97,7 +104,6 @@ class Conversation:
     def _hello(self, rank: int) -> dict[str, Any]:
         tree, server = self._desk.tree, self._desk.server
         facts = {
-            "names": self._desk.names,
             "world_size": tree.world_size,
             "mesh": str(tree),
             "lease_bytes": self._desk.budget_bytes // (2 * len(server.world_ranks)),
@@ -137,5 +143,5 @@ class Conversation:
 
 
 def header_to_json(header: StepHeader) -> dict[str, Any]:
-    """Return a step header as JSON."""
-    return {name: getattr(header, name) for name in StepHeader.__dataclass_fields__}
+    """Return a step header as JSON, without the names of the sources: they are told once."""
+    return {name: getattr(header, name) for name in StepHeader.__dataclass_fields__ if name != "names"}

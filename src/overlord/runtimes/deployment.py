@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from overlord.core.layout_specs import Layout
+from overlord.core.order import BEGIN
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.reconcile import Reconcile, reconcile_state, unweighted
 from overlord.core.samples import Cursor, SampleId
 from overlord.core.specs import Job, Source, stream_parts
-from overlord.core.states import StreamState
+from overlord.core.states import StreamState, restricted_parts
 from overlord.errors import SpecError
 from overlord.planning.checking import Strategy, run_strategy
 from overlord.planning.strategies import backbone_balance
@@ -29,14 +31,16 @@ from overlord.roles.verdicts import VerdictBook
 from overlord.runtimes.cluster_placement import ClusterOptions
 from overlord.runtimes.history import History, open_store
 from overlord.runtimes.loader_fleet import LoaderFleet
+from overlord.runtimes.numbering import canonical, names_to_come, with_newcomers, with_records
 from overlord.runtimes.opening import Progress, index_first_windows, known_lengths, open_sources, order_of
+from overlord.runtimes.parking import OnSourceFailure, Patience
 from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
 from overlord.runtimes.warming import warm_job
+from overlord.stores.journal import read_journal
 from overlord.transforms.chat import inline_templates
 from overlord.transforms.isolation import Isolate
 from overlord.transforms.per_microbatch import PackingJob
 from overlord.transforms.per_sample import SampleTransform, Workers
-from overlord.transforms.processor import fill_from_processor, read_processor
 from overlord.transforms.sample_kinds import make_transform, reserve_placeholders
 from overlord.transforms.step_samples import Opening
 from overlord.transforms.tokenize import TextTokenizer
@@ -73,6 +77,10 @@ class LaunchOptions:
     """The cluster, of a service that runs on one, or in several processes."""
     heartbeat_s: float = 5.0
     """How long nothing may be heard of a role before it is taken for dead."""
+    reconcile: Reconcile = "strict"
+    """What of the job's sources may differ from the state's."""
+    on_source_failure: OnSourceFailure = "stop"
+    """What happens to a source that cannot be read any more."""
 
 
 class FaultLog:
@@ -112,6 +120,21 @@ class Prepared:
     tokenizer_digest: str
     transforms: Sequence[SampleTransform]
     """One for each source."""
+    isolate: Isolate | None = None
+    """Brings Python code that holds the interpreter into process workers."""
+    coming: int = 0
+    """How many of the sources, the last ones, come only at a later step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a stream stands when it is launched."""
+
+    parts: Mapping[str, Any]
+    """What its fingerprint covers, with sources that are still to come."""
+    state: StreamState
+    given: Mapping[str, Any] | None
+    """The state it was given, as one of this job; None at the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +146,9 @@ class Roles:
     planner: Planner
     constructor: DataConstructor
     fleet: LoaderFleet
-    listings: Mapping[str, SourceFiles]
+    listings: dict[str, SourceFiles]
+    prepared: Prepared
+    verdicts: VerdictBook
     close: Callable[[], None] = field(repr=False)
 
     @property
@@ -152,35 +177,47 @@ def deploy(
         progress: Told how far the opening is.
         isolate: Brings Python code that holds the interpreter into process workers.
     """
-    prepared = prepare(job, options, isolate)
+    state = with_records(options.state, read_journal(store / "journal")) if options.latest else options.state
+    prepared = prepare(job, options, isolate, state)
     job = prepared.job
     files = open_files(prepared, range(len(job.sources)), callers, progress)
     listings = {source.name: files[number] for number, source in enumerate(job.sources)}
     facts = {name: SourceFacts.of(opened) for name, opened in listings.items()}
-    parts, state = where_it_stands(prepared, facts)
-    index_first_windows(job, files, *first_needs(job, facts, state), callers, progress)
-    history = open_store(job, options.state, store, state.step, latest=options.latest)
+    standing = where_it_stands(prepared, facts)
+    index_first_windows(job, files, *first_needs(job, facts, standing.state), callers, progress)
+    history = open_store(job, standing.given, store, standing.state.step, latest=options.latest)
     try:
         fleet = make_fleet(prepared, files, history.verdicts, callers, workers)
-        planner = start_planner(prepared, fleet, state, parts, facts, history)
+        planner = start_planner(prepared, fleet, standing, facts, history)
     except BaseException:
         history.journal.close()
         raise
     constructor = make_constructor(prepared, fleet, workers)
-    return Roles(job, options.mesh, planner, constructor, fleet, listings, planner.close)
+    return Roles(job, options.mesh, planner, constructor, fleet, listings, prepared, history.verdicts, planner.close)
 
 
-def prepare(job: Job, options: LaunchOptions, isolate: Isolate | None = None) -> Prepared:
-    """Bring a job into the form its stream is made from, and refuse what it and the launch cannot do together."""
-    job = canonical(job)
+def prepare(
+    job: Job, options: LaunchOptions, isolate: Isolate | None = None, state: Mapping[str, Any] | None = None
+) -> Prepared:
+    """Bring a job into the form its stream is made from, and refuse what it and the launch cannot do together.
+
+    Args:
+        job: The job.
+        options: The launch.
+        isolate: Brings Python code that holds the interpreter into process workers.
+        state: The state it goes on from, with changes that were journaled after it; by default that of the launch.
+    """
+    state = options.state if state is None else state
+    job = canonical(with_newcomers(job, state), state)
     warm_job(job, options.layout)  # no step may wait for a compiler
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
     if tokenizer is not None:
         job = inline_templates(job, tokenizer)
         reserve_placeholders(job, tokenizer)
     check_launch(job, options)
-    transforms = [_transform_of(source, tokenizer, isolate) for source in job.sources]
-    return Prepared(job, options, tokenizer.digest if tokenizer else "", transforms)
+    transforms = [transform_of(source, tokenizer, isolate) for source in job.sources]
+    digest = tokenizer.digest if tokenizer else ""
+    return Prepared(job, options, digest, transforms, isolate, len(names_to_come(state)))
 
 
 def open_files(
@@ -193,37 +230,62 @@ def open_files(
     return dict(zip(numbers, open_sources(sources, transforms, cache, callers, progress), strict=True))
 
 
-def where_it_stands(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> tuple[dict[str, Any], StreamState]:
-    """Return what the stream's fingerprint covers, and the state it goes on from."""
+def where_it_stands(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> Standing:
+    """Return what the stream's fingerprint covers, and the state it goes on from.
+
+    Raises:
+        StateError: when the state is of another stream, beyond what the launch lets differ.
+    """
     job, given = prepared.job, prepared.options.state
-    listings = {name: fact.listing for name, fact in facts.items()}
-    parts = stream_parts(job, tokenizer_digest=prepared.tokenizer_digest, listings=listings)
+    parts = parts_of(prepared, facts)
     if given is None:
-        return parts, StreamState.begin(len(job.sources))
-    return parts, StreamState.from_json(given, job.names, parts)
+        return Standing(parts, StreamState.begin(len(job.sources)), None)
+    names = job.names[: len(job.names) - prepared.coming]
+    now = restricted_parts(parts, names)
+    found = reconcile_state(given, now, prepared.options.reconcile)
+    state = StreamState.from_json(found, names, now)
+    for name in unweighted(given, found):
+        logger.warning(
+            "source %r is new, and the mixture that was set while the stream ran does not name it: nothing is drawn "
+            "from it. Call service.set_mixture(..), or write the weights into the job", name,
+        )  # fmt: skip
+    return Standing(parts, state, found)
+
+
+def parts_of(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> dict[str, Any]:
+    """Return what the stream's fingerprint covers."""
+    listings = {name: fact.listing for name, fact in facts.items()}
+    return stream_parts(prepared.job, tokenizer_digest=prepared.tokenizer_digest, listings=listings)
 
 
 def first_needs(job: Job, facts: Mapping[str, SourceFacts], state: StreamState) -> tuple[list[Cursor], list[float]]:
     """Return where each source stands before the first step, and the weight it has there."""
+    here, begin = len(state.epoch), Cursor(0, BEGIN, 0)
     weights = job.mixture.weights_at(float(state.step), job.names, base_weights(job, facts))
-    return [state.cursor(number) for number in range(len(job.sources))], list(weights)
+    cursors = [state.cursor(number) if number < here else begin for number in range(len(job.sources))]
+    return cursors, [weight if number < here else 0.0 for number, weight in enumerate(weights)]
 
 
 def make_fleet(
     prepared: Prepared, files: Mapping[int, SourceFiles], verdicts: VerdictBook, callers: Workers, workers: Workers
 ) -> LoaderFleet:
     """Make the SourceLoaders of open sources."""
-    job, options = prepared.job, prepared.options
-    sidecars = LengthSidecars(Path(options.cache) / "lengths")
-    choices = {number: PlacementChoice(options.placement, threading.Lock()) for number in files}
-    lengths = {
-        number: known_lengths(job.sources[number], opened, sidecars, prepared.tokenizer_digest)
-        for number, opened in files.items()
-    }
+    loaders = {number: make_loaders(prepared, number, opened, verdicts, workers) for number, opened in files.items()}
+    patience = Patience() if prepared.options.on_source_failure != "stop" else None
+    return LoaderFleet(loaders, callers, patience)
 
-    def make_loader(number: int) -> SourceLoader:
-        source, opened = job.sources[number], files[number]
-        return SourceLoader(
+
+def make_loaders(
+    prepared: Prepared, number: int, opened: SourceFiles, verdicts: VerdictBook, workers: Workers
+) -> list[SourceLoader]:
+    """Make the SourceLoaders of one open source."""
+    job, options = prepared.job, prepared.options
+    source = job.sources[number]
+    sidecars = LengthSidecars(Path(options.cache) / "lengths")
+    choice = PlacementChoice(options.placement, threading.Lock())
+    lengths = known_lengths(source, opened, sidecars, prepared.tokenizer_digest)
+    return [
+        SourceLoader(
             number,
             source,
             opened,
@@ -232,15 +294,14 @@ def make_fleet(
             seed=job.seed,
             context_length=job.batch.context_length,
             overlength=job.overlength,
-            lengths=lengths[number],
+            lengths=lengths,
             workers=workers,
             telemetry=FaultLog(),
-            placement=choices[number],
+            placement=choice,
             verdicts=verdicts,
         )
-
-    count = options.loaders_per_source
-    return LoaderFleet({n: [make_loader(n) for _ in range(count)] for n in files}, callers)
+        for _ in range(options.loaders_per_source)
+    ]
 
 
 def make_constructor(prepared: Prepared, loaders: Loaders, workers: Workers) -> DataConstructor:
@@ -251,7 +312,8 @@ def make_constructor(prepared: Prepared, loaders: Loaders, workers: Workers) -> 
     return DataConstructor(options.mesh, loaders, packing)
 
 
-def _transform_of(source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None) -> SampleTransform:
+def transform_of(source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None) -> SampleTransform:
+    """Make the transform of a source; what is wrong with it is said with its name."""
     try:
         return make_transform(source, tokenizer, isolate)
     except SpecError as error:
@@ -262,8 +324,7 @@ def _transform_of(source: Source, tokenizer: TextTokenizer | None, isolate: Isol
 def start_planner(
     prepared: Prepared,
     loaders: Loaders,
-    state: StreamState,
-    parts: Mapping[str, Any],
+    standing: Standing,
     facts: Mapping[str, SourceFacts],
     history: History,
 ) -> Planner:
@@ -275,13 +336,14 @@ def start_planner(
         loaders,
         lambda buffer: run_strategy(strategy, buffer, options.mesh),
         limits=limits_of(job, options.layout, options.mesh),
-        state=state,
+        state=standing.state,
         inputs=history.inputs,
-        parts=parts,
+        parts=standing.parts,
         base_weights=base_weights(job, facts),
         journal=history.journal,
         checkpoints=history.checkpoints,
         verdicts=history.verdicts,
+        parks_failing=options.on_source_failure != "stop",
     )
     if options.skip_steps:
         planner.skip_steps(options.skip_steps)
@@ -298,18 +360,6 @@ def plan_first_step(planner: Planner) -> None:
             "step %d waits for the report of step %d, which the state does not hold: report before you save. Call "
             "client.report(%d, ..) again", planner.first_step, missing, missing,
         )  # fmt: skip
-
-
-def canonical(job: Job) -> Job:
-    """Return the job as its stream is made: what its processor folder says filled in, its sources by name.
-
-    The order that sources are written in must not matter.
-    """
-    if job.tokenizer is not None and Path(job.tokenizer).is_dir():
-        job = fill_from_processor(job, read_processor(job.tokenizer))
-    if job.mixture.order == "sequential":
-        return job
-    return job.replace(sources=sorted(job.sources, key=lambda source: source.name))
 
 
 def check_launch(job: Job, options: LaunchOptions) -> None:

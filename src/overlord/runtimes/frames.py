@@ -3,7 +3,7 @@
 Rules of this file:
 1. A frame is a list: the head as bytes, then the arrays it speaks of, in its order. An engine carries arrays without
    looking into them, and hands them out without a copy where it can.
-2. An error travels as its name and its message, like everything else.
+2. An error travels as its name, its message and the source it is about, like everything else.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def open_frame(frame: Frame) -> tuple[Any, Iterator[npt.NDArray[Any]]]:
 def error_frame(error: BaseException) -> Frame:
     """Make the frame that raises an error where it is opened."""
     if isinstance(error, OverlordError):
-        return frame_of({_ERROR: [type(error).__name__, str(error)]})
+        return frame_of({_ERROR: [type(error).__name__, str(error), error.source]})
     return frame_of({_ERROR: ["OverlordError", f"{type(error).__name__}: {error}"]})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.plan import LoadingPlan
-from overlord.core.specs import Job, Mixture
+from overlord.core.specs import Job, Mixture, Source
 from overlord.errors import ClosedError
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.deployment import LaunchOptions, Roles, deploy, plan_first_step
+from overlord.runtimes.newcomers import Newcomers
 from overlord.runtimes.opening import Progress
+from overlord.runtimes.parking import ReturnWatch
+from overlord.runtimes.planner_host import SourceChange, change_source
 from overlord.runtimes.status import describe_roles
 from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.packed import PackedMicrobatch
@@ -41,7 +45,10 @@ class InlineService:
         try:
             store = Path(options.store or self._scratch or ".")
             self._roles = deploy(job, options, store, workers, workers, progress)
+            self._newcomers = Newcomers(self._roles, workers, workers)
+            self._watch = ReturnWatch(self._roles.planner, options.on_source_failure)
             plan_first_step(self._roles.planner)
+            self._watch.due()
         except BaseException:
             self.close()
             raise
@@ -58,13 +65,28 @@ class InlineService:
         """Pass over global batches before a step."""
         return self.roles.planner.skip_steps(count, at_step)
 
+    def add_source(self, source: Source, weight: float | None, at_step: int | None) -> int:
+        """Let a source come at a step."""
+        assert self.roles  # refused after it was closed
+        return self._newcomers.add(source, weight, at_step, nullcontext())
+
+    def change_source(self, change: SourceChange, name: str, at_step: int | None) -> int:
+        """Remove a source, park it, or let it return."""
+        return change_source(self.roles.planner, change, name, at_step)
+
     def mixture(self) -> Mixture:
         """Return the mixture in force."""
         return self.roles.planner.mixture
 
     def plan_raw(self, step: int) -> LoadingPlan | None:
         """Return the plan of a step."""
-        return self.roles.planner.plan_raw(step)
+        planner = self.roles.planner
+        if step < planner.next_step:
+            return planner.plan_raw(step)
+        self._watch.look()
+        plan = planner.plan_raw(step)
+        self._watch.due()
+        return plan
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met."""
@@ -130,7 +152,6 @@ class _InlineFeed:
     def __init__(self, service: InlineService, rank: int) -> None:
         self._service = service
         self._rank = rank
-        self.names = tuple(source.name for source in service.roles.job.sources)
         self.world_size = service.roles.tree.world_size
 
     def open_step(self, step: int) -> StepHeader | None:

@@ -17,6 +17,7 @@ from overlord.roles.ports import Collect, Workers
 from overlord.roles.shadow_loader import ShadowLoader
 from overlord.roles.source_loader import SourceLoader, Staged
 from overlord.runtimes.memory import give_back_freed_memory
+from overlord.runtimes.parking import Patience
 
 LOADER_THREADS = 16
 """Calls to the loaders of one host that may wait for storage at the same time."""
@@ -25,12 +26,33 @@ LOADER_THREADS = 16
 class LoaderFleet:
     """The SourceLoaders of a host by the number of their source; a group belongs to one loader of its source."""
 
-    def __init__(self, loaders: Mapping[int, Sequence[SourceLoader]], workers: Workers) -> None:
-        self._loaders = loaders
-        self._locks = {source: [threading.Lock() for _ in of_source] for source, of_source in loaders.items()}
+    def __init__(
+        self, loaders: Mapping[int, Sequence[SourceLoader]], workers: Workers, patience: Patience | None = None
+    ) -> None:
+        self._loaders: dict[int, Sequence[SourceLoader]] = {}
+        self._locks: dict[int, list[threading.Lock]] = {}
         self._workers = workers
-        self._handed_over = dict.fromkeys(loaders, 0)
-        self._shadows = {source: [ShadowLoader(one) for one in of_source] for source, of_source in loaders.items()}
+        self._patience = patience
+        self._handed_over: dict[int, int] = {}
+        self._shadows: dict[int, list[ShadowLoader]] = {}
+        for source, of_source in loaders.items():
+            self.add(source, of_source)
+
+    def add(self, source: int, loaders: Sequence[SourceLoader]) -> None:
+        """Take in the loaders of a source that has come."""
+        self._locks[source] = [threading.Lock() for _ in loaders]
+        self._handed_over[source] = 0
+        self._shadows[source] = [ShadowLoader(one) for one in loaders]
+        self._loaders = {**self._loaders, source: loaders}  # others may be looking through the old ones
+
+    def drop(self, source: int) -> None:
+        """Forget the loaders of a source that nothing was drawn from."""
+        self._loaders = {number: loaders for number, loaders in self._loaders.items() if number != source}
+
+    def interrupt(self) -> None:
+        """Let nobody wait any longer for a source that cannot be read."""
+        if self._patience is not None:
+            self._patience.end()
 
     @property
     def sources(self) -> Sequence[int]:
@@ -61,8 +83,12 @@ class LoaderFleet:
 
         def pop(run: tuple[int, LoaderOrder]) -> Staged:
             owner, order = run
-            with self._locks[order.source][owner]:
-                return self._loaders[order.source][owner].loader_do_plan(order)
+
+            def take() -> Staged:
+                with self._locks[order.source][owner]:
+                    return self._loaders[order.source][owner].loader_do_plan(order)
+
+            return take() if self._patience is None else self._patience.until_read(take)
 
         def finish(run: tuple[int, Staged]) -> Payload:
             owner, staged = run

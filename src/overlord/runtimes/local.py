@@ -62,7 +62,7 @@ class LocalFeed:
         self._leased: dict[int, int] = {}
         self._ready: dict[tuple[int, int], tuple[dict[str, Any], mmap.mmap]] = {}
         facts = self._ask({"op": "hello", "rank": rank})[0]
-        self.names: tuple[str, ...] = tuple(facts["names"])
+        self._names: tuple[str, ...] = ()
         self.world_size: int = facts["world_size"]
         self.mesh: str = facts["mesh"]
         self.first_step: int = facts["first_step"]
@@ -87,7 +87,8 @@ class LocalFeed:
             if reply["header"] is None:
                 return None
             self._take(step, reply, fds)
-            return StepHeader(**reply["header"])
+            self._names = tuple(reply.get("names", self._names))
+            return StepHeader(**reply["header"], names=self._names)
 
     def microbatch(self, step: int, microbatch: int) -> RankView:
         """Return one microbatch; waits until it is built."""

@@ -18,6 +18,7 @@ from overlord.runtimes.constructor_host import ConstructorHost
 from overlord.runtimes.deployment import LaunchOptions, deploy, plan_first_step
 from overlord.runtimes.loader_fleet import LOADER_THREADS
 from overlord.runtimes.memory import give_back_freed_memory
+from overlord.runtimes.newcomers import Newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.planner_host import PlannerHost
 from overlord.runtimes.process_workers import ProcessWorkers
@@ -50,10 +51,13 @@ class LocalHost:
         self._planner = PlannerHost(
             roles.planner,
             lambda positions, view_bytes: describe_roles(roles, "local", positions, view_bytes),
+            Newcomers(roles, self._callers, self._workers).add,
+            options.on_source_failure,
         )
+        self._fleet = roles.fleet
         ranks = range(options.mesh.world_size)
         self.constructor = ConstructorHost(
-            roles.job, options, roles.constructor, self._planner, ranks=ranks,
+            options, roles.constructor, self._planner, ranks=ranks,
             read_bytes=lambda: roles.fleet.buffer_bytes,
         )  # fmt: skip
 
@@ -69,6 +73,7 @@ class LocalHost:
             hurry.start()
             ends.callback(hurry.cancel)
             self._planner.interrupt()
+            self._fleet.interrupt()
             self.constructor.close()
 
 

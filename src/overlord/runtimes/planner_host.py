@@ -11,17 +11,21 @@ import base64
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_to_bytes
 from overlord.core.samples import Cursor
-from overlord.core.specs import Mixture
+from overlord.core.specs import Mixture, Source
 from overlord.errors import SpecError
 from overlord.roles.inputs import FIXED_WHILE_RUNNING
 from overlord.roles.planner import Planner
+from overlord.runtimes.parking import OnSourceFailure, ReturnWatch
 
+LOOK_S = 1.0
+"""How often it is looked for sources that were parked, or should be looked at."""
 PATIENCE_S = 1.0
 """How long a host that asks for a plan is kept waiting for a report before it is told."""
 
@@ -72,12 +76,35 @@ Describe = Callable[[Mapping[int, int], int], dict[str, Any]]
 """Makes the status from the positions of all ranks and the bytes of all views."""
 
 
+AddSource = Callable[[Source, float | None, int | None, AbstractContextManager[Any]], int]
+"""Opens a source and lets it come at a step (source, weight, step); the context is held while the planner is told."""
+SourceChange = Literal["remove_source", "park_source", "return_source"]
+
+
+def change_source(planner: Planner, change: SourceChange, name: str, at_step: int | None) -> int:
+    """Remove a source, park it, or let it return; return the first step it holds for."""
+    changes = planner.sources
+    asked = {"remove_source": changes.remove, "park_source": changes.park, "return_source": changes.give_back}
+    return asked[change](name, at_step)
+
+
 class PlannerHost:
     """Asks one Planner on behalf of all hosts."""
 
-    def __init__(self, planner: Planner, describe: Describe) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        describe: Describe,
+        add_source: AddSource | None = None,
+        on_source_failure: OnSourceFailure = "stop",
+    ) -> None:
         self._planner = planner
         self._describe = describe
+        self._add_source = add_source
+        self._watch = ReturnWatch(planner, on_source_failure)
+        self._ended = threading.Event()
+        if on_source_failure != "stop":
+            threading.Thread(target=self._watch_parked, name="overlord-parked", daemon=True).start()
         self._changed = threading.Condition()
         self._news: dict[int, HostNews] = {}
         self._reached: dict[int, int] = {}
@@ -87,6 +114,15 @@ class PlannerHost:
     def first_step(self) -> int:
         """The step this stream was launched at."""
         return self._planner.first_step
+
+    @property
+    def planner(self) -> Planner:
+        """The planner; ask it only while `alone`."""
+        return self._planner
+
+    def alone(self) -> AbstractContextManager[Any]:
+        """While this is open, nobody else asks the planner."""
+        return self._changed
 
     def plan(self, step: int, news: HostNews, host: int = 0) -> LoadingPlan | Waiting | None:
         """Return the plan of a step for a host: made now, or remembered; None past the end."""
@@ -130,6 +166,8 @@ class PlannerHost:
             SpecError: for a message nobody knows.
         """
         op, step = message.get("op"), message.get("step")
+        if op == "add_source":
+            return {"step": self._add(message, step)}
         with self._changed:
             try:
                 return self._answer(op, step, message)
@@ -146,6 +184,7 @@ class PlannerHost:
     def interrupt(self) -> None:
         """Send home who waits for a report."""
         self._closing = True
+        self._ended.set()
         with self._changed:
             self._changed.notify_all()
 
@@ -163,6 +202,8 @@ class PlannerHost:
             return {"step": planner.set_mixture(Mixture.from_mapping(message["mixture"]), step)}
         if op == "skip_steps":
             return {"step": planner.skip_steps(int(message["count"]), step)}
+        if op in get_args(SourceChange):
+            return {"step": change_source(planner, op, str(message["source"]), step)}
         if op == "mixture":
             fixed = (*FIXED_WHILE_RUNNING, "temperature")
             return {"mixture": {name: getattr(planner.mixture, name) for name in fixed}}
@@ -170,6 +211,25 @@ class PlannerHost:
             plan = planner.plan_raw(int(message["step"]))
             return {"plan": None if plan is None else base64.b64encode(plan_to_bytes(plan)).decode()}
         raise SpecError(f"the service does not know the message {op!r}; client and service differ in version.")
+
+    def _add(self, message: dict[str, Any], step: int | None) -> int:
+        if self._add_source is None:
+            raise SpecError(
+                "add_source: this runtime cannot open a source while it runs. Put it into the job, and launch it again "
+                "from a state with reconcile='allow_add'."
+            )
+        return self._add_source(Source.from_mapping(message["source"]), message.get("weight"), step, self._changed)
+
+    def _watch_parked(self) -> None:
+        """Look now and then whether parked sources can be read again; nobody waits while that is tried."""
+        while not self._ended.wait(LOOK_S):
+            with self._changed:
+                due = self._watch.due()
+            for name in due:
+                found = self._planner.can_read(name)
+                with self._changed:
+                    if not self._closed:
+                        self._watch.looked(name, found)
 
     def _hear(self, host: int, news: HostNews) -> None:
         self._news[host] = news

@@ -14,8 +14,9 @@ import cloudpickle
 
 from overlord.roles.recovery import Assignment
 from overlord.runtimes.cluster_placement import ClusterOptions, Node, Site, cpus_needed, place
-from overlord.runtimes.deployment import LaunchOptions, canonical, check_launch
+from overlord.runtimes.deployment import LaunchOptions, check_launch
 from overlord.runtimes.doors import CONTROL, answer_all, open_door
+from overlord.runtimes.numbering import canonical, with_newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.process_engine import ProcessEngine
 from overlord.runtimes.service_main import run_service
@@ -49,7 +50,8 @@ def assignment_of(sites: Sequence[Site]) -> Assignment:
 def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     """Serve a job with processes of this host."""
     job, options = cloudpickle.loads(bundle)  # from the launching process to its own roles
-    check_launch(canonical(job), options)
+    job = with_newcomers(job, options.state)
+    check_launch(canonical(job, options.state), options)
     cluster = options.cluster or ClusterOptions()
     count, world = len(job.sources), options.mesh.world_size
     room = cpus_needed(cluster, num_sources=count, loader_cpus=options.threads)

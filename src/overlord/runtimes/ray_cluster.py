@@ -36,8 +36,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from overlord.core.specs import Job
 from overlord.errors import ServiceLost, SpecError
 from overlord.runtimes.cluster_placement import TRAINER, ClusterOptions, Node, Site, cpus_needed, place
-from overlord.runtimes.deployment import LaunchOptions, canonical, check_launch
+from overlord.runtimes.deployment import LaunchOptions, check_launch
 from overlord.runtimes.frames import Frame
+from overlord.runtimes.numbering import canonical, with_newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.process_cluster import supervised
 from overlord.runtimes.role_host import RoleHost
@@ -284,7 +285,8 @@ def _attached(job: Job, options: LaunchOptions, folder: Path) -> Iterator[None]:
 def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     """Serve a job on a cluster."""
     job, options = cloudpickle.loads(bundle)  # from the launching process to its own roles
-    check_launch(canonical(job), options)
+    job = with_newcomers(job, options.state)
+    check_launch(canonical(job, options.state), options)
     progress("starting Ray" if options.cluster.address is None else "attaching to Ray", 0, 1)
     with _attached(job, options, folder):
         sites = place(

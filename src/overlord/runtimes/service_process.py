@@ -19,12 +19,13 @@ import cloudpickle
 
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_from_bytes
-from overlord.core.specs import Job, Mixture
+from overlord.core.specs import Job, Mixture, Source
 from overlord.errors import ClosedError, ServiceLost, SpecError, error_named
 from overlord.roles.client import Client
-from overlord.roles.inputs import mixture_to_json
+from overlord.roles.inputs import mixture_to_json, source_to_json
 from overlord.runtimes.local import ask_service, connect_local
 from overlord.runtimes.opening import Progress
+from overlord.runtimes.planner_host import SourceChange
 
 CLOSE_S = 15.0
 """How long a closing service may take before it is killed."""
@@ -98,6 +99,15 @@ class ServiceProcess:
     def skip_steps(self, count: int, at_step: int | None) -> int:
         """Pass over global batches before a step."""
         return int(self._ask({"op": "skip_steps", "count": count, "step": at_step})["step"])
+
+    def add_source(self, source: Source, weight: float | None, at_step: int | None) -> int:
+        """Let a source come at a step."""
+        message = {"op": "add_source", "source": source_to_json(source), "weight": weight, "step": at_step}
+        return int(self._ask(message)["step"])
+
+    def change_source(self, change: SourceChange, name: str, at_step: int | None) -> int:
+        """Remove a source, park it, or let it return."""
+        return int(self._ask({"op": change, "source": name, "step": at_step})["step"])
 
     def mixture(self) -> Mixture:
         """Return the mixture in force, without its weights."""

@@ -9,6 +9,7 @@ from typing import Any
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Job
 from overlord.roles.planner import Planner
+from overlord.roles.roster import Parked
 from overlord.runtimes.deployment import Roles, SourceFacts, base_weights
 
 
@@ -18,6 +19,10 @@ def describe_roles(roles: Roles, runtime: str, positions: Mapping[int, int], vie
     return describe(
         roles.job, roles.tree, roles.planner, roles.facts, statuses, runtime, positions, view_bytes=view_bytes
     )
+
+
+def _parked(parked: Parked | None) -> dict[str, Any] | None:
+    return None if parked is None else {"since": parked.since, "why": parked.why}
 
 
 def describe(
@@ -32,10 +37,12 @@ def describe(
     view_bytes: int,
 ) -> dict[str, Any]:
     """Return a JSON-able picture of a running service."""
-    state = planner.latest_state
-    names = [source.name for source in job.sources]
+    names = planner.names
+    state = planner.latest_state.grown(len(names))
+    roster = planner.roster
     mixture = planner.mixture
     weights = planner.latest_weights or mixture.weights_at(0.0, names, base_weights(job, facts))
+    weights = (*weights, *([0.0] * (len(names) - len(weights))))
     counted = state.tokens if mixture.level == "token" else state.samples
     total, realised = sum(weights) or 1.0, max(int(counted.sum()), 1)
     sources = {
@@ -47,6 +54,8 @@ def describe(
             "skipped": int(state.skipped[i]),
             "epoch": int(state.epoch[i]),
             "finished": bool(state.finished[i]),
+            "removed": i in roster.removed,
+            "parked": _parked(roster.parked.get(i)),
             "format": facts[name].format,
             **statuses[i],
         }

@@ -28,8 +28,8 @@ KINDS = ("image", "video", "audio")
 class Opening:
     """What it takes to decode media behind the hand-over."""
 
-    decoders: Sequence[MediaDecoder | None]
-    """One for each source of the job."""
+    decoders: list[MediaDecoder | None]
+    """One for each source by its number; there may come more."""
     workers: Workers
 
 

@@ -1,0 +1,150 @@
+"""Sources that come, go, are parked and return while a stream runs: what is asked for is checked and written down.
+
+Rules of this file:
+1. A change takes effect at a step that is not planned yet. What is refused has changed nothing.
+2. Who comes takes the next number, so sources come in the order of their steps. With a source comes the mixture that
+   gives it its share; the others stay in their ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from overlord.core.spec_errors import did_you_mean, list_some
+from overlord.core.specs import Mixture, Source
+from overlord.errors import SpecError
+from overlord.roles.inputs import Change, InputLog, mixture_to_json
+from overlord.roles.roster import Parked, Roster
+
+Effective = Callable[[str, int | None], int]
+"""Tells the step that a change takes effect at, from its name and what was asked for; refuses a planned one."""
+
+
+class SourceChanges:
+    """The changes of one stream's roster; a part of the Planner."""
+
+    def __init__(self, inputs: InputLog, base: dict[str, float], effective: Effective) -> None:
+        self._inputs = inputs
+        self._base = base
+        self._effective = effective
+
+    def check_name(self, name: str) -> None:
+        """Refuse the name of a new source that is taken."""
+        if name in self._inputs.names:
+            raise SpecError(
+                f"add_source: there is a source {name!r} already (removed ones keep their name); cursors and weights "
+                "are kept by name and would mix the two. Give it another name."
+            )
+
+    def step_of_add(self, at_step: int | None) -> int:
+        """Return the step a new source comes at; not before another one that is still to come."""
+        at = self._effective("add_source", at_step)
+        last = max((change.at for change in self._inputs.changes if change.add is not None), default=0)
+        if at_step is not None and at < last:
+            raise SpecError(
+                f"add_source: step {at} lies before step {last}, where another new source comes; sources are numbered "
+                f"in the order in which they come, and ties go by number. Use at_step={last} or more, or leave it out."
+            )
+        return max(at, last)
+
+    def add(self, source: Source, weight: float | None, at: int, base: Mapping[str, float]) -> None:
+        """Write down that a source comes at a step; its loaders are there already.
+
+        Args:
+            source: The source, as it was opened.
+            weight: Against the others' weights; None for their mean.
+            at: What `step_of_add` gave.
+            base: The weights that stand beside all sources, this one included.
+        """
+        self.check_name(source.name)
+        if weight is not None and not (math.isfinite(weight) and weight >= 0):
+            raise SpecError(f"add_source: weight is {weight!r}; nobody could tell its share. Give 0 or more.")
+        mixture = self.with_source(source.name, weight, at)
+        self._inputs.add_change(Change("sources", at, mixture=mixture, add=source))
+        self._base.update(base)
+
+    def with_source(self, name: str, weight: float | None, at: int) -> Mixture:
+        """Return the mixture in force at a step with one more source in it."""
+        mixture, roster = self._inputs.mixture_at(at)[0], self._inputs.roster_at(at)
+        names = [n for number, n in enumerate(roster.names) if number not in roster.removed]
+        if mixture.learn is not None and mixture.learn.method == "function":
+            raise SpecError(
+                f"add_source: the mixture follows the function {mixture.learn.name!r}, which cannot be written down "
+                f"with one more source; a resume could not repeat it. Put {name!r} into the job, and launch it again "
+                "from a state with reconcile='allow_add'."
+            )
+        given = mixture_to_json(mixture)
+        if mixture.stage_weights is not None:
+            given["stages"] = [[start, _extended(stage, name, weight)] for start, stage in mixture.stage_weights]
+        elif mixture.schedule in ("linear", "step"):
+            now = dict(zip(names, mixture.replace(temperature=None).weights_at(at, names, {}), strict=True))
+            given[mixture.schedule] = {**given[mixture.schedule], name: {0: _extended(now, name, weight)[name]}}
+        else:
+            table = mixture.weights if mixture.weights is not None else {n: self._base.get(n, 0.0) for n in names}
+            given["weights"] = _extended(table, name, weight)
+        return Mixture.from_mapping(given)
+
+    def mean_weight(self, at: int) -> float:
+        """Return the mean weight of the sources that have one at a step."""
+        names = self._inputs.roster_at(at).drawn
+        weights = self._inputs.mixture_at(at)[0].weights_at(at, names, self._base)
+        return _extended(dict(zip(names, weights, strict=True)), "", None)[""]
+
+    def remove(self, name: str, at_step: int | None = None) -> int:
+        """Take a source out of the mixture for good, from a step on; return that step."""
+        at = self._effective("remove_source", at_step)
+        number, roster = self._find("remove_source", name, at)
+        left = [n for i, n in enumerate(roster.names) if i not in roster.removed and i != number]
+        if not any(self._inputs.mixture_at(at)[0].weights_at(at, left, self._base)):
+            raise SpecError(
+                f"remove_source: without {name!r} no source has a weight at step {at}; nothing could be drawn. Give "
+                "another source a weight first, with set_mixture or add_source."
+            )
+        self._inputs.add_change(Change("sources", at, source=name))
+        return at
+
+    def park(self, name: str, at_step: int | None = None, *, why: str = "asked for", failed: bool = False) -> int:
+        """Draw nothing from a source from a step on, until it returns; return that step."""
+        at = self._effective("park_source", at_step)
+        number, roster = self._find("park_source", name, at)
+        if number in roster.parked:
+            raise SpecError(
+                f"park_source: {name!r} is parked already, since step {roster.parked[number].since}; nothing would "
+                "change. Call return_source to draw from it again."
+            )
+        self._inputs.add_change(Change("park", at, source=name, why=why, failed=failed))
+        return at
+
+    def give_back(self, name: str, at_step: int | None = None) -> int:
+        """Draw from a parked source again, from a step on, where it stood; return that step."""
+        at = self._effective("return_source", at_step)
+        number, roster = self._find("return_source", name, at)
+        if number not in roster.parked:
+            raise SpecError(f"return_source: {name!r} is not parked at step {at}; nothing would change. Leave it.")
+        self._inputs.add_change(Change("return", at, source=name))
+        return at
+
+    def parked(self, step: int) -> dict[str, Parked]:
+        """Return the sources that are parked at a step, by name."""
+        roster = self._inputs.roster_at(step)
+        return {roster.names[number]: one for number, one in roster.parked.items()}
+
+    def _find(self, what: str, name: str, at: int) -> tuple[int, Roster]:
+        roster = self._inputs.roster_at(at)
+        if name not in roster.names:
+            raise SpecError(
+                f"{what}: no source has the name {name!r} at step {at}; nothing would change."
+                f"{did_you_mean(name, roster.names)} Sources: {list_some(roster.names)}."
+            )
+        number = roster.names.index(name)
+        if number in roster.removed:
+            raise SpecError(f"{what}: {name!r} is removed, for good; nothing would change. Add it under another name.")
+        return number, roster
+
+
+def _extended(table: Mapping[str, float], name: str, weight: float | None) -> dict[str, float]:
+    """Return a table of weights with one more source; without a weight it gets the mean of those that have one."""
+    others = [w for w in table.values() if w > 0]
+    mean = sum(others) / len(others) if others else 1.0
+    return {**table, name: mean if weight is None else weight}

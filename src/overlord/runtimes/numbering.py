@@ -1,0 +1,66 @@
+"""The sources of a job by their numbers, with those that came while its stream ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from overlord.core.reconcile import number_names
+from overlord.core.specs import Job
+from overlord.core.states import check_form
+from overlord.roles.inputs import ROSTER_KINDS, roster_log
+from overlord.transforms.processor import fill_from_processor, read_processor
+
+
+def canonical(job: Job, state: Mapping[str, Any] | None = None) -> Job:
+    """Return the job as its stream is made: what its processor folder says filled in, its sources by number.
+
+    A stream that begins numbers its sources by name: the order that they are written in must not matter. One that goes
+    on keeps the numbers of its state, and those that are still to come stand last, in the order in which they come.
+    """
+    if job.tokenizer is not None and Path(job.tokenizer).is_dir():
+        job = fill_from_processor(job, read_processor(job.tokenizer))
+    named = {source.name: source for source in job.sources}
+    coming = [name for name in names_to_come(state) if name in named]
+    here = [name for name in named if name not in coming]
+    order = number_names(here, state, keep_order=job.mixture.order == "sequential")
+    return job.replace(sources=[named[name] for name in (*order, *coming)])
+
+
+def names_to_come(state: Mapping[str, Any] | None) -> list[str]:
+    """Return the sources that a state's log lets come at its step or later."""
+    if state is None:
+        return []
+    log = roster_log(state["changes"])
+    here = set(state["sources"])
+    return [change.add.name for change in log if change.add is not None and change.add.name not in here]
+
+
+def with_records(state: Mapping[str, Any] | None, records: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return a state with the changes of the roster that were journaled after it: their sources must be opened too."""
+    if state is None:
+        return None
+    check_form(state)
+    changes = list(state["changes"])
+    for record in records:
+        kind = record["kind"].removeprefix("change.")
+        if kind in ROSTER_KINDS and kind != record["kind"] and record["at"] >= state["step"]:
+            change = {**{key: value for key, value in record.items() if key != "step"}, "kind": kind}
+            changes += [] if change in changes else [change]
+    return {**state, "changes": changes}
+
+
+def with_newcomers(job: Job, state: Mapping[str, Any] | None) -> Job:
+    """Return the job with the sources that came while its stream ran, unless they went again before the state's step.
+
+    Raises:
+        StateError: when the state is none, or its log is damaged.
+    """
+    if state is None:
+        return job
+    check_form(state)
+    log = roster_log(state["changes"])
+    gone = {change.source for change in log if change.kind == "sources" and change.at <= state["step"]}
+    new = [change.add for change in log if change.add is not None and change.add.name not in {*job.names, *gone}]
+    return job.replace(sources=[*job.sources, *new]) if new else job
