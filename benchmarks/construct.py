@@ -99,8 +99,8 @@ def construct(
     job = ol.Job([ol.Source("s", "x", sample=ol.Text("ids", tokenized=True))], batch=batch)
     draw, payloads = payloads_of(lengths)
     plan = run_strategy(ol.strategies.packed(), Buffer(draw, limits_of(job, layout, mesh)), mesh)
-    packing = PackingJob(layout, mesh.cp, media_shape(job), Opening([None] * SOURCES, SerialWorkers()))
-    constructor = DataConstructor(mesh, None, packing)  # type: ignore[arg-type]  # nothing is fetched here
+    packing = PackingJob(layout, media_shape(job), Opening([None] * SOURCES, SerialWorkers()))
+    constructor = DataConstructor(None, packing)  # type: ignore[arg-type]  # nothing is fetched here
     bins = constructor.bins_of(range(mesh.world_size), plan)
     buffers = Buffers()
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -88,11 +89,13 @@ def make_planner(folder: Path, samples: int, ranks: int) -> tuple[Planner, Metad
     strategy, journal = ol.strategies.backbone_balance(), Journal(folder / f"journal-{samples}")
     state = StreamState.begin(SOURCES)
     state.group[:] = 0
+    limits = limits_of(job)
     planner = Planner(
         job,
         loaders,  # type: ignore[arg-type]
-        lambda buffer: run_strategy(strategy, buffer, tree),
-        limits=limits_of(job),
+        partial(run_strategy, strategy),
+        mesh=tree,
+        limits=lambda _: limits,
         state=state,
         inputs=InputLog(job, journal, {}, []),
         parts={},

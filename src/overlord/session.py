@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
-from collections.abc import Collection, Mapping
+import uuid
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, cast, get_args
@@ -50,10 +52,16 @@ Runtime = Literal["local", "ray", "inline"]
 class Service:
     """A running data service. Close it, or use it as a context manager."""
 
-    def __init__(self, runtime: InlineService | ServiceProcess, mesh: ClientPlaceTree, limits: Limits) -> None:
+    def __init__(
+        self,
+        runtime: InlineService | ServiceProcess,
+        mesh: ClientPlaceTree,
+        limits: Callable[[ClientPlaceTree], Limits],
+    ) -> None:
         self._runtime = runtime
         self._limits = limits
         self.mesh = mesh
+        """The newest mesh: that of the launch, or of the last `reshard`; steps before that keep theirs."""
 
     @property
     def address(self) -> str | None:
@@ -82,13 +90,36 @@ class Service:
             at_step: A step that is not planned yet; by default the next such step.
         """
         given = mixture if isinstance(mixture, Mixture) else _mixture_of(mixture, self._runtime.mixture())
-        return self._runtime.set_mixture(given, _step_or_none("set_mixture", at_step))
+        return self._runtime.set_mixture(given, _step_or_none("set_mixture", at_step), uuid.uuid4().hex)
 
     def skip_steps(self, count: int, at_step: int | None = None) -> int:
         """Pass over so many global batches, as after a loss spike; return the step before which they are left out."""
         if not is_whole(count) or count < 1:
             raise SpecError(f"skip_steps: count is {count!r}; nothing would be skipped. Give a number of steps.")
-        return self._runtime.skip_steps(int(count), _step_or_none("skip_steps", at_step))
+        return self._runtime.skip_steps(int(count), _step_or_none("skip_steps", at_step), uuid.uuid4().hex)
+
+    def reshard(self, tree: ClientPlaceTree, at_step: int | None = None) -> int:
+        """Go on with another mesh from a step on; return that step. No sample is lost or repeated.
+
+        Ranks that both meshes have go on by themselves, at their new place (`step.mesh`); the clients of the others end
+        before that step; new ranks attach at any time, and begin there. Which samples are in which step stays as it is.
+        The change is written down first.
+
+        Args:
+            tree: The new mesh.
+            at_step: A step that is not planned yet; by default the next such step.
+
+        Raises:
+            SpecError: for a mesh that the job or the strategy does not fit, or a step that is planned already; nothing
+                has changed.
+        """
+        if not isinstance(tree, ClientPlaceTree):
+            raise SpecError(
+                f"reshard: tree is {tree!r:.80}, not a mesh; no rank would know its place. Write "
+                "ol.ClientPlaceTree(dp=8, tp=2)."
+            )
+        at, self.mesh = self._runtime.reshard(tree, _step_or_none("reshard", at_step), uuid.uuid4().hex)
+        return at
 
     def add_source(self, source: Source, weight: float | None = None, at_step: int | None = None) -> int:
         """Let a source come while the stream runs; return the first step it is drawn from.
@@ -132,7 +163,7 @@ class Service:
     def summary_buffer(self, step: int) -> Buffer | None:
         """Return what a strategy sees of a step: its draw with the metadata and the job's limits."""
         plan = self.plan_raw(step)
-        return None if plan is None else Buffer(plan.draw, self._limits)
+        return None if plan is None else Buffer(plan.draw, self._limits(plan.mesh))
 
     def close(self) -> None:
         """End the service; nothing of it is left behind."""
@@ -249,7 +280,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         strategy=strategy, skip_steps=int(skip_steps), layout=chosen, placement=placement, cluster=cluster,
         reconcile=reconcile, on_source_failure=on_source_failure,
     )  # fmt: skip
-    return Service(_start(runtime, job, options, progress), tree, limits_of(canonical(job), chosen, tree))
+    return Service(_start(runtime, job, options, progress), tree, functools.partial(limits_of, canonical(job), chosen))
 
 
 def connect(address: str, rank: int) -> Client:

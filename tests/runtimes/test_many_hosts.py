@@ -204,12 +204,12 @@ def test_ranks_on_another_host_than_planned_are_served(jobs, tmp_path, cache):
             batch.digest() for _, step in zip(range(3), service.client(3), strict=False) for batch in step.microbatches
         ]
     with hosts_of(job, tmp_path, cache, mesh=tree, ranks_per_host=2, loader_hosts=1) as (service, _, _):
-        (tmp_path / "ranks-2-3").rename(tmp_path / "elsewhere")
+        (tmp_path / "host-1-of-2").rename(tmp_path / "elsewhere")
         found = [
             batch.digest() for _, step in zip(range(3), service.client(3), strict=False) for batch in step.microbatches
         ]
         assert found == expected
-        (tmp_path / "ranks-0-1").rename(tmp_path / "gone")
+        (tmp_path / "host-0-of-2").rename(tmp_path / "gone")
         with pytest.raises(ol.ServiceLost, match=r"no constructor host on this machine serves rank 3.*ranks_per_host="):
             service.client(3)
 
@@ -230,7 +230,7 @@ def test_a_snapshot_follows_the_slowest_rank_of_all_hosts(jobs, tmp_path, cache)
 
 def test_ranks_that_change_hosts_do_not_hold_the_snapshots(jobs, tmp_path, cache):
     """A launcher that starts again may number its hosts in another order."""
-    tree, doors = ol.ClientPlaceTree(dp=2), [tmp_path / f"ranks-{rank}-{rank}" for rank in range(2)]
+    tree, doors = ol.ClientPlaceTree(dp=2), [tmp_path / f"host-{rank}-of-2" for rank in range(2)]
     with hosts_of(jobs["ids"], tmp_path, cache, mesh=tree, ranks_per_host=1, loader_hosts=1) as (service, planner, _):
         for rank in range(2):
             with service.client(rank) as client:

@@ -28,11 +28,12 @@ def packed_of(lengths, dp=1, cp=1, context=16, cap=64, layout=None):
     meta = np.zeros(len(lengths), META)
     meta["tokens"], meta["row"] = lengths, np.arange(len(lengths))
     draw = Draw(0, ("a",), np.zeros(len(lengths), np.int32), meta, (1.0,))
-    plan = backbone_balance()(Buffer(draw, Limits(context, cap)), ClientPlaceTree(dp=dp, cp=cp))
+    tree = ClientPlaceTree(dp=dp, cp=cp)
+    plan = backbone_balance()(Buffer(draw, Limits(context, cap)), tree).on(tree)
     tokens = Ragged.from_rows([100 * (i + 1) + np.arange(n) for i, n in enumerate(lengths)], np.int32)
     loss = Ragged(np.ones(len(tokens.values), np.uint8), tokens.offsets)
     samples = join_payloads(plan, [Payload(0, 0, tokens, loss)])
-    packing = packing_of(cp, layout)
+    packing = packing_of(layout)
     return plan, [
         [
             pack_microbatch(plan, samples, d, m, packing, lambda n: np.empty(n, np.uint8))[0]
@@ -42,8 +43,8 @@ def packed_of(lengths, dp=1, cp=1, context=16, cap=64, layout=None):
     ]
 
 
-def packing_of(cp=1, layout=None):
-    return PackingJob(layout or Layout(), cp, MediaShape(), Opening([None], SerialWorkers()))
+def packing_of(layout=None):
+    return PackingJob(layout or Layout(), MediaShape(), Opening([None], SerialWorkers()))
 
 
 def arrays_of(packed):
@@ -121,7 +122,8 @@ def test_more_ranks_than_samples_get_dummies():
 def test_pipeline_stages_get_only_what_they_need(pp_rank, present, absent):
     tree = ClientPlaceTree(pp=3, cp=2)
     plan, [[packed]] = packed_of([3, 2], cp=2)
-    keys = set(DataConstructor(tree, None, packing_of(2)).view_of(tree.rank(pp=pp_rank, cp=1), plan, packed)[0])
+    rank = tree.rank(pp=pp_rank, cp=1)
+    keys = set(DataConstructor(None, packing_of()).view_of(rank, plan.on(tree), packed)[0])
     assert present <= keys
     assert not absent & keys
 

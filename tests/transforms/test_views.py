@@ -200,9 +200,7 @@ def test_views_make_the_global_batch(batch, pp, dp, cp, tp, layout, kind):
     plan = run_strategy(strategy, Buffer(draw_of(lengths, items), limits), tree)
     samples = join_payloads(plan, [payload])
     shape = MediaShape(PATCH_BYTES, MERGE)
-    constructor = DataConstructor(
-        tree, Loaders(payload), PackingJob(layout, cp, shape, Opening([None], SerialWorkers()))
-    )
+    constructor = DataConstructor(Loaders(payload), PackingJob(layout, shape, Opening([None], SerialWorkers())))
     rows = layout.rows != "packed"
     seen = np.zeros((len(lengths), CONTEXT), int)
     images_seen = 0
@@ -289,8 +287,8 @@ def test_m_rope_is_computed_before_slicing(batch, cp, dp, slicing):
         strategies.backbone_balance(), Buffer(draw_of(lengths, items), limits_of(job, layout, tree)), tree
     )
     samples = join_payloads(plan, [payload])
-    packing = PackingJob(layout, cp, MediaShape(PATCH_BYTES, MERGE), Opening([None], SerialWorkers()))
-    constructor = DataConstructor(tree, Loaders(payload), packing)
+    packing = PackingJob(layout, MediaShape(PATCH_BYTES, MERGE), Opening([None], SerialWorkers()))
+    constructor = DataConstructor(Loaders(payload), packing)
     for bucket, microbatch in constructor.bins_of(range(tree.world_size), plan):
         packed = constructor.constructor_do_plan(plan, samples, bucket, microbatch, lambda n: np.empty(n, np.uint8))
         named = packed.named()

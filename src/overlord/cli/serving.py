@@ -151,7 +151,9 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
     """Return the picture of a service for the terminal: its sources, their media, its hosts, and its clients."""
     planner, buffers = status["planner"], status["buffers"]
     held = f"{size(buffers['read_bytes'])} read ahead, {size(buffers['views_bytes'])} of views"
-    title = f"{status['runtime']} service, mesh {status['mesh']}, next plan: step {planner['next_step']}, {held}"
+    coming = status["next_mesh"]
+    then = f" (from step {coming['step']} on {coming['mesh']})" if coming else ""
+    title = f"{status['runtime']} service, mesh {status['mesh']}{then}, next plan: step {planner['next_step']}, {held}"
     sources = Table(title=title, title_justify="left")
     sources.add_column("source", style="bold")
     sources.add_column("format", style="dim")

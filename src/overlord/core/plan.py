@@ -23,6 +23,7 @@ from overlord.core.samples import Cursor, take_meta
 from overlord.errors import PlanError
 
 if TYPE_CHECKING:
+    from overlord.core.place_tree import ClientPlaceTree
     from overlord.core.routing import Routing
 
 Int32s = npt.NDArray[np.int32]
@@ -69,6 +70,8 @@ class LoadingPlan:
     """Tokens of a row where every piece is a row of its own; 0 where pieces are packed."""
     context_cuts: int | None = None
     """Set where a strategy cuts samples elsewhere than at the context: how many cuts that one would have made."""
+    tree: ClientPlaceTree | None = None
+    """The mesh of the step, set when the plan is checked; see `mesh`."""
 
     def __repr__(self) -> str:
         shape = f"{self.num_buckets} {self.axis} buckets x {self.num_microbatches} microbatches"
@@ -78,6 +81,13 @@ class LoadingPlan:
     def step(self) -> int:
         """The step this plan is for."""
         return self.draw.step
+
+    @property
+    def mesh(self) -> ClientPlaceTree:
+        """The mesh the plan was made for: whoever follows a plan looks at this one, for another step has another."""
+        if self.tree is None:
+            raise ValueError("this plan does not say for which mesh it was made; take it from a planner")
+        return self.tree
 
     @property
     def nbytes(self) -> int:
@@ -219,6 +229,10 @@ class LoadingPlan:
     def with_kind(self, axis: str, modality: str, broadcast: tuple[str, ...]) -> LoadingPlan:
         """Return the plan for other consumers."""
         return self._revised(("buckets", "drawn_lengths"), axis=axis, modality=modality, broadcast=broadcast)
+
+    def on(self, tree: ClientPlaceTree) -> LoadingPlan:
+        """Return the plan that also says for which mesh it was made."""
+        return self._revised(("buckets", "drawn_lengths", "padded"), tree=tree)
 
     def _revised(self, kept: tuple[str, ...], **changes: Any) -> LoadingPlan:
         # What is known of 300,000 pieces is not worked out again because a scalar has changed.

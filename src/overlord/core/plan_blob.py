@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.draw import Draw, Pieces
+from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.routing import Routing
 from overlord.core.samples import META
 from overlord.errors import StateError
 
 MAGIC = b"OVERPLAN"
-BLOB_VERSION = 2
+BLOB_VERSION = 3
 _ALIGN = 64
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -60,6 +61,8 @@ def plan_to_bytes(plan: LoadingPlan) -> memoryview:
         "totals": {name: getattr(plan, name) for name in _TOTALS},
         "plan": _plan_columns(plan, "", arrays),
     }
+    if plan.tree is not None:
+        scalars["tree"] = plan.tree.sizes()
     if plan.encoder is not None:
         scalars["encoder"] = _plan_columns(plan.encoder, "encoder.", arrays)
     if plan.routing is not None:
@@ -94,6 +97,8 @@ def plan_from_bytes(blob: bytes | memoryview) -> LoadingPlan:
         routes = {name: arrays[f"routing.{name}"] for name in _ROUTES}
         images = (arrays["routing.patches"], arrays["routing.begins"])
         plan = dataclasses.replace(plan, routing=Routing(scalars["world_size"], **routes, images=images))
+    if "tree" in scalars:
+        plan = dataclasses.replace(plan, tree=ClientPlaceTree.from_sizes(scalars["tree"], what="the mesh of a plan"))
     plan.__dict__.update(scalars["totals"], digest=scalars["plan_digest"])
     return plan
 

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.messages import Payload
-from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 
 Bools = npt.NDArray[np.bool_]
@@ -27,15 +26,16 @@ class Share:
     """Whether all ranks are there, so that nothing need be left out."""
 
     @classmethod
-    def of(cls, tree: ClientPlaceTree, plan: LoadingPlan, ranks: Collection[int]) -> Share:
+    def of(cls, plan: LoadingPlan, ranks: Collection[int]) -> Share:
         """Work out what some ranks need of a plan.
 
         Example:
             Which half of a step the second data-parallel rank needs::
 
-                share = Share.of(ClientPlaceTree(dp=2), plan, {1})
+                share = Share.of(plan, {1})
                 assert share.samples[plan.bin(1, 0).sample].all()
         """
+        tree = plan.mesh
         if len(set(ranks)) == tree.world_size:
             everything = np.ones(len(plan.draw), np.bool_)
             return cls(everything, everything, whole=True)

@@ -216,14 +216,13 @@ class DataLoader:
         """Attach to a service that somebody else started; its mesh is ours."""
         client = connect(address, self._rank)
         try:
-            written = getattr(client._feed, "mesh", None)
-            found = self._mesh if written is None else ClientPlaceTree.parse(written)
-            if found is not None and self._mesh is not None and not _alike(self._mesh, found):
+            found = client.mesh
+            if self._mesh is not None and not _alike(self._mesh, found):
                 raise SpecError(
                     f"DataLoader: mesh is {self._mesh}, but the service at {address} serves {found}; ranks would get "
                     "the data of others. Give the mesh that the service was launched with, or leave it out."
                 )
-            if found is not None and self._shared:
+            if self._shared:
                 found.check_world_size(dist.get_world_size())
             self._mesh = found
         except BaseException:
@@ -248,6 +247,7 @@ class DataLoader:
         if step is None:
             return None
         assert self._copies is not None
+        self._follow_mesh(step)
         if self._channel is not None or self._shared:
             self._check_fetches(step)
         names, copies = step.source_names, self._copies
@@ -293,6 +293,18 @@ class DataLoader:
             raise failure
         self._axes = axes
         return step
+
+    def _follow_mesh(self, step: Step) -> None:
+        """Go on with the mesh of a step; not where ranks broadcast to one another in groups of an older one."""
+        if self._mesh is None or step.mesh == self._mesh:
+            return
+        if self._channel is not None:
+            raise PlanError(
+                f"from step {step.index} on the mesh is {step.mesh}, and this loader broadcasts in the groups of "
+                f"{self._mesh}; ranks would get the data of others. Close it before that step, and make another "
+                "DataLoader on the process groups of the new mesh."
+            )
+        self._mesh = step.mesh
 
     def _check_fetches(self, step: Step) -> None:
         if self._mesh is not None and step.fetches != self._mesh.fetches(self._rank, self._axes or ()):

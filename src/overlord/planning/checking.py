@@ -33,7 +33,7 @@ class _Wrong(Exception):
 
 
 def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
-    """Call a strategy and check what it returns.
+    """Call a strategy, check what it returns, and say in it which mesh it is for.
 
     Raises:
         PlanError: when the strategy fails, or loses, doubles or overfills something.
@@ -50,7 +50,7 @@ def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> L
             "it (runtime='inline' shows the whole traceback), or launch with one of ol.strategies."
         ) from error
     check_plan(plan, buffer, tree, name)
-    return plan
+    return plan.on(tree)
 
 
 def _counted(plan: LoadingPlan, buffer: Buffer) -> LoadingPlan:

@@ -16,19 +16,23 @@ from overlord.roles.views import Batch, Microbatches, Step
 class Client:
     """The stream of one rank: iterate over it to train.
 
-    `state_dict()` between two steps is the state after the last step that was handed out.
+    `state_dict()` between two steps is the state after the last step that was handed out. The stream ends where the job
+    does, or before the first step whose mesh does not have this rank.
     """
 
     def __init__(self, feed: Feed, rank: int, first_step: int) -> None:
-        if not is_whole(rank) or not 0 <= rank < feed.world_size:
+        ranks = feed.mesh.world_size
+        if not is_whole(rank) or not 0 <= rank < ranks:
             raise SpecError(
-                f"rank {rank!r} is not in the mesh of {feed.world_size} ranks; it would wait for data for ever. "
-                f"Use a rank from 0 to {feed.world_size - 1}, or launch with a larger mesh."
+                f"rank {rank!r} is not in the mesh of {ranks} ranks; it would wait for data for ever. "
+                f"Use a rank from 0 to {ranks - 1}, launch with a larger mesh, or call service.reshard first."
             )
         self.rank = int(rank)
         self._feed = feed
         self._next_step = first_step
         self._closed = False
+        self.mesh = feed.mesh
+        """The mesh of the step that comes next, as far as it is known; `step.mesh` is that of a step."""
         self.fetched_bytes = 0
         """Bytes of all batches handed out so far: what this rank needs, and nothing else."""
 
@@ -48,6 +52,7 @@ class Client:
         if header is None:
             raise StopIteration
         self._next_step += 1
+        self.mesh = header.next_mesh or header.mesh
         step, feed = header.index, self._feed
 
         def fetch(microbatch: int) -> Batch:

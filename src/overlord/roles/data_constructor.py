@@ -1,7 +1,12 @@
-"""DataConstructor: gathers a step's samples and builds what each rank of its host gets to see."""
+"""DataConstructor: gathers a step's samples and builds what each rank of its host gets to see.
+
+Rules of this file:
+1. Where a rank stands is asked of the plan's own mesh: the next step may have another one.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from overlord.core.place_tree import ClientPlaceTree
@@ -18,17 +23,34 @@ from overlord.transforms.step_samples import StepSamples, join_payloads
 
 ENCODER = -1
 """The number of the microbatch that holds what a rank encodes; its bucket is the rank itself."""
+KEPT_MESHES = 4
+"""Meshes whose places are remembered: clients may stand on both sides of a boundary."""
+
+
+class _Places:
+    """Where the ranks of one mesh stand, looked up once: clients wait while this is asked."""
+
+    def __init__(self, tree: ClientPlaceTree) -> None:
+        self._tree = tree
+        self._found: dict[tuple[int, str, tuple[str, ...]], tuple[int, bool]] = {}
+        self.views: dict[tuple[int, tuple[str, ...]], tuple[dict[str, str], dict[str, int]]] = {}
+        """What a rank sees of a microbatch with such arrays."""
+
+    def of(self, rank: int, axis: str, broadcast: tuple[str, ...]) -> tuple[int, bool]:
+        """Return a rank's bucket, and whether it fetches."""
+        key = (rank, axis, broadcast)
+        if key not in self._found:
+            self._found[key] = (self._tree.bucket_of(axis, rank), self._tree.fetches(rank, broadcast))
+        return self._found[key]
 
 
 class DataConstructor:
     """The sink of the data-parallel groups on one host."""
 
-    def __init__(self, tree: ClientPlaceTree, loaders: Loaders, packing: PackingJob) -> None:
-        self._tree = tree
+    def __init__(self, loaders: Loaders, packing: PackingJob) -> None:
         self._loaders = loaders
         self._packing = packing
-        self._places: dict[tuple[int, str, tuple[str, ...]], tuple[int, bool]] = {}
-        self._views: dict[tuple[int, tuple[str, ...]], tuple[dict[str, str], dict[str, int]]] = {}
+        self._meshes: OrderedDict[ClientPlaceTree, _Places] = OrderedDict()
 
     def add_source(self, decoder: MediaDecoder | None) -> None:
         """Learn how the media of a source that comes are decoded, before any plan draws from it."""
@@ -40,7 +62,7 @@ class DataConstructor:
 
     def gather(self, plan: LoadingPlan, ranks: Collection[int] | None = None) -> Callable[[], StepSamples]:
         """Ask the SourceLoaders for what some ranks need of a step (default: all); call the result to wait for it."""
-        asking = range(self._tree.world_size) if ranks is None else ranks
+        asking = range(plan.mesh.world_size) if ranks is None else ranks
         collect = self._loaders.loader_do_plan(plan, asking)  # (2) positional fetches from the SourceLoaders
 
         def join() -> StepSamples:
@@ -73,14 +95,17 @@ class DataConstructor:
             return {name: name for name in names}, {}
         if not self.fetches(rank, plan):
             return {}, {}
-        found = self._views.get((rank, names))
+        views = self._places(plan.mesh).views
+        found = views.get((rank, names))
         if found is None:  # microbatches differ in what media they have, and in nothing else
-            found = self._views[rank, names] = self._view_of(rank, names)
+            found = views[rank, names] = self._view_of(plan.mesh, rank, names)
         return found[0], {**packed.scalars, **found[1]}
 
-    def _view_of(self, rank: int, names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, int]]:
-        at, layout = self._tree.coords(rank), self._packing.layout
-        stage = Stage(at.pp, self._tree.pp, None, self._tree.vpp)
+    def _view_of(
+        self, tree: ClientPlaceTree, rank: int, names: tuple[str, ...]
+    ) -> tuple[dict[str, str], dict[str, int]]:
+        at, layout = tree.coords(rank), self._packing.layout
+        stage = Stage(at.pp, tree.pp, None, tree.vpp)
         rotary = layout.keys != "megatron" or layout.positions != "plain"
         wanted: dict[str, str] = {}
         for name in names:
@@ -91,7 +116,7 @@ class DataConstructor:
                 continue
             if key.startswith("meta.") or needs(stage, key, mtp=layout.mtp, rotary=rotary):
                 wanted[key] = name
-        facts = {"meta.pp_rank": at.pp, "meta.pp": self._tree.pp, "meta.vpp": self._tree.vpp, "meta.mtp": layout.mtp}
+        facts = {"meta.pp_rank": at.pp, "meta.pp": tree.pp, "meta.vpp": tree.vpp, "meta.mtp": layout.mtp}
         return wanted, {**facts, "meta.rotary": rotary}
 
     def _tell(self, plan: LoadingPlan, faults: list[tuple[int, str]]) -> None:
@@ -103,7 +128,7 @@ class DataConstructor:
 
     def bucket_of(self, rank: int, plan: LoadingPlan) -> int:
         """Return the bucket of a plan that feeds a rank."""
-        return self._place_of(rank, plan)[0]
+        return self._places(plan.mesh).of(rank, plan.axis, plan.broadcast)[0]
 
     def bins_of(self, ranks: Collection[int], plan: LoadingPlan) -> list[tuple[int, int]]:
         """Return (bucket, microbatch) of all that some ranks fetch, in the order in which it is needed."""
@@ -126,15 +151,15 @@ class DataConstructor:
 
     def fetches(self, rank: int, plan: LoadingPlan) -> bool:
         """Whether a rank fetches its data itself."""
-        return self._place_of(rank, plan)[1]
+        return self._places(plan.mesh).of(rank, plan.axis, plan.broadcast)[1]
 
-    def _place_of(self, rank: int, plan: LoadingPlan) -> tuple[int, bool]:
-        """Return a rank's bucket, and whether it fetches; looked up once, for clients wait while this is asked."""
-        key = (rank, plan.axis, plan.broadcast)
-        if key not in self._places:
-            tree = self._tree
-            self._places[key] = (tree.bucket_of(plan.axis, rank), tree.fetches(rank, plan.broadcast))
-        return self._places[key]
+    def _places(self, tree: ClientPlaceTree) -> _Places:
+        found = self._meshes.get(tree)
+        if found is None:
+            found = self._meshes[tree] = _Places(tree)
+            while len(self._meshes) > KEPT_MESHES:
+                self._meshes.popitem(last=False)
+        return found
 
     def header_of(self, rank: int, plan: LoadingPlan) -> StepHeader:
         """Return what the client of a rank learns of a step before its data."""
@@ -158,4 +183,5 @@ def header_of(plan: LoadingPlan, count: int, *, fetches: bool) -> StepHeader:
         global_samples=len(plan.draw),
         order_digest=plan.draw.digest,
         plan_digest=plan.digest,
+        mesh=plan.mesh,
     )

@@ -4,14 +4,17 @@ Rules of this file:
 1. An input is on disk before anything follows from it.
 2. The first report of a step counts. A change takes effect at a step that has not been planned; what was planned
    before it stays as it was, so a replay comes out the same.
+3. A change has an id where somebody asked for it. The same id again changes nothing: messages may be sent twice.
+4. A mesh is no part of a state, which goes on anywhere; only a store that goes on by itself repeats it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Custom, Job, Mixture, Source
 from overlord.errors import SpecError, StateError
 from overlord.roles.roster import Roster, roster_at, roster_changes_from
@@ -31,7 +34,7 @@ ROSTER_KINDS = ("sources", "park", "return")
 class Change:
     """One change of a running job."""
 
-    kind: Literal["mixture", "skip", "sources", "park", "return"]
+    kind: Literal["mixture", "skip", "mesh", "sources", "park", "return"]
     at: int
     """The first step it holds for."""
     mixture: Mixture | None = None
@@ -45,21 +48,28 @@ class Change:
     """Why it is parked."""
     failed: bool = False
     """Whether it was parked because it could not be read, and not because somebody asked for it."""
+    mesh: ClientPlaceTree | None = None
+    id: str = ""
+    """What its caller knows it by."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the change as JSON."""
         head: dict[str, Any] = {"kind": self.kind, "at": self.at}
         if self.mixture is not None:
             head["mixture"] = mixture_to_json(self.mixture)
-        if self.kind == "mixture":
-            return head
-        if self.add is not None:
-            return {**head, "add": source_to_json(self.add)}
-        if self.kind == "sources":
-            return {**head, "remove": self.source}
-        if self.kind == "park":
-            return {**head, "source": self.source, "why": self.why, "failed": self.failed}
-        return {**head, **({"source": self.source} if self.kind == "return" else {"count": self.count})}
+        if self.mesh is not None:
+            head["mesh"] = self.mesh.sizes()
+        elif self.add is not None:
+            head["add"] = source_to_json(self.add)
+        elif self.kind == "sources":
+            head["remove"] = self.source
+        elif self.kind == "park":
+            head |= {"source": self.source, "why": self.why, "failed": self.failed}
+        elif self.kind == "return":
+            head["source"] = self.source
+        elif self.kind == "skip":
+            head["count"] = self.count
+        return head | ({"id": self.id} if self.id else {})
 
 
 def mixture_to_json(mixture: Mixture) -> dict[str, Any]:
@@ -123,26 +133,28 @@ def changes_from_json(given: Any, job: Job) -> list[Change]:
     entries: Sequence[Any] = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     for entry in entries:
         try:
-            kind, at = entry["kind"], int(entry["at"])
+            kind, at, name = entry["kind"], int(entry["at"]), str(entry.get("id", ""))
             if kind == "skip":
                 count = int(entry["count"])
                 if count < 1:
                     raise ValueError(f"count {count}")
-                changes.append(Change("skip", at, count=count))
+                changes.append(Change("skip", at, count=count, id=name))
             elif kind == "mixture":
                 mixture = Mixture.from_mapping(entry["mixture"])
                 check_mixture(mixture, job.mixture, [source.name for source in job.sources])
-                changes.append(Change("mixture", at, mixture=mixture))
+                changes.append(Change("mixture", at, mixture=mixture, id=name))
+            elif kind == "mesh":
+                changes.append(Change("mesh", at, mesh=ClientPlaceTree.from_sizes(entry["mesh"]), id=name))
             elif kind in ROSTER_KINDS:
                 change = source_change(entry)
                 if (change.add.name if change.add is not None else change.source) not in job.names:
                     raise ValueError("no source of the job has that name")
                 if change.mixture is not None:
                     check_mixture(change.mixture, job.mixture, job.names)
-                changes.append(change)
+                changes.append(replace(change, id=name))
             else:
                 raise ValueError(f"kind {kind!r}")
-        except (KeyError, TypeError, ValueError, OverflowError, SpecError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, SpecError) as error:
             raise _no_change(entry, error) from None
     return changes
 
@@ -234,13 +246,37 @@ class InputLog:
                 found = (change.mixture, change.at)
         return found
 
-    def changes_from(self, step: int) -> list[dict[str, Any]]:
-        """Return as JSON the changes that a stream which begins at a step must know."""
+    def step_of(self, change_id: str) -> int | None:
+        """Return from where a change holds that was asked for before; None for one that is new."""
+        return next((change.at for change in self._changes if change_id and change.id == change_id), None)
+
+    def meshes(self) -> list[tuple[int, ClientPlaceTree]]:
+        """Return from which step on each mesh holds that the stream was given while it ran, in order."""
+        found = {change.at: change.mesh for change in self._changes if change.mesh is not None}
+        return sorted(found.items(), key=lambda pair: pair[0])
+
+    def mesh_at(self, step: int) -> ClientPlaceTree | None:
+        """Return the mesh in force at a step; None as long as it is that of the launch."""
+        return next((mesh for at, mesh in reversed(self.meshes()) if at <= step), None)
+
+    def changes_from(self, step: int, *, whole: bool = False) -> list[dict[str, Any]]:
+        """Return as JSON the changes that a stream which begins at a step must know.
+
+        Args:
+            step: The step.
+            whole: Also what only the same service needs to go on: the meshes, and who asked for what.
+        """
         _, since = self.mixture_at(step - 1)
         latest = {change.at: change for change in self._changes if change.mixture is not None and change.at >= since}
         skips = [change for change in self._changes if change.kind == "skip" and change.at >= step]
-        kept = {id(change) for change in (*latest.values(), *skips, *roster_changes_from(self._changes, step))}
-        return [change.to_json() for change in self._changes if id(change) in kept]  # of one step the latest word wins
+        chosen = {id(change) for change in (*latest.values(), *skips, *roster_changes_from(self._changes, step))}
+        kept = [change for change in self._changes if id(change) in chosen]  # of one step the latest word wins
+        if not whole:
+            return [replace(change, id="").to_json() for change in kept]
+        begins = [at for at, _ in self.meshes()]
+        in_force = max((at for at in begins if at <= step), default=step)
+        kept += [change for change in self._changes if change.mesh is not None and change.at >= in_force]
+        return [change.to_json() for change in kept]
 
     def roster_at(self, step: int) -> Roster:
         """Return which sources there are at a step, and which of them are not drawn from."""

@@ -17,6 +17,7 @@ import numpy as np
 from overlord.core.draw import Buffer, Draw, Limits
 from overlord.core.messages import MetaRequest
 from overlord.core.order import BEGIN
+from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor
 from overlord.core.specs import Job, Mixture
@@ -24,6 +25,7 @@ from overlord.core.states import StreamState, restricted_parts
 from overlord.errors import PlanError, ReaderError, SourceError, SpecError
 from overlord.roles.drawer import Drawer, DrawnStep
 from overlord.roles.inputs import Change, InputLog, check_mixture
+from overlord.roles.meshes import Meshes
 from overlord.roles.ports import Loaders
 from overlord.roles.roster import Roster
 from overlord.roles.source_changes import SourceChanges
@@ -31,8 +33,10 @@ from overlord.roles.verdicts import Verdicts
 from overlord.stores.checkpoints import CheckpointFolder
 from overlord.stores.journal import Journal
 
-MakePlan = Callable[[Buffer], LoadingPlan]
-"""A strategy bound to its mesh, with its answer checked."""
+MakePlan = Callable[[Buffer, ClientPlaceTree], LoadingPlan]
+"""A strategy, with its answer checked."""
+LimitsOf = Callable[[ClientPlaceTree], Limits]
+"""What plans must respect on a mesh; raises SpecError for one that the job does not fit."""
 
 CACHED_PLANS = 32
 CACHED_BYTES = 64 << 20
@@ -50,13 +54,14 @@ MOST_WORDS = 400
 class Planner:
     """Plans steps in order; older steps can be asked for again."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a planner is told everything and asks nobody but loaders
         self,
         job: Job,
         loaders: Loaders,
         make_plan: MakePlan,
         *,
-        limits: Limits,
+        mesh: ClientPlaceTree,
+        limits: LimitsOf,
         state: StreamState,
         inputs: InputLog,
         parts: Mapping[str, Any],
@@ -81,6 +86,8 @@ class Planner:
         self.sources = SourceChanges(inputs, self._base, self._effective)
         """What can be changed of the sources while the stream runs."""
         self._first_step = state.step
+        self.meshes = Meshes(mesh, state.step, inputs)
+        """The mesh of every step."""
         self._states: dict[int, StreamState] = {state.step: state}
         self._replayed: OrderedDict[int, StreamState] = OrderedDict()
         self._plans: OrderedDict[int, LoadingPlan] = OrderedDict()
@@ -98,6 +105,11 @@ class Planner:
     def first_step(self) -> int:
         """The step this stream was launched at."""
         return self._first_step
+
+    @property
+    def end(self) -> int | None:
+        """The step before which the stream ends, once that is known."""
+        return self._end
 
     @property
     def latest_state(self) -> StreamState:
@@ -128,7 +140,7 @@ class Planner:
     def summary_buffer(self, step: int) -> Buffer | None:
         """Return what a strategy sees of a step: its draw with the metadata; None past the end of the stream."""
         plan = self.plan_raw(step)
-        return None if plan is None else Buffer(plan.draw, self._limits)
+        return None if plan is None else Buffer(plan.draw, self._limits(plan.mesh))
 
     @property
     def mixture(self) -> Mixture:
@@ -167,15 +179,15 @@ class Planner:
         """Return the step whose report must come before a step can be planned."""
         return self._drawer.mixer.missing_report(step) if step == self._drawer.state.step else None
 
-    def state(self, step: int) -> dict[str, Any]:
-        """Return the state before a step as JSON."""
+    def state(self, step: int, *, whole: bool = False) -> dict[str, Any]:
+        """Return the state before a step as JSON; `whole` with what only this service needs to go on by itself."""
         if self._end is not None and step > self._end:
             step = self._end
         if step > self._drawer.state.step:
             self.plan_raw(step - 1)
         state = self._state_before(step)
         recent = self._inputs.recent(step - self._job.lag, step)
-        changes = self._inputs.changes_from(step)
+        changes = self._inputs.changes_from(step, whole=whole)
         names = self._inputs.names[: len(state.epoch)]
         return state.to_json(names, restricted_parts(self._parts, names), recent, changes, self._verdicts.to_json())
 
@@ -190,21 +202,49 @@ class Planner:
             self._drawer.mixer.check_report(step, metrics)
             self._inputs.add_report(step, metrics)
 
-    def set_mixture(self, mixture: Mixture, at_step: int | None = None) -> int:
+    def set_mixture(self, mixture: Mixture, at_step: int | None = None, *, change_id: str = "") -> int:
         """Change the mixture from a step on that is not planned yet (default: the next); return that step."""
+        made = self._inputs.step_of(change_id)
+        if made is not None:
+            return made
         at = self._effective("set_mixture", at_step)
         roster = self._inputs.roster_at(at)
         check_mixture(mixture, self.mixture, [n for i, n in enumerate(roster.names) if i not in roster.removed])
-        self._inputs.add_change(Change("mixture", at, mixture=mixture))
+        self._inputs.add_change(Change("mixture", at, mixture=mixture, id=change_id))
         return at
 
-    def skip_steps(self, count: int, at_step: int | None = None) -> int:
+    def skip_steps(self, count: int, at_step: int | None = None, *, change_id: str = "") -> int:
         """Pass over so many global batches before a step that is not planned yet; return that step."""
+        made = self._inputs.step_of(change_id)
+        if made is not None:
+            return made
         if count < 1:
             raise SpecError(f"skip_steps: count is {count}; nothing would be skipped. Give 1 or more.")
         at = self._effective("skip_steps", at_step)
-        self._inputs.add_change(Change("skip", at, count=count))
+        self._inputs.add_change(Change("skip", at, count=count, id=change_id))
         return at
+
+    def reshard(self, tree: ClientPlaceTree, at_step: int | None = None, *, change_id: str = "") -> int:
+        """Give the steps from one on that is not planned yet another mesh (default: the next); return that step."""
+        made = self._inputs.step_of(change_id)
+        if made is not None:
+            return made
+        at = self._effective("reshard", at_step)
+        self._check_mesh(tree)
+        self._inputs.add_change(Change("mesh", at, mesh=tree, id=change_id))
+        return at
+
+    def _check_mesh(self, tree: ClientPlaceTree) -> None:
+        """Refuse a mesh on which no step could be planned, by planning one that is known."""
+        known = next(reversed(self._plans.values()), None)
+        try:
+            limits = self._limits(tree)
+            if known is not None:
+                self._make_plan(Buffer(known.draw, limits), tree)
+        except (SpecError, PlanError) as error:
+            raise SpecError(
+                f"reshard: the mesh {tree} does not fit this job; the stream would end where it begins. {error}"
+            ) from error
 
     def _effective(self, what: str, at_step: int | None) -> int:
         at = self.next_step if at_step is None else at_step
@@ -229,7 +269,7 @@ class Planner:
 
     def _snapshot(self) -> None:
         self._journal.flush()
-        self._checkpoints.save(self.state(self._passed))
+        self._checkpoints.save(self.state(self._passed, whole=True))
         self._saved = self._passed
 
     def _plan_next(self) -> None:
@@ -281,7 +321,8 @@ class Planner:
         self._weights = plan.draw.weights
 
     def _planned(self, draw: Draw, after: StreamState) -> LoadingPlan:
-        plan = self._make_plan(Buffer(draw, self._limits))
+        tree = self.meshes.at(draw.step)
+        plan = self._make_plan(Buffer(draw, self._limits(tree)), tree)
         return plan.with_ends(np.stack([after.epoch, after.group, after.offset], axis=1))
 
     def _plan_again(self, step: int) -> LoadingPlan:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from overlord.core.messages import MetaDelta, MetaRequest, Payload
+from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor, SampleId
 from overlord.roles.views import RankView, StepHeader
@@ -57,10 +58,13 @@ class Telemetry(Protocol):
 class Feed(Protocol):
     """What a Client asks for: served by the DataConstructor of its host."""
 
-    world_size: int
+    mesh: ClientPlaceTree
+    """The mesh of the step at which this rank begins; of a rank that none has, the newest."""
 
     def open_step(self, step: int) -> StepHeader | None:
         """Return what a step consists of, or None past the end of the stream. Waits until it is planned.
+
+        Also None for a step whose mesh does not have this rank.
 
         Asking for a step also tells that the trainer has finished with the steps before it.
         """

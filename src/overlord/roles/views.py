@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.samples import SampleId
 from overlord.errors import SpecError
 from overlord.transforms.per_rank import Stage, needs
@@ -31,6 +32,10 @@ class StepHeader:
     global_samples: int
     order_digest: str
     plan_digest: str
+    mesh: ClientPlaceTree
+    """The mesh of the step."""
+    next_mesh: ClientPlaceTree | None = None
+    """That of the step behind it, where it is known to be another one."""
     global_squared_tokens: int = 0
     mixture_version: int = 0
     weights: Sequence[float] = ()
@@ -248,6 +253,8 @@ class Step:
         self.global_samples = header.global_samples
         self.order_digest = header.order_digest
         self.plan_digest = header.plan_digest
+        self.mesh = header.mesh
+        """The mesh of this step: another one from the step on that `service.reshard` returned."""
         self.mixture_version = header.mixture_version
         """Which mixture the step was drawn by; it grows with every report that counted and every live change."""
         self.weights = tuple(header.weights)

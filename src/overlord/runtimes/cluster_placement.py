@@ -95,6 +95,17 @@ class Site:
         return found | ({"shadows": len(self.shadows)} if self.shadows else {})
 
 
+def ranks_of_host(number: int, hosts: int, world_size: int) -> range:
+    """Return the ranks of one of several trainer hosts: neighbours, and as many on each as it takes.
+
+    Example:
+        >>> [ranks_of_host(number, 3, 8) for number in range(3)]
+        [range(0, 3), range(3, 6), range(6, 8)]
+    """
+    per_host = -(-world_size // hosts)
+    return range(min(number * per_host, world_size), min((number + 1) * per_host, world_size))
+
+
 def place(
     nodes: Sequence[Node], options: ClusterOptions, *, world_size: int, num_sources: int, loader_cpus: int
 ) -> list[Site]:
@@ -127,7 +138,7 @@ def place(
     chosen = trainers[:count]
     sites = [_planner(nodes, chosen, idle)]
     for number, node in enumerate(chosen):
-        ranks = tuple(range(number * per_host, (number + 1) * per_host))
+        ranks = tuple(ranks_of_host(number, count, world_size))
         sites.append(Site("constructor", node, _take(idle, node, CONSTRUCTOR_CPUS, "constructor host"), number, ranks))
     return sites + _loaders(nodes, chosen, idle, options, num_sources, loader_cpus)
 

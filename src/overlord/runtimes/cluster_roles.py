@@ -25,6 +25,7 @@ from overlord.core.samples import Cursor
 from overlord.core.specs import Source
 from overlord.errors import SpecError
 from overlord.roles.verdicts import verdicts_from_json
+from overlord.runtimes.cluster_placement import ranks_of_host
 from overlord.runtimes.constructor_host import ConstructorHost
 from overlord.runtimes.deployment import (
     SourceFacts,
@@ -140,8 +141,7 @@ class LoaderRole(_Role):
         self._verdicts = RemoteVerdicts(self._board, verdicts_from_json(given["verdicts"], job.names))
         fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._callers, self._workers)
         self._ends.callback(fleet.interrupt)
-        options = self._options
-        self._host = LoaderHost(fleet, options.mesh, hosts=self._site["hosts"], budget_bytes=options.budget_bytes // 2)
+        self._host = LoaderHost(fleet, hosts=self._site["hosts"], budget_bytes=self._options.budget_bytes // 2)
         give_back_freed_memory()
         return frame_of({})
 
@@ -234,8 +234,7 @@ class PlannerRole(_Role):
         def picture(positions: Any, view_bytes: int) -> dict[str, Any]:
             statuses = loaders.status()
             found = describe(
-                self._prepared.job, prepared.options.mesh, planner, self._facts, statuses, "ray", positions,
-                view_bytes=view_bytes,
+                self._prepared.job, planner, self._facts, statuses, "ray", positions, view_bytes=view_bytes
             )  # fmt: skip
             found["planner"]["traffic"] = self._traffic()
             return found
@@ -253,9 +252,10 @@ class PlannerRole(_Role):
         message = open_frame(frame)[0]
         step = int(message["step"])
         found = self._planner_host.plan(step, news_from_json(message["news"]), int(message["host"]))
-        self._lead_shadows(step)
-        missing = found.missing if isinstance(found, Waiting) else None
-        answer = frame_of({"missing": missing})
+        waits = isinstance(found, Waiting)
+        answer = frame_of({"waits": waits, "missing": found.missing if isinstance(found, Waiting) else None})
+        if isinstance(found, LoadingPlan):  # not for a step that only somebody waits for
+            self._lead_shadows(step)
         self._bytes_in += frame_bytes(frame)
         self._bytes_out += frame_bytes(answer)
         return [*answer, self._blob_of(found)] if isinstance(found, LoadingPlan) else answer
@@ -324,17 +324,17 @@ class ConstructorRole(_Role):
         workers = self._threads(self._options.threads, "workers")
         planner = RemotePlanner(self._board, self._blobs, self._site["number"], given["first_step"])
         loaders = RemoteLoaders(self._board, planner)
-        prepared, ranks = self._prepared, self._site["ranks"]
+        prepared, number, hosts = self._prepared, self._site["number"], self._site["hosts"]
         self._constructor = make_constructor(prepared, loaders, workers)
         host = ConstructorHost(
             self._options,
             self._constructor,
             planner,
-            ranks=ranks,
+            ranks_of=lambda tree: ranks_of_host(number, hosts, tree.world_size),
             read_bytes=lambda: loaders.buffer_bytes,
         )
         self._ends.callback(host.close)
-        door = self._claim_folder() / door_name(ranks)
+        door = self._claim_folder() / door_name(number, hosts)
         door.unlink(missing_ok=True)  # a predecessor that was killed has left it
         self._ends.callback(door.unlink, missing_ok=True)
         self._ends.enter_context(host.open_door(door))

@@ -6,7 +6,7 @@ The same on every runtime: beside the other roles in the local service, or as a 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.doors import open_door
 from overlord.runtimes.planner_host import Plans
 from overlord.runtimes.shared_memory import Arena
-from overlord.runtimes.step_server import StepServer
+from overlord.runtimes.step_server import RanksOf, StepServer
 
 
 class ConstructorHost:
@@ -28,7 +28,7 @@ class ConstructorHost:
         constructor: DataConstructor,
         planner: Plans,
         *,
-        ranks: Collection[int],
+        ranks_of: RanksOf,
         read_bytes: Callable[[], int],
     ) -> None:
         arena = Arena()
@@ -37,18 +37,13 @@ class ConstructorHost:
             constructor,
             planner,
             arena,
-            ranks=ranks,
+            ranks_of=ranks_of,
             prefetch=options.prefetch,
             budget_bytes=options.budget_bytes,
             read_bytes=read_bytes,
         )
-        self._desk = Desk(options.mesh, planner, self._server, constructor, arena, options.budget_bytes)
+        self._desk = Desk(planner, self._server, constructor, arena, options.budget_bytes)
         self._server.start()
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        """The ranks this host was made for."""
-        return self._server.world_ranks
 
     @property
     def view_bytes(self) -> int:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.views import StepHeader
 from overlord.runtimes.doors import answer_all
+from overlord.runtimes.headers import header_to_json, mesh_from_text
 from overlord.runtimes.planner_host import Plans
 from overlord.runtimes.shared_memory import Arena
 from overlord.runtimes.step_server import Built, StepServer, view_text
@@ -25,7 +25,6 @@ SEATED = ("leave", "step", "microbatch")
 class Desk:
     """What conversations are held over: the same for all of a host."""
 
-    tree: ClientPlaceTree
     planner: Plans
     server: StepServer
     constructor: DataConstructor
@@ -102,17 +101,14 @@ class Conversation:
             self._desk.server.moved()
 
     def _hello(self, rank: int) -> dict[str, Any]:
-        tree, server = self._desk.tree, self._desk.server
-        facts = {
-            "world_size": tree.world_size,
-            "mesh": str(tree),
-            "lease_bytes": self._desk.budget_bytes // (2 * len(server.world_ranks)),
-        }
-        if not 0 <= rank < tree.world_size:
-            return {**facts, "first_step": 0}
+        desk, stands = self._desk, self._desk.planner.ask({"op": "begins", "rank": rank})
+        here = desk.server.ranks_of(mesh_from_text(stands["mesh"]))
+        facts = {"lease_bytes": desk.budget_bytes // (2 * max(len(here), 1)), **stands}
+        if stands["first_step"] is None:
+            return facts
         self._rank = rank
-        self._seat, stands = server.attach(rank)
-        return {**facts, **stands}
+        self._seat, before = desk.server.attach(rank, int(stands["first_step"]))
+        return {**facts, **before}
 
     def _hand_over(self, built: Mapping[int, Built], header: str = "") -> tuple[str, list[int]]:
         """Write the views of some microbatches; descriptors of segments the client has not seen go along."""
@@ -140,8 +136,3 @@ class Conversation:
                 f'"new":{"true" if new else "false"},{told}}}'
             )
         return f'{{{header}"views":{{{",".join(views)}}},"gone":{gone}}}', fds
-
-
-def header_to_json(header: StepHeader) -> dict[str, Any]:
-    """Return a step header as JSON, without the names of the sources: they are told once."""
-    return {name: getattr(header, name) for name in StepHeader.__dataclass_fields__ if name != "names"}

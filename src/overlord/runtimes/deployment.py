@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from overlord.core.draw import Limits
 from overlord.core.layout_specs import Layout
 from overlord.core.order import BEGIN
 from overlord.core.place_tree import ClientPlaceTree
@@ -53,6 +55,7 @@ class LaunchOptions:
     """Everything of a launch that does not change which samples are drawn."""
 
     mesh: ClientPlaceTree
+    """The mesh of the first step; while the service runs, `reshard` may give others."""
     prefetch: int = 2
     loaders_per_source: int = 1
     budget_bytes: int = 512 << 20
@@ -142,7 +145,6 @@ class Roles:
     """The wired roles of one host."""
 
     job: Job
-    tree: ClientPlaceTree
     planner: Planner
     constructor: DataConstructor
     fleet: LoaderFleet
@@ -193,7 +195,7 @@ def deploy(
         history.journal.close()
         raise
     constructor = make_constructor(prepared, fleet, workers)
-    return Roles(job, options.mesh, planner, constructor, fleet, listings, prepared, history.verdicts, planner.close)
+    return Roles(job, planner, constructor, fleet, listings, prepared, history.verdicts, planner.close)
 
 
 def prepare(
@@ -308,8 +310,7 @@ def make_constructor(prepared: Prepared, loaders: Loaders, workers: Workers) -> 
     """Make the DataConstructor of one host."""
     options = prepared.options
     opening = Opening([transform.decoder for transform in prepared.transforms], workers)
-    packing = PackingJob(options.layout, options.mesh.cp, media_shape(prepared.job), opening)
-    return DataConstructor(options.mesh, loaders, packing)
+    return DataConstructor(loaders, PackingJob(options.layout, media_shape(prepared.job), opening))
 
 
 def transform_of(source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None) -> SampleTransform:
@@ -331,11 +332,18 @@ def start_planner(
     """Make the Planner of a stream, at the state it goes on from."""
     job, options = prepared.job, prepared.options
     strategy = options.strategy or backbone_balance()
+
+    @functools.lru_cache(maxsize=16)
+    def limits(tree: ClientPlaceTree) -> Limits:
+        check_multiples(job, options.layout, tree)
+        return limits_of(job, options.layout, tree)
+
     planner = Planner(
         job,
         loaders,
-        lambda buffer: run_strategy(strategy, buffer, options.mesh),
-        limits=limits_of(job, options.layout, options.mesh),
+        functools.partial(run_strategy, strategy),
+        mesh=options.mesh,
+        limits=limits,
         state=standing.state,
         inputs=history.inputs,
         parts=standing.parts,

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from overlord.errors import OverlordError, ServiceLost, SpecError
+from overlord.runtimes.cluster_placement import ranks_of_host
+from overlord.runtimes.headers import mesh_from_text
 from overlord.runtimes.wire import receive, send
 
 logger = logging.getLogger("overlord")
@@ -79,14 +81,14 @@ def answer_all(connection: socket.socket, answer: Answer, after: Callable[[], No
             after()
 
 
-def door_name(ranks: Sequence[int]) -> str:
-    """Return the file name of the door of some ranks.
+def door_name(number: int, hosts: int) -> str:
+    """Return the file name of the door of one of several constructor hosts; which ranks it has, the mesh decides.
 
     Example:
-        >>> door_name(range(8, 16))
-        'ranks-8-15'
+        >>> door_name(2, 4)
+        'host-2-of-4'
     """
-    return f"ranks-{ranks[0]}-{ranks[-1]}"
+    return f"host-{number}-of-{hosts}"
 
 
 def knock(address: str, rank: int | None = None) -> socket.socket:
@@ -123,14 +125,33 @@ def knock(address: str, rank: int | None = None) -> socket.socket:
 
 def _door_of(folder: Path, rank: int | None, address: str) -> Path:
     """Find the door in the folder of a cluster service; a host that serves other ranks than planned takes this one."""
-    doors = {path: [int(n) for n in path.name.split("-")[1:]] for path in sorted(folder.glob("ranks-*-*"))}
+    doors = sorted(folder.glob("host-*-of-*"))
     if rank is None:
         return next(iter([path for path in (folder / CONTROL,) if path.exists()] or doors), folder / CONTROL)
-    planned = [path for path, (first, last) in doors.items() if first <= rank <= last]
-    if not planned and len(doors) != 1:
+    if len(doors) == 1:
+        return doors[0]
+    ranks = _ranks_with(doors, rank)
+    places = {path: path.name.split("-")[1::2] for path in doors}
+    planned = [path for path, (number, of) in places.items() if rank in ranks_of_host(int(number), int(of), ranks)]
+    if not planned:
         raise ServiceLost(
             f"no constructor host on this machine serves rank {rank} of {address} (here: "
             f"{', '.join(path.name for path in doors) or 'none'}); it would have no data. Launch with ranks_per_host= "
             "as your trainers are started, on a cluster that has this host in it."
         )
-    return planned[0] if planned else next(iter(doors))
+    return planned[0]
+
+
+def _ranks_with(doors: Sequence[Path], rank: int) -> int:
+    """Ask at any door how many ranks there are where a rank begins."""
+    for door in doors:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            try:
+                connection.connect(str(door))
+            except OSError:
+                continue  # its host is gone, and another one may know
+            send(connection, {"op": "begins", "rank": rank})
+            reply, _ = receive(connection)
+            if "error" not in reply:
+                return mesh_from_text(reply["mesh"]).world_size
+    return 0

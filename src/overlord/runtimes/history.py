@@ -55,7 +55,8 @@ def recover_inputs(
     """Return the reports and changes a stream goes on with.
 
     Those of its state; and where it goes on from its own newest snapshot, what came in after that (`later`). A state
-    that was given may be of another lineage than the journal, so nothing but the state counts then.
+    that was given may be of another lineage than the journal, so nothing but the state counts then. Meshes are left
+    out: a resume is launched with one of its own.
     """
     if state is None:
         return InputLog(job, journal, {}, [])
@@ -69,7 +70,9 @@ def recover_inputs(
             change["kind"] = record["kind"].removeprefix("change.")
             if change not in changes:
                 changes.append(change)
-    inputs = InputLog(job, journal, reports, changes_from_json(changes, job))
-    for recovered in inputs.changes[len(state["changes"]) :]:
-        inputs.write_again(recovered)
+    read = changes_from_json(changes, job)
+    inputs = InputLog(job, journal, reports, [change for change in read if change.mesh is None])
+    for recovered in read[len(state["changes"]) :]:
+        if recovered.mesh is None:
+            inputs.write_again(recovered)
     return inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from collections import OrderedDict
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
+from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job, Mixture, Source
 from overlord.errors import ClosedError
 from overlord.roles.client import Client
@@ -55,15 +58,21 @@ class InlineService:
 
     def client(self, rank: int) -> Client:
         """Return the client of one rank."""
-        return Client(_InlineFeed(self, rank), rank, self.roles.planner.first_step)
+        begin = self.roles.planner.meshes.begin_of(rank) if is_whole(rank) else None
+        return Client(_InlineFeed(self, rank, begin), rank, begin or 0)
 
-    def set_mixture(self, mixture: Mixture, at_step: int | None) -> int:
+    def set_mixture(self, mixture: Mixture, at_step: int | None, change_id: str) -> int:
         """Change the mixture from a step on."""
-        return self.roles.planner.set_mixture(mixture, at_step)
+        return self.roles.planner.set_mixture(mixture, at_step, change_id=change_id)
 
-    def skip_steps(self, count: int, at_step: int | None) -> int:
+    def skip_steps(self, count: int, at_step: int | None, change_id: str) -> int:
         """Pass over global batches before a step."""
-        return self.roles.planner.skip_steps(count, at_step)
+        return self.roles.planner.skip_steps(count, at_step, change_id=change_id)
+
+    def reshard(self, tree: ClientPlaceTree, at_step: int | None, change_id: str) -> tuple[int, ClientPlaceTree]:
+        """Change the mesh from a step on; return that step, and the mesh behind all changes."""
+        at = self.roles.planner.reshard(tree, at_step, change_id=change_id)
+        return at, self.roles.planner.meshes.newest
 
     def add_source(self, source: Source, weight: float | None, at_step: int | None) -> int:
         """Let a source come at a step."""
@@ -132,7 +141,8 @@ class InlineService:
         """Note a rank's position, and forget microbatches that every client has passed."""
         self._positions[rank] = self._reached[rank] = step
         slowest = min(self._positions.values())
-        self.roles.planner.passed(min(self._reached.values()))
+        planner = self.roles.planner
+        planner.passed(planner.meshes.passed(self._reached, self._positions))
         for key in [k for k in self._packed if k[0] < slowest]:
             del self._packed[key]
 
@@ -149,15 +159,20 @@ class InlineService:
 class _InlineFeed:
     """A rank's door to the inline service."""
 
-    def __init__(self, service: InlineService, rank: int) -> None:
+    def __init__(self, service: InlineService, rank: int, begin: int | None) -> None:
         self._service = service
         self._rank = rank
-        self.world_size = service.roles.tree.world_size
+        self._meshes = service.roles.planner.meshes
+        self.mesh = self._meshes.newest if begin is None else self._meshes.at(begin)
 
     def open_step(self, step: int) -> StepHeader | None:
         plan = self._service.plan_raw(step)
         self._service.moved(self._rank, step)
-        return None if plan is None else self._service.roles.constructor.header_of(self._rank, plan)
+        if plan is None or self._rank >= plan.mesh.world_size:
+            return None
+        header = self._service.roles.constructor.header_of(self._rank, plan)
+        following = self._meshes.at(step + 1)
+        return header if following == plan.mesh else dataclasses.replace(header, next_mesh=following)
 
     def microbatch(self, step: int, microbatch: int) -> RankView:
         constructor, plan = self._service.roles.constructor, self._service.plan_raw(step)

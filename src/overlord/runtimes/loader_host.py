@@ -9,6 +9,7 @@ Rules of this file:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -56,16 +57,14 @@ class _StagedStep:
 class LoaderHost:
     """Hands every constructor host its part of each step."""
 
-    def __init__(self, fleet: LoaderFleet, tree: ClientPlaceTree, *, hosts: int, budget_bytes: int) -> None:
+    def __init__(self, fleet: LoaderFleet, *, hosts: int, budget_bytes: int) -> None:
         self._fleet = fleet
-        self._tree = tree
         self._hosts = hosts
         self._budget = budget_bytes
         self._staged: OrderedDict[_Asked, _StagedStep] = OrderedDict()
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._taken: dict[_Asked, set[int]] = {}
-        self._who_asks: dict[tuple[str, ...], frozenset[int]] = {}
 
     def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
         """Tell what is known of the samples from some cursors on."""
@@ -90,7 +89,7 @@ class LoaderHost:
             self._let_go(plan, ranks, asked)
 
     def _cut_for(self, plan: LoadingPlan, ranks: Collection[int], asked: _Asked) -> list[Payload]:
-        share = Share.of(self._tree, plan, ranks)
+        share = Share.of(plan, ranks)
         wanted = [source for source in asked[1] if share.needs(plan, source)]
         if not wanted:
             return []
@@ -130,15 +129,8 @@ class LoaderHost:
                 self._staged[asked] = staged
             return staged
 
-    def _asking(self, broadcast: tuple[str, ...]) -> frozenset[int]:
-        """Return the ranks whose hosts ask: not those that get everything by the trainer's own broadcast."""
-        if broadcast not in self._who_asks:
-            ranks = range(self._tree.world_size)
-            self._who_asks[broadcast] = frozenset(rank for rank in ranks if self._tree.fetches(rank, broadcast))
-        return self._who_asks[broadcast]
-
     def _let_go(self, plan: LoadingPlan, ranks: Collection[int], asked: _Asked) -> None:
-        asking = self._asking(() if plan.encoder is not None else plan.broadcast)
+        asking = _asking(plan.mesh, () if plan.encoder is not None else plan.broadcast)
         with self._lock:
             self._taken.setdefault(asked, set()).update(ranks)
             if self._taken[asked] >= asking:
@@ -149,3 +141,9 @@ class LoaderHost:
                 self._staged.pop(old, None)
             while len(self._staged) > 1 and sum(one.nbytes for one in self._staged.values()) > self._budget:
                 self._staged.popitem(last=False)
+
+
+@functools.lru_cache(maxsize=16)
+def _asking(tree: ClientPlaceTree, broadcast: tuple[str, ...]) -> frozenset[int]:
+    """Return the ranks whose hosts ask: not those that get everything by the trainer's own broadcast."""
+    return frozenset(tree.fetchers(broadcast=broadcast))

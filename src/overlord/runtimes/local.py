@@ -17,6 +17,7 @@ from overlord.errors import ClosedError, ServiceLost, SpecError, error_named
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.doors import knock
+from overlord.runtimes.headers import header_from_json, mesh_from_text
 from overlord.runtimes.wire import receive, send
 
 logger = logging.getLogger("overlord")
@@ -63,9 +64,9 @@ class LocalFeed:
         self._ready: dict[tuple[int, int], tuple[dict[str, Any], mmap.mmap]] = {}
         facts = self._ask({"op": "hello", "rank": rank})[0]
         self._names: tuple[str, ...] = ()
-        self.world_size: int = facts["world_size"]
-        self.mesh: str = facts["mesh"]
-        self.first_step: int = facts["first_step"]
+        self.mesh = mesh_from_text(facts["mesh"])
+        """The mesh of the step at which this rank begins; of a rank that none has, the newest."""
+        self.first_step: int = facts["first_step"] or 0
         self._lease_bytes: int = facts["lease_bytes"]
         if facts.get("seated"):
             logger.warning(
@@ -88,7 +89,7 @@ class LocalFeed:
                 return None
             self._take(step, reply, fds)
             self._names = tuple(reply.get("names", self._names))
-            return StepHeader(**reply["header"], names=self._names)
+            return header_from_json(reply["header"], self._names)
 
     def microbatch(self, step: int, microbatch: int) -> RankView:
         """Return one microbatch; waits until it is built."""

@@ -55,9 +55,8 @@ class LocalHost:
             options.on_source_failure,
         )
         self._fleet = roles.fleet
-        ranks = range(options.mesh.world_size)
         self.constructor = ConstructorHost(
-            options, roles.constructor, self._planner, ranks=ranks,
+            options, roles.constructor, self._planner, ranks_of=lambda tree: range(tree.world_size),
             read_bytes=lambda: roles.fleet.buffer_bytes,
         )  # fmt: skip
 

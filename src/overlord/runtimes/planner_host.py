@@ -3,6 +3,7 @@
 Rules of this file:
 1. Nobody asks the planner while it plans. Who needs a step that waits for a report waits here, for a while.
 2. What every rank that ever attached has passed is what a snapshot may begin at, on whichever host it sits by now.
+3. A step is not planned because a rank waits for it that only comes with it: the others come there first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
+from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_to_bytes
 from overlord.core.samples import Cursor
@@ -34,8 +36,8 @@ PATIENCE_S = 1.0
 class Waiting:
     """A step that cannot be planned yet."""
 
-    missing: int
-    """The step whose report must come first."""
+    missing: int | None
+    """The step whose report must come first; None where the stream has not come near."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class HostNews:
     view_bytes: int = 0
     told_missing: int | None = None
     """The report it knows to be missing: it waits for that one, and is told of any other at once."""
+    newcomers: bool = False
+    """Whether it asks only for ranks that come with that step."""
 
 
 class Plans(Protocol):
@@ -129,6 +133,8 @@ class PlannerHost:
         until = time.monotonic() + PATIENCE_S
         with self._changed:
             self._hear(host, news)
+            if news.newcomers and not self._comes_near(step, until):
+                return Waiting(None)
             while step >= self._planner.next_step:
                 missing = self._planner.missing_report(self._planner.next_step)
                 if missing is None:
@@ -138,7 +144,16 @@ class PlannerHost:
                     return Waiting(missing)
             plan = self._planner.plan_raw(step)  # (3) the plan is made when it is asked for
             self._forget_passed()
+            self._changed.notify_all()  # newcomers may wait for it
             return plan
+
+    def _comes_near(self, step: int, until: float) -> bool:
+        """Wait until all steps before one are planned, or the stream has ended; return whether that came in time."""
+        planner = self._planner
+        while step > planner.next_step and planner.end is None:
+            if self._closing or not self._changed.wait(until - time.monotonic()):
+                return False
+        return True
 
     def passed_cursors(self) -> list[Cursor]:
         """Return where every source stands before the steps that some client may still need.
@@ -199,11 +214,19 @@ class PlannerHost:
             planner.report(int(message["step"]), dict(message["metrics"]))
             return {}
         if op == "set_mixture":
-            return {"step": planner.set_mixture(Mixture.from_mapping(message["mixture"]), step)}
+            mixture = Mixture.from_mapping(message["mixture"])
+            return {"step": planner.set_mixture(mixture, step, change_id=message["id"])}
         if op == "skip_steps":
-            return {"step": planner.skip_steps(int(message["count"]), step)}
+            return {"step": planner.skip_steps(int(message["count"]), step, change_id=message["id"])}
         if op in get_args(SourceChange):
             return {"step": change_source(planner, op, str(message["source"]), step)}
+        if op == "reshard":
+            tree = ClientPlaceTree.from_sizes(message["mesh"])
+            at = planner.reshard(tree, step, change_id=message["id"])
+            return {"step": at, "newest": planner.meshes.newest.sizes()}
+        if op == "begins":
+            begin, meshes = planner.meshes.begin_of(int(message["rank"])), planner.meshes
+            return {"first_step": begin, "mesh": str(meshes.newest if begin is None else meshes.at(begin))}
         if op == "mixture":
             fixed = (*FIXED_WHILE_RUNNING, "temperature")
             return {"mixture": {name: getattr(planner.mixture, name) for name in fixed}}
@@ -237,4 +260,5 @@ class PlannerHost:
             self._reached[rank] = max(step, self._reached.get(rank, step))
 
     def _forget_passed(self) -> None:
-        self._planner.passed(min(self._reached.values(), default=self._planner.first_step))
+        attached = {rank for news in self._news.values() for rank in news.positions}
+        self._planner.passed(self._planner.meshes.passed(self._reached, attached))

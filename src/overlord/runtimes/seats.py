@@ -1,4 +1,10 @@
-"""Who is attached to a constructor host, how far they are, and which steps they want."""
+"""Who is attached to a constructor host, how far they are, and which steps they want.
+
+Rules of this file:
+1. A rank that comes with a later mesh wants nothing before the others are near its first step: nobody runs ahead of a
+   stream because of it.
+2. A rank that the mesh of a step does not have wants nothing from there on.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +21,30 @@ class Seat:
     rank: int
     step: int
     """The step it is at."""
+    new: bool = False
+    """Whether it came for a later step than the stream's first, and has not been served yet."""
+    ended: bool = False
+    """Whether it has come to a step whose mesh does not have it."""
 
 
 class Seats:
     """The clients of one host. Not safe by itself: whoever uses it holds its own lock.
 
     Example:
-        >>> seats = Seats({0, 1}, prefetch=1, first_step=0)
-        >>> number = seats.take(0)
+        >>> seats = Seats(prefetch=1, first_step=0)
+        >>> number = seats.take(0, 0)
         >>> seats.move(number, 5)
         >>> seats.wanted()
         {5: {0}, 6: {0}}
+        >>> newcomer = seats.take(1, 9)
+        >>> seats.wanted()
+        {5: {0}, 6: {0}}
+        >>> seats.move(number, 8)
+        >>> seats.wanted()
+        {8: {0}, 9: {0, 1}}
     """
 
-    def __init__(self, ranks: Collection[int], *, prefetch: int, first_step: int) -> None:
-        self.ranks = frozenset(ranks)
-        """The ranks this host was made for."""
+    def __init__(self, *, prefetch: int, first_step: int) -> None:
         self._prefetch = prefetch
         self._first_step = first_step
         self._seats: dict[int, Seat] = {}
@@ -41,11 +55,11 @@ class Seats:
         """Return how far a rank came that attaches again, and whether it sits here still."""
         return self._reached.get(rank), any(seat.rank == rank for seat in self._seats.values())
 
-    def take(self, rank: int) -> int:
-        """Seat a client at the first step; return its seat."""
-        self._reached.setdefault(rank, self._first_step)
+    def take(self, rank: int, begin: int) -> int:
+        """Seat a client at the step where its rank begins; return its seat."""
+        self._reached[rank] = max(begin, self._reached.get(rank, begin))
         number = max(self._seats, default=-1) + 1
-        self._seats[number] = Seat(rank, self._first_step)
+        self._seats[number] = Seat(rank, begin, new=begin > self._first_step)
         return number
 
     def free(self, seat: int) -> None:
@@ -59,7 +73,16 @@ class Seats:
     def move(self, seat: int, step: int) -> None:
         """Note that a client is at a step, and has finished with those before it."""
         self._seats[seat].step = step
+        self._seats[seat].ended = False
         self._reached[self._seats[seat].rank] = step
+
+    def serve(self, seat: int) -> None:
+        """Note that a client has what it asked for: a newcomer is one of the others now."""
+        self._seats[seat].new = False
+
+    def end(self, seat: int) -> None:
+        """Note that a client is done: the mesh of the step it is at does not have its rank."""
+        self._seats[seat].new, self._seats[seat].ended = False, True
 
     def leave(self, seat: int, next_step: int) -> None:
         """Note that a client goes in peace, having trained on the steps before `next_step`."""
@@ -75,11 +98,15 @@ class Seats:
         """For every rank that ever attached, the step before which it is done."""
         return dict(self._reached)
 
-    @property
-    def gathers_for(self) -> frozenset[int]:
-        """The ranks that samples are gathered for: those that were expected, unless others are here."""
-        seated = frozenset(seat.rank for seat in self._seats.values())
-        return self.ranks if seated <= self.ranks else seated
+    def gathers_for(self, expected: Collection[int], world_size: int) -> frozenset[int]:
+        """Return the ranks that samples are gathered for: those that were expected, unless others are here.
+
+        Args:
+            expected: The ranks this host has in the mesh of the step.
+            world_size: Ranks of that mesh.
+        """
+        seated = frozenset(seat.rank for seat in self._seats.values() if seat.rank < world_size)
+        return frozenset(expected) if seated <= frozenset(expected) else seated
 
     @property
     def ever_attached(self) -> bool:
@@ -99,11 +126,26 @@ class Seats:
 
     def stands_at(self, step: int) -> bool:
         """Whether a client is at a step, or waits for something of it."""
-        return any(step == s for s, _ in self._waiting) or any(step == seat.step for seat in self._seats.values())
+        return any(step == s for s, _ in self._waiting) or any(step == seat.step for seat in self._wanting())
 
     def came_to(self, step: int) -> bool:
         """Whether a client is at a step, or beyond it."""
-        return any(seat.step >= step for seat in self._seats.values())
+        return any(seat.step >= step for seat in self._seats.values() if not seat.new)
+
+    def only_new(self, step: int) -> bool:
+        """Whether nobody wants a step but ranks that come with it or after it."""
+        others = [seat for seat in self._seats.values() if not seat.new and not seat.ended]
+        waited = any(step == s for s, _ in self._waiting)
+        return self.ever_attached and not waited and not any(self._in_window(seat, step) for seat in others)
+
+    def _in_window(self, seat: Seat, step: int) -> bool:
+        return seat.step <= step <= seat.step + self._prefetch
+
+    def _wanting(self) -> list[Seat]:
+        """Return who wants anything now."""
+        there = [seat for seat in self._seats.values() if not seat.new and not seat.ended]
+        new = [seat for seat in self._seats.values() if seat.new]
+        return there + [one for one in new if not there or any(self._in_window(seat, one.step) for seat in there)]
 
     def wanted(self) -> dict[int, set[int]]:
         """Return wanted steps in ascending order with the ranks that want them."""
@@ -112,7 +154,7 @@ class Seats:
         wanted: dict[int, set[int]] = {}
         for step, rank in self._waiting:
             wanted.setdefault(step, set()).add(rank)
-        for seat in self._seats.values():
-            for step in range(seat.step, seat.step + self._prefetch + 1):
+        for seat in self._wanting():
+            for step in range(seat.step, seat.step + (0 if seat.new else self._prefetch) + 1):
                 wanted.setdefault(step, set()).add(seat.rank)
         return {step: wanted[step] for step in sorted(wanted)}

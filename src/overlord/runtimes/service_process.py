@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 
+from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_from_bytes
 from overlord.core.specs import Job, Mixture, Source
@@ -91,14 +92,19 @@ class ServiceProcess:
         """Return what every role holds and has met."""
         return self._ask({"op": "status"})["status"]
 
-    def set_mixture(self, mixture: Mixture, at_step: int | None) -> int:
+    def set_mixture(self, mixture: Mixture, at_step: int | None, change_id: str) -> int:
         """Change the mixture from a step on."""
-        message = {"op": "set_mixture", "mixture": mixture_to_json(mixture), "step": at_step}
+        message = {"op": "set_mixture", "mixture": mixture_to_json(mixture), "step": at_step, "id": change_id}
         return int(self._ask(message)["step"])
 
-    def skip_steps(self, count: int, at_step: int | None) -> int:
+    def skip_steps(self, count: int, at_step: int | None, change_id: str) -> int:
         """Pass over global batches before a step."""
-        return int(self._ask({"op": "skip_steps", "count": count, "step": at_step})["step"])
+        return int(self._ask({"op": "skip_steps", "count": count, "step": at_step, "id": change_id})["step"])
+
+    def reshard(self, tree: ClientPlaceTree, at_step: int | None, change_id: str) -> tuple[int, ClientPlaceTree]:
+        """Change the mesh from a step on; return that step, and the mesh behind all changes."""
+        reply = self._ask({"op": "reshard", "mesh": tree.sizes(), "step": at_step, "id": change_id})
+        return int(reply["step"]), ClientPlaceTree.from_sizes(reply["newest"])
 
     def add_source(self, source: Source, weight: float | None, at_step: int | None) -> int:
         """Let a source come at a step."""

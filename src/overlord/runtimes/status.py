@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Job
 from overlord.roles.planner import Planner
 from overlord.roles.roster import Parked
@@ -16,9 +15,7 @@ from overlord.runtimes.deployment import Roles, SourceFacts, base_weights
 def describe_roles(roles: Roles, runtime: str, positions: Mapping[int, int], view_bytes: int) -> dict[str, Any]:
     """Return the picture of a service whose roles are all here."""
     statuses = roles.fleet.status()
-    return describe(
-        roles.job, roles.tree, roles.planner, roles.facts, statuses, runtime, positions, view_bytes=view_bytes
-    )
+    return describe(roles.job, roles.planner, roles.facts, statuses, runtime, positions, view_bytes=view_bytes)
 
 
 def _parked(parked: Parked | None) -> dict[str, Any] | None:
@@ -27,7 +24,6 @@ def _parked(parked: Parked | None) -> dict[str, Any] | None:
 
 def describe(
     job: Job,
-    tree: ClientPlaceTree,
     planner: Planner,
     facts: Mapping[str, SourceFacts],
     statuses: Mapping[int, Mapping[str, Any]],
@@ -61,10 +57,13 @@ def describe(
         }
         for i, name in enumerate(names)
     }
+    newest_plan = max(planner.next_step - 1, planner.first_step)
+    coming = planner.meshes.after(newest_plan)
     return {
         "runtime": runtime,
         "pid": os.getpid(),
-        "mesh": str(tree),
+        "mesh": str(planner.meshes.at(newest_plan)),
+        "next_mesh": None if coming is None else {"step": coming[0], "mesh": str(coming[1])},
         "planner": {
             "next_step": planner.next_step,
             "first_step": planner.first_step,

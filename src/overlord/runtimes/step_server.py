@@ -3,7 +3,8 @@
 Rules of this file:
 1. A step is wanted when it lies in a client's window [its step, its step + prefetch], or when
    somebody waits for it. What is not wanted is dropped; whoever asks for it later gets it built again.
-   Samples are gathered for the ranks that this host was made for, until another one attaches.
+   Samples are gathered for the ranks that this host has in the mesh of a step, until another one attaches. A step
+   whose mesh does not have a client's rank is the end for it.
 2. Work goes to the lowest wanted step first. Beyond the byte budget only what a client needs now is built.
 3. A failure belongs to its step: nothing is built from there on, and steps before it are still served,
    also to a client that comes later.
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.errors import ClosedError, OverlordError
 from overlord.roles.data_constructor import ENCODER, DataConstructor
@@ -33,6 +35,9 @@ from overlord.transforms.step_samples import StepSamples
 logger = logging.getLogger("overlord")
 
 T = TypeVar("T")
+
+RanksOf = Callable[[ClientPlaceTree], Collection[int]]
+"""The ranks that a host is expected to serve on a mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class StepServer:
         planner: Plans,
         arena: Arena,
         *,
-        ranks: Collection[int],
+        ranks_of: RanksOf,
         prefetch: int,
         budget_bytes: int,
         read_bytes: Callable[[], int],
@@ -78,7 +83,9 @@ class StepServer:
         self._constructor = constructor
         self._planner = planner
         self._arena = arena
-        self._seats = Seats(ranks, prefetch=prefetch, first_step=planner.first_step)
+        self.ranks_of = ranks_of
+        """The ranks this host is expected to serve on a mesh."""
+        self._seats = Seats(prefetch=prefetch, first_step=planner.first_step)
         self._budget = budget_bytes
         self._read_bytes = read_bytes
         self._changed = threading.Condition()
@@ -110,23 +117,18 @@ class StepServer:
         for thread in self._threads:
             thread.join()
 
-    @property
-    def world_ranks(self) -> frozenset[int]:
-        """The ranks this host was made for."""
-        return self._seats.ranks
-
     def news(self) -> HostNews:
         """Return how far the clients of this host are, and what they hold."""
         with self._changed:
             return HostNews(self._seats.reached, self._seats.positions, self._arena.used_bytes)
 
-    def attach(self, rank: int) -> tuple[int, dict[str, Any]]:
-        """Seat a client; return its seat, and what it should know: where the stream begins, and who had its rank."""
+    def attach(self, rank: int, begin: int) -> tuple[int, dict[str, Any]]:
+        """Seat a client where its rank begins; return its seat, and what it should know of who had its rank before."""
         with self._changed:
             reached, seated = self._seats.before(rank)
-            seat = self._seats.take(rank)
+            seat = self._seats.take(rank, begin)
             self._changed.notify_all()
-            return seat, {"first_step": self._planner.first_step, "reached": reached, "seated": seated}
+            return seat, {"reached": reached, "seated": seated}
 
     def detach(self, seat: int) -> None:
         """Free a seat; nothing is built for it any more."""
@@ -135,7 +137,7 @@ class StepServer:
             self.moved()
 
     def open_step(self, seat: int, step: int) -> tuple[StepHeader, dict[int, Built]] | None:
-        """Move the client's window; return the header of a step, or None past the end.
+        """Move the client's window; return the header of a step, or None past the end, also that of its rank.
 
         With it come the microbatches that are built already, each held once more for the caller. Call `moved` when the
         client has its answer: what follows from the move is not what it waits for.
@@ -150,7 +152,12 @@ class StepServer:
             if not isinstance(found, LoadingPlan):
                 return None
             rank = self._seats.rank_of(seat)
-            header = self._constructor.header_of(rank, found)
+            if rank >= found.mesh.world_size:
+                self._seats.end(seat)
+                self.moved()
+                return None
+            self._seats.serve(seat)
+            header = _announce(self._constructor.header_of(rank, found), self._plans.get(step + 1))
             bucket = self._constructor.bin_of(rank, found, 0)
             places = {n: (step, bucket[0], n) for n in range(min(header.num_microbatches, AT_ONCE)) if bucket}
             if header.encodes:
@@ -199,10 +206,14 @@ class StepServer:
     # -- what is wanted ------------------------------------------------------------------------
 
     def _wanted_steps(self) -> dict[int, set[int]]:
-        """Return wanted steps in ascending order with the ranks that want them."""
+        """Return wanted steps in ascending order with the ranks that want them and, where it is known, are there."""
         failed = self._failed[0] if self._failed is not None else None
-        wanted = self._seats.wanted().items()
-        return {s: ranks for s, ranks in wanted if not self._past_end(s) and (failed is None or s < failed)}
+        wanted: dict[int, set[int]] = {}
+        for step, ranks in self._seats.wanted().items():
+            if not self._past_end(step) and (failed is None or step < failed):
+                plan = self._plans.get(step)
+                wanted[step] = ranks if plan is None else {rank for rank in ranks if rank < plan.mesh.world_size}
+        return wanted
 
     def _drop_unwanted(self) -> None:
         wanted = self._wanted_steps()
@@ -291,10 +302,14 @@ class StepServer:
             return next((s for s in wanted if s not in self._plans and self._has_room(s, wanted)), None)
 
         def work(step: int) -> None:
-            plan = self._planner.plan(step, dataclasses.replace(self.news(), told_missing=self._missing))
+            with self._changed:
+                newcomers = self._seats.only_new(step)
+            news = dataclasses.replace(self.news(), told_missing=self._missing, newcomers=newcomers)
+            plan = self._planner.plan(step, news)
             self._missing = plan.missing if isinstance(plan, Waiting) else None
             if isinstance(plan, Waiting):
-                self._tell_missing(step, plan.missing)
+                if plan.missing is not None:
+                    self._tell_missing(step, plan.missing)
                 return  # and ask again, as long as it is wanted
             with self._changed:
                 if plan is None:
@@ -313,7 +328,9 @@ class StepServer:
                 if step in self._plans and step not in self._gathering and (held is None or not ranks <= held.ranks):
                     needed = not self._seats.ever_attached or self._missing_bins(step, ranks)
                     if needed and self._has_room(step, wanted):
-                        self._gathering[step] = (self._plans[step], self._seats.gathers_for)
+                        plan = self._plans[step]
+                        expected = self.ranks_of(plan.mesh)
+                        self._gathering[step] = (plan, self._seats.gathers_for(expected, plan.mesh.world_size))
                         return step
             return None
 
@@ -354,7 +371,7 @@ class StepServer:
             made: dict[Bin, Built] = {}
             try:
                 if plan is not None and gathered is not None:
-                    made[key] = self._build(plan, gathered, key[1:])
+                    made[key] = _build(self._constructor, self._arena, plan, gathered, key[1:])
             finally:
                 with self._changed:  # at once: in between, the other thread would take it for missing
                     self._packing.remove(key)
@@ -367,11 +384,21 @@ class StepServer:
 
         self._run(choose, work, lambda key: key[0])
 
-    def _build(self, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]) -> Built:
-        constructor = self._constructor
-        segment, packed = _pack(constructor, self._arena, plan, gathered.samples, place)
-        ranks = [rank for rank in gathered.ranks if constructor.bin_of(rank, plan, place[1]) == place]
-        return Built(segment, packed, plan, {rank: view_text(constructor, rank, plan, packed) for rank in ranks})
+
+def _announce(header: StepHeader, following: LoadingPlan | None) -> StepHeader:
+    """Tell with a step that the one behind it has another mesh, where that is planned already."""
+    if following is None or following.mesh == header.mesh:
+        return header
+    return dataclasses.replace(header, next_mesh=following.mesh)
+
+
+def _build(
+    constructor: DataConstructor, arena: Arena, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]
+) -> Built:
+    """Build one microbatch of one bucket, and write what each of its ranks is told of it."""
+    segment, packed = _pack(constructor, arena, plan, gathered.samples, place)
+    ranks = [rank for rank in gathered.ranks if constructor.bin_of(rank, plan, place[1]) == place]
+    return Built(segment, packed, plan, {rank: view_text(constructor, rank, plan, packed) for rank in ranks})
 
 
 def view_text(constructor: DataConstructor, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> str:

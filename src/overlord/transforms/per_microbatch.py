@@ -37,7 +37,6 @@ class PackingJob:
     """What stays the same for all microbatches of a service."""
 
     layout: Layout
-    cp: int
     media: MediaShape
     opening: Opening
 
@@ -80,17 +79,17 @@ def pack_microbatch(
         samples: The step's samples.
         bucket: The consumer: a data-parallel rank, or a rank of hybrid data parallelism.
         microbatch: Microbatch of the step.
-        packing: Layout, mesh and media of the service.
+        packing: Layout and media of the service.
         allocate: Gives the buffer.
 
     Returns:
         The microbatch, and (drawn sample, reason) of media that do not decode.
     """
     layout, chosen = packing.layout, plan.bin_range(bucket, microbatch)
-    sharing = _share(plan, chosen, bucket, packing.cp)
+    sharing = _share(plan, chosen, bucket)
     one = _Bin(chosen.start, _boundaries(plan, samples, chosen, sharing.of), plan.row_tokens > 0, sharing)
     blueprint = Blueprint()
-    offsets, positions_at = _draw_up(blueprint, packing, one, hybrid=plan.cp_sizes is not None)
+    offsets, positions_at = _draw_up(blueprint, plan, layout, one)
     silent = _ALL_SPEAK
     items, segment_of = samples.items_in(plan.bin(bucket, microbatch)) if len(samples.items) else (samples.items, _NONE)
     media = None
@@ -148,9 +147,10 @@ def _runs(slicing: str, one: _Bin) -> Runs:
     return runs if one.sharing.part is None else runs.of_part(one.sharing.part)
 
 
-def _share(plan: LoadingPlan, chosen: slice, bucket: int, cp: int) -> _Sharing:
+def _share(plan: LoadingPlan, chosen: slice, bucket: int) -> _Sharing:
     if plan.cp_sizes is not None and plan.first_ranks is not None and chosen.stop > chosen.start:
         return _Sharing(int(plan.cp_sizes[chosen.start]), ("",), bucket - int(plan.first_ranks[chosen.start]))
+    cp = plan.mesh.cp
     if cp == 1 or plan.axis == "CP" or "CP" in plan.broadcast:
         return _Sharing(1, ("",))  # whole: the trainer cuts what it broadcasts
     return _Sharing(cp, _suffixes(cp))
@@ -170,18 +170,18 @@ def _boundaries(plan: LoadingPlan, samples: StepSamples, chosen: slice, of: int)
     return behind[chosen.start : chosen.stop + 1] - behind[chosen.start]
 
 
-def _draw_up(blueprint: Blueprint, packing: PackingJob, one: _Bin, *, hybrid: bool) -> tuple[tuple[int, ...], int]:
+def _draw_up(blueprint: Blueprint, plan: LoadingPlan, layout: Layout, one: _Bin) -> tuple[tuple[int, ...], int]:
     """Make room for the arrays of the sequence.
 
     Returns:
         Where each begins that the kernel writes (-1 for what is not there), and where positions of several rows do.
     """
-    layout, segments, width = packing.layout, len(one.cu) - 1, one.width
+    segments, width = len(one.cu) - 1, one.width
     shape: tuple[int, ...] = (segments, width // segments) if one.rows else (1, width)
     if layout.keys == "torchtitan" and not one.rows:
         shape = (width,)
     at, stride = dict.fromkeys(FIELDS, _NOWHERE), stride_of(width)
-    for field, names in _slice_names(layout.keys, one.rows, packing.cp, one.sharing.suffixes):
+    for field, names in _slice_names(layout.keys, one.rows, plan.mesh.cp, one.sharing.suffixes):
         if field == "positions" and layout.positions != "plain":
             axes = _AXES[layout.positions]
             several = blueprint.add_slices(names, "<i8", (axes, *shape), stride_of(axes * width))
@@ -194,7 +194,7 @@ def _draw_up(blueprint: Blueprint, packing: PackingJob, one: _Bin, *, hybrid: bo
         if not one.rows:
             at["unpadded"] = blueprint.add("cu_seqlens", "<i4", (segments + 1,))
             at["longest"] = blueprint.add("max_seqlen", "<i4", (1,))
-        if hybrid:
+        if plan.cp_sizes is not None:
             at["ranks"] = blueprint.add("local_cp_size", "<i4", (1,))
     return tuple(at.values()), several if layout.positions != "plain" else _NOWHERE
 
