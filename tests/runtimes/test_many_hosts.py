@@ -192,6 +192,48 @@ def test_a_host_gets_its_part_and_nothing_else(jobs, tmp_path, cache):
     assert traffic["other_bytes"] < 1024 * 5 * traffic["plans"]
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "after", "hosts", "strategy"),
+    [
+        ("ids", "dp=2", "dp=2,cp=2", 2, "balance"),  # rank 1 goes on where it sits, ranks 2 and 3 share a host
+        ("ids", "dp=4", "dp=3", 4, "packed"),  # a host has nobody any more
+        ("mixed", "dp=2", "dp=4", 2, "vlm"),
+        ("mixed", "dp=2,tp=2", "pp=2,dp=1", 2, "vlm"),
+    ],
+)
+def test_another_mesh_reaches_every_host(jobs, tmp_path, cache, name, before, after, hosts, strategy):
+    old, new, job = ol.ClientPlaceTree.parse(before), ol.ClientPlaceTree.parse(after), jobs[name]
+    options = {"strategy": STRATEGIES[strategy], "prefetch": 1}
+    with ol.launch(job, mesh=old, runtime="inline", cache=cache, **options) as service:
+        service.reshard(new, at_step=4)
+        expected = steps_by_rank(service, max(old.world_size, new.world_size))
+    per_host = old.world_size // hosts
+    with hosts_of(job, tmp_path, cache, mesh=old, ranks_per_host=per_host, loader_hosts=2, **options) as (
+        service, planner, loaders,
+    ):  # fmt: skip
+        message = {"op": "reshard", "mesh": new.sizes(), "step": 4, "id": "once"}
+        for _ in range(2):
+            answer = open_frame(planner.ask("ask", frame_of(message)).get())[0]["answer"]
+            assert answer == {"step": 4, "newest": new.sizes()}
+        assert steps_by_rank(service, max(old.world_size, new.world_size)) == expected
+        behind = [step for loader in loaders for step in loader.role._host._staged if 4 <= step < 7]
+        assert not behind, "every part of the new mesh was taken, and let go of"
+
+
+def steps_by_rank(service, ranks):
+    """Take seven steps with all ranks side by side: what each of them got of each step."""
+    clients, found = [service.client(rank) for rank in range(ranks)], {}
+    for index in range(7):
+        for rank, client in enumerate(clients):
+            step = next(client, None) if client.next_step == index else None
+            if step is not None:
+                digests = [batch.digest() for batch in (*step.microbatches, *filter(None, [step.encoder]))]
+                found[rank, index] = (step.mesh, step.plan_digest, digests)
+    for client in clients:
+        client.close()
+    return found
+
+
 def digests_of(client):
     return [batch.digest() for _, step in zip(range(3), client, strict=False) for batch in step.microbatches]
 

@@ -141,11 +141,23 @@ class Seats:
     def _in_window(self, seat: Seat, step: int) -> bool:
         return seat.step <= step <= seat.step + self._prefetch
 
+    def _foremost(self) -> int | None:
+        """Return the furthest step that anybody wants who is not new; None where all are."""
+        there = [seat.step for seat in self._seats.values() if not seat.new and not seat.ended]
+        return max(there) + self._prefetch if there else None
+
     def _wanting(self) -> list[Seat]:
         """Return who wants anything now."""
-        there = [seat for seat in self._seats.values() if not seat.new and not seat.ended]
-        new = [seat for seat in self._seats.values() if seat.new]
-        return there + [one for one in new if not there or any(self._in_window(seat, one.step) for seat in there)]
+        foremost, seats = self._foremost(), self._seats.values()
+        # The others may be past a newcomer's first step already: then it is late, and gets it at once.
+        return [s for s in seats if (foremost is None or foremost >= s.step if s.new else not s.ended)]
+
+    def _last_of(self, seat: Seat, foremost: int | None) -> int:
+        """Return the last step that a client wants: a newcomer wants with the others, and its first alone."""
+        last = seat.step + self._prefetch
+        if not seat.new:
+            return last
+        return seat.step if foremost is None else max(seat.step, min(last, foremost))
 
     def wanted(self) -> dict[int, set[int]]:
         """Return wanted steps in ascending order with the ranks that want them."""
@@ -154,7 +166,8 @@ class Seats:
         wanted: dict[int, set[int]] = {}
         for step, rank in self._waiting:
             wanted.setdefault(step, set()).add(rank)
+        foremost = self._foremost()
         for seat in self._wanting():
-            for step in range(seat.step, seat.step + (0 if seat.new else self._prefetch) + 1):
+            for step in range(seat.step, self._last_of(seat, foremost) + 1):
                 wanted.setdefault(step, set()).add(seat.rank)
         return {step: wanted[step] for step in sorted(wanted)}
