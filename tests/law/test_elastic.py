@@ -99,8 +99,8 @@ def test_ranks_come_and_go_and_nothing_else_changes(ids_job, cache, where, way):
         status = service.status()
         assert status["mesh"] == str(third) and status["next_mesh"] is None
     assert [trainers.meshes[step] for step in (one - 1, one, two - 1, two)] == [first, second, second, third]
-    ends = {r: one for r in range(second.world_size, first.world_size)}
-    ends |= {r: two for r in range(third.world_size, second.world_size)}
+    ends = dict.fromkeys(range(second.world_size, first.world_size), one)
+    ends |= dict.fromkeys(range(third.world_size, second.world_size), two)
     assert trainers.ended == ends, "a rank that is not in the mesh of a step ends before it"
     assert trainers.order == expected.order
     assert sorted_pieces(trainers) == sorted_pieces(expected), "every sample once, in its step"
