@@ -330,6 +330,9 @@ def test_a_newcomer_wants_its_first_step_when_the_others_are_near(prefetch, begi
     assert seats.only_new(begin) != (at <= begin <= at + prefetch)
     seats.end(seat)
     assert seats.wanted() == {begin: {1}}
+    back = seats.take(2, begin, at=begin + 1)
+    assert seats.wanted()[begin + 1] >= {2} and not seats.only_new(begin + 1), "it was there before"
+    seats.free(back)
 
 
 @given(sizes)

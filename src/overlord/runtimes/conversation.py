@@ -67,7 +67,7 @@ class Conversation:
             if number is not None:
                 self._desk.arena.release(number)
         if op == "hello":
-            return self._hello(int(message["rank"])), []
+            return self._hello(int(message["rank"]), message.get("at")), []
         if op not in SEATED:
             if op == "status":
                 self._desk.planner.tell(server.news())
@@ -100,14 +100,14 @@ class Conversation:
             self._moved = False
             self._desk.server.moved()
 
-    def _hello(self, rank: int) -> dict[str, Any]:
+    def _hello(self, rank: int, at: int | None) -> dict[str, Any]:
         desk, stands = self._desk, self._desk.planner.ask({"op": "begins", "rank": rank})
         here = desk.server.ranks_of(mesh_from_text(stands["mesh"]))
         facts = {"lease_bytes": desk.budget_bytes // (2 * max(len(here), 1)), **stands}
         if stands["first_step"] is None:
             return facts
         self._rank = rank
-        self._seat, before = desk.server.attach(rank, int(stands["first_step"]))
+        self._seat, before = desk.server.attach(rank, int(stands["first_step"]), at)
         return {**facts, **before}
 
     def _hand_over(self, built: Mapping[int, Built], header: str = "") -> tuple[str, list[int]]:

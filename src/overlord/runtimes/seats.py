@@ -55,11 +55,18 @@ class Seats:
         """Return how far a rank came that attaches again, and whether it sits here still."""
         return self._reached.get(rank), any(seat.rank == rank for seat in self._seats.values())
 
-    def take(self, rank: int, begin: int) -> int:
-        """Seat a client at the step where its rank begins; return its seat."""
-        self._reached[rank] = max(begin, self._reached.get(rank, begin))
+    def take(self, rank: int, begin: int, at: int | None = None) -> int:
+        """Seat a client; return its seat.
+
+        Args:
+            rank: Its rank.
+            begin: The step where its rank begins.
+            at: Where it stands, if it comes back from a connection that broke.
+        """
+        step = begin if at is None else at
+        self._reached[rank] = max(step, self._reached.get(rank, step))
         number = max(self._seats, default=-1) + 1
-        self._seats[number] = Seat(rank, begin, new=begin > self._first_step)
+        self._seats[number] = Seat(rank, step, new=step == begin > self._first_step)
         return number
 
     def free(self, seat: int) -> None:

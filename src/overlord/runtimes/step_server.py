@@ -122,11 +122,11 @@ class StepServer:
         with self._changed:
             return HostNews(self._seats.reached, self._seats.positions, self._arena.used_bytes)
 
-    def attach(self, rank: int, begin: int) -> tuple[int, dict[str, Any]]:
-        """Seat a client where its rank begins; return its seat, and what it should know of who had its rank before."""
+    def attach(self, rank: int, begin: int, at: int | None = None) -> tuple[int, dict[str, Any]]:
+        """Seat a client where its rank begins, or where it stood; return its seat, and who had its rank before."""
         with self._changed:
             reached, seated = self._seats.before(rank)
-            seat = self._seats.take(rank, begin)
+            seat = self._seats.take(rank, begin, at)
             self._changed.notify_all()
             return seat, {"reached": reached, "seated": seated}
 
