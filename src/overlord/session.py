@@ -220,7 +220,8 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         prefetch: Steps built ahead of each trainer.
         shadows: Which sources have a shadow loader in another process, ready to take over: True, names of sources, or
             "auto" for those whose loader takes long to come back.
-        heartbeat: Seconds that nothing may be heard of a role before it is taken for dead and replaced.
+        heartbeat: Seconds that nothing may be heard of a role before it is taken for dead and replaced; of the service
+            process, twice as long.
         loaders_per_source: SourceLoaders that share the groups of each source.
         threads: Threads for decoding (default: one per core of this host; of each loader host of a cluster: 2).
         address: The Ray cluster to attach to, such as "auto" or "10.0.0.1:6379" (default: one is started here).
@@ -278,7 +279,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         cache=str(Path(cache).expanduser().absolute()),
         state=_resolve_state(state, store), latest=isinstance(state, str),
         strategy=strategy, skip_steps=int(skip_steps), layout=chosen, placement=placement, cluster=cluster,
-        reconcile=reconcile, on_source_failure=on_source_failure,
+        reconcile=reconcile, on_source_failure=on_source_failure, service=uuid.uuid4().hex,
     )  # fmt: skip
     return Service(_start(runtime, job, options, progress), tree, functools.partial(limits_of, canonical(job), chosen))
 

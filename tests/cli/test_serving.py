@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from rich.console import Console
+from tests.conftest import write_ids
 from typer.testing import CliRunner
 
 import overlord as ol
@@ -97,12 +98,38 @@ def test_a_sigterm_at_any_moment_is_seen() -> None:
             timer.join()
 
 
-def test_a_service_that_dies_is_told(serve: Serve) -> None:
+def test_a_service_that_dies_comes_back(serve: Serve) -> None:
     process, told = serve()
-    os.kill(told["pid"], signal.SIGKILL)
+    with ol.connect(told["address"], rank=0) as client:
+        assert next(client).index == 0
+        os.kill(told["pid"], signal.SIGKILL)
+        assert [next(client).index for _ in range(4)] == [1, 2, 3, 4]
+        status = json.loads(CliRunner().invoke(app, ["status", told["address"], "--json"]).stdout)
+        assert status["pid"] != told["pid"]
+    process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (1, "")
-    assert "is gone; attached trainers get no more data" in err.splitlines()[-1]
+    assert (process.returncode, out) == (0, "")
+    assert f"the service process {told['pid']} was killed by SIGKILL; it is started again (restart 1)" in err
+
+
+def test_a_service_that_cannot_come_back_is_told(tmp_path: Path, cache: str) -> None:
+    rows = write_ids(tmp_path / "a.jsonl", [5] * 40)
+    job = ol.Job(
+        [ol.Source("a", str(rows), sample=ol.Text("ids", tokenized=True))], batch=ol.Batch(32, global_samples=4)
+    )
+    (tmp_path / "job.yaml").write_text(dump_job_yaml(job, LaunchOptions()))
+    command = [sys.executable, "-m", "overlord.cli.main", "serve", str(tmp_path / "job.yaml"), "--json"]
+    with subprocess.Popen(
+        [*command, "--cache", cache], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        rows.unlink()
+        os.kill(told["pid"], signal.SIGKILL)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert "(was killed by SIGKILL) and cannot be started again" in err.splitlines()[-1]
+    assert "Traceback" not in err
 
 
 def test_a_service_without_clients_shows_its_sources_only(ids_job: ol.Job, cache: str) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -80,14 +81,39 @@ def test_launch_that_fails(ids_job, cache, nothing_left, where):
         ol.launch(ids_job, **where, cache=cache, state={"version": 0})
 
 
-def test_client_learns_that_the_service_died(ids_job, cache, nothing_left):
+def test_service_is_killed_and_comes_back(ids_job, cache, nothing_left):
+    with ol.launch(ids_job, cache=cache) as service, service.client() as client:
+        held = list(next(client).microbatches)
+        os.kill(service.status()["pid"], signal.SIGKILL)
+        assert [next(client).index for _ in range(4)] == [1, 2, 3, 4]
+        assert service.status()["restarts"] == 1
+        del held
+
+
+def test_close_while_the_service_is_started_again(ids_job, cache, nothing_left):
     with ol.launch(ids_job, cache=cache) as service, service.client() as client:
         next(client)
-        pid = service.status()["pid"]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(service.status()["pid"], signal.SIGKILL)
+        while service._runtime.restarts == 0:
+            time.sleep(0.01)
+        service.close()
         with pytest.raises(ol.ServiceLost, match="is gone"):
+            for _ in range(2):  # the first of them may be in hand
+                next(client)
+
+
+def test_client_learns_that_the_service_was_ended(ids_job, cache, nothing_left):
+    with ol.launch(ids_job, cache=cache) as service, service.client() as client:
+        next(client)
+        os.kill(service.status()["pid"], signal.SIGTERM)
+        with pytest.raises((ol.ServiceLost, ol.ClosedError), match=r"is gone|was closed"):
             for _ in client:
                 pass
+        with pytest.raises(ol.ServiceLost, match="was ended by a SIGTERM"):
+            service._runtime._keeper._thread.join(DEADLINE_S)
+            service.status()
+        with pytest.raises(ol.ServiceLost, match="no service answers"):
+            ol.connect(service.address, 0)
 
 
 _LAUNCHER = """
@@ -141,12 +167,44 @@ def end(process) -> None:
     process.wait(DEADLINE_S)
 
 
+def wait_removed(address: str) -> None:
+    folder, until = Path(address.removeprefix("unix://")).parent, time.monotonic() + DEADLINE_S
+    while folder.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], ids=["Ctrl-C", "SIGKILL", "SIGTERM"])
 def test_launcher_is_stopped(ids_job, cache, nothing_left, how):
-    launcher, _, pid = started_launcher(ids_job, cache)
+    launcher, address, pid = started_launcher(ids_job, cache)
     launcher.send_signal(how)
     launcher.wait(DEADLINE_S)
     wait_gone(pid)
+    wait_removed(address)
+    end(launcher)
+
+
+def test_launcher_and_service_are_killed(ids_job, cache, nothing_left):
+    launcher, address, pid = started_launcher(ids_job, cache)
+    launcher.send_signal(signal.SIGSTOP)  # so that it cannot start the service again in between
+    os.kill(pid, signal.SIGKILL)
+    launcher.kill()
+    launcher.wait(DEADLINE_S)
+    wait_removed(address)
+    end(launcher)
+
+
+def test_launcher_is_killed_while_it_starts_the_service_again(ids_job, cache, nothing_left):
+    launcher, address, pid = started_launcher(ids_job, cache)
+    os.kill(pid, signal.SIGKILL)
+    children = psutil.Process(launcher.pid).children
+    while not [child.pid for child in children() if child.pid != pid]:
+        time.sleep(0.01)
+    again = children()[-1].pid
+    launcher.kill()
+    launcher.wait(DEADLINE_S)
+    wait_gone(again)
+    wait_removed(address)
     end(launcher)
 
 

@@ -101,9 +101,11 @@ def test_a_late_client_replays_each_old_step_once(tmp_path, cache, monkeypatch):
 def test_sigterm_ends_the_service_quietly(ids_job, cache, capfd):
     service = ol.launch(ids_job, cache=cache)
     next(service.client())
-    process = service._runtime._process
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(20) == 0
+    keeper = service._runtime._keeper
+    os.kill(keeper.pid, signal.SIGTERM)
+    keeper._thread.join(20)
+    assert keeper._process.ended == "ended with code 0"
+    assert keeper.restarts == 0
     service.close()
     assert "Fatal" not in capfd.readouterr().err
 
@@ -159,7 +161,7 @@ def test_an_array_that_goes_while_a_client_asks_is_given_back(ids_job, cache):
         for thread in threads:
             thread.join()
         assert failures == []
-        assert feed._leased == {}
+        assert feed._line.leased == {}
 
 
 @pytest.mark.slow_on_ray
@@ -224,5 +226,5 @@ def test_microbatches_that_nobody_looked_at_are_let_go(mixed_job, cache):
     with ol.launch(mixed_job, cache=cache, budget=16 << 20, prefetch=2) as service, service.client() as client:
         for _ in range(25):
             assert len(next(client).microbatches)
-        assert len(client._feed._leased) == 0
+        assert len(client._feed._line.leased) == 0
         assert service.status()["buffers"]["views_bytes"] < 16 << 20

@@ -336,7 +336,6 @@ class ConstructorRole(_Role):
         self._ends.callback(host.close)
         door = self._claim_folder() / door_name(number, hosts)
         door.unlink(missing_ok=True)  # a predecessor that was killed has left it
-        self._ends.callback(door.unlink, missing_ok=True)
         self._ends.enter_context(host.open_door(door))
         return frame_of({})
 

@@ -30,6 +30,7 @@ class ConstructorHost:
         *,
         ranks_of: RanksOf,
         read_bytes: Callable[[], int],
+        served: Callable[[int], None] | None = None,
     ) -> None:
         arena = Arena()
         self._planner = planner
@@ -42,7 +43,9 @@ class ConstructorHost:
             budget_bytes=options.budget_bytes,
             read_bytes=read_bytes,
         )
-        self._desk = Desk(planner, self._server, constructor, arena, options.budget_bytes)
+        self._desk = Desk(
+            planner, self._server, constructor, arena, options.budget_bytes, served or (lambda step: None)
+        )
         self._server.start()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,10 @@ from overlord.runtimes.shared_memory import Arena
 from overlord.runtimes.step_server import Built, StepServer, view_text
 from overlord.runtimes.wire import to_text
 
-SEATED = ("leave", "step", "microbatch")
+SEATED = ("leave", "step", "ahead", "microbatch")
 """Messages that only a rank with a seat may send."""
+NOT_YET = '{"header":null,"views":{},"gone":[]}'
+"""The answer to who looks ahead too early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Desk:
     constructor: DataConstructor
     arena: Arena
     budget_bytes: int
+    served: Callable[[int], None]
+    """Told the step that a client has come to."""
 
 
 class Conversation:
@@ -43,7 +47,8 @@ class Conversation:
         self._leases: dict[int, int] = {}
         self._next_lease = 0
         self._known: set[int] = set()
-        self._moved = False
+        self._moved_to: int | None = None
+        self._lease_bytes = 0
         self._seen_gone = 0
         self._names: tuple[str, ...] = ()
 
@@ -78,11 +83,14 @@ class Conversation:
             server.leave(self._seat, int(message["next_step"]))
             return {}, []
         if op == "step":
-            opened = server.open_step(self._seat, int(message["step"]))
+            step = int(message["step"])
+            opened = server.open_step(self._seat, step)
             if opened is None:
                 return {"header": None}, []
-            self._moved = True
+            self._moved_to = step
             return self._hand_over(opened[1], self._header_text(opened[0]))
+        if op == "ahead":
+            return self._look_ahead(self._seat, int(message["step"]), message.get("at"))
         number = int(message["microbatch"])
         built = server.microbatch(self._seat, int(message["step"]), number)
         return self._hand_over({number: built} if built is not None else {})
@@ -96,14 +104,26 @@ class Conversation:
         return f'"names":{to_text(header.names)},{text}'
 
     def _after(self) -> None:
-        if self._moved:
-            self._moved = False
+        if self._moved_to is not None:
             self._desk.server.moved()
+            self._desk.served(self._moved_to)
+            self._moved_to = None
+
+    def _look_ahead(self, seat: int, step: int, at: int | None) -> tuple[str, list[int]]:
+        opened = self._desk.server.look_ahead(seat, step, at, self._lease_bytes)
+        # What follows from a move comes before the answer here: nobody waits for that, and it may fill the socket
+        # until the client comes back.
+        self._moved_to = at
+        self._after()
+        if opened is None:
+            return NOT_YET, []
+        return self._hand_over(opened[1], self._header_text(opened[0]))
 
     def _hello(self, rank: int, at: int | None) -> dict[str, Any]:
         desk, stands = self._desk, self._desk.planner.ask({"op": "begins", "rank": rank})
         here = desk.server.ranks_of(mesh_from_text(stands["mesh"]))
-        facts = {"lease_bytes": desk.budget_bytes // (2 * max(len(here), 1)), **stands}
+        self._lease_bytes = desk.budget_bytes // (2 * max(len(here), 1))
+        facts = {"lease_bytes": self._lease_bytes, **stands}
         if stands["first_step"] is None:
             return facts
         self._rank = rank

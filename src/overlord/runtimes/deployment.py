@@ -63,6 +63,15 @@ class LaunchOptions:
     threads: int = 2
     """Threads for decoding and other heavy work."""
     store: str | None = None
+    """Where the journal and the snapshots go: a folder, or a URL of a filesystem that pyarrow knows."""
+    store_options: Mapping[str, str | int | float | bool] = field(default_factory=dict[str, str | int | float | bool])
+    """Credentials and the like of a store that is a URL."""
+    keep: int = 256
+    """Steps behind the newest snapshot that stay resumable."""
+    service: str = ""
+    """The id of the service, the same over restarts; nobody else with another id may take its store while it lives."""
+    recover: bool = False
+    """Go on in the store's newest lineage after a crash, instead of beginning a lineage."""
     cache: str
     """Folder of indices and length sidecars."""
     state: Mapping[str, Any] | None = None
@@ -79,7 +88,7 @@ class LaunchOptions:
     cluster: ClusterOptions | None = None
     """The cluster, of a service that runs on one, or in several processes."""
     heartbeat_s: float = 5.0
-    """How long nothing may be heard of a role before it is taken for dead."""
+    """How long nothing may be heard of a role before it is taken for dead; of the service process, twice as long."""
     reconcile: Reconcile = "strict"
     """What of the job's sources may differ from the state's."""
     on_source_failure: OnSourceFailure = "stop"

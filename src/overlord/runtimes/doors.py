@@ -20,6 +20,9 @@ logger = logging.getLogger("overlord")
 CONTROL = "control"
 """The door of a cluster service's own process: it answers, and has no views."""
 
+BEAT = "beat"
+"""The message that every door answers at once: whoever gets no answer takes the process for hung."""
+
 Converse = Callable[[socket.socket], None]
 
 
@@ -27,13 +30,18 @@ Converse = Callable[[socket.socket], None]
 def open_door(path: Path, converse: Converse) -> Iterator[None]:
     """Listen on a socket while the context is open, and hold a conversation with whoever comes."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        path.unlink(missing_ok=True)  # of a process that was killed, in whose place this one is
         listener.bind(str(path))
+        ours = path.stat().st_ino
         listener.listen(128)
         threading.Thread(target=_accept, args=(listener, converse), daemon=True).start()
         try:
             yield
         finally:
             listener.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == ours:  # and not that of a successor
+                    path.unlink()
 
 
 def _accept(listener: socket.socket, converse: Converse) -> None:
@@ -70,7 +78,8 @@ def answer_all(connection: socket.socket, answer: Answer, after: Callable[[], No
         reply: dict[str, Any] | str
         fds: Sequence[int]
         try:
-            reply, fds = answer(message)
+            # Whoever asks whether this process lives does not ask for more.
+            reply, fds = ({}, []) if message.get("op") == BEAT else answer(message)
         except OverlordError as error:
             reply, fds = {"error": type(error).__name__, "message": str(error)}, []
         except Exception as error:  # the border to the client: it must learn what became of its question
@@ -91,6 +100,33 @@ def door_name(number: int, hosts: int) -> str:
     return f"host-{number}-of-{hosts}"
 
 
+def written_out(address: str) -> str:
+    """Return an address, or the one that a file holds (`--address-file`).
+
+    Raises:
+        SpecError: for what is neither.
+    """
+    if isinstance(address, str) and not address.startswith("unix://") and Path(address).is_file():
+        address = Path(address).read_text(encoding="utf-8", errors="replace").strip()
+    if not isinstance(address, str) or not address.startswith("unix://") or address == "unix://":
+        raise SpecError(
+            f"address: {address!r:.200} is not one, and no file of that name holds one; nobody could be reached. Use "
+            "what `service.address` or `overlord serve` shows, such as 'unix:///tmp/overlord-x/socket', or the file of "
+            "--address-file, which goes when the service ends."
+        )
+    return address
+
+
+def path_of(address: str) -> Path:
+    """Return the socket of an address; or the folder of the doors, of a service that has several.
+
+    Example:
+        >>> path_of("unix:///tmp/overlord-x/socket").parent.name
+        'overlord-x'
+    """
+    return Path(address.removeprefix("unix://"))
+
+
 def knock(address: str, rank: int | None = None) -> socket.socket:
     """Connect to a service: to the door that serves a rank, or to any that answers.
 
@@ -98,16 +134,8 @@ def knock(address: str, rank: int | None = None) -> socket.socket:
         SpecError: for what is no address.
         ServiceLost: when nobody answers.
     """
-    if isinstance(address, str) and not address.startswith("unix://") and Path(address).is_file():
-        address = Path(address).read_text(encoding="utf-8", errors="replace").strip()  # an --address-file
-    text = address.removeprefix("unix://") if isinstance(address, str) else ""
-    if text == address or not text:
-        raise SpecError(
-            f"address: {address!r:.200} is not one, and no file of that name holds one; nobody could be reached. Use "
-            "what `service.address` or `overlord serve` shows, such as 'unix:///tmp/overlord-x/socket', or the file of "
-            "--address-file, which goes when the service ends."
-        )
-    path = Path(text)
+    address = written_out(address)
+    path = path_of(address)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(str(_door_of(path, rank, address) if path.is_dir() else path))

@@ -1,13 +1,23 @@
-"""How a trainer attaches to the service of its host: a Unix socket to ask on, shared memory to read from."""
+"""How a trainer attaches to the service of its host: a Unix socket to ask on, shared memory to read from.
+
+Rules of this file:
+1. A service that dies is started again, and a client goes on where it was: every message may be sent twice, and who
+   comes back says at which step. Nothing is raised as long as the service may return.
+2. Leases are those of one connection. Arrays outlive it, and what they hold of it must not be released on another.
+3. The step behind the one that was handed out is fetched before anybody waits for it, as soon as it is built: a client
+   whose service is gone has it in hand.
+"""
 
 from __future__ import annotations
 
 import logging
 import mmap
 import os
+import socket
 import threading
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +26,19 @@ from overlord.core.spec_model import is_whole
 from overlord.errors import ClosedError, ServiceLost, SpecError, error_named
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
-from overlord.runtimes.doors import knock
+from overlord.runtimes.barrier import Barrier
+from overlord.runtimes.doors import BEAT, knock, path_of, written_out
 from overlord.runtimes.headers import header_from_json, mesh_from_text
-from overlord.runtimes.wire import receive, send
+from overlord.runtimes.wire import expect_within, receive, send
+
+SILENCE_S = 5.0
+"""After so long without an answer a client asks whether the service still lives: a step may take longer."""
+BEAT_S = 10.0
+"""How long a living service may take to say so."""
+FIRST_ATTACH_S = 60.0
+"""How long a client that attaches for the first time waits for a service that is just being started again."""
+LEAVE_S = 10.0
+"""How long a client that goes waits for a service that is away, to say how far it came."""
 
 logger = logging.getLogger("overlord")
 
@@ -37,37 +57,88 @@ def connect_local(address: str, rank: int) -> Client:
 
 def status_of(address: str) -> dict[str, Any]:
     """Ask a running service for its status."""
-    return ask_service(address, {"op": "status"})["status"]
+    return opened(ask_once(address, {"op": "status"}))["status"]
 
 
-def ask_service(address: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Ask a running service one thing, without a seat in it."""
+def ask_once(address: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Ask a running service one thing, without a seat in it; an error is an answer, see `opened`.
+
+    Raises:
+        ServiceLost: when it is gone.
+    """
     with knock(address) as connection:
-        send(connection, message)
-        reply, _ = receive(connection)
+        try:
+            send(connection, message)
+        except OSError as error:
+            raise ServiceLost(f"the connection broke: {error}") from error
+        return receive(connection)[0]
+
+
+def opened(reply: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer; raise it if it is an error."""
     if "error" in reply:
         raise error_named(reply["error"], reply["message"])
     return reply
+
+
+class _Line:
+    """A connection to a service, and the books of what is leased over it."""
+
+    def __init__(self, connection: socket.socket, rank: int, at: int | None) -> None:
+        self.connection = connection
+        self.hang_up = weakref.finalize(self, connection.close)
+        self.maps: dict[int, mmap.mmap] = {}
+        self.released: deque[int] = deque()
+        self.leased: dict[int, int] = {}
+        self.ahead: int | None = None
+        """The step that was asked for ahead, and whose answer has not been read."""
+        try:
+            expect_within(connection, BEAT_S)
+            send(connection, {"op": "hello", "rank": rank} | ({} if at is None else {"at": at}))
+            self.facts = opened(receive(connection)[0])
+            expect_within(connection, SILENCE_S)
+        except BaseException:
+            self.hang_up()
+            raise
+        self.lease_bytes: int = self.facts["lease_bytes"]
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message, and give back what nobody looks at any more."""
+        # One by one: an array that goes while this runs must not be forgotten.
+        released = [self.released.popleft() for _ in range(len(self.released))]
+        send(self.connection, {**message, "release": released})
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A view that lies in mapped memory."""
+
+    view: dict[str, Any]
+    segment: mmap.mmap
+    line: _Line
+
+    def let_go(self) -> None:
+        self.line.released.append(self.view["lease"])
 
 
 class LocalFeed:
     """A rank's door to the service of its host. Arrays lie in shared memory until nothing refers to them."""
 
     def __init__(self, address: str, rank: int) -> None:
-        self._address = address
-        self._connection = knock(address, rank)
-        self._finalizer = weakref.finalize(self, self._connection.close)
+        self._address = written_out(address)
+        self._several_doors = path_of(self._address).is_dir()
+        self._rank = rank
         self._lock = threading.RLock()
-        self._maps: dict[int, mmap.mmap] = {}
-        self._released: deque[int] = deque()
-        self._leased: dict[int, int] = {}
-        self._ready: dict[tuple[int, int], tuple[dict[str, Any], mmap.mmap]] = {}
-        facts = self._ask({"op": "hello", "rank": rank})[0]
+        self._ready: dict[tuple[int, int], _Ready] = {}
+        self._in_hand: dict[int, StepHeader] = {}
+        self._at: int | None = None
+        self._closed = False
+        self._line: _Line | None = self._first_line()
         self._names: tuple[str, ...] = ()
+        facts = self._line.facts
         self.mesh = mesh_from_text(facts["mesh"])
         """The mesh of the step at which this rank begins; of a rank that none has, the newest."""
         self.first_step: int = facts["first_step"] or 0
-        self._lease_bytes: int = facts["lease_bytes"]
         if facts.get("seated"):
             logger.warning(
                 "rank %d is attached to %s already: two trainers would train on the same data, and nobody on that of "
@@ -82,14 +153,19 @@ class LocalFeed:
     def open_step(self, step: int) -> StepHeader | None:
         """Return the header of a step; waits until it is planned. What is built of it comes along."""
         with self._lock:
-            self._released.extend(view["lease"] for view, _ in self._ready.values())  # nobody looked at them
-            self._ready.clear()
-            reply, fds = self._ask({"op": "step", "step": step})
-            if reply["header"] is None:
-                return None
-            self._take(step, reply, fds)
-            self._names = tuple(reply.get("names", self._names))
-            return header_from_json(reply["header"], self._names)
+            self._check_open()
+            self._at = step
+            for key in [key for key in self._ready if key[0] != step]:  # nobody looked at them
+                self._ready.pop(key).let_go()
+            header, told = self._take_in_hand(step), False
+            if header is None:
+                reply, fds = self._ask({"op": "step", "step": step})
+                if reply["header"] is None:
+                    return None
+                self._take(step, reply, fds)
+                header, told = self._header_of(reply), True
+            self._look_ahead(step, told)
+            return header
 
     def microbatch(self, step: int, microbatch: int) -> RankView:
         """Return one microbatch; waits until it is built."""
@@ -99,39 +175,38 @@ class LocalFeed:
                 self._take(step, *self._ask({"op": "microbatch", "step": step, "microbatch": microbatch}))
             if key not in self._ready:
                 return RankView({}, {})
-            view, segment = self._ready.pop(key)
-        root = np.frombuffer(segment, np.uint8)
+            ready = self._ready.pop(key)
+        view, line = ready.view, ready.line
+        root = np.frombuffer(ready.segment, np.uint8)
         # Every array below is a view of `root`: the lease ends when the last of them is gone.
         arrays = {k: _view(root, dtype, shape, offset) for k, dtype, shape, offset in view["arrays"]}
         nbytes = sum(a.nbytes for a in arrays.values())
-        if sum(self._leased.values()) + nbytes > self._lease_bytes:
+        if sum(line.leased.values()) + nbytes > line.lease_bytes:
             # A trainer that keeps many batches must not hold the service's memory: it gets copies.
             arrays = {k: a.copy() for k, a in arrays.items()}
-            self._released.append(view["lease"])
+            ready.let_go()
         else:
-            self._leased[view["lease"]] = nbytes
-            weakref.finalize(root, _let_go, self._leased, self._released, view["lease"]).atexit = False
+            line.leased[view["lease"]] = nbytes
+            weakref.finalize(root, _let_go, line.leased, line.released, view["lease"]).atexit = False
         return RankView(arrays, view["scalars"])
-
-    def _take(self, step: int, reply: dict[str, Any], fds: list[int]) -> None:
-        """Keep the views that came, with their segments mapped."""
-        unseen = iter(fds)
-        for microbatch, view in reply["views"].items():
-            number = view["segment"]
-            if view["new"]:
-                fd = next(unseen)
-                self._maps[number] = mmap.mmap(fd, view["capacity"], prot=mmap.PROT_READ)
-                os.close(fd)
-            self._ready[step, int(microbatch)] = (view, self._maps[number])
-        for old in reply["gone"]:
-            self._maps.pop(old, None)
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Hand over metrics; durable when it returns.
 
         By a connection of its own: another thread may wait for the very step that this report lets go on.
         """
-        ask_service(self._address, {"op": "report", "step": step, "metrics": metrics})
+        self._check_open()
+        # A service that has just come back may not have planned again what this client has had for long.
+        message = {"op": "report", "step": step, "metrics": metrics, "at": self._at}
+        barrier = self._barrier("report")
+        while True:
+            try:
+                reply = ask_once(self._address, message)
+                break
+            except (OSError, ServiceLost) as error:
+                self._check_open()
+                barrier.wait(error)
+        opened(reply)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state before a step."""
@@ -139,32 +214,143 @@ class LocalFeed:
 
     def close(self, next_step: int | None = None) -> None:
         """Detach; arrays that are still referenced stay readable."""
-        if next_step is not None and self._finalizer.alive:
-            try:
-                self._ask({"op": "leave", "next_step": next_step})
-            except ServiceLost:
-                pass  # it went first; there is nobody to take leave of
-        self._finalizer()
-        self._maps.clear()
-        self._ready.clear()
-
-    def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        if self._closed:
+            return
+        self._closed = True  # a thread that waits for the service to come back gives up
         with self._lock:
-            if not self._finalizer.alive:
-                raise ClosedError("the client is closed. Take another one from the service.")
-            # One by one: an array that goes while this runs must not be forgotten.
-            released = [self._released.popleft() for _ in range(len(self._released))]
+            if next_step is not None:
+                try:
+                    self._ask({"op": "leave", "next_step": next_step}, patience_s=LEAVE_S)
+                except (ServiceLost, ClosedError):
+                    pass  # it went first, or is too busy; there is nobody to take leave of
+            self._drop_line()
+            self._ready.clear()
+
+    # -- the step in hand ----------------------------------------------------------------------
+
+    def _take_in_hand(self, step: int) -> StepHeader | None:
+        """Return the header of a step that was fetched ahead, if it was."""
+        line = self._line
+        if line is not None and line.ahead is not None:
             try:
-                send(self._connection, {**message, "release": released})
-                reply, fds = receive(self._connection)
+                self._hear_ahead(line)
+            except (OSError, ServiceLost):
+                self._drop_line()  # the way of all who ask finds out whether it comes back
+        header = self._in_hand.pop(step, None)
+        self._in_hand.clear()
+        return header
+
+    def _look_ahead(self, step: int, told: bool) -> None:
+        """Ask for the step behind the one that is handed out, and do not wait for the answer."""
+        if self._line is None:
+            return
+        try:
+            self._line.send({"op": "ahead", "step": step + 1} | ({} if told else {"at": step}))
+            self._line.ahead = step + 1
+        except OSError:
+            self._drop_line()
+
+    def _hear_ahead(self, line: _Line) -> None:
+        """Read the answer to having looked ahead."""
+        step, line.ahead = line.ahead, None
+        if step is None:
+            return
+        reply, fds = receive(line.connection, self._check_alive)
+        if reply.get("header") is not None:
+            self._take(step, reply, fds)
+            self._in_hand[step] = self._header_of(reply)
+
+    def _header_of(self, reply: dict[str, Any]) -> StepHeader:
+        self._names = tuple(reply.get("names", self._names))
+        return header_from_json(reply["header"], self._names)
+
+    def _take(self, step: int, reply: dict[str, Any], fds: list[int]) -> None:
+        """Keep the views that came, with their segments mapped."""
+        line = self._line
+        assert line is not None, "views come over a line"
+        unseen = iter(fds)
+        for microbatch, view in reply["views"].items():
+            number = view["segment"]
+            if view["new"]:
+                fd = next(unseen)
+                line.maps[number] = mmap.mmap(fd, view["capacity"], prot=mmap.PROT_READ)
+                os.close(fd)
+            self._ready[step, int(microbatch)] = _Ready(view, line.maps[number], line)
+        for old in reply["gone"]:
+            line.maps.pop(old, None)
+
+    # -- asking, and coming back ---------------------------------------------------------------
+
+    def _ask(self, message: dict[str, Any], patience_s: float | None = None) -> tuple[dict[str, Any], list[int]]:
+        """Ask until there is an answer, over as many lines as it takes.
+
+        Args:
+            message: The question.
+            patience_s: How long to wait for a service that is away; as long as it may come back, by default.
+        """
+        with self._lock:
+            barrier: Barrier | None = None
+            while True:
+                if patience_s is None:
+                    self._check_open()
+                try:
+                    if self._line is None:
+                        self._line = _Line(knock(self._address, self._rank), self._rank, self._at)
+                    self._line.send(message)
+                    self._hear_ahead(self._line)
+                    reply, fds = receive(self._line.connection, self._check_alive)
+                    break
+                except (OSError, ServiceLost) as error:
+                    self._drop_line()
+                    barrier = barrier or self._barrier(message["op"])
+                    if patience_s is not None and barrier.waited_s > patience_s:
+                        raise ServiceLost(f"the service at {self._address} is away ({error})") from error
+                    barrier.wait(error)
+                except BaseException:  # as a Ctrl-C: the answer would come to who asks next
+                    self._drop_line()
+                    raise
+        return opened(reply), fds
+
+    def _first_line(self) -> _Line:
+        """Attach for the first time. A service that was killed a moment ago has left its door, and comes back."""
+        barrier = self._barrier("attaching")
+        behind = False
+        while True:
+            try:
+                connection, behind = knock(self._address, self._rank), True
+                return _Line(connection, self._rank, None)
             except (OSError, ServiceLost) as error:
-                raise ServiceLost(
-                    f"the service at {self._address} is gone ({error}); no more data will come. Why stands on the "
-                    "standard error of the process that launched it. Launch again from the last state."
-                ) from error
-        if "error" in reply:
-            raise error_named(reply["error"], reply["message"])
-        return reply, fds
+                # Where there is no door the address is wrong; where there is one that nobody answers at, it is not.
+                door = behind or isinstance(error.__cause__, ConnectionRefusedError)
+                if not door or barrier.waited_s > FIRST_ATTACH_S:
+                    raise
+                barrier.wait(error)
+
+    def _barrier(self, doing: str) -> Barrier:
+        what = f"rank {self._rank} ({doing}{'' if self._at is None else f', at step {self._at}'})"
+        return Barrier(self._address, several_doors=self._several_doors, what=what)
+
+    def _check_alive(self) -> None:
+        """Find out whether a service that is silent lives: a stopped process keeps its connections open.
+
+        Raises:
+            ServiceLost: when it does not answer.
+        """
+        self._check_open()
+        with knock(self._address, self._rank) as connection:
+            expect_within(connection, BEAT_S)
+            send(connection, {"op": BEAT})
+            receive(connection)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the client is closed. Take another one from the service.")
+
+    def _drop_line(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.hang_up()
+            line.maps.clear()
 
 
 def _view(root: Any, dtype: str, shape: list[int], offset: int) -> Any:

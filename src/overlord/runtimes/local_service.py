@@ -1,13 +1,15 @@
 """The service process of the local runtime: one per host, roles as threads, trainers on a Unix socket.
 
-Started by `overlord.runtimes.service_process`. Nothing of it has a name in shared memory, and its socket lies in a
-folder that goes with it.
+Started, and started again, by `overlord.runtimes.service_keeper`. Nothing of it has a name in shared memory, and its
+socket lies in the folder of its launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,10 +24,12 @@ from overlord.runtimes.newcomers import Newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.planner_host import PlannerHost
 from overlord.runtimes.process_workers import ProcessWorkers
-from overlord.runtimes.service_main import run_service
+from overlord.runtimes.service_main import SERVED, run_service
 from overlord.runtimes.status import describe_roles
 from overlord.runtimes.workers import ThreadWorkers
 
+TELL_S = 0.1
+"""The launcher is not told more often how far the clients are."""
 PATIENCE_S = 3.0
 """How long a closing service waits for functions in process workers."""
 
@@ -54,10 +58,10 @@ class LocalHost:
             Newcomers(roles, self._callers, self._workers).add,
             options.on_source_failure,
         )
-        self._fleet = roles.fleet
+        self._fleet, progress = roles.fleet, _Progress(tell)
         self.constructor = ConstructorHost(
             options, roles.constructor, self._planner, ranks_of=lambda tree: range(tree.world_size),
-            read_bytes=lambda: roles.fleet.buffer_bytes,
+            read_bytes=lambda: roles.fleet.buffer_bytes, served=progress.served,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -74,6 +78,22 @@ class LocalHost:
             self._planner.interrupt()
             self._fleet.interrupt()
             self.constructor.close()
+
+
+class _Progress:
+    """Tells the launcher how far the clients are: a service that is killed over and over, and serves, does not hang."""
+
+    def __init__(self, tell: Progress) -> None:
+        self._tell = tell
+        self._step = -1
+        self._told_at = -math.inf
+
+    def served(self, step: int) -> None:
+        """Hear of the step that a client has come to."""
+        now = time.monotonic()
+        if step > self._step and now - self._told_at > TELL_S:
+            self._step, self._told_at = step, now
+            self._tell(SERVED, step, step)
 
 
 @contextlib.contextmanager

@@ -211,6 +211,8 @@ class PlannerHost:
         if op == "state":
             return {"state": planner.state(int(message["step"]))}
         if op == "report":
+            if planner.next_step <= int(message["step"]) <= (message.get("at") or -1):
+                planner.plan_raw(int(message["step"]))  # handed out before this planner came in the place of another
             planner.report(int(message["step"]), dict(message["metrics"]))
             return {}
         if op == "set_mixture":

@@ -6,6 +6,7 @@ in memory once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -28,6 +29,8 @@ def serve(connection: socket.socket) -> None:
     """Be a role: what it is comes first on the connection, whose end is the end of the service."""
     told, parts = receive_frame(connection)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(told["socket"])  # of a service that was killed, in whose folder this one goes on
         try:
             listener.bind(told["socket"])
         except FileNotFoundError:

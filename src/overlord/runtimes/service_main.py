@@ -1,9 +1,12 @@
 """What every service process does: takes its orders from its launcher's pipe, serves, and ends with that pipe.
 
 Rules of this file:
-1. Standard input holds the folder and the bundle, and then nothing: its end is the end of the launcher.
-2. Standard output holds one JSON line an event: progress, ready, error. What anybody prints goes to the log.
-3. Nothing is left behind, also after a SIGKILL.
+1. Standard input holds the folder, the descriptor that keeps it, and the bundle, and then nothing: its end is the end
+   of the launcher.
+2. Standard output holds one JSON line an event: progress, alive (as long as it is starting), ready, error. What anybody
+   prints goes to the log.
+3. The folder is the launcher's. It goes when launcher and service are both gone, also by a SIGKILL: each holds the
+   pipe that somebody waits for the end of.
 """
 
 from __future__ import annotations
@@ -11,23 +14,24 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from overlord.errors import OverlordError
-from overlord.runtimes.leftovers import remove_when_gone
 from overlord.runtimes.opening import Progress
 
 END_S = 45.0
 """How long a service may take to end when its launcher is gone; then it ends hard, and the system cleans up."""
+ALIVE_S = 1.0
+SERVED = "serving steps"
+"""The word of progress for a step that a client has come to."""
 
 Serving = Callable[[bytes, Path, Progress], AbstractContextManager[str]]
 """Starts what a bundle describes; the context gives the address, and its end is the end of the service."""
@@ -56,18 +60,36 @@ def run_service(serving: Serving) -> None:
     given = _read_bundle(sys.stdin.buffer)
     if given is None:
         return
-    folder, bundle = given
+    folder, keeps_folder, bundle = given
+    os.set_inheritable(keeps_folder, False)  # it must end with this process, and not with one that this one starts
     end = _End()
-    with remove_when_gone(folder):
-        try:
-            with serving(bundle, folder, lambda *done: tell({"progress": done})) as address:
-                end.listen()  # an engine may have taken the signals for itself
-                tell({"ready": address, "pid": os.getpid()})
-                end.wait()
-        except OverlordError as error:
-            tell({"error": type(error).__name__, "message": str(error)})
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    try:
+        with _signs_of_life(tell) as stop, serving(bundle, folder, lambda *done: tell({"progress": done})) as address:
+            stop()  # from now on the door answers
+            end.listen()  # an engine may have taken the signals for itself
+            tell({"ready": address, "pid": os.getpid()})
+            end.wait()
+    except OverlordError as error:
+        tell({"error": type(error).__name__, "message": str(error)})
+
+
+@contextmanager
+def _signs_of_life(tell: Callable[[dict[str, Any]], None]) -> Iterator[Callable[[], None]]:
+    """Tell every second that this process lives, as long as it has no door that could be asked."""
+    ready = threading.Event()
+
+    def tick() -> None:
+        tell({"alive": True})
+        while not ready.wait(ALIVE_S):
+            tell({"alive": True})
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield ready.set
+    finally:
+        ready.set()
+        thread.join()
 
 
 class _End:
@@ -96,12 +118,12 @@ class _End:
         os._exit(1)  # something hangs that nobody waits for any more
 
 
-def _read_bundle(pipe: BinaryIO) -> tuple[Path, bytes] | None:
+def _read_bundle(pipe: BinaryIO) -> tuple[Path, int, bytes] | None:
     parts: list[bytes] = []
-    for _ in range(2):
+    for _ in range(3):
         head = pipe.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         parts.append(pipe.read(length))
         if not length or len(parts[-1]) < length:
             return None  # the launcher is gone
-    return Path(os.fsdecode(parts[0])), parts[1]
+    return Path(os.fsdecode(parts[0])), int(parts[1]), parts[2]

@@ -1,15 +1,12 @@
-"""A service seen from the process that launched it: starts its process, waits until it is ready, asks it, ends it."""
+"""A service seen from the process that launched it: starts its process, keeps it up, asks it, ends it."""
 
 from __future__ import annotations
 
 import base64
-import json
+import dataclasses
 import os
-import shutil
-import struct
-import subprocess
-import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,58 +18,42 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_from_bytes
 from overlord.core.specs import Job, Mixture, Source
-from overlord.errors import ClosedError, ServiceLost, SpecError, error_named
+from overlord.errors import ClosedError, ServiceLost, SpecError
 from overlord.roles.client import Client
 from overlord.roles.inputs import mixture_to_json, source_to_json
-from overlord.runtimes.local import ask_service, connect_local
+from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.local import ask_once, connect_local, opened
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.planner_host import SourceChange
+from overlord.runtimes.service_keeper import Order, ServiceKeeper
 
 CLOSE_S = 15.0
 """How long a closing service may take before it is killed."""
+ASK_AGAIN_S = 0.1
+"""How long to wait before asking again a service that broke off: by then its keeper knows why."""
 
 
 class ServiceProcess:
-    """A service whose process was started by this one."""
+    """A service whose process was started by this one, and is started again when it dies or hangs."""
 
     def __init__(
         self,
         module: str,
         job: Job,
-        options: Any,
+        options: LaunchOptions,
         progress: Progress | None,
         *,
         close_s: float = CLOSE_S,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        try:
-            bundle = cloudpickle.dumps((job, options))
-        except Exception as error:  # whatever a user's object raises when it is pickled
-            raise SpecError(
-                f"the job cannot be sent to the service process ({type(error).__name__}: {error}); nothing could run. "
-                "Let functions (Custom, strategy, learn) hold only what pickles (open files and locks do not), or use "
-                "runtime='inline'."
-            ) from error
-        self._folder = _service_folder()
-        paths = os.pathsep.join(path for path in sys.path if path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # the terminal's Ctrl-C must not reach it; the closing pipe does
-            # Few malloc arenas: with one for each of its threads, what they free stays with the process.
-            env={"MALLOC_ARENA_MAX": "2", **(environment or {}), **os.environ, "PYTHONPATH": paths},
+        again = dataclasses.replace(options, recover=True)
+        order = Order(
+            module, dict(environment or {}), _bundle(job, options), _bundle(job, again), close_s, options.heartbeat_s
         )
-        self._finalizer = weakref.finalize(self, _end_process, self._process, self._folder, close_s)
+        self._keeper = ServiceKeeper(order, _service_folder())
+        self._finalizer = weakref.finalize(self, self._keeper.close)
         try:
-            assert self._process.stdin is not None
-            try:
-                for part in (os.fsencode(self._folder), bundle):
-                    self._process.stdin.write(struct.pack("<Q", len(part)) + part)
-                self._process.stdin.flush()
-            except BrokenPipeError:
-                pass  # it died while starting; the wait below says how
-            self.address = self._wait_until_ready(progress)
+            self.address = self._keeper.begin(progress)
         except BaseException:
             self.close()
             raise
@@ -80,17 +61,21 @@ class ServiceProcess:
     @property
     def pid(self) -> int:
         """The service's process id."""
-        return self._process.pid
+        return self._keeper.pid
+
+    @property
+    def restarts(self) -> int:
+        """How often the service's process was started again."""
+        return self._keeper.restarts
 
     def client(self, rank: int) -> Client:
         """Return the client of one rank in this process."""
-        if not self._finalizer.alive:
-            raise ClosedError("the service is closed; launch it again.")
+        self._wait_up()
         return connect_local(self.address, rank)
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met."""
-        return self._ask({"op": "status"})["status"]
+        return self._ask({"op": "status"})["status"] | {"restarts": self.restarts}
 
     def set_mixture(self, mixture: Mixture, at_step: int | None, change_id: str) -> int:
         """Change the mixture from a step on."""
@@ -129,25 +114,32 @@ class ServiceProcess:
         self._finalizer()
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Ask the service; every message may be asked twice, so who is interrupted by its death asks again."""
+        while True:
+            self._wait_up()
+            try:
+                reply = ask_once(self.address, message)
+            except ServiceLost:
+                time.sleep(ASK_AGAIN_S)
+                continue
+            return opened(reply)
+
+    def _wait_up(self) -> None:
+        """Wait until the service runs; raise why it will not."""
         if not self._finalizer.alive:
             raise ClosedError("the service is closed; launch it again.")
-        return ask_service(self.address, message)
+        self._keeper.wait_up()
 
-    def _wait_until_ready(self, progress: Progress | None) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            event = json.loads(line)
-            if "ready" in event:
-                return event["ready"]
-            if "error" in event:
-                raise error_named(event["error"], event["message"])
-            if "progress" in event and progress is not None:
-                progress(*event["progress"])
-        code = self._process.wait()
-        raise ServiceLost(
-            f"the service process ended with code {code} before it was ready; nothing has run. Its messages stand "
-            "above; if it was killed, the host may be out of memory."
-        )
+
+def _bundle(job: Job, options: LaunchOptions) -> bytes:
+    try:
+        return cloudpickle.dumps((job, options))
+    except Exception as error:  # whatever a user's object raises when it is pickled
+        raise SpecError(
+            f"the job cannot be sent to the service process ({type(error).__name__}: {error}); nothing could run. "
+            "Let functions (Custom, strategy, learn) hold only what pickles (open files and locks do not), or use "
+            "runtime='inline'."
+        ) from error
 
 
 def _service_folder() -> Path:
@@ -157,19 +149,3 @@ def _service_folder() -> Path:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="overlord-", dir="/tmp"))
-
-
-def _end_process(process: subprocess.Popen[bytes], folder: Path, close_s: float) -> None:
-    """Close the pipe that keeps a service alive; kill it if it does not go."""
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                pass  # it is gone already, which is what we want
-    try:
-        process.wait(close_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    shutil.rmtree(folder, ignore_errors=True)

@@ -62,6 +62,7 @@ def describe(
     return {
         "runtime": runtime,
         "pid": os.getpid(),
+        "restarts": 0,
         "mesh": str(planner.meshes.at(newest_plan)),
         "next_mesh": None if coming is None else {"step": coming[0], "mesh": str(coming[1])},
         "planner": {

@@ -151,21 +151,53 @@ class StepServer:
             found = self._wait(step, lambda: self._plans.get(step) or (self._past_end(step) or None))
             if not isinstance(found, LoadingPlan):
                 return None
-            rank = self._seats.rank_of(seat)
-            if rank >= found.mesh.world_size:
+            if self._seats.rank_of(seat) >= found.mesh.world_size:
                 self._seats.end(seat)
                 self.moved()
                 return None
             self._seats.serve(seat)
-            header = _announce(self._constructor.header_of(rank, found), self._plans.get(step + 1))
-            bucket = self._constructor.bin_of(rank, found, 0)
-            places = {n: (step, bucket[0], n) for n in range(min(header.num_microbatches, AT_ONCE)) if bucket}
-            if header.encodes:
-                places[ENCODER] = (step, rank, ENCODER)
+            header, places = self._places(seat, found)
             built = {number: self._built[key] for number, key in places.items() if key in self._built}
             for one in built.values():
                 self._arena.hold(one.segment.number)
             return header, built
+
+    def look_ahead(
+        self, seat: int, step: int, at: int | None, most_bytes: int
+    ) -> tuple[StepHeader, dict[int, Built]] | None:
+        """Return what `open_step` would of a step that the client comes to next, if all of it is there; never waits.
+
+        Args:
+            seat: The client's.
+            step: The step behind the one it is at.
+            at: The step it is at, if it has that one from looking ahead and nobody was told so far.
+            most_bytes: What the client may hold.
+        """
+        with self._changed:
+            if at is not None:
+                self._seats.move(seat, at)
+            plan = self._plans.get(step)
+            if plan is None or self._seats.rank_of(seat) >= plan.mesh.world_size:
+                return None
+            header, places = self._places(seat, plan)
+            if not all(key in self._built for key in places.values()):
+                return None
+            built = {number: self._built[key] for number, key in places.items()}
+            if sum(one.segment.capacity for one in built.values()) > most_bytes:
+                return None
+            for one in built.values():
+                self._arena.hold(one.segment.number)
+            return header, built
+
+    def _places(self, seat: int, plan: LoadingPlan) -> tuple[StepHeader, dict[int, Bin]]:
+        """Return the header of a step, and where its microbatches are found that go along with it."""
+        rank = self._seats.rank_of(seat)
+        header = _announce(self._constructor.header_of(rank, plan), self._plans.get(plan.step + 1))
+        bucket = self._constructor.bin_of(rank, plan, 0)
+        places = {n: (plan.step, bucket[0], n) for n in range(min(header.num_microbatches, AT_ONCE)) if bucket}
+        if header.encodes:
+            places[ENCODER] = (plan.step, rank, ENCODER)
+        return header, places
 
     def moved(self) -> None:
         """Drop what nobody wants any more, and wake who builds."""

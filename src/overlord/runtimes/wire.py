@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from overlord.errors import ServiceLost
@@ -22,23 +23,39 @@ def send(connection: socket.socket, message: dict[str, Any] | str, fds: list[int
         socket.send_fds(connection, [b"F"], fds)
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def receive(
+    connection: socket.socket, in_silence: Callable[[], None] | None = None
+) -> tuple[dict[str, Any], list[int]]:
     """Wait for one message.
+
+    Args:
+        connection: Where it comes from.
+        in_silence: Called whenever nothing came for as long as the connection may be silent; it may raise.
 
     Raises:
         ServiceLost: when the other side is gone.
     """
-    length, num_fds = _HEAD.unpack(receive_exactly(connection, _HEAD.size))
+    length, num_fds = _HEAD.unpack(receive_exactly(connection, _HEAD.size, in_silence))
     if length > MAX_MESSAGE:
         raise ServiceLost(f"the peer announced a message of {length} bytes; this is not an overlord service.")
-    message = json.loads(receive_exactly(connection, length))
+    message = json.loads(receive_exactly(connection, length, in_silence))
     fds: list[int] = []
     if num_fds:
         _, fds, _, _ = socket.recv_fds(connection, 1, num_fds)
     return message, fds
 
 
-def receive_exactly(connection: socket.socket, count: int) -> bytes:
+def expect_within(connection: socket.socket, seconds: float) -> None:
+    """Let a connection be silent for so long at most.
+
+    By the kernel, not by `settimeout`, with which every call would poll first.
+    """
+    whole = int(seconds)
+    limit = struct.pack("@ll", whole, int(1e6 * (seconds - whole)))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def receive_exactly(connection: socket.socket, count: int, in_silence: Callable[[], None] | None = None) -> bytes:
     """Wait for so many bytes.
 
     Raises:
@@ -48,6 +65,11 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
     while count:
         try:
             part = connection.recv(count)
+        except BlockingIOError as error:
+            if in_silence is None:
+                raise ServiceLost("the other side does not answer") from error
+            in_silence()
+            continue
         except OSError as error:
             raise ServiceLost(f"the connection broke: {error}") from error
         if not part:
