@@ -14,7 +14,8 @@ from overlord.runtimes.doors import answer_all
 from overlord.runtimes.headers import header_to_json, mesh_from_text
 from overlord.runtimes.planner_host import Plans
 from overlord.runtimes.shared_memory import Arena
-from overlord.runtimes.step_server import Built, StepServer, view_text
+from overlord.runtimes.step_server import StepServer
+from overlord.runtimes.step_shelf import Built, view_text
 from overlord.runtimes.wire import to_text
 
 SEATED = ("leave", "step", "ahead", "microbatch")

@@ -16,20 +16,18 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.errors import ClosedError, OverlordError
-from overlord.roles.data_constructor import ENCODER, DataConstructor
+from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.views import StepHeader
 from overlord.runtimes.planner_host import HostNews, Plans, Waiting
 from overlord.runtimes.seats import Seats
-from overlord.runtimes.shared_memory import Arena, Segment
-from overlord.runtimes.wire import to_text
-from overlord.transforms.packed import PackedMicrobatch
+from overlord.runtimes.shared_memory import Arena
+from overlord.runtimes.step_shelf import Bin, Built, Gathered, StepShelf
 from overlord.transforms.step_samples import StepSamples
 
 logger = logging.getLogger("overlord")
@@ -38,32 +36,6 @@ T = TypeVar("T")
 
 RanksOf = Callable[[ClientPlaceTree], Collection[int]]
 """The ranks that a host is expected to serve on a mesh."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The samples of a step, as far as some ranks need them."""
-
-    samples: StepSamples
-    ranks: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """A microbatch in shared memory."""
-
-    segment: Segment
-    packed: PackedMicrobatch
-    plan: LoadingPlan
-    views: dict[int, str]
-    """What a rank is told of its view, as JSON: written before a client waits for it."""
-
-
-AT_ONCE = 64
-"""Microbatches that are handed over with their step at most: a message takes no more than 253 descriptors."""
-
-Bin = tuple[int, int, int]
-"""(step, bucket, microbatch)."""
 
 
 class StepServer:
@@ -89,9 +61,7 @@ class StepServer:
         self._budget = budget_bytes
         self._read_bytes = read_bytes
         self._changed = threading.Condition()
-        self._plans: dict[int, LoadingPlan] = {}
-        self._samples: dict[int, Gathered] = {}
-        self._built: dict[Bin, Built] = {}
+        self._shelf = StepShelf(constructor, arena)
         self._end: int | None = None
         self._failed: tuple[int, OverlordError] | None = None
         self._closing = False
@@ -144,11 +114,11 @@ class StepServer:
         """
         with self._changed:
             self._seats.move(seat, step)
-            if step not in self._plans:
+            if step not in self._shelf.plans:
                 self.moved()
                 if self._missing is not None:
                     self._tell_missing(step, self._missing)
-            found = self._wait(step, lambda: self._plans.get(step) or (self._past_end(step) or None))
+            found = self._wait(step, lambda: self._shelf.plans.get(step) or (self._past_end(step) or None))
             if not isinstance(found, LoadingPlan):
                 return None
             if self._seats.rank_of(seat) >= found.mesh.world_size:
@@ -156,11 +126,8 @@ class StepServer:
                 self.moved()
                 return None
             self._seats.serve(seat)
-            header, places = self._places(seat, found)
-            built = {number: self._built[key] for number, key in places.items() if key in self._built}
-            for one in built.values():
-                self._arena.hold(one.segment.number)
-            return header, built
+            header, places = self._shelf.places(self._seats.rank_of(seat), found)
+            return header, self._shelf.take(places)
 
     def look_ahead(
         self, seat: int, step: int, at: int | None, most_bytes: int
@@ -176,33 +143,18 @@ class StepServer:
         with self._changed:
             if at is not None:
                 self._seats.move(seat, at)
-            plan = self._plans.get(step)
+            plan = self._shelf.plans.get(step)
             if plan is None or self._seats.rank_of(seat) >= plan.mesh.world_size:
                 return None
-            header, places = self._places(seat, plan)
-            if not all(key in self._built for key in places.values()):
+            header, places = self._shelf.places(self._seats.rank_of(seat), plan)
+            if not self._shelf.has_all(places, most_bytes):
                 return None
-            built = {number: self._built[key] for number, key in places.items()}
-            if sum(one.segment.capacity for one in built.values()) > most_bytes:
-                return None
-            for one in built.values():
-                self._arena.hold(one.segment.number)
-            return header, built
-
-    def _places(self, seat: int, plan: LoadingPlan) -> tuple[StepHeader, dict[int, Bin]]:
-        """Return the header of a step, and where its microbatches are found that go along with it."""
-        rank = self._seats.rank_of(seat)
-        header = _announce(self._constructor.header_of(rank, plan), self._plans.get(plan.step + 1))
-        bucket = self._constructor.bin_of(rank, plan, 0)
-        places = {n: (plan.step, bucket[0], n) for n in range(min(header.num_microbatches, AT_ONCE)) if bucket}
-        if header.encodes:
-            places[ENCODER] = (plan.step, rank, ENCODER)
-        return header, places
+            return header, self._shelf.take(places)
 
     def moved(self) -> None:
         """Drop what nobody wants any more, and wake who builds."""
         with self._changed:
-            self._drop_unwanted()
+            self._shelf.keep(self._wanted_steps())
             self._changed.notify_all()
 
     def microbatch(self, seat: int, step: int, microbatch: int) -> Built | None:
@@ -212,11 +164,11 @@ class StepServer:
         """
 
         def look() -> Built | bool | None:
-            plan = self._plans.get(step)
+            plan = self._shelf.plans.get(step)
             if plan is None:
                 return None
             place = self._constructor.bin_of(self._seats.rank_of(seat), plan, microbatch)
-            return False if place is None else self._built.get((step, *place))
+            return False if place is None else self._shelf.built.get((step, *place))
 
         with self._changed:
             try:
@@ -228,7 +180,7 @@ class StepServer:
                     self._arena.hold(built.segment.number)
                     return built
             finally:
-                self._drop_unwanted()
+                self._shelf.keep(self._wanted_steps())
 
     def leave(self, seat: int, next_step: int) -> None:
         """Note that a client goes in peace, having trained on the steps before `next_step`."""
@@ -243,33 +195,18 @@ class StepServer:
         wanted: dict[int, set[int]] = {}
         for step, ranks in self._seats.wanted().items():
             if not self._past_end(step) and (failed is None or step < failed):
-                plan = self._plans.get(step)
+                plan = self._shelf.plans.get(step)
                 wanted[step] = ranks if plan is None else {rank for rank in ranks if rank < plan.mesh.world_size}
         return wanted
 
-    def _drop_unwanted(self) -> None:
-        wanted = self._wanted_steps()
-        plans, wanted_by = self._plans, self._constructor.wanted_by
-        needed = {step: wanted_by(ranks, plans[step]) for step, ranks in wanted.items() if step in plans}
-        for key in [k for k in self._built if k[0] not in needed or not needed[k[0]](*k[1:])]:
-            self._arena.release(self._built.pop(key).segment.number)
-        for step in [s for s in self._samples if s not in wanted]:
-            del self._samples[step]
-        for step in [s for s in self._plans if s not in wanted]:
-            del self._plans[step]
-
     def _past_end(self, step: int) -> bool:
         return self._end is not None and step >= self._end
-
-    def _missing_bins(self, step: int, ranks: set[int]) -> list[Bin]:
-        bins = self._constructor.bins_of(ranks, self._plans[step])
-        return [(step, *one) for one in bins if (step, *one) not in self._built]
 
     def _has_room(self, step: int, wanted: dict[int, set[int]]) -> bool:
         """Whether a step may be built now: within the budget, or because a client is at it."""
         if step == next(iter(wanted)) or self._seats.stands_at(step):
             return True
-        held = sum(gathered.samples.nbytes for gathered in self._samples.values())
+        held = sum(gathered.samples.nbytes for gathered in self._shelf.samples.values())
         held += self._arena.used_bytes + self._read_bytes()
         # Steps are much alike: what is being gathered, and what would come now, will be like the last.
         return held + (len(self._gathering) + 1) * self._last_bytes <= self._budget
@@ -331,7 +268,7 @@ class StepServer:
     def _plan_loop(self) -> None:
         def choose() -> int | None:
             wanted = self._wanted_steps()
-            return next((s for s in wanted if s not in self._plans and self._has_room(s, wanted)), None)
+            return next((s for s in wanted if s not in self._shelf.plans and self._has_room(s, wanted)), None)
 
         def work(step: int) -> None:
             with self._changed:
@@ -347,7 +284,7 @@ class StepServer:
                 if plan is None:
                     self._end = min(step, step if self._end is None else self._end)
                 else:
-                    self._plans[step] = plan
+                    self._shelf.plans[step] = plan
                 self.moved()
 
         self._run(choose, work, lambda step: step)
@@ -356,11 +293,11 @@ class StepServer:
         def choose() -> int | None:
             wanted = self._wanted_steps()
             for step, ranks in wanted.items():
-                held = self._samples.get(step)
-                if step in self._plans and step not in self._gathering and (held is None or not ranks <= held.ranks):
-                    needed = not self._seats.ever_attached or self._missing_bins(step, ranks)
+                held, planned = self._shelf.samples.get(step), step in self._shelf.plans
+                if planned and step not in self._gathering and (held is None or not ranks <= held.ranks):
+                    needed = not self._seats.ever_attached or self._shelf.missing(step, ranks)
                     if needed and self._has_room(step, wanted):
-                        plan = self._plans[step]
+                        plan = self._shelf.plans[step]
                         expected = self.ranks_of(plan.mesh)
                         self._gathering[step] = (plan, self._seats.gathers_for(expected, plan.mesh.world_size))
                         return step
@@ -381,16 +318,16 @@ class StepServer:
         samples = collecting.pop()()
         with self._changed:
             self._last_bytes = samples.nbytes
-            self._samples[step] = Gathered(samples, self._gathering.pop(step)[1])
+            self._shelf.samples[step] = Gathered(samples, self._gathering.pop(step)[1])
             self.moved()
 
     def _pack_loop(self) -> None:
         def choose() -> Bin | None:
             wanted = self._wanted_steps()
             for step, ranks in wanted.items():
-                if step in self._samples and step in self._plans:
-                    here = ranks & self._samples[step].ranks
-                    missing = [key for key in self._missing_bins(step, here) if key not in self._packing]
+                if step in self._shelf.samples and step in self._shelf.plans:
+                    here = ranks & self._shelf.samples[step].ranks
+                    missing = [key for key in self._shelf.missing(step, here) if key not in self._packing]
                     if missing and self._has_room(step, wanted):
                         self._packing.add(missing[0])
                         return missing[0]
@@ -399,62 +336,19 @@ class StepServer:
         def work(key: Bin) -> None:
             step = key[0]
             with self._changed:
-                plan, gathered = self._plans.get(step), self._samples.get(step)
+                plan, gathered = self._shelf.plans.get(step), self._shelf.samples.get(step)
             made: dict[Bin, Built] = {}
             try:
                 if plan is not None and gathered is not None:
-                    made[key] = _build(self._constructor, self._arena, plan, gathered, key[1:])
+                    made[key] = self._shelf.build(plan, gathered, key[1:])
             finally:
                 with self._changed:  # at once: in between, the other thread would take it for missing
                     self._packing.remove(key)
-                    self._built |= made
+                    self._shelf.built |= made
             with self._changed:
-                self._drop_unwanted()  # the clients may have moved on meanwhile
-                if step in self._plans and not self._missing_bins(step, self._wanted_steps()[step]):
-                    self._samples.pop(step, None)
+                self._shelf.keep(self._wanted_steps())  # the clients may have moved on meanwhile
+                if step in self._shelf.plans and not self._shelf.missing(step, self._wanted_steps()[step]):
+                    self._shelf.samples.pop(step, None)
                 self._changed.notify_all()
 
         self._run(choose, work, lambda key: key[0])
-
-
-def _announce(header: StepHeader, following: LoadingPlan | None) -> StepHeader:
-    """Tell with a step that the one behind it has another mesh, where that is planned already."""
-    if following is None or following.mesh == header.mesh:
-        return header
-    return dataclasses.replace(header, next_mesh=following.mesh)
-
-
-def _build(
-    constructor: DataConstructor, arena: Arena, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]
-) -> Built:
-    """Build one microbatch of one bucket, and write what each of its ranks is told of it."""
-    segment, packed = _pack(constructor, arena, plan, gathered.samples, place)
-    ranks = [rank for rank in gathered.ranks if constructor.bin_of(rank, plan, place[1]) == place]
-    return Built(segment, packed, plan, {rank: view_text(constructor, rank, plan, packed) for rank in ranks})
-
-
-def view_text(constructor: DataConstructor, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> str:
-    """Write what a rank is told of a microbatch: numbers, and type, shape and place of its arrays."""
-    names, scalars = constructor.view_of(rank, plan, packed)
-    specs = {spec.name: (spec.dtype, spec.shape, spec.offset) for spec in packed.arrays}
-    told = {"scalars": scalars, "arrays": [(key, *specs[name]) for key, name in names.items()]}
-    return to_text(told)[1:-1]
-
-
-def _pack(
-    constructor: DataConstructor, arena: Arena, plan: LoadingPlan, samples: StepSamples, place: tuple[int, int]
-) -> tuple[Segment, PackedMicrobatch]:
-    """Build one microbatch of one bucket in shared memory."""
-    taken: list[Segment] = []
-
-    def allocate(nbytes: int) -> Any:
-        taken.append(arena.take(nbytes))
-        return taken[0].memory[:nbytes]
-
-    try:
-        packed = constructor.constructor_do_plan(plan, samples, *place, allocate)
-    except BaseException:
-        for segment in taken:
-            arena.release(segment.number)
-        raise
-    return taken[0], packed

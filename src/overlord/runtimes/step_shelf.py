@@ -1,0 +1,137 @@
+"""The steps of one host on their way to its clients: planned, gathered, and built in shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from overlord.core.plan import LoadingPlan
+from overlord.roles.data_constructor import ENCODER, DataConstructor
+from overlord.roles.views import StepHeader
+from overlord.runtimes.shared_memory import Arena, Segment
+from overlord.runtimes.wire import to_text
+from overlord.transforms.packed import PackedMicrobatch
+from overlord.transforms.step_samples import StepSamples
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The samples of a step, as far as some ranks need them."""
+
+    samples: StepSamples
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A microbatch in shared memory."""
+
+    segment: Segment
+    packed: PackedMicrobatch
+    plan: LoadingPlan
+    views: dict[int, str]
+    """What a rank is told of its view, as JSON: written before a client waits for it."""
+
+
+AT_ONCE = 64
+"""Microbatches that are handed over with their step at most: a message takes no more than 253 descriptors."""
+
+Bin = tuple[int, int, int]
+"""(step, bucket, microbatch)."""
+
+
+class StepShelf:
+    """What is there of each step. Not safe by itself: whoever uses it holds its own lock."""
+
+    def __init__(self, constructor: DataConstructor, arena: Arena) -> None:
+        self._constructor = constructor
+        self._arena = arena
+        self.plans: dict[int, LoadingPlan] = {}
+        self.samples: dict[int, Gathered] = {}
+        self.built: dict[Bin, Built] = {}
+
+    def keep(self, wanted: Mapping[int, set[int]]) -> None:
+        """Drop everything but steps that some ranks want."""
+        plans, wanted_by = self.plans, self._constructor.wanted_by
+        needed = {step: wanted_by(ranks, plans[step]) for step, ranks in wanted.items() if step in plans}
+        for key in [k for k in self.built if k[0] not in needed or not needed[k[0]](*k[1:])]:
+            self._arena.release(self.built.pop(key).segment.number)
+        for step in [s for s in self.samples if s not in wanted]:
+            del self.samples[step]
+        for step in [s for s in self.plans if s not in wanted]:
+            del self.plans[step]
+
+    def missing(self, step: int, ranks: set[int]) -> list[Bin]:
+        """Return what some ranks need of a planned step and is not built."""
+        bins = self._constructor.bins_of(ranks, self.plans[step])
+        return [(step, *one) for one in bins if (step, *one) not in self.built]
+
+    def places(self, rank: int, plan: LoadingPlan) -> tuple[StepHeader, dict[int, Bin]]:
+        """Return a rank's header of a step, and where its microbatches are found that go along with it."""
+        header = _announce(self._constructor.header_of(rank, plan), self.plans.get(plan.step + 1))
+        bucket = self._constructor.bin_of(rank, plan, 0)
+        places = {n: (plan.step, bucket[0], n) for n in range(min(header.num_microbatches, AT_ONCE)) if bucket}
+        if header.encodes:
+            places[ENCODER] = (plan.step, rank, ENCODER)
+        return header, places
+
+    def has_all(self, places: Mapping[int, Bin], most_bytes: int) -> bool:
+        """Whether some microbatches are all built, and small enough to be held together."""
+        found = [self.built.get(key) for key in places.values()]
+        return sum(one.segment.capacity if one is not None else most_bytes + 1 for one in found) <= most_bytes
+
+    def take(self, places: Mapping[int, Bin]) -> dict[int, Built]:
+        """Return those of some microbatches that are built, each held once more for the caller."""
+        built = {number: self.built[key] for number, key in places.items() if key in self.built}
+        for one in built.values():
+            self._arena.hold(one.segment.number)
+        return built
+
+    def build(self, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]) -> Built:
+        """Build one microbatch of one bucket in shared memory, with what its ranks are told of it."""
+        return _build(self._constructor, self._arena, plan, gathered, place)
+
+
+def _announce(header: StepHeader, following: LoadingPlan | None) -> StepHeader:
+    """Tell with a step that the one behind it has another mesh, where that is planned already."""
+    if following is None or following.mesh == header.mesh:
+        return header
+    return dataclasses.replace(header, next_mesh=following.mesh)
+
+
+def _build(
+    constructor: DataConstructor, arena: Arena, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]
+) -> Built:
+    """Build one microbatch of one bucket, and write what each of its ranks is told of it."""
+    segment, packed = _pack(constructor, arena, plan, gathered.samples, place)
+    ranks = [rank for rank in gathered.ranks if constructor.bin_of(rank, plan, place[1]) == place]
+    return Built(segment, packed, plan, {rank: view_text(constructor, rank, plan, packed) for rank in ranks})
+
+
+def view_text(constructor: DataConstructor, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> str:
+    """Write what a rank is told of a microbatch: numbers, and type, shape and place of its arrays."""
+    names, scalars = constructor.view_of(rank, plan, packed)
+    specs = {spec.name: (spec.dtype, spec.shape, spec.offset) for spec in packed.arrays}
+    told = {"scalars": scalars, "arrays": [(key, *specs[name]) for key, name in names.items()]}
+    return to_text(told)[1:-1]
+
+
+def _pack(
+    constructor: DataConstructor, arena: Arena, plan: LoadingPlan, samples: StepSamples, place: tuple[int, int]
+) -> tuple[Segment, PackedMicrobatch]:
+    """Build one microbatch of one bucket in shared memory."""
+    taken: list[Segment] = []
+
+    def allocate(nbytes: int) -> Any:
+        taken.append(arena.take(nbytes))
+        return taken[0].memory[:nbytes]
+
+    try:
+        packed = constructor.constructor_do_plan(plan, samples, *place, allocate)
+    except BaseException:
+        for segment in taken:
+            arena.release(segment.number)
+        raise
+    return taken[0], packed
