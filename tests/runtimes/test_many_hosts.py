@@ -216,7 +216,8 @@ def test_another_mesh_reaches_every_host(jobs, tmp_path, cache, name, before, af
             answer = open_frame(planner.ask("ask", frame_of(message)).get())[0]["answer"]
             assert answer == {"step": 4, "newest": new.sizes()}
         assert steps_by_rank(service, max(old.world_size, new.world_size)) == expected
-        behind = [step for loader in loaders for step, _ in loader.role._host._staged if 4 <= step < 7]
+        behind = [step for loader in loaders for step, _ in loader.role._host._staged if 4 <= step < 6]
+        # The last steps may be asked for once more while the clients go, one after the other.
         assert not behind, "every part of the new mesh was taken, and let go of"
 
 
