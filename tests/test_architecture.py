@@ -19,6 +19,7 @@ CRAFTS = ("planning", "scaling", "readers", "transforms", "stores")
 FLOORS = {
     "errors": 0,
     "core": 1,
+    "storage": 1,
     **dict.fromkeys(CRAFTS, 2),
     "roles": 3,
     "runtimes": 4,

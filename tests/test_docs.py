@@ -15,7 +15,7 @@ import overlord as ol
 from overlord.cli.job_files import LaunchOptions, load_job_file
 from overlord.cli.manifests import read_manifest
 from overlord.core.spec_model import Spec, as_bytes
-from overlord.readers.filesystems import filesystem_of
+from overlord.storage import filesystem_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

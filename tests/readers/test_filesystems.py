@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from overlord.errors import ReaderError, SpecError
-from overlord.readers.filesystems import StoredFile, filesystem_of, verify_unchanged
+from overlord.readers.filesystems import StoredFile, verify_unchanged
 from overlord.readers.listing import list_files
+from overlord.storage import filesystem_of
 
 
 @pytest.fixture

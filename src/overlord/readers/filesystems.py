@@ -1,4 +1,4 @@
-"""Files wherever they are: local disks, S3, Google Cloud Storage and HDFS through pyarrow.
+"""Files of a source wherever they are: opened, mapped, streamed.
 
 `listing` finds them; nothing here looks inside a file.
 """
@@ -6,22 +6,17 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import gzip
 import mmap
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+from typing import Protocol
 
 import pyarrow as pa
 from pyarrow import fs
 
-from overlord.errors import ReaderError, SourceError, SpecError
+from overlord.errors import ReaderError
 from overlord.readers.suffixes import Compression
-
-StorageOptions = Mapping[str, str | int | float | bool]
 
 _GZIP_BUFFER_BYTES = 64 << 10
 
@@ -113,126 +108,3 @@ def verify_unchanged(file: StoredFile) -> None:
         f"{file.path} {found}; a file that changes under a running job would change the stream. "
         "Restore the file, or start a new run."
     )
-
-
-def filesystem_of(url: str, options: StorageOptions) -> tuple[fs.FileSystem, str, str]:
-    """Return (filesystem, path on it, prefix that turns such a path into a URL again).
-
-    Raises:
-        SpecError: The scheme or a storage option is unknown.
-    """
-    if "://" not in url:
-        _check_options("local", options, {})
-        return fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(url)), ""
-    scheme = url.split("://", 1)[0].lower()
-    rest = url.split("://", 1)[1]
-    if scheme not in _SCHEMES:
-        known = ", ".join(f"{s}://" for s in _SCHEMES)
-        raise SpecError(
-            f"the path {url!r} has the unknown scheme {scheme!r}; nothing can be listed. "
-            f"Use {known} or a path without a scheme."
-        )
-    return _SCHEMES[scheme](url, scheme, rest, options)
-
-
-_Opened = tuple[fs.FileSystem, str, str]
-
-_S3_OPTIONS: dict[str, type] = {
-    "access_key": str,
-    "secret_key": str,
-    "session_token": str,
-    "anonymous": bool,
-    "region": str,
-    "scheme": str,
-    "endpoint_override": str,
-    "role_arn": str,
-    "session_name": str,
-    "external_id": str,
-    "load_frequency": int,
-    "request_timeout": float,
-    "connect_timeout": float,
-    "proxy_options": str,
-    "allow_delayed_open": bool,
-    "allow_bucket_creation": bool,
-    "force_virtual_addressing": bool,
-    "tls_ca_file_path": str,
-}
-_GCS_OPTIONS: dict[str, type] = {
-    "anonymous": bool,
-    "endpoint_override": str,
-    "scheme": str,
-    "project_id": str,
-    "target_service_account": str,
-    "retry_time_limit": float,
-}
-_HDFS_OPTIONS: dict[str, type] = {"user": str, "buffer_size": int, "kerb_ticket": str}
-
-
-def _check_options(scheme: str, options: StorageOptions, allowed: Mapping[str, type]) -> dict[str, Any]:
-    for name, value in options.items():
-        if name not in allowed:
-            known = ", ".join(sorted(allowed)) or "none"
-            raise SpecError(
-                f"storage option {name!r} is unknown for {scheme} files; it would have no effect. Allowed are: {known}."
-            )
-        wanted = allowed[name]
-        if not isinstance(value, (int, float) if wanted is float else wanted):
-            raise SpecError(
-                f"storage option {name!r} is {value!r}, not a {wanted.__name__}; the store would refuse it. "
-                f"Give a {wanted.__name__}."
-            )
-    return dict(options)
-
-
-def _open_local(url: str, scheme: str, rest: str, options: StorageOptions) -> _Opened:
-    _check_options("local", options, {})
-    path = rest[len("localhost") :] if rest.startswith("localhost/") else rest
-    if not path.startswith("/"):
-        raise SpecError(f"the path {url!r} names a host; only files of this host can be read. Write file:///path.")
-    return fs.LocalFileSystem(), path, ""
-
-
-def _open_s3(url: str, scheme: str, rest: str, options: StorageOptions) -> _Opened:
-    chosen = _check_options("s3", options, _S3_OPTIONS)
-    endpoint = chosen.get("endpoint_override")
-    if endpoint is not None:
-        if "://" in endpoint:
-            chosen["scheme"], chosen["endpoint_override"] = endpoint.rstrip("/").split("://", 1)
-        # Without a region the client asks a metadata server that other stores do not have.
-        chosen.setdefault("region", "us-east-1")
-    return _connect(url, lambda: fs.S3FileSystem(**chosen)), rest, f"{scheme}://"
-
-
-def _open_gcs(url: str, scheme: str, rest: str, options: StorageOptions) -> _Opened:
-    chosen = _check_options("gs", options, _GCS_OPTIONS)
-    if "retry_time_limit" in chosen:
-        chosen["retry_time_limit"] = datetime.timedelta(seconds=chosen["retry_time_limit"])
-    return _connect(url, lambda: fs.GcsFileSystem(**chosen)), rest, f"{scheme}://"
-
-
-def _open_hdfs(url: str, scheme: str, rest: str, options: StorageOptions) -> _Opened:
-    chosen = _check_options("hdfs", options, _HDFS_OPTIONS)
-    parts = urlsplit(url)
-    host, port = parts.hostname or "default", parts.port or (8020 if parts.hostname else 0)
-    root = f"{scheme}://{parts.netloc}"
-    return _connect(url, lambda: fs.HadoopFileSystem(host, port, **chosen)), rest[len(parts.netloc) :], root
-
-
-def _connect(url: str, make: Callable[[], fs.FileSystem]) -> fs.FileSystem:
-    try:
-        return make()
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise SourceError(
-            f"cannot reach the store of {url}: {' '.join(str(error).split())[:160]}; none of its files can "
-            "be listed. Check the storage options and the credentials."
-        ) from error
-
-
-_SCHEMES: dict[str, Callable[[str, str, str, StorageOptions], _Opened]] = {
-    "file": _open_local,
-    "s3": _open_s3,
-    "s3a": _open_s3,
-    "gs": _open_gcs,
-    "gcs": _open_gcs,
-    "hdfs": _open_hdfs,
-}

@@ -10,8 +10,9 @@ import pyarrow as pa
 from pyarrow import fs
 
 from overlord.errors import SourceError
-from overlord.readers.filesystems import StorageOptions, StoredFile, filesystem_of
+from overlord.readers.filesystems import StoredFile
 from overlord.readers.suffixes import format_of_name, is_data_file
+from overlord.storage import StorageOptions, filesystem_of
 
 _WILDCARD = re.compile(r"[*?\[]")
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from overlord.core.order import FileBlocks
 from overlord.core.ragged import RowBatch, num_rows
 from overlord.errors import ReaderError, SourceError
-from overlord.readers.filesystems import StorageOptions, StoredFile, verify_unchanged
+from overlord.readers.filesystems import StoredFile, verify_unchanged
 from overlord.readers.formats import FORMATS, format_of
 from overlord.readers.index import IndexCache, build_indices
 from overlord.readers.listing import list_files
 from overlord.readers.reader import READ_FAILURES, BlockIndex, Kind, missing_column, reason_of, unreadable
+from overlord.storage import StorageOptions
 
 _ATTEMPTS = 4
 """A first one and three more."""
