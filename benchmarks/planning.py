@@ -31,8 +31,8 @@ from overlord.planning.checking import run_strategy
 from overlord.roles.inputs import InputLog
 from overlord.roles.planner import Planner
 from overlord.runtimes.shapes import limits_of
-from overlord.stores.checkpoints import CheckpointFolder
-from overlord.stores.journal import Journal
+from overlord.stores.places import open_place
+from overlord.stores.store import Store
 
 SAMPLES, SOURCES, RANKS, MICROBATCHES = 300_000, 306, 4096, 8
 CONTEXT = 32_768
@@ -86,7 +86,7 @@ def make_planner(folder: Path, samples: int, ranks: int) -> tuple[Planner, Metad
         batch=ol.Batch(CONTEXT, global_samples=samples, microbatch_tokens=2 * CONTEXT, microbatches=MICROBATCHES),
     )
     loaders, tree = MetadataInMemory(samples), ol.ClientPlaceTree(dp=ranks)
-    strategy, journal = ol.strategies.backbone_balance(), Journal(folder / f"journal-{samples}")
+    strategy, store = ol.strategies.backbone_balance(), Store(open_place(str(folder / f"store-{samples}")))
     state = StreamState.begin(SOURCES)
     state.group[:] = 0
     limits = limits_of(job)
@@ -97,12 +97,12 @@ def make_planner(folder: Path, samples: int, ranks: int) -> tuple[Planner, Metad
         mesh=tree,
         limits=lambda _: limits,
         state=state,
-        inputs=InputLog(job, journal, {}, []),
+        inputs=InputLog(job, store.journal, {}, []),
         parts={},
         base_weights={s.name: float(s.weight or 0) for s in job.sources},
-        journal=journal,
-        checkpoints=CheckpointFolder(folder),
+        store=store,
     )
+    planner.checkpoints.begin()
     return planner, loaders
 
 

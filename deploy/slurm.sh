@@ -136,7 +136,7 @@ done
 
 # --resume refuses an empty store, and without it a store that holds a run is set aside.
 resume=()
-if compgen -G "$store/snapshot-*.json" >/dev/null; then resume=(--resume); fi
+if compgen -G "$store/lineage-*/snapshot-*.json" >/dev/null; then resume=(--resume); fi
 say "the service of $job, mesh $mesh ${resume[*]}"
 overlord serve "$job" --mesh "$mesh" --runtime ray --address auto --ranks-per-host "$gpus" \
   --store "$store" --cache "$shared/cache" --address-file "$address_file" "${resume[@]}" &

@@ -9,6 +9,7 @@
     |-- ReaderError       a file that worked before cannot be read any more
     |-- ToleranceError    a source has more bad samples than its tolerance allows
     |-- StoreError        the journal or a snapshot cannot be written or read
+    |   `-- Fenced        another service has taken the store over; this one can promise nothing any more
     |-- ServiceLost       the service process is gone or does not answer
     `-- ClosedError       a service or client was used after it was closed
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 __all__ = [
     "ClosedError",
+    "Fenced",
     "OverlordError",
     "PlanError",
     "ReaderError",
@@ -70,6 +72,10 @@ class ToleranceError(OverlordError):
 
 class StoreError(OverlordError):
     """The store failed; what it promised is still there."""
+
+
+class Fenced(StoreError):
+    """Another service, or a later incarnation of this one, has taken the store over."""
 
 
 class ServiceLost(OverlordError):

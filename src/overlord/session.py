@@ -35,7 +35,8 @@ from overlord.runtimes.opening import Progress
 from overlord.runtimes.parking import OnSourceFailure
 from overlord.runtimes.service_process import ServiceProcess
 from overlord.runtimes.shapes import limits_of
-from overlord.stores.checkpoints import CheckpointFolder
+from overlord.storage import StorageOptions
+from overlord.stores.store import KEEP
 
 DEFAULT_CACHE = "~/.cache/overlord"
 LOADER_CPUS = 2
@@ -196,8 +197,10 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     loader_hosts: int | Literal["per_source"] | None = None,
     budget: int = 512 << 20,
     store: str | os.PathLike[str] | None = None,
+    store_options: StorageOptions | None = None,
+    keep: int = KEEP,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
-    state: Mapping[str, Any] | Literal["latest"] | None = None,
+    state: Mapping[str, Any] | Literal["latest"] | int | None = None,
     reconcile: Reconcile = "strict",
     skip_steps: int = 0,
     on_source_failure: OnSourceFailure = "stop",
@@ -230,9 +233,12 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         loader_hosts: Processes that the sources are dealt to, or "per_source" (default: of a cluster, one for each
             trainer host; of "local", none: loaders are threads of the service, unless there are shadows).
         budget: Bytes of samples and views held ahead of the trainers.
-        store: Folder for the journal and snapshots (default: a temporary one).
+        store: Folder for the journal and snapshots, or a URL such as "s3://bucket/run" (default: a temporary folder).
+        store_options: Credentials and the like of a store that is a URL, as a Source's storage_options.
+        keep: Steps behind the newest snapshot that stay resumable with `state=STEP`.
         cache: Folder for the indices of files.
-        state: What `client.state_dict()` returned; "latest" takes the newest snapshot of the store.
+        state: What `client.state_dict()` returned; "latest" takes the newest snapshot of the store, a number the state
+            before that step of the store's newest run.
         reconcile: What of the job's sources may differ from the state's: nothing ("strict"); there may be more, which
             begin at their start ("allow_add"); there may also be fewer ("allow_add_remove"). Their weights may then
             differ too.
@@ -258,7 +264,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         (0, 8)
     """
     _check_job(job, mesh, strategy)
-    _check_numbers(prefetch=prefetch, loaders_per_source=loaders_per_source, threads=threads, budget=budget)
+    _check_numbers(prefetch=prefetch, loaders_per_source=loaders_per_source, threads=threads, budget=budget, keep=keep)
     _check_folders(store=store, cache=cache)
     _step("launch: skip_steps", skip_steps)
     _check_word("placement", placement, PLACEMENTS, "nobody would decode")
@@ -270,14 +276,14 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     if not isinstance(heartbeat, (int, float)) or isinstance(heartbeat, bool) or not 0.2 <= heartbeat < math.inf:
         raise SpecError(f"launch: heartbeat is {heartbeat!r:.80}; nobody could keep to it. Give seconds, 0.2 or more.")
     chosen = _layout_of(layout)
-    tree = mesh or ClientPlaceTree()
+    tree, given = mesh or ClientPlaceTree(), _check_state(state, store)
     options = LaunchOptions(
         mesh=tree, prefetch=int(prefetch), loaders_per_source=int(loaders_per_source),
         threads=int(threads or (LOADER_CPUS if runtime == "ray" else os.cpu_count()) or 1), budget_bytes=int(budget),
         heartbeat_s=float(heartbeat),
-        store=None if store is None else str(Path(store).absolute()),
-        cache=str(Path(cache).expanduser().absolute()),
-        state=_resolve_state(state, store), latest=isinstance(state, str),
+        store=None if store is None else _store_of(store), store_options=dict(store_options or {}), keep=int(keep),
+        cache=str(Path(cache).expanduser().absolute()), state=given, latest=isinstance(state, str),
+        before_step=state if isinstance(state, int) else None,
         strategy=strategy, skip_steps=int(skip_steps), layout=chosen, placement=placement, cluster=cluster,
         reconcile=reconcile, on_source_failure=on_source_failure, service=uuid.uuid4().hex,
     )  # fmt: skip
@@ -428,19 +434,17 @@ def _mixture_of(given: Mapping[str, Any], now: Mixture) -> Mixture:
     return Mixture.from_mapping({"weights": given, **fixed, "temperature": now.temperature})
 
 
-def _resolve_state(
-    state: Mapping[str, Any] | Literal["latest"] | None, store: str | os.PathLike[str] | None
-) -> Mapping[str, Any] | None:
-    if state != "latest":
-        if isinstance(state, str):
-            raise StateError(f"state is {state!r}; pass what client.state_dict() returned, or 'latest' with store=.")
+def _store_of(store: str | os.PathLike[str]) -> str:
+    return str(store) if "://" in str(store) else str(Path(store).expanduser().absolute())
+
+
+def _check_state(state: object, store: object) -> Mapping[str, Any] | None:
+    """Return a state that was given; one that is asked of the store is found by who opens it."""
+    if state is None or isinstance(state, Mapping):
         return state
+    if state != "latest" and (not isinstance(state, int) or isinstance(state, bool) or state < 0):
+        remedy = "Give what client.state_dict() returned, 'latest' or a step."
+        raise StateError(f"state is {state!r:.80}; nothing could be resumed from it. {remedy}")
     if store is None:
-        raise StateError("state='latest' needs store=FOLDER, where the snapshots are; none was given.")
-    newest = CheckpointFolder(Path(store)).newest()
-    if newest is None:
-        raise StateError(
-            f"state='latest', but the store {str(store)!r} holds no snapshot; there is nothing to resume. Launch "
-            "without state to begin."
-        )
-    return newest
+        raise StateError(f"state={state!r} needs store=, where the snapshots are; none was given.")
+    return None

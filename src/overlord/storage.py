@@ -112,6 +112,7 @@ def _open_s3(url: str, scheme: str, rest: str, options: StorageOptions, attempts
         chosen.setdefault("region", "us-east-1")
     if attempts is not None:
         chosen["retry_strategy"] = fs.AwsStandardS3RetryStrategy(max_attempts=attempts)
+        chosen.setdefault("allow_delayed_open", True)  # a small object is one request then, not three
     return _connect(url, lambda: fs.S3FileSystem(**chosen)), rest, f"{scheme}://"
 
 

@@ -102,9 +102,9 @@ def test_a_store_used_again_is_told(job_file: Path, tmp_path: Path) -> None:
     assert result_of(*run)["notes"] == []
     again = result_of(*run)
     assert again["strategy"] == "backbone_balance"
-    assert "holds a run up to step 2: it is set aside there (*.aside)" in again["notes"][0]
-    assert list((tmp_path / "store").glob("*.aside"))
-    assert not any("aside" in note for note in result_of(*run, "--resume")["notes"])
+    assert "holds a run up to step 2: it stays there as lineage 1, and this one begins another" in again["notes"][0]
+    assert len(list((tmp_path / "store").glob("lineage-*"))) == 2
+    assert not any("lineage" in note for note in result_of(*run, "--resume")["notes"])
 
 
 def test_resume_goes_on_from_the_newest_snapshot(job_file: Path, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_state_file_goes_on_where_the_checkpoint_is(of: str, job_file: Path, t
     step = saved["step"]
     assert [one["index"] for one in rest["per_step"]] == [step, step + 1, step + 2]
     assert rest["realised_per_step"][: 8 - step] == whole["realised_per_step"][step:]
-    assert f"what lies behind step {step} is set aside there" in rest["notes"][0]
+    assert f"it stays there as lineage 1, and this one begins another at step {step}" in rest["notes"][0]
     assert rest["notes"][1] == f"Resumed at step {step} from the state that --state gave."
 
 

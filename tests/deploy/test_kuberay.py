@@ -292,17 +292,17 @@ def test_a_service_is_stopped_with_its_job(scripts, stage):
 
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_only_a_store_with_a_snapshot_is_resumed(scripts, stage, snapshot):
-    (scripts / "store").mkdir(parents=True)
+    (scripts / "store" / "lineage-0001").mkdir(parents=True)
     if snapshot:
-        (scripts / "store" / "snapshot-000000000016.json").touch()
+        (scripts / "store" / "lineage-0001" / "snapshot-000000000016.json").touch()
     stage.run("serve.sh", SERVICE="fails")
     ((*_, last),) = stage.calls("overlord", "serve")
     assert (last == "--resume") == snapshot
 
 
 def test_the_command_line_takes_what_the_scripts_give(scripts, stage):
-    (scripts / "store").mkdir(parents=True)
-    (scripts / "store" / "snapshot-000000000016.json").touch()
+    (scripts / "store" / "lineage-0001").mkdir(parents=True)
+    (scripts / "store" / "lineage-0001" / "snapshot-000000000016.json").touch()
     stage.run("serve.sh", SERVICE="fails")
     ((_, name, *arguments),) = stage.calls("overlord")
     command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]

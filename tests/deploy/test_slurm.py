@@ -140,7 +140,8 @@ def test_only_a_store_with_a_snapshot_is_resumed(slurm, snapshot):
     store = slurm.folder / "shared" / "store"
     store.mkdir(parents=True)
     if snapshot:
-        (store / "snapshot-000000000016.json").touch()
+        (store / "lineage-0001").mkdir()
+        (store / "lineage-0001" / "snapshot-000000000016.json").touch()
     assert run(slurm)[0] == 0
     ((*_, last),) = slurm.calls("overlord", "serve")
     assert (last == "--resume") == snapshot

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import write_ids
 
 import overlord as ol
+from tests.conftest import write_ids
 
 Seen = list[tuple[int, str, list[str]]]
 """(index, plan digest, digests of the microbatches) of every step."""

@@ -15,7 +15,8 @@ from overlord.roles.inputs import Change, InputLog, changes_from_json
 from overlord.roles.meshes import Meshes
 from overlord.runtimes.cluster_placement import ranks_of_host
 from overlord.runtimes.seats import Seats
-from overlord.stores.journal import Journal, read_journal
+from overlord.stores.journal import Journal
+from overlord.stores.places import open_place
 
 Tree = ol.ClientPlaceTree
 
@@ -266,18 +267,19 @@ def test_what_is_asked_twice_is_done_once(ids_job, cache):
 @pytest.fixture
 def journal(tmp_path):
     """A journal that is closed behind the test."""
-    opened = Journal(tmp_path / "journal")
+    opened = Journal(open_place(str(tmp_path)), lambda: None)
+    opened.begin("lineage-0001", owner=1)
     yield opened
     opened.close()
 
 
-def test_a_journaled_mesh_is_repeated_and_a_state_has_none(ids_job, journal, tmp_path):
+def test_a_journaled_mesh_is_repeated_and_a_state_has_none(ids_job, journal):
     log, modules = InputLog(ids_job, journal, {}, []), {"encoder": Tree(dp=4)}
     trees = [Tree(dp=2), Tree(dp=2, pp=2, vpp=2, order="dp-pp-cp-tp", modules=modules), Tree(dp=3), Tree(tp=4)]
     for number, (at, tree) in enumerate(zip((4, 9, 9, 6), trees, strict=True)):
         log.add_change(Change("mesh", at, mesh=tree, id=f"id-{number}"))
     log.add_change(Change("skip", 5, count=1, id="skip"))
-    records = [record for record in read_journal(tmp_path / "journal") if record["kind"].startswith("change.")]
+    records = [record for record in journal.records() if record["kind"].startswith("change.")]
     for record in records:
         record["kind"] = record["kind"].removeprefix("change.")
     again = InputLog(ids_job, journal, {}, changes_from_json(records, ids_job))

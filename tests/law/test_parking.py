@@ -18,7 +18,8 @@ from tests.conftest import write_ids
 
 import overlord as ol
 from overlord.runtimes import parking
-from overlord.stores.journal import read_journal
+from overlord.stores.places import open_place
+from overlord.stores.store import newest_lineage
 
 SAMPLE = ol.Text("ids", tokenized=True)
 
@@ -92,7 +93,8 @@ def test_a_source_that_vanishes_is_parked_and_returns(folder, tmp_path, monkeypa
                 assert "is gone" in parked["why"] and states[step]["changes"][0]["failed"]
     assert 3 < since < 17
     assert [("b" in names) for names, _ in drawn.values()] == [True] * since + [False] * (18 - since) + [True] * 12
-    records = [r for r in read_journal(store / "journal") if r["kind"] in ("change.park", "change.return")]
+    found = newest_lineage(open_place(str(store))).records
+    records = [r for r in found if r["kind"] in ("change.park", "change.return")]
     assert [(r["kind"], r["at"]) for r in records] == [("change.park", since), ("change.return", 18)]
     assert f"source 'b' is parked from step {since} on" in caplog.text and "it returns at step 18" in caplog.text
     options["on_source_failure"] = "stop"  # what is journaled needs no fault any more
@@ -104,8 +106,8 @@ def test_a_source_that_vanishes_is_parked_and_returns(folder, tmp_path, monkeypa
 
 
 def test_a_replay_agrees_on_what_was_parked(folder, tmp_path, monkeypatch):
-    for name in ("CACHED_PLANS", "KEPT_REPLAYED"):
-        monkeypatch.setattr(f"overlord.roles.planner.{name}", 1)
+    for name in ("planner.CACHED_PLANS", "kept_states.KEPT_REPLAYED"):
+        monkeypatch.setattr(f"overlord.roles.{name}", 1)
     disk = Disk(folder, "b")
     options = {"runtime": "inline", "cache": str(tmp_path / "cache"), "on_source_failure": "reweight"}
     with ol.launch(job_of(folder), **options) as service:

@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.roles.verdicts import Verdicts, verdicts_from_json
-from overlord.stores.journal import Journal, read_journal, set_aside
+from overlord.stores.journal import Journal
+from overlord.stores.places import open_place
+from overlord.stores.store import newest_lineage
 from overlord.testing import stream_digests
 from overlord.transforms.custom import CustomTransform
 
@@ -140,7 +142,7 @@ def test_a_verdict_behind_the_newest_snapshot_survives_kills_of_the_service(tmp_
     client = service.client()
     orders = [next(client).order_digest for _ in range(25)]
     limit = time.monotonic() + 30
-    while not any(record["kind"] == "verdict" for record in read_journal(store / "journal")):
+    while not any(record["kind"] == "verdict" for record in newest_lineage(open_place(str(store))).records):
         assert time.monotonic() < limit
         time.sleep(0.01)
     kill_service(service)
@@ -168,54 +170,54 @@ def test_a_verdict_behind_the_newest_snapshot_survives_kills_of_the_service(tmp_
 # -- the log itself ----------------------------------------------------------------------------
 
 
-def test_a_verdict_is_on_disk_before_it_counts(tmp_path):
-    class Full(Journal):
+def journal_in(folder):
+    journal = Journal(open_place(str(folder)), lambda: None)
+    journal.begin("lineage-0001", owner=1)
+    return journal
+
+
+def test_a_verdict_is_on_disk_before_it_counts():
+    class Full:
         def append(self, record, *, durable):
             assert durable
             raise ol.StoreError("no space left")
 
-    with Full(tmp_path / "journal") as journal:
-        verdicts = Verdicts(journal)
-        with pytest.raises(ol.StoreError):
-            verdicts.add("s", 1, "why")
-        assert not verdicts.known("s", np.array([1])).any()
-        assert verdicts.to_json() == {}
+    verdicts = Verdicts(Full())
+    with pytest.raises(ol.StoreError):
+        verdicts.add("s", 1, "why")
+    assert not verdicts.known("s", np.array([1])).any()
+    assert verdicts.to_json() == {}
 
 
 def test_threads_add_and_ask_at_once(tmp_path):
-    with Journal(tmp_path / "journal") as journal:
-        verdicts = Verdicts(journal, lock=threading.Lock())
+    journal = journal_in(tmp_path)
+    verdicts = Verdicts(journal, lock=threading.Lock())
 
-        def use(number):
-            verdicts.add("ab"[number % 2], number // 4, f"why {number // 4}")
-            return bool(verdicts.known("ab"[number % 2], np.arange(number // 4 + 1))[-1])
+    def use(number):
+        verdicts.add("ab"[number % 2], number // 4, f"why {number // 4}")
+        return bool(verdicts.known("ab"[number % 2], np.arange(number // 4 + 1))[-1])
 
-        with ThreadPoolExecutor(8) as threads:
-            assert all(threads.map(use, range(80)))
-        records = list(journal.records())
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(use, range(80)))
+    records = list(journal.records())
     assert len(records) == 40 == len({(record["source"], record["row"]) for record in records})
     assert list(verdicts.to_json()) == ["a", "b"]
     assert list(verdicts.to_json()["a"]) == [str(row) for row in range(20)]
 
 
 def test_a_rollback_takes_no_verdict_of_the_future_it_leaves(tmp_path):
-    path = tmp_path / "journal"
-    with Journal(path) as journal:
-        verdicts = Verdicts(journal)
-        for step, row in ((3, 30), (9, 90)):
-            verdicts.step = step
-            verdicts.add("s", row, "why")
+    journal = journal_in(tmp_path)
+    verdicts = Verdicts(journal)
+    for step, row in ((3, 30), (9, 90)):
+        verdicts.step = step
+        verdicts.add("s", row, "why")
     state = {"step": 5, "verdicts": {"s": {"30": "why"}}}
-    later = list(read_journal(path))
-    set_aside(path, 5)
-    with Journal(path) as journal:
-        rolled_back = Verdicts.recover(journal, state, [], ["s"])
-        assert rolled_back.known("s", np.array([30, 90])).tolist() == [True, False]
-        assert [r["row"] for r in journal.records() if r["kind"] == "verdict"] == [30]
-        latest = Verdicts.recover(journal, state, later, ["s"])
-        assert latest.known("s", np.array([30, 90])).tolist() == [True, True]
-        assert [r["row"] for r in journal.records() if r["kind"] == "verdict"] == [30, 90]
-        assert Verdicts.recover(journal, None, [], ["s"]).to_json() == {}
+    rolled_back = Verdicts.recover(journal, state, [], ["s"])
+    assert rolled_back.known("s", np.array([30, 90])).tolist() == [True, False]
+    latest = Verdicts.recover(journal, state, list(journal.records()), ["s"])
+    assert latest.known("s", np.array([30, 90])).tolist() == [True, True]
+    assert [r["row"] for r in journal.records() if r["kind"] == "verdict"] == [30, 90]
+    assert Verdicts.recover(journal, None, [], ["s"]).to_json() == {}
 
 
 ROW = st.integers(0, 2**63 - 1)

@@ -132,7 +132,7 @@ def explain_job(job: Job, name: str, options: ExplainOptions, tell: Tell) -> Exp
                 layout=options.layout,
                 placement=options.placement,
             )
-            roles = deploy(job, launch, Path(store), callers, SerialWorkers(), tell)
+            roles = deploy(job, launch, store, callers, SerialWorkers(), tell)
             try:
                 return _explain(roles, job, name, options, steps, notes, tell)
             finally:

@@ -104,7 +104,7 @@ PlacementOption = Annotated[
     PlacementName | None,
     typer.Option("--placement", help="Where images, clips and sounds are decoded.", show_default=False),
 ]
-Store = Annotated[Path | None, typer.Option("--store", help="Folder for the journal and snapshots.")]
+Store = Annotated[str | None, typer.Option("--store", help="Folder or URL for the journal and snapshots.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot in the store.")]
 Cache = Annotated[Path, typer.Option("--cache", envvar="OVERLORD_CACHE", help="Folder of indices and length sidecars.")]
 Prefetch = Annotated[int | None, typer.Option("--prefetch", help="Steps built ahead.", show_default=False)]
@@ -243,7 +243,7 @@ def options_of(
     cache: Path,
     prefetch: int | None,
     loaders: int | None,
-    store: Path | None,
+    store: str | None,
     resume: bool,
     state: Path | None,
     threads: int | None,
@@ -259,7 +259,7 @@ def options_of(
         cache=folder_of(cache),
         prefetch=launch.prefetch if prefetch is None else prefetch,
         loaders_per_source=launch.loaders_per_source if loaders is None else loaders,
-        store=launch.store if store is None else str(store),
+        store=launch.store if store is None else store,
         resume=resume,
         state=None if state is None else read_state(state),
         threads=launch.threads if threads is None else threads,

@@ -34,6 +34,8 @@ from overlord.roles.placement import Placement
 from overlord.runtimes.parking import OnSourceFailure
 from overlord.runtimes.shapes import limits_of
 from overlord.session import Runtime, Service, launch
+from overlord.stores.places import open_place
+from overlord.stores.store import newest_lineage
 
 MOST_RANKS = 256
 """Ranks that one process can hold without running out of file descriptors."""
@@ -110,13 +112,13 @@ def aside_notes(options: RunOptions) -> list[str]:
     if options.resume or options.store is None:
         return []
     begin = 0 if options.state is None else int(options.state["step"])
-    steps = [int(path.stem.removeprefix("snapshot-")) for path in Path(options.store).glob("snapshot-*.json")]
-    if max(steps, default=0) <= begin:  # a snapshot of where this run begins is of this run too
+    found = newest_lineage(open_place(options.store))
+    if found is None or found.newest.step <= begin:  # a snapshot of where this run begins is of this run too
         return []
-    what = "it is" if options.state is None else f"what lies behind step {begin} is"
     return [
-        f"{options.store} holds a run up to step {max(steps)}: {what} set aside there (*.aside), and this one begins "
-        f"at step {begin}. To go on from it, use --resume{'' if options.state is None else ' instead of --state'}."
+        f"{options.store} holds a run up to step {found.newest.step}: it stays there as lineage {found.number}, and "
+        f"this one begins another at step {begin}. To go on from it, use "
+        f"--resume{'' if options.state is None else ' instead of --state'}."
     ]
 
 
@@ -175,7 +177,7 @@ def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = Fa
             "--resume and --state were both given; the newest snapshot of the store may be ahead of the model's "
             "checkpoint. Give --state to go on where the checkpoint is, or --resume to go on where the store is."
         )
-    if options.store is not None:
+    if options.store is not None and "://" not in options.store:
         _make_folder(options.store)
     where = options.where
     if where.runtime == "ray" and where.ranks_per_host is None and not any_mesh:

@@ -229,14 +229,10 @@ class InputLog:
 
     def add_change(self, change: Change) -> None:
         """Take a change; it is on disk when this returns."""
-        self.write_again(change)
+        self._journal.append({**change.to_json(), "kind": f"change.{change.kind}", "step": change.at}, durable=True)
         self._changes.append(change)
         if change.add is not None:
             self._names = (*self._names, change.add.name)
-
-    def write_again(self, change: Change) -> None:
-        """Write down a change that is known already, as after its record was set aside."""
-        self._journal.append({**change.to_json(), "kind": f"change.{change.kind}", "step": change.at}, durable=True)
 
     def mixture_at(self, step: int) -> tuple[Mixture, int]:
         """Return the mixture in force at a step, and the step it holds from (-1: the job's own)."""

@@ -9,7 +9,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,15 +23,16 @@ from overlord.core.samples import Cursor
 from overlord.core.specs import Job, Mixture
 from overlord.core.states import StreamState, restricted_parts
 from overlord.errors import PlanError, ReaderError, SourceError, SpecError
+from overlord.roles.checkpoints import Checkpoints
 from overlord.roles.drawer import Drawer, DrawnStep
 from overlord.roles.inputs import Change, InputLog, check_mixture
+from overlord.roles.kept_states import KeptStates
 from overlord.roles.meshes import Meshes
 from overlord.roles.ports import Loaders
 from overlord.roles.roster import Roster
 from overlord.roles.source_changes import SourceChanges
 from overlord.roles.verdicts import Verdicts
-from overlord.stores.checkpoints import CheckpointFolder
-from overlord.stores.journal import Journal
+from overlord.stores.store import KEEP, Store
 
 MakePlan = Callable[[Buffer, ClientPlaceTree], LoadingPlan]
 """A strategy, with its answer checked."""
@@ -41,18 +42,17 @@ LimitsOf = Callable[[ClientPlaceTree], Limits]
 CACHED_PLANS = 32
 CACHED_BYTES = 64 << 20
 """Plans that are kept to be asked for again: at most so many, of so many bytes together."""
-KEPT_STATES = 256
-"""States of this many recent steps are kept, and of every step that is a multiple of it."""
-KEPT_REPLAYED = 64
-"""Old states that were computed again are kept too: a client that comes late asks for one step after the other."""
 KEPT_DIGESTS = 1 << 14
-SNAPSHOT_EVERY = 16
 MOST_WORDS = 400
 """Letters of a reason that are written down."""
 
 
 class Planner:
-    """Plans steps in order; older steps can be asked for again."""
+    """Plans steps in order; older steps can be asked for again, as far as they are kept.
+
+    Of a stream that recovers, its store has gone on in its lineage already; `earlier` states and the `digests` of plans
+    that were made before the crash come with it.
+    """
 
     def __init__(  # noqa: PLR0913 - a planner is told everything and asks nobody but loaders
         self,
@@ -66,10 +66,12 @@ class Planner:
         inputs: InputLog,
         parts: Mapping[str, Any],
         base_weights: Mapping[str, float],
-        journal: Journal,
-        checkpoints: CheckpointFolder,
+        store: Store,
         verdicts: Verdicts | None = None,
         parks_failing: bool = False,
+        keep: int = KEEP,
+        earlier: Sequence[StreamState] = (),
+        digests: Mapping[int, str] | None = None,
     ) -> None:
         self._job = job
         self._loaders = loaders
@@ -79,21 +81,22 @@ class Planner:
         self._parts = parts
         self._base = dict(base_weights)
         self._parks_failing = parks_failing
-        self._journal = journal
-        self._checkpoints = checkpoints
-        self._verdicts = verdicts or Verdicts(journal)
+        self._verdicts = verdicts or Verdicts(store.journal)
         self._drawer = Drawer(job, loaders, state, self._base, inputs)
         self.sources = SourceChanges(inputs, self._base, self._effective)
         """What can be changed of the sources while the stream runs."""
-        self._first_step = state.step
-        self.meshes = Meshes(mesh, state.step, inputs)
+        self._first_step = store.first_step if store.lineage else state.step
+        self._promised = store.horizon if store.lineage else state.step
+        self.meshes = Meshes(mesh, self._first_step, inputs)
         """The mesh of every step."""
-        self._states: dict[int, StreamState] = {state.step: state}
-        self._replayed: OrderedDict[int, StreamState] = OrderedDict()
+        self._states = KeptStates((*earlier, state), keep=keep)
         self._plans: OrderedDict[int, LoadingPlan] = OrderedDict()
-        self._digests: dict[int, str] = {}
+        self._digests: dict[int, str] = dict(digests or {})
         self._end: int | None = None
-        self._passed = self._saved = state.step
+        self.checkpoints = Checkpoints(
+            store, state.step, lambda step: self.state(step, whole=True), lambda: self.next_step
+        )
+        """What is to be written to the store, and when."""
         self._weights: tuple[float, ...] = ()
 
     @property
@@ -118,7 +121,7 @@ class Planner:
 
     def passed_cursors(self) -> list[Cursor]:
         """Return where every source stands before the steps that some client may still need."""
-        state = self._states.get(self._passed) or self._states[self._first_step]
+        state = self._states.nearest(self.checkpoints.passed)
         return [state.cursor(source) for source in range(len(state.epoch))]
 
     def plan_raw(self, step: int) -> LoadingPlan | None:
@@ -128,6 +131,7 @@ class Planner:
                 f"step {step} lies before step {self._first_step}, where this stream was launched; its samples are "
                 "not part of it. Launch from an older state to see it."
             )
+        self._states.check(step)
         if step in self._plans:
             self._plans.move_to_end(step)
             return self._plans[step]
@@ -193,14 +197,17 @@ class Planner:
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the trainer's metrics of a step; the first report of a step counts."""
+        if self._inputs.report_of(step) is not None:
+            return
+        if self.next_step <= step < self._promised:
+            self.plan_raw(step)  # it may have been handed out before a crash, and is not planned again yet
         if step >= self.next_step:
             raise SpecError(
                 f"report: step {step} has not been planned yet (the next one is {self.next_step}); it cannot have been "
                 "trained on. Report `step.index` of a step that was handed out."
             )
-        if self._inputs.report_of(step) is None:
-            self._drawer.mixer.check_report(step, metrics)
-            self._inputs.add_report(step, metrics)
+        self._drawer.mixer.check_report(step, metrics)
+        self._inputs.add_report(step, metrics)
 
     def set_mixture(self, mixture: Mixture, at_step: int | None = None, *, change_id: str = "") -> int:
         """Change the mixture from a step on that is not planned yet (default: the next); return that step."""
@@ -247,36 +254,31 @@ class Planner:
             ) from error
 
     def _effective(self, what: str, at_step: int | None) -> int:
-        at = self.next_step if at_step is None else at_step
-        if at < self.next_step:
+        first = max(self.next_step, self._promised)  # what may have been handed out before a crash stays as well
+        at = first if at_step is None else at_step
+        if at < first:
             raise SpecError(
-                f"{what}: step {at} is already planned (the next one is {self.next_step}), and what was promised "
-                f"stays. Use at_step={self.next_step} or more, or leave it out."
+                f"{what}: step {at} is already planned (the next one is {first}), and what was promised stays. Use "
+                f"at_step={first} or more, or leave it out."
             )
         return at
 
     def passed(self, step: int) -> None:
-        """Learn that every client has finished with the steps before this one; a snapshot follows now and then."""
-        self._passed = max(self._passed, step)
-        if self._passed // SNAPSHOT_EVERY > self._saved // SNAPSHOT_EVERY:
-            self._snapshot()
+        """Learn that every client has finished with the steps before this one; a snapshot may be due then."""
+        if step > self.checkpoints.passed:
+            self.checkpoints.passed = step
+            self._states.forget(step)
 
     def close(self) -> None:
-        """Save where the clients stand, and close the journal."""
-        if self._passed > self._saved:
-            self._snapshot()
-        self._journal.close()
-
-    def _snapshot(self) -> None:
-        self._journal.flush()
-        self._checkpoints.save(self.state(self._passed, whole=True))
-        self._saved = self._passed
+        """Save where the clients stand, and leave the store."""
+        self.checkpoints.close()
 
     def _plan_next(self) -> None:
         step = self._drawer.state.step
         if self._job.max_steps is not None and step >= self._job.max_steps:
             self._end = step
             return
+        self.checkpoints.reserve(step)
         before = self._drawer.state
         self._verdicts.step = step
         drawn = self._draw_or_park(step)
@@ -284,7 +286,8 @@ class Planner:
             self._end = step
             return
         after = drawn.after
-        self._keep_state(after)
+        self._states.add(after, self.checkpoints.passed)
+        self._digests.pop(after.step - KEPT_DIGESTS, None)
         plan = self._planned(drawn.draw, after)
         self._record(plan, before, after)
         self._remember(plan)
@@ -295,18 +298,24 @@ class Planner:
             try:
                 return self._drawer.draw()
             except (ReaderError, SourceError) as error:
-                if not self._parks_failing or error.source is None or error.source in self.sources.parked(step):
+                parks = self._parks_failing and step >= self._promised  # what was promised has it
+                if not parks or error.source is None or error.source in self.sources.parked(step):
                     raise
                 self.sources.park(
                     error.source, step, why=str(error)[:MOST_WORDS], failed=True
                 )  # on disk before the draw goes on
 
     def _record(self, plan: LoadingPlan, before: StreamState, after: StreamState) -> None:
+        self._weights = plan.draw.weights
+        if plan.step in self._digests:  # it was made before a crash
+            if plan.digest != self._digests[plan.step]:
+                raise _differs(plan.step)
+            return
         before = before.grown(len(after.epoch))
         moved = np.flatnonzero(
             (before.epoch != after.epoch) | (before.group != after.group) | (before.offset != after.offset)
         )
-        self._journal.append(
+        self.checkpoints.store.journal.append(
             {
                 "kind": "plan",
                 "step": plan.step,
@@ -318,7 +327,6 @@ class Planner:
             durable=False,
         )
         self._digests[plan.step] = plan.digest
-        self._weights = plan.draw.weights
 
     def _planned(self, draw: Draw, after: StreamState) -> LoadingPlan:
         tree = self.meshes.at(draw.step)
@@ -331,44 +339,25 @@ class Planner:
         drawn = Drawer(self._job, self._loaders, before, self._base, self._inputs).draw()
         plan = None
         if drawn is not None:
-            self._keep_replayed(drawn.after)
+            self._states.add_replayed(drawn.after)
             plan = self._planned(drawn.draw, drawn.after)
             if step not in self._digests and step + KEPT_DIGESTS > self._drawer.state.step:
                 self._record(plan, before, drawn.after)  # its strategy failed when it was drawn
         if plan is None or self._digests.get(step, plan.digest) != plan.digest:
-            raise PlanError(
-                f"step {step} was planned again and came out differently; ranks would see different data. A file "
-                "under a source has changed, or a Custom function is not deterministic."
-            )
+            raise _differs(step)
         return plan
 
     def _state_before(self, step: int) -> StreamState:
-        known = self._states.get(step) or self._replayed.get(step)
-        if known is not None:
-            return known
-        start = max(s for s in (*self._states, *self._replayed) if s <= step)
-        begin = self._states.get(start) or self._replayed[start]
-        drawer = Drawer(self._job, self._loaders, begin, self._base, self._inputs)
+        nearest = self._states.nearest(step)
+        if nearest.step == step:
+            return nearest
+        drawer = Drawer(self._job, self._loaders, nearest, self._base, self._inputs)
         while drawer.state.step < step:
             drawn = drawer.draw()
             if drawn is None:
                 break
-            self._keep_replayed(drawn.after)
+            self._states.add_replayed(drawn.after)
         return drawer.state
-
-    def _keep_replayed(self, state: StreamState) -> None:
-        if state.step not in self._states:
-            self._replayed[state.step] = state
-            self._replayed.move_to_end(state.step)
-            while len(self._replayed) > KEPT_REPLAYED:
-                self._replayed.popitem(last=False)
-
-    def _keep_state(self, state: StreamState) -> None:
-        self._states[state.step] = state
-        self._digests.pop(state.step - KEPT_DIGESTS, None)
-        old = state.step - KEPT_STATES
-        if old in self._states and old % KEPT_STATES and old not in (self._first_step, self._passed):
-            del self._states[old]
 
     def _remember(self, plan: LoadingPlan) -> LoadingPlan:
         self._plans[plan.step] = plan
@@ -377,3 +366,10 @@ class Planner:
         ):
             self._plans.popitem(last=False)
         return plan
+
+
+def _differs(step: int) -> PlanError:
+    return PlanError(
+        f"step {step} was planned again and came out differently; ranks would see different data. A file under a "
+        "source has changed, or a Custom function is not deterministic."
+    )

@@ -42,6 +42,10 @@ class Loaders(Protocol):
         """Tell loaders of samples whose media the DataConstructor could not decode: (source, row, epoch, reason)."""
         ...
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return what the loaders have met, by the names of their sources: what one in their place must know."""
+        ...
+
 
 class Telemetry(Protocol):
     """Where roles say what they saw. Nothing here may change the stream."""

@@ -8,9 +8,10 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,45 @@ class Staged:
 
     order: LoaderOrder
     kept: RowBatch
+
+
+MET_IDS = 4096
+"""Samples that a snapshot of a loader names at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What loaders of one source have met: what a loader in their place must know to count on.
+
+    Example:
+        >>> Met.from_json(Met(100, {(7, 0)}, set()).to_json()).bad
+        {(7, 0)}
+    """
+
+    seen: int
+    """Samples measured."""
+    bad: set[tuple[int, int]]
+    """Samples (row, epoch) that a stand-in took the place of."""
+    wrong_lengths: set[tuple[int, int]]
+    """Samples that were cut or padded to their planned length."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Met]) -> Met:
+        """Return what several loaders of a source have met together."""
+        empty: set[tuple[int, int]] = set()
+        bad, wrong = (empty.union(*sets) for sets in ([m.bad for m in parts], [m.wrong_lengths for m in parts]))
+        return cls(sum(met.seen for met in parts), bad, wrong)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON; of very many samples only the first are named."""
+        named = {"bad": self.bad, "wrong_lengths": self.wrong_lengths}
+        return {"seen": self.seen, **{key: [list(one) for one in sorted(ids)[:MET_IDS]] for key, ids in named.items()}}
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Met:
+        """Read what `to_json` returned."""
+        bad, wrong = ({(int(row), int(epoch)) for row, epoch in given[key]} for key in ("bad", "wrong_lengths"))
+        return cls(int(given["seen"]), bad, wrong)
 
 
 class SourceLoader:
@@ -107,14 +147,20 @@ class SourceLoader:
         return self._buffer.nbytes
 
     @property
-    def bad_samples(self) -> int:
-        """Stand-ins made so far."""
-        return len(self._bad)
+    def name(self) -> str:
+        """The name of its source."""
+        return self._source.name
 
     @property
-    def wrong_lengths(self) -> int:
-        """Samples cut or padded to their planned length so far."""
-        return len(self._lies)
+    def met(self) -> Met:
+        """What it has met so far: stand-ins, and samples cut or padded to their planned length."""
+        return Met(self._seen, set(self._bad), set(self._lies))
+
+    def take_over(self, met: Met) -> None:
+        """Count on from what a loader before this one had met."""
+        self._seen += met.seen
+        self._bad |= met.bad
+        self._lies |= met.wrong_lengths
 
     def summary_buffer(self, request: MetaRequest) -> MetaDelta:
         """Tell what is known of the samples from a cursor on, reading and measuring them if need be."""

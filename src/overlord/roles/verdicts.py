@@ -47,10 +47,9 @@ class Verdicts:
 
     Example:
         >>> import tempfile
-        >>> from pathlib import Path
-        >>> with Journal(Path(tempfile.mkdtemp()) / "journal") as journal:
-        ...     verdicts = Verdicts(journal)
-        ...     verdicts.add("web", 17, "killed its worker twice: signal 11")
+        >>> from overlord.stores.places import open_place
+        >>> verdicts = Verdicts(Journal(open_place(tempfile.mkdtemp()), lambda: None))
+        >>> verdicts.add("web", 17, "killed its worker twice: signal 11")
         >>> verdicts.known("web", np.array([16, 17])).tolist()
         [False, True]
         >>> verdicts.to_json()
@@ -82,20 +81,20 @@ class Verdicts:
     ) -> Verdicts:
         """Return the verdicts a stream goes on with.
 
-        Those of its state; and where it goes on from its own newest snapshot, what was journaled after that (`later`:
-        the journal as it was before any of it was set aside). A state that was given may be of another lineage than
-        the journal, so nothing but the state counts then: pass no `later`.
+        Those of its state; and where it goes on in a lineage of its store, what was journaled after that (`later`). A
+        state that was given may be of another lineage than the journal, so nothing but the state counts then: pass no
+        `later`. Nothing is written again: either the journal goes on, or a new lineage begins with all of them.
 
         Raises:
             StateError: when the state's verdicts are damaged.
         """
         if state is None:
             return cls(journal, lock=lock)
-        verdicts = cls(journal, verdicts_from_json(state.get("verdicts"), names), step=state["step"], lock=lock)
+        known = verdicts_from_json(state.get("verdicts"), names)
         for record in later:
             if record["kind"] == "verdict" and record["source"] in names:
-                verdicts.add(record["source"], record["row"], record["reason"])  # the record may have been set aside
-        return verdicts
+                known.setdefault(record["source"], {}).setdefault(record["row"], record["reason"])
+        return cls(journal, known, step=state["step"], lock=lock)
 
     def add(self, source: str, row: int, reason: str) -> None:
         """Give up a row; the verdict is on disk when this returns. The first reason stays."""

@@ -8,6 +8,7 @@ the planner `begin`, constructors `begin`. A successor goes through the same ste
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import stat
 import threading
@@ -48,7 +49,7 @@ from overlord.runtimes.frames import (
     payloads_to_frame,
     requests_from_frame,
 )
-from overlord.runtimes.history import History, open_store
+from overlord.runtimes.history import History, open_store, read_history
 from overlord.runtimes.leftovers import remove_when_gone
 from overlord.runtimes.loader_fleet import LOADER_THREADS
 from overlord.runtimes.loader_host import LoaderHost
@@ -140,6 +141,7 @@ class LoaderRole(_Role):
         index_first_windows(job, self._files, cursors, given["weights"], self._callers, self._count)
         self._verdicts = RemoteVerdicts(self._board, verdicts_from_json(given["verdicts"], job.names))
         fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._callers, self._workers)
+        fleet.restore(given["snapshots"])
         self._ends.callback(fleet.interrupt)
         self._host = LoaderHost(fleet, hosts=self._site["hosts"], budget_bytes=self._options.budget_bytes // 2)
         give_back_freed_memory()
@@ -192,6 +194,16 @@ class LoaderRole(_Role):
         asked, found = open_frame(frame)[0]["sources"], self._host.status()
         return frame_of({"sources": {source: found[source] for source in asked}})
 
+    def snapshot(self, frame: Frame) -> Frame:
+        """Tell what a loader that takes the place of one here must know, of some sources."""
+        names = {self._prepared.job.names[source] for source in open_frame(frame)[0]["sources"]}
+        return frame_of({"loaders": {name: met for name, met in self._host.snapshot().items() if name in names}})
+
+    def restore(self, frame: Frame) -> Frame:
+        """Take over what other loaders had met."""
+        self._host.restore(open_frame(frame)[0]["loaders"])
+        return frame_of({})
+
     def _count(self, what: str, done: int, of: int) -> None:
         self._done = [done, of]
 
@@ -204,20 +216,27 @@ class PlannerRole(_Role):
     def open_store(self, frame: Frame) -> Frame:
         """Open the store, now that the sources are known; tell where they stand, and the verdicts it holds."""
         self._facts = {name: SourceFacts(*fact) for name, fact in open_frame(frame)[0]["facts"].items()}
-        self._standing = where_it_stands(self._prepared, self._facts)
-        options = self._options
-        store = Path(options.store) if options.store else self._claim_folder() / "store"
-        job, state, given = self._prepared.job, self._standing.state, self._standing.given
-        self._history = open_store(job, given, store, state.step, latest=options.latest)
-        cursors, weights = first_needs(job, self._facts, state)
-        return frame_of({"verdicts": self._history.verdicts.to_json(), "cursors": cursors, "weights": weights})
+        job, options = self._prepared.job, self._options
+        if self._site["generation"] > 1:
+            options = dataclasses.replace(options, recover=True)
+        store, beginning = open_store(options, options.store or str(self._claim_folder() / "store"))
+        try:
+            self._standing = where_it_stands(self._prepared, self._facts, beginning)
+            self._history = read_history(job, store, beginning, self._standing.given)
+            cursors, weights = first_needs(job, self._facts, self._standing.state)
+        except BaseException:
+            store.close()
+            raise
+        met = {"verdicts": self._history.verdicts.to_json(), "snapshots": beginning.loaders}
+        return frame_of({**met, "cursors": cursors, "weights": weights})
 
     def where(self, frame: Frame) -> Frame:
         """Tell the successor of a loader host where its sources stand."""
         assert self._history is not None
         passed = self._planner_host.passed_cursors()
         weights = self._planner_host.latest_weights or [1.0] * len(passed)
-        return frame_of({"verdicts": self._history.verdicts.to_json(), "cursors": passed, "weights": weights})
+        met = {"verdicts": self._history.verdicts.to_json(), "snapshots": self._planner_host.loaders_met}
+        return frame_of({**met, "cursors": passed, "weights": weights})
 
     def begin(self, frame: Frame) -> Frame:
         """Plan the first step, so that what is wrong shows before anything runs."""
@@ -228,7 +247,7 @@ class PlannerRole(_Role):
             planner = start_planner(prepared, loaders, self._standing, self._facts, self._history)
             plan_first_step(planner)
         except BaseException:
-            self._history.journal.close()
+            self._history.store.close()
             raise
 
         def picture(positions: Any, view_bytes: int) -> dict[str, Any]:
@@ -239,7 +258,10 @@ class PlannerRole(_Role):
             found["planner"]["traffic"] = self._traffic()
             return found
 
-        self._planner_host = PlannerHost(planner, picture, on_source_failure=self._options.on_source_failure)
+        options, met = self._options, self._history.beginning.loaders
+        self._planner_host = PlannerHost(
+            planner, picture, loaders, keep=options.keep, met=met, on_source_failure=options.on_source_failure
+        )
         self._ends.callback(self._planner_host.close)
         self._put: OrderedDict[int, Any] = OrderedDict()
         self._put_bytes = self._plans_put = self._bytes_out = self._bytes_in = 0

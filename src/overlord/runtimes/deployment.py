@@ -31,14 +31,13 @@ from overlord.roles.ports import Loaders
 from overlord.roles.source_loader import SourceLoader
 from overlord.roles.verdicts import VerdictBook
 from overlord.runtimes.cluster_placement import ClusterOptions
-from overlord.runtimes.history import History, open_store
+from overlord.runtimes.history import Beginning, History, draw_again, earlier_states, open_store, read_history
 from overlord.runtimes.loader_fleet import LoaderFleet
-from overlord.runtimes.numbering import canonical, names_to_come, with_newcomers, with_records
+from overlord.runtimes.numbering import canonical, names_to_come, with_newcomers
 from overlord.runtimes.opening import Progress, index_first_windows, known_lengths, open_sources, order_of
 from overlord.runtimes.parking import OnSourceFailure, Patience
 from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
 from overlord.runtimes.warming import warm_job
-from overlord.stores.journal import read_journal
 from overlord.transforms.chat import inline_templates
 from overlord.transforms.isolation import Isolate
 from overlord.transforms.per_microbatch import PackingJob
@@ -76,7 +75,11 @@ class LaunchOptions:
     """Folder of indices and length sidecars."""
     state: Mapping[str, Any] | None = None
     latest: bool = False
-    """Whether the state is the store's own newest snapshot."""
+    """Go on from the newest snapshot of the store."""
+    before_step: int | None = None
+    """Go on before this step of the store's newest lineage."""
+    numbering: Mapping[str, Any] | None = None
+    """A state that knows all sources by number, where the store does and roles are on several hosts."""
     strategy: Strategy | None = None
     """Where samples go; `backbone_balance()` by default."""
     skip_steps: int = 0
@@ -171,7 +174,7 @@ class Roles:
 def deploy(
     job: Job,
     options: LaunchOptions,
-    store: Path,
+    store: str,
     callers: Workers,
     workers: Workers,
     progress: Progress | None = None,
@@ -182,26 +185,27 @@ def deploy(
     Args:
         job: The job.
         options: The launch.
-        store: Folder of the journal and snapshots.
+        store: Where the journal and the snapshots go.
         callers: Runs calls to loaders side by side (they wait for I/O).
         workers: Runs leaf work (decoding).
         progress: Told how far the opening is.
         isolate: Brings Python code that holds the interpreter into process workers.
     """
-    state = with_records(options.state, read_journal(store / "journal")) if options.latest else options.state
-    prepared = prepare(job, options, isolate, state)
-    job = prepared.job
-    files = open_files(prepared, range(len(job.sources)), callers, progress)
-    listings = {source.name: files[number] for number, source in enumerate(job.sources)}
-    facts = {name: SourceFacts.of(opened) for name, opened in listings.items()}
-    standing = where_it_stands(prepared, facts)
-    index_first_windows(job, files, *first_needs(job, facts, standing.state), callers, progress)
-    history = open_store(job, standing.given, store, standing.state.step, latest=options.latest)
+    claimed, beginning = open_store(options, store)
     try:
+        prepared = prepare(job, options, isolate, beginning.numbering)
+        job = prepared.job
+        files = open_files(prepared, range(len(job.sources)), callers, progress)
+        listings = {source.name: files[number] for number, source in enumerate(job.sources)}
+        facts = {name: SourceFacts.of(opened) for name, opened in listings.items()}
+        standing = where_it_stands(prepared, facts, beginning)
+        index_first_windows(job, files, *first_needs(job, facts, standing.state), callers, progress)
+        history = read_history(job, claimed, beginning, standing.given)
         fleet = make_fleet(prepared, files, history.verdicts, callers, workers)
+        fleet.restore(beginning.loaders)
         planner = start_planner(prepared, fleet, standing, facts, history)
     except BaseException:
-        history.journal.close()
+        claimed.close()
         raise
     constructor = make_constructor(prepared, fleet, workers)
     return Roles(job, planner, constructor, fleet, listings, prepared, history.verdicts, planner.close)
@@ -218,7 +222,7 @@ def prepare(
         isolate: Brings Python code that holds the interpreter into process workers.
         state: The state it goes on from, with changes that were journaled after it; by default that of the launch.
     """
-    state = options.state if state is None else state
+    state = state or options.numbering or options.state
     job = canonical(with_newcomers(job, state), state)
     warm_job(job, options.layout)  # no step may wait for a compiler
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
@@ -241,19 +245,19 @@ def open_files(
     return dict(zip(numbers, open_sources(sources, transforms, cache, callers, progress), strict=True))
 
 
-def where_it_stands(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> Standing:
+def where_it_stands(prepared: Prepared, facts: Mapping[str, SourceFacts], beginning: Beginning) -> Standing:
     """Return what the stream's fingerprint covers, and the state it goes on from.
 
     Raises:
         StateError: when the state is of another stream, beyond what the launch lets differ.
     """
-    job, given = prepared.job, prepared.options.state
+    job, given = prepared.job, beginning.state
     parts = parts_of(prepared, facts)
     if given is None:
         return Standing(parts, StreamState.begin(len(job.sources)), None)
     names = job.names[: len(job.names) - prepared.coming]
     now = restricted_parts(parts, names)
-    found = reconcile_state(given, now, prepared.options.reconcile)
+    found = reconcile_state(given, now, "strict" if beginning.recovered else prepared.options.reconcile)
     state = StreamState.from_json(found, names, now)
     for name in unweighted(given, found):
         logger.warning(
@@ -340,7 +344,7 @@ def start_planner(
 ) -> Planner:
     """Make the Planner of a stream, at the state it goes on from."""
     job, options = prepared.job, prepared.options
-    strategy = options.strategy or backbone_balance()
+    strategy, base = options.strategy or backbone_balance(), base_weights(job, facts)
 
     @functools.lru_cache(maxsize=16)
     def limits(tree: ClientPlaceTree) -> Limits:
@@ -353,29 +357,33 @@ def start_planner(
         functools.partial(run_strategy, strategy),
         mesh=options.mesh,
         limits=limits,
-        state=standing.state,
+        state=draw_again(job, loaders, standing.state, base, history),
         inputs=history.inputs,
         parts=standing.parts,
-        base_weights=base_weights(job, facts),
-        journal=history.journal,
-        checkpoints=history.checkpoints,
+        base_weights=base,
+        store=history.store,
         verdicts=history.verdicts,
         parks_failing=options.on_source_failure != "stop",
+        keep=options.keep,
+        earlier=earlier_states(job, standing.parts, history),
+        digests=history.digests,
     )
-    if options.skip_steps:
+    planner.checkpoints.begin()
+    if options.skip_steps and not history.beginning.recovered:  # otherwise it is in the journal
         planner.skip_steps(options.skip_steps)
     return planner
 
 
 def plan_first_step(planner: Planner) -> None:
     """Plan the first step, so that what is wrong shows before anything runs; unless it waits for a report."""
-    missing = planner.missing_report(planner.first_step)
+    step = planner.next_step
+    missing = planner.missing_report(step)
     if missing is None:
-        planner.plan_raw(planner.first_step)
+        planner.plan_raw(step)
     else:
         logger.warning(
             "step %d waits for the report of step %d, which the state does not hold: report before you save. Call "
-            "client.report(%d, ..) again", planner.first_step, missing, missing,
+            "client.report(%d, ..) again", step, missing, missing,
         )  # fmt: skip
 
 

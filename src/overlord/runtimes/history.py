@@ -1,78 +1,240 @@
-"""What a store holds of a stream, and where the stream goes on."""
+"""What a store holds of a stream, and where the stream goes on.
+
+Rules of this file:
+1. The store is claimed before it is read: nobody adds to what was read.
+2. A launch takes from a store what a new lineage begins with. A recovery takes everything that was promised, and goes
+   on in the lineage of its own service; where there is none yet, it is a launch again.
+3. Meshes are left out, except by a recovery: a resume is launched with one of its own.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from overlord.core.specs import Job
-from overlord.roles.inputs import InputLog, changes_from_json
+from overlord.core.states import StreamState, restricted_parts
+from overlord.errors import StateError
+from overlord.roles.drawer import Drawer
+from overlord.roles.inputs import Change, InputLog, changes_from_json
+from overlord.roles.ports import Loaders
 from overlord.roles.verdicts import Verdicts
-from overlord.stores.checkpoints import CheckpointFolder
-from overlord.stores.journal import Journal, read_journal, set_aside
+from overlord.runtimes.numbering import with_records
+from overlord.stores.places import open_place
+from overlord.stores.store import FoundLineage, Store, newest_lineage
+
+if TYPE_CHECKING:
+    from overlord.runtimes.deployment import LaunchOptions
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a stream goes on, before its sources are known."""
+
+    state: Mapping[str, Any] | None
+    """The state; None for a stream that has not begun."""
+    records: Sequence[Record] = ()
+    """What of the journal counts beside it."""
+    found: FoundLineage | None = None
+    """The lineage that it was found in."""
+    recovered: bool = False
+    """Whether the stream goes on in that very lineage."""
+    replay_to: int | None = None
+    """The step to draw up to from that state before anything is handed out."""
+
+    @property
+    def numbering(self) -> Mapping[str, Any] | None:
+        """A state that knows all sources, also those that came after it."""
+        return with_records(self.state, self.records) if self.records else self.state
+
+    @property
+    def loaders(self) -> Mapping[str, Any]:
+        """What the SourceLoaders had met, by source."""
+        return {} if self.found is None else self.found.loaders
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The open store of a stream."""
+    """The open store of a stream, and what was found in it."""
 
-    journal: Journal
-    checkpoints: CheckpointFolder
+    store: Store
+    beginning: Beginning
     inputs: InputLog
     verdicts: Verdicts
+    digests: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Digests of plans that were made before a crash."""
 
 
-def open_store(job: Job, state: Mapping[str, Any] | None, store: Path, step: int, *, latest: bool) -> History:
-    """Open a store to go on at a step; what it holds of later steps is set aside.
+def open_store(options: LaunchOptions, place: str) -> tuple[Store, Beginning]:
+    """Claim a store, and find where the stream goes on.
 
     Args:
-        job: The job.
-        state: The state the stream goes on from, if any.
-        store: The folder.
-        step: The state's step.
-        latest: Whether the state is the store's own newest snapshot.
+        options: The launch.
+        place: The folder or the URL.
+
+    Raises:
+        StoreError: It cannot be reached, or a living service owns it.
+        StateError: It does not hold what was asked for.
     """
-    checkpoints = CheckpointFolder(store)
-    checkpoints.set_aside(step)
-    later = list(read_journal(store / "journal")) if latest else []
-    set_aside(store / "journal", step)
-    journal = Journal(store / "journal")
+    store = Store(open_place(place, options.store_options), options.service, keep=options.keep)
     try:
-        inputs = recover_inputs(job, journal, state, later)
-        verdicts = Verdicts.recover(journal, state, later, job.names, threading.Lock())
+        return store, _beginning(options, place, store.newest() if _looks(options) else None)
     except BaseException:
-        journal.close()
+        store.close()
         raise
-    return History(journal, checkpoints, inputs, verdicts)
 
 
-def recover_inputs(
-    job: Job, journal: Journal, state: Mapping[str, Any] | None, later: Sequence[Mapping[str, Any]]
-) -> InputLog:
-    """Return the reports and changes a stream goes on with.
+def peek(options: LaunchOptions, place: str) -> Mapping[str, Any] | None:
+    """Return a state that knows all sources of what a launch will go on with; nothing is claimed."""
+    if not _looks(options):
+        return options.state
+    return _beginning(options, place, newest_lineage(open_place(place, options.store_options))).numbering
 
-    Those of its state; and where it goes on from its own newest snapshot, what came in after that (`later`). A state
-    that was given may be of another lineage than the journal, so nothing but the state counts then. Meshes are left
-    out: a resume is launched with one of its own.
+
+def _looks(options: LaunchOptions) -> bool:
+    return options.recover or options.latest or options.before_step is not None
+
+
+def _beginning(options: LaunchOptions, place: str, found: FoundLineage | None) -> Beginning:
+    if options.recover and found is not None and found.newest.service == options.service:
+        return Beginning(found.newest.state, found.records, found, recovered=True)
+    if not options.latest and options.before_step is None:
+        return Beginning(options.state)
+    if found is None:
+        asked = "'latest'" if options.latest else options.before_step
+        raise StateError(
+            f"state={asked} was asked for, but the store {place!r} holds no snapshot; there is nothing to resume. "
+            "Launch without state to begin."
+        )
+    return _latest(found) if options.before_step is None else _before(found, options.before_step, place)
+
+
+def _latest(found: FoundLineage) -> Beginning:
+    """Go on from the newest snapshot, with what came in later and still counts."""
+    step, lag = found.newest.step, found.newest.state["fingerprint"].get("lag", 0)
+
+    def counts(record: Record) -> bool:
+        if record["kind"] == "report":
+            return step - lag <= record["step"] < step
+        return record["kind"] == "verdict" or record["step"] >= step
+
+    return Beginning(found.newest.state, [record for record in found.records if counts(record)], found)
+
+
+def _before(found: FoundLineage, step: int, place: str) -> Beginning:
+    """Go on before a step: from the nearest snapshot, drawing again what lies between."""
+    oldest, reached = found.snapshots[0].step, found.reached
+    if not oldest <= step <= reached:
+        raise StateError(
+            f"state={step} was asked for, and the newest lineage of the store {place!r} keeps the steps {oldest} to "
+            f"{reached}; what lies outside cannot be told exactly. Give a step of these, or a saved state; launch with "
+            "a larger keep to be able to go further back."
+        )
+    nearest = [snapshot for snapshot in found.snapshots if snapshot.step <= step][-1].state
+    state = {**nearest, "changes": [change for change in nearest["changes"] if change["at"] <= step]}
+
+    def counts(record: Record) -> bool:
+        return record["step"] < step or (record["kind"].startswith("change.") and record["step"] == step)
+
+    return Beginning(state, [record for record in found.records if counts(record)], found, replay_to=step)
+
+
+def read_history(job: Job, store: Store, beginning: Beginning, given: Mapping[str, Any] | None) -> History:
+    """Read the inputs of a stream, now that its sources are known; a recovery goes on in its lineage.
+
+    Args:
+        job: The job, with all sources that came.
+        store: The store.
+        beginning: What was found in it.
+        given: The state as one of this job.
     """
+    records, found = beginning.records, beginning.found
+    verdicts = Verdicts.recover(store.journal, given, records, job.names, threading.Lock())
+    if not beginning.recovered:
+        return History(store, beginning, _inputs(job, store, given, records), verdicts)
+    assert found is not None and given is not None
+    inputs = _inputs_again(job, store, given, found)
+    digests = {record["step"]: record["plan"] for record in records if record["kind"] == "plan"}
+    store.go_on(found)
+    return History(store, beginning, inputs, verdicts, digests)
+
+
+def _inputs(job: Job, store: Store, state: Mapping[str, Any] | None, records: Sequence[Record]) -> InputLog:
+    """Return the reports and changes of a state and of records; of one step's reports the first counts."""
     if state is None:
-        return InputLog(job, journal, {}, [])
-    reports = {int(step): report for step, report in state["reports"].items()}
-    changes = list(state["changes"]) if isinstance(state["changes"], list) else [state["changes"]]
-    for record in later:
-        if record["kind"] == "report" and state["step"] - job.lag <= record["step"] < state["step"]:
-            reports.setdefault(record["step"], record["metrics"])
-        if record["kind"].startswith("change.") and record["at"] >= state["step"]:
+        return InputLog(job, store.journal, {}, [])
+    known = list(state["changes"]) if isinstance(state["changes"], list) else [state["changes"]]
+    changes = changes_from_json(_with_changes(known, records), job)
+    reports = _with_reports(state["reports"], records)
+    return InputLog(job, store.journal, reports, [change for change in changes if change.mesh is None])
+
+
+def _inputs_again(job: Job, store: Store, given: Mapping[str, Any], found: FoundLineage) -> InputLog:
+    """Return everything that a lineage was told since its oldest snapshot: any of its steps may be planned again."""
+    oldest = found.snapshots[0].state
+    changes: list[Change] = []
+    for entry in _with_changes(_with_changes(list(oldest["changes"]), found.records), [], *given["changes"]):
+        try:
+            changes += changes_from_json([entry], job)
+        except StateError:
+            if entry["at"] >= found.newest.step:
+                raise
+            continue  # it is about a source that has come and gone since; what holds now stands in the newest snapshot
+    return InputLog(job, store.journal, _with_reports(oldest["reports"], found.records), changes)
+
+
+def _with_changes(known: list[Any], records: Sequence[Record], *more: Any) -> list[Any]:
+    """Return changes with those of records that are not among them; each has the id of who asked for it."""
+    found = list(known)
+    for record in records:
+        if record["kind"].startswith("change."):
             change = {key: value for key, value in record.items() if key != "step"}
             change["kind"] = record["kind"].removeprefix("change.")
-            if change not in changes:
-                changes.append(change)
-    read = changes_from_json(changes, job)
-    inputs = InputLog(job, journal, reports, [change for change in read if change.mesh is None])
-    for recovered in read[len(state["changes"]) :]:
-        if recovered.mesh is None:
-            inputs.write_again(recovered)
-    return inputs
+            if change not in found:
+                found.append(change)
+    return found + [change for change in more if change not in found]
+
+
+def _with_reports(known: Mapping[str, Any], records: Sequence[Record]) -> dict[int, Any]:
+    reports = {int(step): report for step, report in known.items()}
+    for record in records:
+        if record["kind"] == "report":
+            reports.setdefault(record["step"], record["metrics"])
+    return reports
+
+
+def earlier_states(job: Job, parts: Mapping[str, Any], history: History) -> list[StreamState]:
+    """Return the older states of the lineage that is gone on in, as far as they are of the sources that are there."""
+    beginning = history.beginning
+    if not beginning.recovered or beginning.found is None:
+        return []
+    found: list[StreamState] = []
+    for snapshot in beginning.found.snapshots[:-1]:
+        names = job.names[: len(snapshot.state["sources"])]
+        if set(names) == set(snapshot.state["sources"]):  # a source may have come and gone since
+            found.append(StreamState.from_json(snapshot.state, names, restricted_parts(parts, names)))
+    return found
+
+
+def draw_again(
+    job: Job, loaders: Loaders, state: StreamState, base: Mapping[str, float], history: History
+) -> StreamState:
+    """Draw from a snapshot on up to a step that was asked for; what comes out must be what was drawn then."""
+    asked, found = history.beginning.replay_to, history.beginning.found
+    if asked is None or found is None:
+        return state
+    orders = {record["step"]: record["order"] for record in found.records if record["kind"] == "plan"}
+    drawer = Drawer(job, loaders, state, dict(base), history.inputs)
+    while drawer.state.step < asked:
+        step = drawer.state.step
+        drawn = drawer.draw()
+        if drawn is None or orders.get(step, drawn.draw.digest) != drawn.draw.digest:
+            raise StateError(
+                f"state={asked}: step {step} was drawn again and came out differently; the stream would not be the one "
+                "that was trained on. A file under a source has changed, or a record was damaged."
+            )
+    return drawer.state

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job, Mixture, Source
-from overlord.errors import ClosedError
+from overlord.errors import ClosedError, Fenced, StoreError
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.deployment import LaunchOptions, Roles, deploy, plan_first_step
@@ -25,10 +26,16 @@ from overlord.runtimes.newcomers import Newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.parking import ReturnWatch
 from overlord.runtimes.planner_host import SourceChange, change_source
+from overlord.runtimes.saving import Saver
 from overlord.runtimes.status import describe_roles
 from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.packed import PackedMicrobatch
 from overlord.transforms.step_samples import StepSamples
+
+STORE_PATIENCE_S = 1.0
+"""How long a store that is down is tried before whoever asked is told."""
+
+T = TypeVar("T")
 
 
 class InlineService:
@@ -46,8 +53,8 @@ class InlineService:
         self._roles: Roles | None = None
         workers = SerialWorkers()
         try:
-            store = Path(options.store or self._scratch or ".")
-            self._roles = deploy(job, options, store, workers, workers, progress)
+            self._roles = deploy(job, options, options.store or f"{self._scratch}", workers, workers, progress)
+            self._saver = Saver(self._roles.planner, self._roles.fleet, nullcontext(), most_steps=options.keep // 2)
             self._newcomers = Newcomers(self._roles, workers, workers)
             self._watch = ReturnWatch(self._roles.planner, options.on_source_failure)
             plan_first_step(self._roles.planner)
@@ -63,25 +70,25 @@ class InlineService:
 
     def set_mixture(self, mixture: Mixture, at_step: int | None, change_id: str) -> int:
         """Change the mixture from a step on."""
-        return self.roles.planner.set_mixture(mixture, at_step, change_id=change_id)
+        return patiently(lambda: self.roles.planner.set_mixture(mixture, at_step, change_id=change_id))
 
     def skip_steps(self, count: int, at_step: int | None, change_id: str) -> int:
         """Pass over global batches before a step."""
-        return self.roles.planner.skip_steps(count, at_step, change_id=change_id)
+        return patiently(lambda: self.roles.planner.skip_steps(count, at_step, change_id=change_id))
 
     def reshard(self, tree: ClientPlaceTree, at_step: int | None, change_id: str) -> tuple[int, ClientPlaceTree]:
         """Change the mesh from a step on; return that step, and the mesh behind all changes."""
-        at = self.roles.planner.reshard(tree, at_step, change_id=change_id)
+        at = patiently(lambda: self.roles.planner.reshard(tree, at_step, change_id=change_id))
         return at, self.roles.planner.meshes.newest
 
     def add_source(self, source: Source, weight: float | None, at_step: int | None) -> int:
         """Let a source come at a step."""
         assert self.roles  # refused after it was closed
-        return self._newcomers.add(source, weight, at_step, nullcontext())
+        return patiently(lambda: self._newcomers.add(source, weight, at_step, nullcontext()))
 
     def change_source(self, change: SourceChange, name: str, at_step: int | None) -> int:
         """Remove a source, park it, or let it return."""
-        return change_source(self.roles.planner, change, name, at_step)
+        return patiently(lambda: change_source(self.roles.planner, change, name, at_step))
 
     def mixture(self) -> Mixture:
         """Return the mixture in force."""
@@ -92,8 +99,8 @@ class InlineService:
         planner = self.roles.planner
         if step < planner.next_step:
             return planner.plan_raw(step)
-        self._watch.look()
-        plan = planner.plan_raw(step)
+        patiently(self._watch.look)
+        plan = patiently(lambda: planner.plan_raw(step))
         self._watch.due()
         return plan
 
@@ -103,13 +110,15 @@ class InlineService:
 
     def close(self) -> None:
         """Close files and remove what is temporary."""
-        if self._roles is not None:
-            self._roles.close()
-            self._roles = None
-        self._samples.clear()
-        self._packed.clear()
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        roles, self._roles = self._roles, None
+        try:
+            if roles is not None:
+                roles.close()
+        finally:
+            self._samples.clear()
+            self._packed.clear()
+            if self._scratch is not None:
+                shutil.rmtree(self._scratch, ignore_errors=True)
 
     @property
     def roles(self) -> Roles:
@@ -143,6 +152,8 @@ class InlineService:
         slowest = min(self._positions.values())
         planner = self.roles.planner
         planner.passed(planner.meshes.passed(self._reached, self._positions))
+        if planner.checkpoints.is_due:
+            patiently(self._saver.work)
         for key in [k for k in self._packed if k[0] < slowest]:
             del self._packed[key]
 
@@ -185,13 +196,28 @@ class _InlineFeed:
         return RankView({key: arrays[name] for key, name in names.items()}, scalars)
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
-        self._service.roles.planner.report(step, metrics)
+        patiently(lambda: self._service.roles.planner.report(step, metrics))
 
     def state(self, step: int) -> dict[str, Any]:
         return self._service.roles.planner.state(step)
 
     def close(self, next_step: int) -> None:
         self._service.left(self._rank, next_step)
+
+
+def patiently(work: Callable[[], T]) -> T:
+    """Do what needs the store; where that fails try again for a while, then let the caller know. Asking again works."""
+    until, wait = time.monotonic() + STORE_PATIENCE_S, 0.05
+    while True:
+        try:
+            return work()
+        except Fenced:
+            raise
+        except StoreError:
+            if time.monotonic() + wait > until:
+                raise
+            time.sleep(wait)
+            wait *= 2
 
 
 def _new_buffer(nbytes: int) -> npt.NDArray[np.uint8]:

@@ -15,7 +15,7 @@ from overlord.core.ragged import Ragged
 from overlord.core.samples import Cursor
 from overlord.roles.ports import Collect, Workers
 from overlord.roles.shadow_loader import ShadowLoader
-from overlord.roles.source_loader import SourceLoader, Staged
+from overlord.roles.source_loader import Met, SourceLoader, Staged
 from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.parking import Patience
 
@@ -143,6 +143,7 @@ class LoaderFleet:
 
     def status(self) -> dict[int, dict[str, Any]]:
         """Return what each source's loaders hold and have met."""
+        met = {number: Met.joined([one.met for one in of_source]) for number, of_source in self._loaders.items()}
         return {
             number: {
                 "decoded_in": of_source[0].placement.where,
@@ -151,11 +152,30 @@ class LoaderFleet:
                 "loaders": len(of_source),
                 "followed": sum(one.followed for one in self._shadows[number]),
                 "buffer_bytes": sum(one.buffer_bytes for one in of_source),
-                "bad": sum(one.bad_samples for one in of_source),
-                "wrong_length": sum(one.wrong_lengths for one in of_source),
+                "bad": len(met[number].bad),
+                "wrong_length": len(met[number].wrong_lengths),
             }
             for number, of_source in self._loaders.items()
         }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what each source's loaders have met, by the source's name: what a restart would count anew."""
+        found: dict[str, Any] = {}
+        for number, of_source in self._loaders.items():
+            met: list[Met] = []
+            for loader, lock in zip(of_source, self._locks[number], strict=True):
+                with lock:
+                    met.append(loader.met)
+            found[of_source[0].name] = Met.joined(met).to_json()
+        return found
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take over what other loaders of these sources had met; the first loader of a source counts it."""
+        for number, of_source in self._loaders.items():
+            given = snapshot.get(of_source[0].name)
+            if given is not None:
+                with self._locks[number][0]:
+                    of_source[0].take_over(Met.from_json(given))
 
     def _owner(self, source: int, group: int) -> int:
         return max(group, 0) % len(self._loaders[source])

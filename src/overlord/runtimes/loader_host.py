@@ -114,6 +114,14 @@ class LoaderHost:
         """Return what each source's loaders hold and have met."""
         return self._fleet.status()
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a loader that takes the place of one here must know, by source."""
+        return self._fleet.snapshot()
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take over what other loaders had met."""
+        self._fleet.restore(snapshot)
+
     def _stage(self, plan: LoadingPlan, asked: _Asked) -> _StagedStep:
         with self._turn:  # steps leave the read buffers in the order in which they are asked for
             with self._lock:

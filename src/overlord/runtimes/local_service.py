@@ -41,7 +41,7 @@ class LocalHost:
         self._callers = ThreadWorkers(LOADER_THREADS, "overlord-loaders")
         self._workers = ThreadWorkers(options.threads, "overlord-workers")
         self._processes = ProcessWorkers(options.threads)
-        store = Path(options.store) if options.store else folder / "store"
+        store = options.store or str(folder / "store")
         try:
             isolate = self._processes.isolate
             roles = deploy(job, options, store, self._callers, self._workers, tell, isolate)
@@ -55,8 +55,10 @@ class LocalHost:
         self._planner = PlannerHost(
             roles.planner,
             lambda positions, view_bytes: describe_roles(roles, "local", positions, view_bytes),
-            Newcomers(roles, self._callers, self._workers).add,
-            options.on_source_failure,
+            roles.fleet,
+            keep=options.keep,
+            add_source=Newcomers(roles, self._callers, self._workers).add,
+            on_source_failure=options.on_source_failure,
         )
         self._fleet, progress = roles.fleet, _Progress(tell)
         self.constructor = ConstructorHost(

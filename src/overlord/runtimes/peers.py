@@ -241,6 +241,20 @@ class RemoteLoaders:
             found.update((int(source), one) for source, one in open_frame(answer)[0]["sources"].items())
         return dict(sorted(found.items()))
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return what the loaders of every source have met, by its name."""
+        found: dict[str, Any] = {}
+        sources = range(len(self._board.book.assignment.primary))
+        for answer in self._ask_all("snapshot", sources, lambda part: frame_of({"sources": list(part)})):
+            found |= open_frame(answer)[0]["loaders"]
+        return found
+
+    def restore(self, loaders: Mapping[str, Any]) -> None:
+        """Tell every host what loaders had met; it takes what is of its sources."""
+        sources = range(len(self._board.book.assignment.primary))
+        for answer in self._ask_all("restore", sources, lambda _: frame_of({"loaders": dict(loaders)})):
+            open_frame(answer)
+
     def _ask_all(self, method: str, sources: Sequence[int], write: Callable[[Sequence[int]], Frame]) -> Iterator[Frame]:
         asked = _Round(self._board, method, sources, write)
         for _, answer in asked.answers():

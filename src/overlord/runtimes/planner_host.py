@@ -4,32 +4,49 @@ Rules of this file:
 1. Nobody asks the planner while it plans. Who needs a step that waits for a report waits here, for a while.
 2. What every rank that ever attached has passed is what a snapshot may begin at, on whichever host it sits by now.
 3. A step is not planned because a rank waits for it that only comes with it: the others come there first.
+4. What is promised waits until it is written down. A store that is down pauses planning, and is tried again and again;
+   what is planned is handed out meanwhile, and whoever asks how things are is answered. Who has lost the store ends.
 """
 
 from __future__ import annotations
 
 import base64
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_to_bytes
 from overlord.core.samples import Cursor
 from overlord.core.specs import Mixture, Source
-from overlord.errors import SpecError
+from overlord.errors import Fenced, SpecError, StoreError
 from overlord.roles.inputs import FIXED_WHILE_RUNNING
 from overlord.roles.planner import Planner
+from overlord.roles.ports import Loaders
 from overlord.runtimes.parking import OnSourceFailure, ReturnWatch
+from overlord.runtimes.saving import Saver
 
 LOOK_S = 1.0
 """How often it is looked for sources that were parked, or should be looked at."""
 PATIENCE_S = 1.0
 """How long a host that asks for a plan is kept waiting for a report before it is told."""
+STORE_DOWN = -1
+"""What a host is told to wait for when no report is missing, but the store is down."""
+RETRY_S = (0.2, 5.0)
+"""How long the first try after a failure of the store is put off, and the later ones at most."""
+COMMIT_S = 0.5
+"""How long a plan record waits to be written, together with others."""
+STATUS_S = 1.0
+"""How long somebody who asks how things are waits for the planner; then he is told without its leave."""
+
+logger = logging.getLogger("overlord")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +54,7 @@ class Waiting:
     """A step that cannot be planned yet."""
 
     missing: int | None
-    """The step whose report must come first; None where the stream has not come near."""
+    """The step whose report must come first, or STORE_DOWN; None where the stream has not come near."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +110,26 @@ def change_source(planner: Planner, change: SourceChange, name: str, at_step: in
 
 
 class PlannerHost:
-    """Asks one Planner on behalf of all hosts."""
+    """Asks one Planner on behalf of all hosts, and writes to the store what it has for it.
+
+    Args:
+        planner: The planner.
+        describe: Makes the status.
+        loaders: Its loaders, whose snapshots are kept too.
+        keep: Steps that stay resumable.
+        met: What the loaders had met when the stream began.
+        add_source: Opens a source while the stream runs; None where that cannot be done.
+        on_source_failure: What becomes of a source that cannot be read.
+    """
 
     def __init__(
         self,
         planner: Planner,
         describe: Describe,
+        loaders: Loaders,
+        *,
+        keep: int,
+        met: Mapping[str, Any] | None = None,
         add_source: AddSource | None = None,
         on_source_failure: OnSourceFailure = "stop",
     ) -> None:
@@ -113,6 +144,12 @@ class PlannerHost:
         self._news: dict[int, HostNews] = {}
         self._reached: dict[int, int] = {}
         self._closing = self._closed = False
+        self._down: tuple[float, StoreError] | None = None
+        self._lost: Fenced | None = None
+        self._saver = Saver(planner, loaders, self._changed, most_steps=keep // 2, met=met)
+        self._work = threading.Event()
+        self._writer = threading.Thread(target=self._write_loop, name="overlord_write_loop", daemon=True)
+        self._writer.start()
 
     @property
     def first_step(self) -> int:
@@ -136,13 +173,19 @@ class PlannerHost:
             if news.newcomers and not self._comes_near(step, until):
                 return Waiting(None)
             while step >= self._planner.next_step:
+                self._check_owned()
                 missing = self._planner.missing_report(self._planner.next_step)
+                missing = STORE_DOWN if self._down is not None else missing
                 if missing is None:
                     break
                 known = missing == news.told_missing and not self._closing
                 if not known or not self._changed.wait(until - time.monotonic()):
                     return Waiting(missing)
-            plan = self._planner.plan_raw(step)  # (3) the plan is made when it is asked for
+            try:
+                plan = self._planner.plan_raw(step)  # (3) the plan is made when it is asked for
+            except StoreError as error:
+                self._failed(error)
+                return Waiting(STORE_DOWN)
             self._forget_passed()
             self._changed.notify_all()  # newcomers may wait for it
             return plan
@@ -163,6 +206,11 @@ class PlannerHost:
         return self._planner.passed_cursors()
 
     @property
+    def loaders_met(self) -> Mapping[str, Any]:
+        """What the loaders had met when they were last asked."""
+        return self._saver.met
+
+    @property
     def latest_weights(self) -> Sequence[float]:
         """The weights of the newest plan."""
         return self._planner.latest_weights
@@ -175,26 +223,38 @@ class PlannerHost:
                 self._forget_passed()
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Answer a client, or the owner of the service.
+        """Answer a client, or the owner of the service; what that promises is written down first, however long that is.
 
         Raises:
             SpecError: for a message nobody knows.
+            Fenced: when another service owns the store.
         """
         op, step = message.get("op"), message.get("step")
+        if op == "status":
+            return {"status": self._status()}
         if op == "add_source":
-            return {"step": self._add(message, step)}
+            return {"step": self._durably(lambda: self._add(message, step))}
         with self._changed:
             try:
-                return self._answer(op, step, message)
+                return self._durably(lambda: self._answer(op, step, message))
             finally:
                 self._changed.notify_all()  # a step may have waited for what was told
 
     def close(self) -> None:
-        """Send home who waits, save where the clients stand, and close the journal."""
+        """Send home who waits, save where the clients stand, and leave the store."""
         self.interrupt()
+        self._work.set()
+        self._writer.join()
         with self._changed:
+            if self._closed:
+                return
             self._closed = True
-            self._planner.close()
+            try:
+                self._planner.close()
+            except Fenced as error:
+                logger.warning("%s", error)
+            except StoreError as error:
+                logger.warning("the last snapshot is missing, and a resume repeats a few steps: %s", error)
 
     def interrupt(self) -> None:
         """Send home who waits for a report."""
@@ -203,11 +263,101 @@ class PlannerHost:
         with self._changed:
             self._changed.notify_all()
 
+    # -- the store -----------------------------------------------------------------------------
+
+    def _write_loop(self) -> None:
+        """Write what is due; where that fails, again and again."""
+        wait = RETRY_S[0]
+        while not self._closing:
+            self._work.wait(COMMIT_S)
+            self._work.clear()
+            try:
+                self._saver.work(probe=self._down is not None)
+            except Fenced as error:
+                with self._changed:
+                    self._lose(error)
+                return
+            except StoreError as error:
+                with self._changed:
+                    self._failed(error)
+                    self._pause(wait)
+                wait = min(2 * wait, RETRY_S[1])
+                self._work.set()
+                continue
+            except Exception:  # a loader that is gone, say: its host tells who asks; a snapshot can wait
+                logger.exception("a snapshot could not be taken; it is tried again")
+                with self._changed:
+                    self._pause(RETRY_S[1])
+                continue
+            wait = RETRY_S[0]
+            with self._changed:
+                self._works()
+
+    def _durably(self, work: Callable[[], T]) -> T:
+        """Do what must be written down; where that fails, again and again. The lock is not held while it waits."""
+        wait = RETRY_S[0]
+        while True:
+            self._check_owned()
+            try:
+                return work()
+            except StoreError as error:
+                with self._changed:
+                    self._failed(error)
+                    if self._closing:
+                        raise
+                    self._pause(wait, until_it_works=True)
+                wait = min(2 * wait, RETRY_S[1])
+
+    def _pause(self, seconds: float, *, until_it_works: bool = False) -> None:
+        until = time.monotonic() + seconds
+        while not self._closing and (left := until - time.monotonic()) > 0:
+            if until_it_works and self._down is None:
+                return
+            self._changed.wait(left)
+
+    def _failed(self, error: StoreError) -> None:
+        if isinstance(error, Fenced):
+            self._lose(error)
+            raise error
+        if self._down is None:
+            logger.warning(
+                "planning pauses at step %d: %s Trainers go on with what is planned; the store is tried again until it "
+                "works.", self._planner.next_step, error,
+            )  # fmt: skip
+            self._down = (time.time(), error)
+        self._work.set()
+
+    def _works(self) -> None:
+        if self._down is not None:
+            logger.warning("the store works again after %.1f s; planning goes on", time.time() - self._down[0])
+            self._down = None
+            self._changed.notify_all()
+
+    def _lose(self, error: Fenced) -> None:
+        if self._lost is None:
+            logger.error("%s", error)
+            self._lost = error
+            self._changed.notify_all()
+
+    def _check_owned(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def _status(self) -> dict[str, Any]:
+        """Tell how things are, also while the planner waits for a store that does not answer."""
+        held = self._changed.acquire(timeout=STATUS_S)
+        try:
+            positions = {rank: at for news in self._news.values() for rank, at in news.positions.items()}
+            found = self._describe(positions, sum(news.view_bytes for news in self._news.values()))
+        finally:
+            if held:
+                self._changed.release()
+        trouble = self._lost or (self._down and self._down[1])
+        since = {"since": self._down[0]} if self._down else {}
+        return {**found, "store": {**found["store"], "error": str(trouble) if trouble else None, **since}}
+
     def _answer(self, op: Any, step: Any, message: dict[str, Any]) -> dict[str, Any]:
         planner = self._planner
-        if op == "status":
-            positions = {rank: at for news in self._news.values() for rank, at in news.positions.items()}
-            return {"status": self._describe(positions, sum(news.view_bytes for news in self._news.values()))}
         if op == "state":
             return {"state": planner.state(int(message["step"]))}
         if op == "report":
@@ -253,8 +403,11 @@ class PlannerHost:
             for name in due:
                 found = self._planner.can_read(name)
                 with self._changed:
-                    if not self._closed:
-                        self._watch.looked(name, found)
+                    try:
+                        if not self._closed:
+                            self._watch.looked(name, found)
+                    except StoreError as error:
+                        self._failed(error)  # it returns when the store is back
 
     def _hear(self, host: int, news: HostNews) -> None:
         self._news[host] = news
@@ -264,3 +417,5 @@ class PlannerHost:
     def _forget_passed(self) -> None:
         attached = {rank for news in self._news.values() for rank in news.positions}
         self._planner.passed(self._planner.meshes.passed(self._reached, attached))
+        if self._planner.checkpoints.is_due:
+            self._work.set()

@@ -7,6 +7,7 @@ them takes another one with it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from overlord.roles.recovery import Assignment
 from overlord.runtimes.cluster_placement import ClusterOptions, Node, Site, cpus_needed, place
 from overlord.runtimes.deployment import LaunchOptions, check_launch
 from overlord.runtimes.doors import CONTROL, answer_all, open_door
+from overlord.runtimes.history import peek
 from overlord.runtimes.numbering import canonical, with_newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.process_engine import ProcessEngine
@@ -50,8 +52,10 @@ def assignment_of(sites: Sequence[Site]) -> Assignment:
 def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     """Serve a job with processes of this host."""
     job, options = cloudpickle.loads(bundle)  # from the launching process to its own roles
-    job = with_newcomers(job, options.state)
-    check_launch(canonical(job, options.state), options)
+    options = dataclasses.replace(options, numbering=peek(options, options.store or str(folder / "store")))
+    bundle = cloudpickle.dumps((job, options))
+    job = with_newcomers(job, options.numbering)
+    check_launch(canonical(job, options.numbering), options)
     cluster = options.cluster or ClusterOptions()
     count, world = len(job.sources), options.mesh.world_size
     room = cpus_needed(cluster, num_sources=count, loader_cpus=options.threads)

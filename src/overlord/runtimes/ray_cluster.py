@@ -38,6 +38,7 @@ from overlord.errors import ServiceLost, SpecError
 from overlord.runtimes.cluster_placement import TRAINER, ClusterOptions, Node, Site, cpus_needed, place
 from overlord.runtimes.deployment import LaunchOptions, check_launch
 from overlord.runtimes.frames import Frame
+from overlord.runtimes.history import peek
 from overlord.runtimes.numbering import canonical, with_newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.process_cluster import supervised
@@ -285,8 +286,10 @@ def _attached(job: Job, options: LaunchOptions, folder: Path) -> Iterator[None]:
 def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     """Serve a job on a cluster."""
     job, options = cloudpickle.loads(bundle)  # from the launching process to its own roles
-    job = with_newcomers(job, options.state)
-    check_launch(canonical(job, options.state), options)
+    options = dataclasses.replace(options, numbering=peek(options, options.store or str(folder / "store")))
+    bundle = cloudpickle.dumps((job, options))
+    job = with_newcomers(job, options.numbering)
+    check_launch(canonical(job, options.numbering), options)
     progress("starting Ray" if options.cluster.address is None else "attaching to Ray", 0, 1)
     with _attached(job, options, folder):
         sites = place(

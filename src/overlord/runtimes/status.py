@@ -70,6 +70,7 @@ def describe(
             "first_step": planner.first_step,
             "waits_for_report": planner.missing_report(planner.next_step),
         },
+        "store": planner.checkpoints.store.status(),
         "clients": {str(rank): step for rank, step in sorted(positions.items())},
         "buffers": {"views_bytes": view_bytes, "read_bytes": sum(s["buffer_bytes"] for s in sources.values())},
         "mixture_level": mixture.level,

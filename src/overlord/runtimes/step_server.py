@@ -24,7 +24,7 @@ from overlord.core.plan import LoadingPlan
 from overlord.errors import ClosedError, OverlordError
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.views import StepHeader
-from overlord.runtimes.planner_host import HostNews, Plans, Waiting
+from overlord.runtimes.planner_host import STORE_DOWN, HostNews, Plans, Waiting
 from overlord.runtimes.seats import Seats
 from overlord.runtimes.shared_memory import Arena
 from overlord.runtimes.step_shelf import Bin, Built, Gathered, StepShelf
@@ -213,6 +213,8 @@ class StepServer:
 
     def _tell_missing(self, step: int, missing: int) -> None:
         """Say once that a step cannot be planned before a report comes, if a client stands there."""
+        if missing == STORE_DOWN:
+            return  # the planner's host has said so
         with self._changed:
             stands = self._seats.came_to(step)
         if missing != self._told_missing and stands:

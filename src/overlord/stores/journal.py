@@ -1,122 +1,258 @@
-"""The journal: an append-only file of checksummed JSON records.
+"""The journal of a lineage: segments of checksummed JSON records, one after the other.
 
 Rules of this file:
-1. A record is one line: crc32 of the rest in hex, a space, the record as JSON. A line whose checksum
-   is wrong ends the journal: it was torn by a crash, and everything before it is good.
-2. Inputs (reports, changes, verdicts) are on disk before `append` returns. Plan records can be
-   derived again, so they are only handed to the operating system, many at a time.
+1. A record is one line: crc32 of the rest in hex, a space, the record as JSON. A line without an end was torn by a
+   crash and is dropped; a damaged one is passed over and counted, for its neighbours have their own checksums.
+2. Inputs (reports, changes, verdicts) are on disk, and the store is still ours, before `append` returns. Plan records
+   can be derived again: they wait for `commit`, or for the next durable record, and go along with it.
+3. A write that failed may have left half a line, or a whole one that was never promised. What comes next goes to a new
+   segment, whose first record says how far the segments before it hold.
+4. Who takes a store over says how far it has read. What a predecessor that is not quite dead writes after that is void.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
+import threading
 import zlib
-from collections.abc import Iterator
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from overlord.errors import StoreError
+from overlord.stores.places import Appender, Place
+
+VERSION = 1
+
+Record = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Segment:
+    """A stretch of a journal."""
+
+    name: str
+    """Names grow: by the owner that wrote it, then by a number."""
+    bytes: int = 0
+    """How much of it holds."""
+    newest: int = -1
+    """The highest step that a record of it belongs to."""
+
+    @property
+    def owner(self) -> int:
+        """The number of the owner that wrote it."""
+        return int(self.name.split("-")[1])
+
+
+@dataclass(frozen=True, slots=True)
+class FoundJournal:
+    """What a journal was found to hold."""
+
+    records: Sequence[Record]
+    segments: Sequence[Segment]
+    damaged: int
+    """Records that were passed over."""
 
 
 class Journal:
-    """Appends records to one file.
+    """Writes the journal of one lineage. Until a lineage begins, records wait.
+
+    Args:
+        place: Where the store lies.
+        check: Raises when the store is not ours any more.
 
     Example:
         >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "journal"
-        >>> with Journal(path) as journal:
-        ...     journal.append({"kind": "report", "step": 3}, durable=True)
-        >>> list(read_journal(path))
+        >>> from overlord.stores.places import open_place
+        >>> place = open_place(tempfile.mkdtemp())
+        >>> journal = Journal(place, lambda: None)
+        >>> journal.begin("lineage-0001", owner=1)
+        >>> journal.append({"kind": "report", "step": 3}, durable=True)
+        >>> list(journal.records())
         [{'kind': 'report', 'step': 3}]
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        good = sum(len(line) for line, _ in _good_lines(path))
-        try:
-            self._file = path.open("ab")
-            self._file.truncate(good)  # what a crash tore off must not be glued to the next record
-        except OSError as error:
-            raise _failed(path, error) from error
+    def __init__(self, place: Place, check: Callable[[], None]) -> None:
+        self._place = place
+        self._check = check
+        self._folder = ""
+        self._owner = 0
+        self._number = 0
+        self._file: Appender | None = None
+        self._segments: list[Segment] = []
+        self._cut: dict[str, int] = {}
+        self._before: dict[str, int] = {}
+        self._waiting: list[tuple[int, bytes]] = []
+        # A plan record must not wait for the disk: what waits has a lock of its own.
+        self._adding, self._writing = threading.Lock(), threading.Lock()
 
-    def append(self, record: dict[str, Any], *, durable: bool) -> None:
-        """Write one record; a durable one is on disk when this returns."""
-        body = json.dumps(record, separators=(",", ":")).encode()
-        try:
-            self._file.write(b"%08x %s\n" % (zlib.crc32(body), body))
-            if durable:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            raise _failed(self._path, error) from error
+    def begin(self, folder: str, owner: int, found: FoundJournal | None = None) -> None:
+        """Begin to write in the folder of a lineage, behind what was found there."""
+        self._folder, self._owner = folder, owner
+        if found is not None:
+            self._segments = [Segment(s.name, s.bytes, s.newest) for s in found.segments]
+            self._before = {s.name: s.bytes for s in found.segments}
+        with self._writing:
+            self._write([], force=True)
 
-    def flush(self) -> None:
-        """Hand everything written so far to the operating system."""
-        try:
-            self._file.flush()
-        except OSError as error:
-            raise _failed(self._path, error) from error
+    def append(self, record: Record, *, durable: bool) -> None:
+        """Write one record; a durable one is on disk when this returns.
 
-    def records(self) -> Iterator[dict[str, Any]]:
+        Raises:
+            StoreError: The store failed; the record counts as not written, and may be written again.
+            Fenced: Somebody else owns the store.
+        """
+        line = (record["step"], encode(record))
+        if not durable or not self._folder:
+            with self._adding:
+                self._waiting.append(line)
+            return
+        with self._writing:
+            self._write([line])
+
+    def commit(self, *, force: bool = False) -> None:
+        """Write what waits; where there is no append only when forced, or when it is worth an object."""
+        if self._waiting and (force or self._place.can_append):
+            with self._writing:
+                self._write([])
+
+    def mark(self) -> str:
+        """Return the name of the first segment that what comes from now on may be in."""
+        # What waits may be on its way into the newest segment: that one then.
+        return self._segments[-1].name
+
+    def rotate(self) -> None:
+        """Write what waits, and begin a new segment."""
+        with self._writing:
+            if self._waiting:
+                self._write([])
+            if self._file is not None:
+                self._end_segment()
+                self._write([], force=True)
+
+    def first_needed(self, step: int, mark: str) -> str:
+        """Return the first segment that holds anything of a step or later, or comes from a mark on."""
+        with self._writing:
+            return next((s.name for s in self._segments if s.newest >= step or s.name >= mark), mark)
+
+    def forget(self, until: str) -> None:
+        """Remove the segments before one."""
+        with self._writing:
+            while len(self._segments) > 1 and self._segments[0].name < until:
+                old = self._segments[0].name
+                self._place.delete(f"{self._folder}/{old}")
+                del self._segments[0]
+                self._cut.pop(old, None)
+                self._before.pop(old, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.bytes for segment in self._segments)
+
+    def records(self) -> Iterator[Record]:
         """Yield every record written so far."""
-        self.flush()
-        return read_journal(self._path)
+        self.commit(force=True)
+        yield from read_journal(self._place, self._folder).records
 
     def close(self) -> None:
-        """Flush and close."""
-        self.flush()
-        self._file.close()
+        """Let go of the file. What still waits is lost: commit before."""
+        with self._writing:
+            self._end_segment()
 
-    def __enter__(self) -> Journal:
-        return self
+    def _end_segment(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _write(self, lines: list[tuple[int, bytes]], *, force: bool = False) -> None:
+        with self._adding:
+            waiting, self._waiting = self._waiting, []
+        chosen = waiting + lines
+        if not chosen and not force:
+            return
+        try:
+            self._put(b"".join(line for _, line in chosen), max((step for step, _ in chosen), default=-1))
+        except StoreError:
+            with self._adding:
+                self._waiting = waiting + self._waiting
+            raise
+
+    def _put(self, data: bytes, newest: int) -> None:
+        if self._file is None:
+            data = self._new_segment() + data
+        segment = self._segments[-1]
+        try:
+            if self._file is None:
+                self._place.write(f"{self._folder}/{segment.name}", data)
+            else:
+                self._file.append(data)
+            self._check()
+        except StoreError:
+            self._cut[segment.name] = segment.bytes  # half of it may be there, or all of it, but it was not promised
+            self._end_segment()
+            raise
+        segment.bytes += len(data)
+        segment.newest = max(segment.newest, newest)
+
+    def _new_segment(self) -> bytes:
+        """Begin a segment; return the line it begins with."""
+        self._number += 1
+        name = f"journal-{self._owner:06d}-{self._number:08d}"
+        if self._place.can_append:
+            self._file = self._place.open_append(f"{self._folder}/{name}")
+        self._segments.append(Segment(name))
+        return encode({"kind": "segment", "step": -1, "version": VERSION, "before": self._before, "cut": self._cut})
 
 
-def set_aside(path: Path, from_step: int) -> Path | None:
-    """Move the records from a step on out of a journal: they belong to a future that is not taken.
-
-    They are kept beside it, in `journal.aside-N`, and never mixed in again.
-    """
-    records = list(read_journal(path))
-    later = [record for record in records if record["step"] >= from_step]
-    if not later:
-        return None
-    aside = next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.aside-{n}")).exists())
-    for target, chosen in ((aside, later), (path.with_suffix(".tmp"), [r for r in records if r["step"] < from_step])):
-        with Journal(target) as journal:
-            for record in chosen:
-                journal.append(record, durable=False)
-            journal.append({"kind": "lineage", "step": from_step, "records": len(chosen)}, durable=True)
-    path.with_suffix(".tmp").replace(path)
-    return aside
+def encode(record: Mapping[str, Any]) -> bytes:
+    """Return a record as a line."""
+    body = json.dumps(record, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-def read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the good records of a journal; a missing file has none."""
-    for _, record in _good_lines(path):
-        yield record
+def read_journal(place: Place, folder: str, first: str = "") -> FoundJournal:
+    """Read the good records of a lineage's journal, from a segment on, in the order in which they were written."""
+    names = sorted(name for name in place.names(folder) if name.startswith("journal-") and name >= first)
+    parts = {name: list(_lines(place.read(f"{folder}/{name}") or b"")) for name in names}
+    valid = _valid_bytes(parts)
+    records: list[Record] = []
+    segments: list[Segment] = []
+    damaged = 0
+    for name, lines in parts.items():
+        segment = Segment(name)
+        for end, record in lines:
+            if end > valid[name]:
+                continue
+            if record is None:
+                damaged += 1
+                continue
+            segment.bytes = end
+            if record["kind"] != "segment":
+                segment.newest = max(segment.newest, record["step"])
+                records.append(record)
+        segments.append(segment)
+    return FoundJournal(records, segments, damaged)
 
 
-def _good_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            head, _, body = line.rstrip(b"\n").partition(b" ")
-            if not line.endswith(b"\n") or head != b"%08x" % zlib.crc32(body):
-                return
-            yield line, json.loads(body)
+def _valid_bytes(parts: Mapping[str, Sequence[tuple[int, Record | None]]]) -> dict[str, int]:
+    """Return how much of each segment holds: what failed, or came from somebody who was fenced, does not."""
+    valid = {name: max((end for end, _ in lines), default=0) for name, lines in parts.items()}
+    for name, lines in parts.items():
+        owner = Segment(name).owner
+        for head in (record for _, record in lines[:1] if record is not None and record["kind"] == "segment"):
+            for other in valid:
+                if Segment(other).owner < owner:
+                    valid[other] = min(valid[other], head["before"].get(other, 0))
+            for other, length in head["cut"].items():
+                valid[other] = min(valid.get(other, 0), length)
+    return valid
 
 
-def _failed(path: Path, error: OSError) -> StoreError:
-    return StoreError(
-        f"the journal {str(path)!r} cannot be written ({error.strerror or error}); planning stops, since what is not "
-        "on disk could not be resumed. Free space or mend the folder, then launch again with the same store."
-    )
+def _lines(data: bytes) -> Iterator[tuple[int, Record | None]]:
+    """Yield where each line ends, with its record; None for a damaged one. What has no end was torn, and is nothing."""
+    at = 0
+    while (end := data.find(b"\n", at)) >= 0:
+        head, _, body = data[at:end].partition(b" ")
+        at = end + 1
+        yield at, json.loads(body) if head == b"%08x" % zlib.crc32(body) else None

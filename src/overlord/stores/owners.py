@@ -1,0 +1,209 @@
+"""Who owns a store. One service at a time, and one incarnation of it.
+
+Rules of this file:
+1. An owner has a number, one more than the owner before it. Who creates `owner-N` owns the store until somebody creates
+   `owner-(N+1)`; the file can be created once.
+2. Nothing is promised before the owner has looked whether it still is the owner: a process that was stopped, and wakes
+   up when another one has taken over, finds out here.
+3. A service that lives keeps its store. The same service may always take it: that is how it recovers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import time
+import uuid
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from overlord.errors import Fenced, StoreError
+from overlord.stores.places import Place
+
+BEAT_S = 20.0
+"""An owner says that it is alive at least this often."""
+SILENT_S = 60.0
+"""An owner on another host that has said nothing for so long is taken for dead."""
+KEPT_OWNERS = 64
+"""Records of owners that stay; one whose own record is gone was fenced long ago."""
+TRIES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """What an owner wrote of itself."""
+
+    service: str
+    """The id of its service, which it keeps over restarts."""
+    generation: int
+    """Which incarnation of the service it is."""
+    host: str
+    pid: int
+    started: int
+    """When its process started, in ticks of its kernel: the number of a dead process is given to others."""
+    kernel: str
+    """Which kernel and which namespace its process number belongs to."""
+    since: float
+    closed: bool = False
+    """Whether it went in peace."""
+
+
+class Claim:
+    """The ownership of a store by this process."""
+
+    def __init__(self, place: Place, number: int, name: str, owner: Owner) -> None:
+        self._place = place
+        self._name = name
+        self._owner = owner
+        self.number = number
+        self._beaten = time.monotonic()
+
+    def check(self) -> None:
+        """Find out whether the store is still owned here.
+
+        Raises:
+            Fenced: Somebody has taken it over.
+        """
+        if not self._place.exists(f"owner-{self.number + 1:06d}") and self._place.exists(self._name):
+            return
+        newest = _newest(self._place)
+        if newest is None:
+            raise StoreError(
+                f"the store {self._place.name!r} is gone: it holds no word of its owners; nothing can be promised "
+                "there. Bring it back (is it mounted?), or launch with another store."
+            )
+        who = f"{_shown(newest[1][0][1])} (owner {newest[0]})"
+        raise Fenced(
+            f"another service has taken over the store {self._place.name!r}: {who}. What this process (owner "
+            f"{self.number}) would promise could not be resumed, so it stops here. End it; its successor goes on."
+        )
+
+    def beat(self) -> None:
+        """Say that the owner lives, if it has not done so for a while."""
+        if time.monotonic() - self._beaten >= BEAT_S:
+            self._place.write("alive", json.dumps({"owner": self.number}).encode())
+            self._beaten = time.monotonic()
+
+    def close(self) -> None:
+        """Leave the store in peace: anybody may have it."""
+        if not self._place.exists(f"owner-{self.number + 1:06d}"):
+            self._place.write(self._name, json.dumps(asdict(replace(self._owner, closed=True))).encode())
+
+
+def claim(place: Place, service: str) -> Claim:
+    """Become the owner of a store.
+
+    Raises:
+        StoreError: A living service owns it.
+
+    Example:
+        >>> import tempfile
+        >>> from overlord.stores.places import open_place
+        >>> place = open_place(tempfile.mkdtemp())
+        >>> first, second = claim(place, "a"), claim(place, "a")
+        >>> first.check()
+        Traceback (most recent call last):
+        ...
+        overlord.errors.Fenced: another service has taken over the store ...
+    """
+    for _ in range(TRIES):
+        newest = _newest(place)
+        number, found = newest if newest is not None else (0, [])
+        for name, owner in found:
+            if owner is not None and owner.service != service:
+                _refuse_living(place, name, owner)
+        before = [owner.generation for _, owner in found if owner is not None and owner.service == service]
+        own = Owner(
+            service, max(before, default=0) + 1, socket.gethostname(), os.getpid(), _started(os.getpid()) or 0,
+            _kernel(), time.time(),
+        )  # fmt: skip
+        created = place.create(f"owner-{number + 1:06d}", json.dumps(asdict(own)).encode())
+        if created is not None:
+            _forget_old(place, number + 1)
+            return Claim(place, number + 1, created, own)
+        time.sleep(random.uniform(0.02, 0.2))  # so that two that met do not meet again
+    raise StoreError(
+        f"the store {place.name!r} could not be claimed: others claimed it {TRIES} times meanwhile, and two services "
+        "cannot write to one store. Give each its own store."
+    )
+
+
+def _refuse_living(place: Place, name: str, owner: Owner) -> None:
+    if owner.closed:
+        return
+    if owner.kernel == _kernel():
+        if _started(owner.pid) != owner.started:
+            return
+        remedy = f"Close it, or end the process (kill {owner.pid})"
+    else:
+        silent = _silent_s(place, name)
+        if silent > SILENT_S:
+            return
+        remedy = f"Close it there; if it is dead, try again in {max(1, round(SILENT_S - silent))} s"
+    raise StoreError(
+        f"the store {place.name!r} belongs to {_shown(owner)}, which is alive; two services in one store would mix "
+        f"their journals. {remedy}, or launch with another store."
+    )
+
+
+def _newest(place: Place) -> tuple[int, list[tuple[str, Owner | None]]] | None:
+    """Return the newest owner's number, and what is written there: more than one where some lost at once and died."""
+    numbers: dict[int, list[str]] = {}
+    for name in place.names():
+        head = name.removeprefix("owner-").split(".")[0]
+        if name.startswith("owner-") and head.isdecimal():
+            numbers.setdefault(int(head), []).append(name)
+    if not numbers:
+        return None
+    newest = max(numbers)
+    return newest, [(name, _read(place, name)) for name in sorted(numbers[newest])]
+
+
+def _read(place: Place, name: str) -> Owner | None:
+    try:
+        return Owner(**json.loads(place.read(name) or b""))
+    except (ValueError, TypeError):
+        return None  # torn by a crash: nobody lives who had not finished its claim
+
+
+def _forget_old(place: Place, number: int) -> None:
+    for name in place.names():
+        head = name.removeprefix("owner-").split(".")[0]
+        if name.startswith("owner-") and head.isdecimal() and int(head) <= number - KEPT_OWNERS:
+            place.delete(name)
+
+
+def _silent_s(place: Place, name: str) -> float:
+    """Return since when an owner has said nothing, by the clock of the place alone: hosts' clocks differ."""
+    probe = f"clock-{uuid.uuid4().hex}"
+    place.write(probe, b"")
+    now = place.written_at(probe) or 0.0
+    place.delete(probe)
+    said = [at for at in (place.written_at(name), place.written_at("alive")) if at is not None]
+    return now - max(said, default=0.0)
+
+
+def _shown(owner: Owner | None) -> str:
+    if owner is None:
+        return "an owner whose record is damaged"
+    return f"service {owner.service[:8] or 'without a name'} (pid {owner.pid} on {owner.host})"
+
+
+def _kernel() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _started(pid: int) -> int | None:
+    """Return when a process of this host started; None when it is dead."""
+    try:
+        fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

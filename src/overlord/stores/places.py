@@ -1,0 +1,345 @@
+"""Where a store lies: a folder of this host, or a URL of any filesystem that pyarrow knows.
+
+Rules of this file:
+1. What `write` and `append` returned from is on disk, or in the object store. A file that is written appears whole or
+   not at all.
+2. An object store knows no append and no exclusive creation. Who appends writes one object after the other; who creates
+   writes an object of his own name and has lost when he is not alone.
+3. Whatever fails is a StoreError that says what, what it causes, and what to do. Nothing is retried here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+from pyarrow import fs
+
+from overlord.errors import SpecError, StoreError
+from overlord.storage import StorageOptions, filesystem_of
+
+ATTEMPTS = 2
+"""How often an object store is asked before an operation counts as failed: the runtime tries again, and says so."""
+
+
+class Appender(Protocol):
+    """An open file at whose end one writes."""
+
+    def append(self, data: bytes) -> None:
+        """Write at the end; on disk when this returns."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the file."""
+        ...
+
+
+class Place(Protocol):
+    """A tree of small files. Names are relative and have slashes."""
+
+    name: str
+    """What is shown to people: the folder or the URL."""
+    can_append: bool
+    """Whether files grow; where they do not, every durable record is a file."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, whole or not at all."""
+        ...
+
+    def create(self, name: str, data: bytes) -> str | None:
+        """Write a file that nobody has written; return its full name, or None when somebody has."""
+        ...
+
+    def open_append(self, name: str) -> Appender:
+        """Open a new file to append to."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """Return what a file holds; None where there is none."""
+        ...
+
+    def exists(self, name: str) -> bool:
+        """Whether somebody has created a file of this name."""
+        ...
+
+    def names(self, folder: str = "") -> dict[str, int]:
+        """Return the names in a folder (not below) with their sizes; folders end with a slash."""
+        ...
+
+    def written_at(self, name: str) -> float | None:
+        """Return when a file was written, in seconds by the clock of the place; None where there is none."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove a file, or with a slash at its end a folder; nothing happens where there is none."""
+        ...
+
+
+def open_place(store: str, options: StorageOptions | None = None) -> Place:
+    """Return the place that a path or a URL names; a folder is made.
+
+    Raises:
+        SpecError: The URL or an option is wrong.
+        StoreError: It cannot be reached.
+
+    Example:
+        >>> import tempfile
+        >>> place = open_place(tempfile.mkdtemp())
+        >>> place.write("a/b", b"hello")
+        >>> place.read("a/b"), place.names("a")
+        (b'hello', {'b': 5})
+    """
+    if "://" not in store or store.startswith("file://"):
+        _, path, _ = filesystem_of(store, options or {})
+        return LocalPlace(Path(path))
+    try:
+        filesystem, path, _ = filesystem_of(store, options or {}, attempts=ATTEMPTS)
+    except SpecError as error:
+        raise SpecError(f"store: {error}") from error
+    return RemotePlace(filesystem, path.rstrip("/"), store.rstrip("/"))
+
+
+@contextlib.contextmanager
+def _asking(place: str, what: str) -> Iterator[None]:
+    """Turn what a filesystem raises into an error that people understand."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        raise StoreError(
+            f"the store {place!r} cannot {what} ({why}); no step can be planned that could not be resumed. Free space "
+            "or mend the store; or launch with another one."
+        ) from error
+
+
+class LocalPlace:
+    """A folder of this host."""
+
+    can_append = True
+
+    def __init__(self, folder: Path) -> None:
+        self.name = str(folder)
+        self._folder = folder
+        with _asking(self.name, "be written"):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write beside, then rename: a reader sees the old file or the new one."""
+        target = self._target(name)
+        scratch = target.with_name(f".{target.name}.tmp")
+        with _asking(self.name, "be written"):
+            try:
+                self._put(scratch, data)
+                scratch.replace(target)
+            except OSError:
+                scratch.unlink(missing_ok=True)  # half a file on a full disk is room that is needed
+                raise
+            _sync_folder(target.parent)
+
+    def create(self, name: str, data: bytes) -> str | None:
+        """Write beside, then give it the name, which only one can."""
+        target = self._target(name)
+        scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        with _asking(self.name, "be written"):
+            try:
+                self._put(scratch, data)
+                _link(scratch, target, data)
+            except FileExistsError:
+                return None
+            finally:
+                scratch.unlink(missing_ok=True)
+            _sync_folder(target.parent)
+        return name
+
+    def open_append(self, name: str) -> Appender:
+        """Create the file."""
+        target = self._target(name)
+        with _asking(self.name, "be written"):
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            _sync_folder(target.parent)
+        return _LocalAppender(self.name, descriptor)
+
+    def read(self, name: str) -> bytes | None:
+        """Read a file."""
+        with _asking(self.name, "be read"):
+            try:
+                return (self._folder / name).read_bytes()
+            except FileNotFoundError:
+                return None
+
+    def exists(self, name: str) -> bool:
+        """Look whether there is such a file."""
+        return os.path.exists(self._folder / name)
+
+    def names(self, folder: str = "") -> dict[str, int]:
+        """List a folder, without what was being written when somebody died."""
+        with _asking(self.name, "be read"):
+            try:
+                with os.scandir(self._folder / folder) as entries:
+                    found = [entry for entry in entries if not entry.name.startswith(".")]
+                    return {e.name + "/" * e.is_dir(): 0 if e.is_dir() else e.stat().st_size for e in found}
+            except FileNotFoundError:
+                return {}
+
+    def written_at(self, name: str) -> float | None:
+        """Look at the file's time."""
+        with _asking(self.name, "be read"):
+            try:
+                return (self._folder / name).stat().st_mtime
+            except FileNotFoundError:
+                return None
+
+    def delete(self, name: str) -> None:
+        """Remove it."""
+        with _asking(self.name, "be written"):
+            if name.endswith("/"):
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+            else:
+                (self._folder / name).unlink(missing_ok=True)
+
+    def _target(self, name: str) -> Path:
+        target = self._folder / name
+        if "/" in name:
+            with _asking(self.name, "be written"):
+                if not target.parent.is_dir():
+                    target.parent.mkdir(exist_ok=True)  # the folder itself is not made again: it may be unmounted
+                    _sync_folder(self._folder)
+        return target
+
+    def _put(self, path: Path, data: bytes) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            _write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class _LocalAppender:
+    """One open file."""
+
+    def __init__(self, place: str, descriptor: int) -> None:
+        self._place = place
+        self._descriptor = descriptor
+
+    def append(self, data: bytes) -> None:
+        with _asking(self._place, "be written"):
+            _write_all(self._descriptor, data)
+            os.fdatasync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class RemotePlace:
+    """A folder of an object store, or of another filesystem that has no append."""
+
+    can_append = False
+
+    def __init__(self, filesystem: fs.FileSystem, path: str, name: str) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self.name = name
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put an object."""
+        with _asking(self.name, "be written"):
+            if not isinstance(self._filesystem, (fs.S3FileSystem, fs.GcsFileSystem)):
+                self._filesystem.create_dir(os.path.dirname(f"{self._path}/{name}"), recursive=True)
+            with self._filesystem.open_output_stream(f"{self._path}/{name}", compression=None) as stream:
+                stream.write(data)
+
+    def create(self, name: str, data: bytes) -> str | None:
+        """Put an object under a name of its own; who then finds another one of the name has lost.
+
+        Of two that do this at once both may lose, but never both win: the later one to put sees the earlier one.
+        """
+        if self.exists(name):
+            return None
+        own = f"{name}.{uuid.uuid4().hex}"
+        self.write(own, data)
+        if len(self._of(name)) == 1:
+            return own
+        self.delete(own)
+        return None
+
+    def open_append(self, name: str) -> Appender:
+        """Refuse: there is no append here."""
+        raise NotImplementedError(f"{self.name} has no append; write {name} as an object of its own")
+
+    def read(self, name: str) -> bytes | None:
+        """Get an object."""
+        with _asking(self.name, "be read"):
+            try:
+                with self._filesystem.open_input_stream(f"{self._path}/{name}", compression=None) as stream:
+                    return stream.read()
+            except FileNotFoundError:
+                return None
+
+    def exists(self, name: str) -> bool:
+        """Look for the name, and for names of somebody's own under it."""
+        return bool(self._of(name))
+
+    def names(self, folder: str = "") -> dict[str, int]:
+        """List a folder."""
+        with _asking(self.name, "be read"):
+            selector = fs.FileSelector(f"{self._path}/{folder}".rstrip("/"), allow_not_found=True)
+            found = self._filesystem.get_file_info(selector)
+        folders = fs.FileType.Directory
+        return {info.base_name + "/" * (info.type is folders): info.size or 0 for info in found}
+
+    def written_at(self, name: str) -> float | None:
+        """Ask for the object's time."""
+        with _asking(self.name, "be read"):
+            info = self._filesystem.get_file_info(f"{self._path}/{name}")
+        return None if info.type is fs.FileType.NotFound else (info.mtime_ns or 0) / 1e9
+
+    def delete(self, name: str) -> None:
+        """Remove an object, or all of a folder."""
+        with _asking(self.name, "be written"):
+            try:
+                if name.endswith("/"):
+                    self._filesystem.delete_dir(f"{self._path}/{name}".rstrip("/"))
+                else:
+                    self._filesystem.delete_file(f"{self._path}/{name}")
+            except FileNotFoundError:
+                pass  # somebody else removed it, or a try before this one did
+
+    def _of(self, name: str) -> list[str]:
+        folder, _, base = name.rpartition("/")
+        return [one for one in self.names(folder) if one == base or one.startswith(f"{base}.")]
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        written = os.write(descriptor, rest)
+        rest = rest[written:]
+
+
+def _link(scratch: Path, target: Path, data: bytes) -> None:
+    try:
+        os.link(scratch, target)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        # No hard links here: whoever creates it has the name, and whoever reads it meanwhile finds it empty.
+        with target.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

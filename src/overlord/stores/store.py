@@ -1,0 +1,272 @@
+"""A store: the lineages of a job, of which one is being written.
+
+    owner-000001                          who owns the store, and who did
+    alive                                 written again and again by the owner
+    lineage-0001/snapshot-000000000016.json
+    lineage-0001/journal-000001-00000001
+    lineage-0001/loaders-000000000064.json
+
+Rules of this file:
+1. A launch begins a lineage, whose first file is a whole snapshot. Nothing of other lineages is read after that, and
+   nothing is mixed in. A lineage without a good snapshot does not count.
+2. A snapshot is good by its checksum. A damaged one is passed over for the one before, from which the journal goes on.
+3. What is older than the newest snapshot that still allows to resume `keep` steps back is removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from overlord.stores.journal import FoundJournal, Journal, Record, read_journal
+from overlord.stores.owners import claim
+from overlord.stores.places import Place
+from overlord.stores.snapshots import Snapshot, checked_json, read_checked
+
+KEPT_LINEAGES = 4
+KEPT_LOADERS = 2
+KEEP = 256
+"""Steps behind the newest snapshot that stay resumable."""
+
+logger = logging.getLogger("overlord")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLineage:
+    """What a store holds of one lineage."""
+
+    number: int
+    snapshots: Sequence[Snapshot]
+    """The good ones, oldest first."""
+    journal: FoundJournal
+    loaders: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What the SourceLoaders had met, by source."""
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """The journal's records, in the order in which they were written."""
+        return self.journal.records
+
+    @property
+    def newest(self) -> Snapshot:
+        """The newest snapshot."""
+        return self.snapshots[-1]
+
+    @property
+    def horizon(self) -> int:
+        """Steps from here on have not been handed out."""
+        told = [record["step"] for record in self.records if record["kind"] == "horizon"]
+        return max([*told, *(snapshot.horizon for snapshot in self.snapshots)])
+
+    @property
+    def reached(self) -> int:
+        """The step that the lineage is known to have come to."""
+        planned = [record["step"] + 1 for record in self.records if record["kind"] == "plan"]
+        return max([self.newest.step, *planned])
+
+
+def newest_lineage(place: Place) -> FoundLineage | None:
+    """Read the newest lineage that has a good snapshot; None where there is none."""
+    for number in reversed(_lineages(place)):
+        found = _read_lineage(place, number)
+        if found is not None:
+            return found
+    return None
+
+
+class Store:
+    """A store that this process owns.
+
+    Args:
+        place: Where it lies.
+        service: The id of the service; the same one may take it again.
+        keep: Steps that stay resumable.
+
+    Example:
+        >>> import tempfile
+        >>> from overlord.stores.places import open_place
+        >>> store = Store(open_place(tempfile.mkdtemp()), "a")
+        >>> store.begin({"step": 0}, horizon=64)
+        >>> store.journal.append({"kind": "report", "step": 0}, durable=True)
+        >>> store.save({"step": 16}, store.journal.mark(), horizon=80)
+        >>> store.close()
+        >>> newest_lineage(store.place).newest.step
+        16
+    """
+
+    def __init__(self, place: Place, service: str = "", *, keep: int = KEEP) -> None:
+        self.place = place
+        self._service = service
+        self._keep = keep
+        self._claim = claim(place, service)
+        self._saving = threading.Lock()
+        self._folder = ""
+        self._snapshots: list[tuple[int, str, str, int]] = []
+        self._loaders: list[tuple[str, int]] = []
+        self.lineage = 0
+        """The number of the lineage that is written; 0 before it has begun."""
+        self.first_step = 0
+        """The step that the lineage began at."""
+        self.horizon = 0
+        """Steps before this one may have been handed out: a stream that recovers changes nothing there."""
+        self.journal = Journal(place, self._claim.check)
+        """Where inputs and plan records go."""
+
+    def newest(self) -> FoundLineage | None:
+        """Read the newest lineage that counts."""
+        found = newest_lineage(self.place)
+        if found is not None and found.journal.damaged:
+            logger.warning(
+                "the journal of lineage %d in %s has %d damaged records, which were passed over; should one of them "
+                "have been a report or a change, the plans made again will differ and be refused",
+                found.number, self.place.name, found.journal.damaged,
+            )  # fmt: skip
+        return found
+
+    def of_this_service(self, found: FoundLineage | None) -> bool:
+        """Whether a lineage is this service's own, so that it can go on in it."""
+        return found is not None and found.newest.service == self._service
+
+    def begin(self, state: Mapping[str, Any], *, horizon: int) -> None:
+        """Begin a lineage at a state; remove the oldest ones."""
+        with self._saving:
+            if not self.lineage:
+                numbers = _lineages(self.place)
+                self.lineage = max(numbers, default=0) + 1
+                self._folder = _folder(self.lineage)
+                self.first_step = int(state["step"])
+            if self.journal.nbytes == 0:
+                self.journal.begin(self._folder, self._claim.number)
+            self._write_snapshot(state, self.journal.mark(), horizon)
+            for old in _lineages(self.place)[:-KEPT_LINEAGES]:
+                self.place.delete(f"{_folder(old)}/")
+
+    def go_on(self, found: FoundLineage) -> None:
+        """Go on in a lineage that an earlier incarnation of this service wrote."""
+        with self._saving:
+            self.lineage, self._folder = found.number, _folder(found.number)
+            self.first_step, self.horizon = found.newest.first_step, found.horizon
+            sizes = found.sizes
+            self._snapshots = [(s.step, s.name, s.segment, sizes.get(s.name, 0)) for s in found.snapshots]
+            self._loaders = [(name, sizes[name]) for name in sorted(sizes) if name.startswith("loaders-")]
+            self.journal.begin(self._folder, self._claim.number, found.journal)
+
+    def reserve(self, horizon: int) -> None:
+        """Write down that steps up to a horizon may be handed out; on disk when this returns."""
+        if horizon > self.horizon:
+            self.journal.append({"kind": "horizon", "step": horizon}, durable=True)
+            self.horizon = max(self.horizon, horizon)
+
+    def save(self, state: Mapping[str, Any], mark: str, *, horizon: int) -> None:
+        """Write a snapshot, and remove what nobody can ask for any more.
+
+        Args:
+            state: The state of a step.
+            mark: What `journal.mark()` said when the state was taken.
+            horizon: Steps up to here may be handed out from now on.
+        """
+        with self._saving:
+            self.journal.rotate()
+            self._write_snapshot(state, mark, horizon)
+            self._compact()
+
+    def save_loaders(self, step: int, loaders: Mapping[str, Any]) -> None:
+        """Write down what the SourceLoaders have met."""
+        with self._saving:
+            name, data = f"loaders-{step:012d}.json", checked_json(dict(loaders))
+            self.place.write(f"{self._folder}/{name}", data)
+            self._loaders = [one for one in self._loaders if one[0] != name] + [(name, len(data))]
+            while len(self._loaders) > KEPT_LOADERS:
+                self.place.delete(f"{self._folder}/{self._loaders[0][0]}")
+                del self._loaders[0]
+
+    def beat(self) -> None:
+        """Say that the owner lives, now and then."""
+        self._claim.beat()
+
+    @property
+    def oldest_step(self) -> int:
+        """The oldest step that can be resumed at."""
+        return self._snapshots[0][0] if self._snapshots else self.first_step
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the lineage."""
+        files = sum(size for *_, size in self._snapshots) + sum(size for _, size in self._loaders)
+        return files + self.journal.nbytes
+
+    def status(self) -> dict[str, Any]:
+        """Return where the store is and how large."""
+        return {"place": self.place.name, "lineage": self.lineage, "bytes": self.nbytes, "error": None}
+
+    def close(self) -> None:
+        """Write what waits, and leave the store in peace, also where some of that fails.
+
+        Raises:
+            StoreError: Something could not be written; what was promised is there.
+        """
+        try:
+            if self.lineage:
+                self.journal.commit(force=True)
+        finally:
+            self.journal.close()
+            self._claim.close()
+
+    def _write_snapshot(self, state: Mapping[str, Any], mark: str, horizon: int) -> None:
+        segment = self.journal.first_needed(int(state["step"]), mark)
+        snapshot = Snapshot(dict(state), self.first_step, self._service, segment, max(horizon, self.horizon))
+        data = snapshot.to_bytes()
+        self.place.write(f"{self._folder}/{snapshot.name}", data)
+        self._claim.check()
+        others = [one for one in self._snapshots if one[0] != snapshot.step]
+        self._snapshots = sorted([*others, (snapshot.step, snapshot.name, segment, len(data))])
+        self.horizon = snapshot.horizon
+
+    def _compact(self) -> None:
+        newest = self._snapshots[-1][0]
+        behind = [number for number, one in enumerate(self._snapshots) if one[0] <= newest - self._keep]
+        if not behind:
+            return
+        base = behind[-1]
+        # The snapshots first: one that is there must have its journal.
+        for _, name, *_ in self._snapshots[:base]:
+            self.place.delete(f"{self._folder}/{name}")
+        del self._snapshots[:base]
+        self.journal.forget(min(segment for _, _, segment, _ in self._snapshots))
+
+
+def _lineages(place: Place) -> list[int]:
+    heads = [name.removeprefix("lineage-").rstrip("/") for name in place.names() if name.startswith("lineage-")]
+    return sorted(int(head) for head in heads if head.isdecimal())
+
+
+def _folder(lineage: int) -> str:
+    return f"lineage-{lineage:04d}"
+
+
+def _read_lineage(place: Place, number: int) -> FoundLineage | None:
+    folder = _folder(number)
+    sizes = place.names(folder)
+    snapshots: list[Snapshot] = []
+    for name in sorted(name for name in sizes if name.startswith("snapshot-")):
+        found = Snapshot.from_bytes(place.read(f"{folder}/{name}") or b"", f"{place.name}/{folder}/{name}")
+        if found is None:
+            logger.warning("%s/%s/%s is damaged and was passed over", place.name, folder, name)
+        else:
+            snapshots.append(found)
+    if not snapshots:
+        return None
+    first = min(snapshot.segment for snapshot in snapshots)
+    return FoundLineage(number, snapshots, read_journal(place, folder, first), _newest_loaders(place, folder), sizes)
+
+
+def _newest_loaders(place: Place, folder: str) -> Mapping[str, Any]:
+    for name in sorted((name for name in place.names(folder) if name.startswith("loaders-")), reverse=True):
+        found = read_checked(place.read(f"{folder}/{name}") or b"")
+        if found is not None:
+            return found
+    return {}

@@ -1,0 +1,119 @@
+"""One owner at a time: claims, fencing, refusals, and who counts as alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import overlord as ol
+from overlord.errors import Fenced
+from overlord.stores import owners
+from overlord.stores.owners import claim
+from overlord.stores.places import open_place
+from overlord.stores.store import Store
+
+
+@pytest.fixture
+def place(tmp_path):
+    return open_place(str(tmp_path))
+
+
+def test_numbers_grow_and_the_old_owner_is_fenced(place):
+    first = claim(place, "a")
+    first.check()
+    second = claim(place, "a")
+    assert (first.number, second.number) == (1, 2)
+    with pytest.raises(Fenced, match=r"another service has taken over .*pid"):
+        first.check()
+    second.check()
+    first.close()  # it has nothing to close any more
+    second.check()
+    assert json.loads(place.read("owner-000002"))["generation"] == 2
+
+
+def test_a_fenced_store_promises_nothing(place):
+    old = Store(place, "a")
+    old.begin({"step": 0}, horizon=64)
+    old.journal.append({"kind": "report", "step": 0}, durable=True)
+    new = Store(place, "a")
+    found = new.newest()
+    new.go_on(found)
+    with pytest.raises(Fenced):
+        old.journal.append({"kind": "report", "step": 1}, durable=True)
+    with pytest.raises(Fenced):
+        old.save({"step": 16}, old.journal.mark(), horizon=80)
+    assert [r["step"] for r in new.newest().records] == [0]
+
+
+def test_a_living_service_keeps_its_store(place):
+    owner = claim(place, "a")
+    with pytest.raises(ol.StoreError, match=rf"belongs to service a \(pid {os.getpid()} .*alive.*another store"):
+        claim(place, "b")
+    owner.check()
+    owner.close()
+    assert claim(place, "b").number == 2
+
+
+def test_a_dead_process_gives_its_store_up(place, tmp_path):
+    script = "import sys; from overlord.stores.owners import claim; from overlord.stores.places import open_place; "
+    script += "claim(open_place(sys.argv[1]), 'a')"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+    assert claim(place, "b").number == 2
+
+
+def test_another_process_with_its_number_is_not_it(place):
+    claim(place, "a")
+    record = json.loads(place.read("owner-000001"))
+    place.write("owner-000001", json.dumps({**record, "started": record["started"] + 1}).encode())
+    assert claim(place, "b").number == 2
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_an_owner_on_another_host_lives_as_long_as_it_says_so(place, tmp_path, silent):
+    claim(place, "a")
+    record = json.loads(place.read("owner-000001"))
+    place.write("owner-000001", json.dumps({**record, "kernel": "elsewhere", "host": "far"}).encode())
+    place.write("alive", b"{}")
+    if silent:
+        for name in ("alive", "owner-000001"):
+            os.utime(tmp_path / name, (time.time() - 100,) * 2)
+        assert claim(place, "b").number == 2
+    else:
+        with pytest.raises(ol.StoreError, match=r"pid \d+ on far.*try again in \d+ s"):
+            claim(place, "b")
+    assert not list(tmp_path.glob("clock-*"))
+
+
+def test_of_many_that_claim_at_once_all_get_another_number(place):
+    numbers = []
+
+    def run():
+        numbers.append(claim(place, "a").number)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == list(range(1, 9))
+
+
+def test_records_of_owners_do_not_grow_for_ever(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(owners, "KEPT_OWNERS", 4)
+    first = claim(place, "a")
+    for _ in range(10):
+        claim(place, "a")
+    assert len(list(tmp_path.glob("owner-*"))) == 4
+    with pytest.raises(Fenced):
+        first.check()
+
+
+def test_a_damaged_record_is_nobodys(place):
+    place.write("owner-000007", b"{")
+    assert claim(place, "b").number == 8

@@ -1,0 +1,279 @@
+"""A stream that crashed goes on as if nothing had happened; one that is rolled back begins a lineage of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.conftest import write_ids
+
+import overlord as ol
+from overlord.errors import Fenced
+from overlord.roles.client import Client
+from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.inline import InlineService, _InlineFeed
+from overlord.stores.places import open_place
+from overlord.stores.store import newest_lineage
+
+
+def options_of(store, cache, **more):
+    return LaunchOptions(mesh=ol.ClientPlaceTree(dp=2), cache=cache, store=str(store), service="it", **more)
+
+
+def attach(service, rank, step):
+    return Client(_InlineFeed(service, rank, step), rank, step)
+
+
+class Run:
+    """A stream whose process dies now and then: the service is left as it is, and another one takes its store."""
+
+    def __init__(self, job, options):
+        self.job, self.options = job, options
+        self.service = InlineService(job, options, None)
+        self.step = self.service.roles.planner.first_step
+        self.digests = {}
+        self._attach()
+
+    def _attach(self):
+        self.client = attach(self.service, 0, self.step)
+
+    def crash(self):
+        self.dead = self.service
+        self.service = InlineService(self.job, dataclasses.replace(self.options, recover=True), None)
+        self._attach()
+
+    def advance(self, *, report=True):
+        step = next(self.client)
+        seen = (step.order_digest, step.plan_digest)
+        assert self.digests.setdefault(step.index, seen) == seen
+        self.step = step.index + 1
+        if report:
+            self.client.report(step.index, {f"loss/{name}": 2.0 + (step.index * 7 % 5) / 10 for name in "abc"})
+
+
+def learned(job):
+    return job.replace(mixture=ol.Mixture(learn=ol.Learn("odm")), lag=3)
+
+
+ACTIONS = st.lists(st.sampled_from(["step"] * 5 + ["crash", "mixture", "skip"]), min_size=4, max_size=25)
+
+
+@settings(max_examples=8)
+@given(actions=ACTIONS, learn=st.booleans())
+def test_any_crashes_leave_the_stream_as_it_would_have_been(ids_job, cache, tmp_path_factory, actions, learn):
+    folder = tmp_path_factory.mktemp("run")
+    job = learned(ids_job) if learn else ids_job
+    run = Run(job, options_of(folder / "a", cache))
+    changes = []
+    for action in actions:
+        if action == "step":
+            run.advance()
+        elif action == "crash":
+            run.crash()
+        elif action == "mixture" and not learn:
+            changes.append(
+                (
+                    "mixture",
+                    run.service.set_mixture(ol.Mixture({"a": 1 + len(changes), "c": 1}), None, f"{len(changes)}"),
+                )
+            )
+        elif action == "skip":
+            changes.append(("skip", run.service.skip_steps(1, None, f"{len(changes)}")))
+    for _ in range(3):
+        run.advance()
+    other = Run(job, options_of(folder / "b", cache))
+    for number, (kind, at) in enumerate(changes):
+        if kind == "skip":
+            other.service.skip_steps(1, at, f"{number}")
+        else:
+            other.service.set_mixture(ol.Mixture({"a": 1 + number, "c": 1}), at, f"{number}")
+    for _ in range(run.step):
+        other.advance()
+    assert other.digests == run.digests
+    run.service.close()
+    other.service.close()
+
+
+def test_a_recovered_stream_begins_where_its_lineage_does(ids_job, cache, tmp_path):
+    run = Run(ids_job, options_of(tmp_path, cache))
+    for _ in range(40):
+        run.advance(report=False)
+    run.crash()
+    assert run.service.roles.planner.first_step == 0
+    assert run.service.roles.planner.next_step == 33, "the newest snapshot is of step 32, and its first step is planned"
+    fresh = attach(run.service, 1, 0)
+    assert [next(fresh).order_digest for _ in range(3)] == [run.digests[step][0] for step in range(3)]
+    for _ in range(3):
+        run.advance()
+    with pytest.raises(Fenced, match="another service has taken over"):
+        run.dead.roles.planner.report(0, {"loss/a": 1.0})
+    assert len(list(tmp_path.glob("lineage-*"))) == 1
+
+
+def test_what_may_have_been_handed_out_is_not_changed_after_a_crash(ids_job, cache, tmp_path):
+    run = Run(ids_job, options_of(tmp_path, cache))
+    for _ in range(20):
+        run.advance(report=False)
+    run.crash()
+    at = run.service.skip_steps(1, None, "one")
+    assert at >= 20
+    with pytest.raises(ol.SpecError, match="step 18 is already planned"):
+        run.service.skip_steps(1, 18, "another")
+    run.client.report(19, {"loss/a": 1.0})  # planned before the crash, and not again yet
+
+
+def test_a_plan_that_comes_out_differently_is_refused(ids_job, cache, tmp_path):
+    run = Run(ids_job, options_of(tmp_path, cache))
+    for _ in range(20):
+        run.advance()
+    run.options = dataclasses.replace(run.options, strategy=ol.strategies.vanilla())
+    with pytest.raises(ol.PlanError, match="came out differently"):
+        run.crash()
+        run.advance()
+
+
+def test_a_service_that_never_began_begins(ids_job, cache, tmp_path):
+    run = Run(ids_job, options_of(tmp_path, cache, recover=True))
+    run.advance()
+    run.service.close()
+    other = InlineService(ids_job, dataclasses.replace(run.options, service="other", recover=True), None)
+    assert other.roles.planner.checkpoints.store.lineage == 2, "it does not go on in what is not its own"
+    other.close()
+
+
+def launch(job, cache, store, **more):
+    return ol.launch(job, runtime="inline", cache=cache, store=store, **more)
+
+
+def orders(service, count):
+    with service.client() as client:
+        return [(step.index, step.order_digest) for step in (next(client) for _ in range(count))]
+
+
+def test_a_run_forks_at_any_kept_step(ids_job, cache, tmp_path):
+    job = learned(ids_job)
+    states = []
+    with launch(job, cache, tmp_path / "store", keep=32) as service, service.client() as client:
+        seen = []
+        for step in client:
+            seen.append((step.index, step.order_digest))
+            client.report(step.index, {f"loss/{name}": 2.0 + step.index % 3 for name in "abc"})
+            states.append(client.state_dict())
+            if step.index == 30:
+                service.skip_steps(1, 40)
+            if step.index == 99:
+                break
+    for step in (64, 70, 83, 99):
+        copy = tmp_path / f"copy-{step}"
+        shutil.copytree(tmp_path / "store", copy)
+        with launch(job, cache, copy, state=step) as again:
+            expected = seen[step : step + 3]
+            assert orders(again, min(3, len(expected))) == expected
+            assert again.status()["store"]["lineage"] == 2
+        first = newest_lineage(open_place(str(copy))).snapshots[0].state
+        assert first["step"] == step and first["sources"] == states[step - 1]["sources"]
+    for step in (0, 63, 101, 5000):
+        with pytest.raises(ol.StateError, match=rf"state={step} .*keeps the steps 64 to 100"):
+            launch(job, cache, tmp_path / "store", state=step)
+    with launch(job, cache, tmp_path / "store") as service:
+        assert orders(service, 1) == seen[:1], "a launch without a state begins, beside what is there"
+
+
+def test_nothing_of_a_future_that_is_left_comes_back(ids_job, cache, tmp_path):
+    with launch(ids_job, cache, tmp_path) as service, service.client() as client:
+        for _ in range(5):
+            next(client)
+        early = client.state_dict()
+        service.set_mixture({"a": 1}, at_step=8)
+        for _ in range(20):
+            next(client)
+    with launch(ids_job, cache, tmp_path, state=early) as service:
+        forked = orders(service, 20)
+    with launch(ids_job, cache, tmp_path / "other") as service:
+        assert orders(service, 25)[5:] == forked
+    with launch(ids_job, cache, tmp_path, state="latest") as service:
+        assert service.status()["planner"]["first_step"] == 25
+        assert "a" not in json.dumps(service.client().state_dict()["changes"])
+
+
+def test_wrong_states_and_stores_are_refused(ids_job, cache, tmp_path):
+    for state in ("newest", -1, True, 1.5):
+        with pytest.raises(ol.StateError, match="state is"):
+            launch(ids_job, cache, tmp_path, state=state)
+    for state in ("latest", 3):
+        with pytest.raises(ol.StateError, match="needs store="):
+            ol.launch(ids_job, runtime="inline", cache=cache, state=state)
+        with pytest.raises(ol.StateError, match="holds no snapshot"):
+            launch(ids_job, cache, tmp_path / "empty", state=state)
+    with pytest.raises(ol.SpecError, match="keep is 0"):
+        launch(ids_job, cache, tmp_path, keep=0)
+    with pytest.raises(ol.SpecError, match="storage option 'region' is unknown"):
+        launch(ids_job, cache, tmp_path, store_options={"region": "x"})
+    with launch(ids_job, cache, tmp_path), pytest.raises(ol.StoreError, match=r"is alive.*another store"):
+        launch(ids_job, cache, tmp_path)
+
+
+def test_steps_behind_keep_are_gone(ids_job, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("overlord.roles.kept_states.KEPT_STATES", 16)
+    with launch(ids_job, cache, tmp_path, keep=32) as service, service.client() as client:
+        for _ in range(100):
+            next(client)
+        assert service.plan_raw(80).step == 80
+        with pytest.raises(ol.SpecError, match=r"step 3 is not kept any more.*keep"):
+            service.plan_raw(3)
+
+
+def test_what_the_loaders_met_is_known_after_a_crash(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("overlord.runtimes.saving.LOADERS_EVERY", 2)
+    rows = ['{"ids": [1, 2, 3]}', '{"ids": "no"}'] * 60
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
+    source = ol.Source("a", str(tmp_path / "a.jsonl"), sample=ol.Text("ids", tokenized=True), tolerance=1.0)
+    job = ol.Job([source], batch=ol.Batch(32, global_samples=1))
+    run = Run(job, options_of(tmp_path / "store", cache))
+    for _ in range(40):
+        run.advance(report=False)
+    before = run.service.status()["sources"]["a"]["bad"]
+    assert before > 20
+    run.crash()
+    assert run.service.status()["sources"]["a"]["bad"] >= before / 2
+    assert len(list((tmp_path / "store" / "lineage-0001").glob("loaders-*"))) == 1
+
+
+def test_the_store_stays_flat_and_snapshots_small(tmp_path, cache):
+    path = write_ids(tmp_path / "a.jsonl", range(1, 9))
+    job = ol.Job(
+        [ol.Source("a", str(path), sample=ol.Text("ids", tokenized=True))], batch=ol.Batch(16, global_samples=1)
+    )
+    sizes = {}
+    with launch(job, cache, tmp_path / "store") as service:
+        runtime = service._runtime
+        for step in range(1, 2001):
+            runtime.plan_raw(step - 1)
+            runtime.moved(0, step)
+            if step % 1000 == 0:
+                sizes[step] = sum(p.stat().st_size for p in (tmp_path / "store").rglob("*") if p.is_file())
+    assert sizes[2000] <= 1.1 * sizes[1000]
+    assert sizes[2000] < 1 << 20
+
+
+def test_sizes_at_306_sources_and_256_ranks(tmp_path, cache):
+    path = write_ids(tmp_path / "a.jsonl", [3, 5, 2])
+    names = [f"a-source-with-a-name-{number:03d}" for number in range(306)]
+    job = ol.Job(
+        [ol.Source(name, str(path), sample=ol.Text("ids", tokenized=True)) for name in names],
+        batch=ol.Batch(16, global_samples=600),
+    )
+    with ol.launch(
+        job, mesh=ol.ClientPlaceTree(dp=256), runtime="inline", cache=cache, store=tmp_path / "store"
+    ) as service:
+        client = service.client()
+        for _ in range(18):
+            next(client)
+        state = len(json.dumps(client.state_dict()))
+    snapshots = [p.stat().st_size for p in (tmp_path / "store" / "lineage-0001").glob("snapshot-*")]
+    assert len(snapshots) == 3
+    assert max(snapshots) < state + 512 < 64 * 1024
