@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -72,3 +72,33 @@ def _row(frame: Frame, bar: Bar, top: float, colour: str) -> list[str]:
         parts.append(segment(frame.x(min(bar.rounds)), middle, frame.x(max(bar.rounds)), middle, "spread"))
         end = max(end, frame.x(max(bar.rounds)))
     return [*parts, text(end + 8, middle + 4, f"{bar.value:.3g}", kind="value")]
+
+
+def draw_steps(title: str, unit: str, series: Mapping[str, Sequence[float]]) -> str:
+    """Return an SVG file: what each step of several runs was waited for, one strip below the other, logarithmic.
+
+    Args:
+        title: What is shown.
+        unit: What the values are in.
+        series: The values of each run, step after step.
+    """
+    strip, gap, left, right = 120.0, 34.0, 64.0, 16.0
+    height = TOP + (strip + gap) * len(series)
+    values = [max(value, 0.1) for one in series.values() for value in one]
+    low, high = min(values) / 1.5, max(values) * 1.5
+    parts = [text(0, 18, title, kind="title")]
+    for number, (name, one) in enumerate(series.items()):
+        top = TOP + number * (strip + gap)
+        steps = (0.0, float(max(len(one) - 1, 1)))
+        frame = Frame(WIDTH, top + strip, steps, (low, high), left=left, right=right, top=top, bottom=0.0, y_log=True)
+        parts.append(text(left, top - 8, f"{name.replace('_', ' ')} ({unit})"))
+        for tick in log_ticks(low, high, 4):
+            parts.append(segment(left, frame.y(tick), WIDTH - right, frame.y(tick), "grid"))
+            parts.append(text(left - 8, frame.y(tick) + 4, f"{tick:g}", anchor="end"))
+        points = " ".join(f"{frame.x(at):.1f},{frame.y(max(value, 0.1)):.1f}" for at, value in enumerate(one))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{PALETTE[number]}" stroke-width="1.4"/>')
+    parts.append(text(WIDTH / 2, height - 6, "step", anchor="middle"))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{WIDTH:g}" '
+        f'height="{height:g}" role="img"><title>{escape(title)}</title><style>{_STYLE}</style>{"".join(parts)}</svg>\n'
+    )
