@@ -11,6 +11,8 @@
     |-- StoreError        the journal or a snapshot cannot be written or read
     |   `-- Fenced        another service has taken the store over; this one can promise nothing any more
     |-- ServiceLost       the service process is gone or does not answer
+    |   |-- AnswerLost    an answer will not come from who was asked; it can be asked for again
+    |   `-- Superseded    a message came from an incarnation of a role that has a successor
     `-- ClosedError       a service or client was used after it was closed
 
 A message says what is wrong (with the value found), what it would cause, and what to do.
@@ -19,6 +21,7 @@ A message says what is wrong (with the value found), what it would cause, and wh
 from __future__ import annotations
 
 __all__ = [
+    "AnswerLost",
     "ClosedError",
     "Fenced",
     "OverlordError",
@@ -30,6 +33,7 @@ __all__ = [
     "SpecError",
     "StateError",
     "StoreError",
+    "Superseded",
     "ToleranceError",
     "error_named",
 ]
@@ -80,6 +84,14 @@ class Fenced(StoreError):
 
 class ServiceLost(OverlordError):
     """The service process died, hung or was closed by somebody else."""
+
+
+class AnswerLost(ServiceLost):
+    """An answer will not come, though who was asked may live: it can be asked again."""
+
+
+class Superseded(ServiceLost):
+    """A message came from an incarnation of a role that has a successor."""
 
 
 class ClosedError(OverlordError):

@@ -25,6 +25,7 @@ Frame = list[Any]
 
 _ERROR = "!"
 """The key of an error; heads hold no names of users beside it."""
+_ERROR_BEGINS = b'{"!":'
 _MEDIA = ("rows", "start", "length", "grids", "seconds", "seeds", "bad", "values", "begin", "nbytes_of")
 
 
@@ -49,6 +50,18 @@ def open_frame(frame: Frame) -> tuple[Any, Iterator[npt.NDArray[Any]]]:
     if isinstance(head, dict) and _ERROR in head:
         raise error_named(*head[_ERROR])
     return head, iter(frame[1:])
+
+
+def error_in(frame: Frame) -> OverlordError | None:
+    """Return the error that was sent instead of an answer, if it is one.
+
+    Example:
+        >>> error_in(error_frame(OverlordError("no"))), error_in(frame_of({"step": 3}))
+        (OverlordError('no'), None)
+    """
+    if not frame[0].startswith(_ERROR_BEGINS):
+        return None
+    return error_named(*json.loads(frame[0])[_ERROR])
 
 
 def error_frame(error: BaseException) -> Frame:

@@ -34,7 +34,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from overlord.core.specs import Job
-from overlord.errors import ServiceLost, SpecError
+from overlord.errors import AnswerLost, ServiceLost, SpecError
 from overlord.runtimes.cluster_placement import TRAINER, ClusterOptions, Node, Site, cpus_needed, place
 from overlord.runtimes.deployment import LaunchOptions, check_launch
 from overlord.runtimes.frames import Frame
@@ -44,7 +44,7 @@ from overlord.runtimes.opening import Progress
 from overlord.runtimes.process_cluster import supervised
 from overlord.runtimes.role_host import RoleHost
 from overlord.runtimes.service_main import run_service
-from overlord.runtimes.switchboard import SERVICE, AnswerLost, Book, Peer, PeerGone, Pending, Sender
+from overlord.runtimes.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
 
 REACH_S = 10.0
 BLOB_S = 60.0

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from overlord.errors import OverlordError
+from overlord.errors import AnswerLost, OverlordError, Superseded
 from overlord.runtimes.cluster_roles import ROLES
 from overlord.runtimes.frames import Frame, error_frame, frame_of
 from overlord.runtimes.memory import few_arenas
@@ -55,7 +55,7 @@ class RoleHost:
         self._running[number] = time.monotonic()
         try:
             self.board.check(sender)
-            return getattr(self._role, method)(frame, *([] if blob is None else [blob]))
+            return answer_of(self._role, method, frame, blob)
         except BaseException as error:  # the border of the process: who asked must learn what became of it
             if not isinstance(error, OverlordError):
                 logger.exception("%r failed", method)
@@ -69,3 +69,15 @@ class RoleHost:
         oldest = min(self._running.copy().values(), default=None)
         busy_s = 0.0 if oldest is None else time.monotonic() - oldest
         return frame_of({"version": self.board.version, "busy_s": busy_s})
+
+
+def answer_of(role: Any, method: str, frame: Frame, blob: Any = None) -> Frame:
+    """Call a method of a role.
+
+    Raises:
+        AnswerLost: when others refused what the role asked of them, since it has a successor: that one has the answer.
+    """
+    try:
+        return getattr(role, method)(frame, *([] if blob is None else [blob]))
+    except Superseded as error:
+        raise AnswerLost(f"{error} Ask its successor.") from error

@@ -17,6 +17,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -25,12 +26,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError
+from overlord.errors import ClosedError, Fenced, OverlordError, ServiceLost, SpecError, StoreError
 from overlord.roles.recovery import NOBODY, Assignment, promote
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.frames import Frame, frame_of, open_frame
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.peers import PLANNER
+from overlord.runtimes.successors import check_same_files, where_to_go_on
 from overlord.runtimes.switchboard import Book, Peer, PeerGone, Pending, Switchboard
 
 logger = logging.getLogger("overlord")
@@ -87,6 +89,8 @@ class Incarnation:
     generation: int = 1
     peer: Peer | None = None
     """None while there is nobody."""
+    coming: Peer | None = None
+    """Who is being brought up: nobody asks it yet, but it must know who is who."""
     beat: Pending | None = None
     heard: float = 0.0
     born: float = 0.0
@@ -131,7 +135,9 @@ class Supervisor:
         self._version = 0
         self._failed: str | None = None
         self._facts: dict[str, Any] = {}
-        self._first_step = 0
+        self._stands: dict[str, Any] = {}
+        self.first_step = 0
+        """The step that the stream was launched at."""
         self._board = Switchboard(("service", 0), clock, idle)
         self._lock = threading.RLock()
         self._closing = False
@@ -151,12 +157,12 @@ class Supervisor:
         self._facts = self._open_sources(progress)
         for one, pending in ready:
             self._answer(one, pending)
-        stands = self._call(self._roles[PLANNER], "open_store", {"facts": self._facts})
+        self._stands = self._call(self._roles[PLANNER], "open_store", {"facts": self._facts})
         progress("indexing files", 0, 1)
-        self._call_all("loader", "begin", stands)
+        self._call_all("loader", "begin", self._stands)
         progress("planning the first step", 0, 1)
-        self._first_step = int(self._call(self._roles[PLANNER], "begin", {})["first_step"])
-        self._call_all("constructor", "begin", {"first_step": self._first_step})
+        self.first_step = int(self._call(self._roles[PLANNER], "begin", {})["first_step"])
+        self._call_all("constructor", "begin", {"first_step": self.first_step})
         for one in self._roles.values():
             one.pid = self._call(one, "pid", {})["pid"]
             one.heard = one.born = self._clock()
@@ -174,24 +180,21 @@ class Supervisor:
             answer["status"] |= self.describe()
         return answer
 
+    def peer(self, name: str) -> Peer | None:
+        """Return who plays a role now; None while nobody does."""
+        with self._lock:
+            return self._roles[name].peer
+
     def describe(self) -> dict[str, Any]:
         """Return who plays which role, and what was lost so far."""
         with self._lock:
             sites = [(one.site, one.pid) for one in self._roles.values()]
             return {
                 **self._engine.describe(sites),
-                "hosts": [self._describe(one) for one in self._roles.values()],
+                "hosts": [_describe(one, self._assignment) for one in self._roles.values()],
                 "shadows": sum(host != NOBODY for host in self._assignment.shadow),
                 "faults": list(self.faults),
             }
-
-    def _describe(self, one: Incarnation) -> dict[str, Any]:
-        found = one.site.to_json()
-        if one.site.role == "loader":  # as it is now, not as it began
-            found["sources"] = len(self._assignment.sources_of(one.site.number))
-            found["shadows"] = len(self._assignment.shadows_of(one.site.number))
-        plays = {"pid": one.pid, "generation": one.generation, "restarts": one.restarts, "up": one.peer is not None}
-        return found | plays
 
     def close(self) -> None:
         """End the roles: constructors tell the planner how far they came, the planner may ask loaders once more."""
@@ -199,13 +202,14 @@ class Supervisor:
         if self._watcher.is_alive():
             self._watcher.join()
         for role in ("constructor", "planner", "loader"):
-            asked = [self._send(one, "close") for one in self._of(role) if one.peer is not None]
+            asked: list[Pending] = []
             until = time.monotonic() + CLOSE_S
+            for one in self._of(role):
+                with contextlib.suppress(PeerGone):  # it has ended already
+                    asked += [] if one.peer is None else [self._send(one, "close")]
             for pending in asked:
-                try:
-                    pending.poll(max(0.0, until - time.monotonic()))  # who does not end is killed
-                except PeerGone:
-                    pass  # which is what we want
+                with contextlib.suppress(PeerGone):  # which is what we want; who does not end is killed
+                    pending.poll(max(0.0, until - time.monotonic()))
         with self._lock:
             for one in self._roles.values():
                 if one.peer is not None:
@@ -279,7 +283,7 @@ class Supervisor:
 
     def _replace(self, one: Incarnation, fault: dict[str, Any]) -> None:
         """Start a successor, and another one where that does not come up."""
-        since = self._clock()
+        since, tries = self._clock(), 0
         while not self._closing:
             if one.young >= MOST_TRIES:
                 self._fail(f"{fault['why']}, and so did its successors, {MOST_TRIES} in a row", one)
@@ -288,25 +292,30 @@ class Supervisor:
             try:
                 with self._lock:
                     one.site = self._engine.place_again(one.site)
-                peer = self._engine.start(one.site, one.generation)
+                peer = one.coming = self._engine.start(one.site, one.generation)
                 pid = self._bring_up(one, peer)
             except OverlordError as error:
+                one.coming = None
                 if peer is not None:
                     self._engine.kill(peer, one.site, 0)
                 if self._closing:
                     return
                 logger.warning("the successor of the %s did not come up: %s", one.site.name, error)
                 fault["why"] = str(error)
+                tries += 1
                 with self._lock:
-                    one.young += 1
+                    if not isinstance(error, StoreError) or isinstance(
+                        error, Fenced
+                    ):  # a store that is down comes back
+                        one.young += 1
                     one.generation += 1
-                self._pause(min(4.0, 0.25 * 2**one.young))
+                self._pause(min(4.0, 0.25 * 2**tries))
                 continue
             with self._lock:
                 if self._closing:
                     self._engine.kill(peer, one.site, 0)
                     return
-                one.peer, one.pid = peer, pid
+                one.peer, one.coming, one.pid = peer, None, pid
                 one.heard = one.born = self._clock()
                 self._publish()
             fault["took_s"] = self._clock() - since
@@ -321,21 +330,15 @@ class Supervisor:
             return open_frame(self._poll(peer.ask(method, frame_of(message)), until))[0]
 
         if one.site.role == "loader":
-            opened = call("open", {})["facts"]
-            changed = [name for name, facts in opened.items() if self._facts[name] != facts]
-            if changed:
-                raise ServiceLost(
-                    f"the files of source {changed[0]!r} have changed while the job ran; samples would be lost or "
-                    "repeated. Restore them, or start a new run."
-                )
-            call("begin", open_frame(self._board.insist(PLANNER, "where", frame_of({})))[0])
+            check_same_files(self._facts, call("open", {})["facts"])
+            call("begin", where_to_go_on(self._board, self._stands))
         elif one.site.role == "planner":
             call("prepare", {})
-            call("open_store", {"facts": self._facts})
-            call("begin", {})
+            self._stands = call("open_store", {"facts": self._facts})
+            call("begin", {"successor": True})
         else:
             call("prepare", {})
-            call("begin", {"first_step": self._first_step})
+            call("begin", {"first_step": self.first_step})
         return int(call("pid", {})["pid"])
 
     def _fail(self, why: str, one: Incarnation) -> None:
@@ -355,11 +358,12 @@ class Supervisor:
             generations = {name: one.generation for name, one in self._roles.items()}
             book = Book(self._version, generations, living, self._assignment, self._failed)
             self._board.learn(book)
-            for name, peer in living.items():
+            for one in self._roles.values():
+                peer = one.peer or one.coming
                 try:
-                    self._roles[name].told = self._engine.introduce(peer, book)
+                    one.told = None if peer is None else self._engine.introduce(peer, book)
                 except PeerGone:
-                    pass  # its beat says so too
+                    pass  # its beat says so too, or whoever brings it up
 
     # -- asking -----------------------------------------------------------------------------------
 
@@ -422,3 +426,11 @@ class Supervisor:
 
 def _in_a_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="overlord-replace", daemon=True).start()
+
+
+def _describe(one: Incarnation, assignment: Assignment) -> dict[str, Any]:
+    found = one.site.to_json()
+    if one.site.role == "loader":  # as it is now, not as it began
+        found["sources"] = len(assignment.sources_of(one.site.number))
+        found["shadows"] = len(assignment.shadows_of(one.site.number))
+    return found | {"pid": one.pid, "generation": one.generation, "restarts": one.restarts, "up": one.peer is not None}

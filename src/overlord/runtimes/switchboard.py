@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from overlord.errors import ServiceLost
+from overlord.errors import AnswerLost, ServiceLost, Superseded
 from overlord.roles.recovery import Assignment
-from overlord.runtimes.frames import Frame
+from overlord.runtimes.frames import Frame, error_in
 
 logger = logging.getLogger("overlord")
 
@@ -36,14 +36,6 @@ SERVICE: Sender = ("service", 0)
 
 class PeerGone(ServiceLost):
     """The process behind a peer has ended, or cannot be reached."""
-
-
-class AnswerLost(ServiceLost):
-    """An answer will not come, though who was asked may live: it can be asked again."""
-
-
-class Superseded(ServiceLost):
-    """A message came from an incarnation that has a successor."""
 
 
 class Pending(Protocol):
@@ -215,6 +207,8 @@ class Call:
                 if self._pending is None:
                     raise PeerGone("it was gone when it was asked")
                 found = self._pending.poll(SLICE_S)
+                if found is not None and isinstance(error := error_in(found), AnswerLost):
+                    raise error
             except PeerGone:
                 self._until_replaced()
                 return None
@@ -222,10 +216,10 @@ class Call:
                 logger.warning("%r to the %s is asked again: %s", self._asked[0], self._name, error)
                 self._board.pause(self._board.version, SLICE_S)
                 return None
+            if self._replaced():
+                return None  # it hangs, or comes back too late: somebody else answers for it
             if found is not None:
                 return found
-            if self._replaced():
-                return None  # it hangs, and somebody else answers for it
             waited = self._board.clock() - self._since
             if waited > REPEAT_S:
                 logger.warning("the %s has not answered %r for %.0f s; asked again", self._name, self._asked[0], waited)

@@ -1,0 +1,43 @@
+"""What the successor of a lost role is told, and what must be the same with it.
+
+Rules of this file:
+1. Nobody who comes up waits for another role: of two that were lost together each would wait for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from overlord.errors import ServiceLost
+from overlord.runtimes.frames import frame_of, open_frame
+from overlord.runtimes.peers import PLANNER
+from overlord.runtimes.switchboard import Switchboard
+
+
+def where_to_go_on(board: Switchboard, otherwise: dict[str, Any]) -> dict[str, Any]:
+    """Return where the successor of a loader host goes on.
+
+    Args:
+        board: Who is who.
+        otherwise: What the store said to the last planner, for when there is none.
+    """
+    if PLANNER in board.book.peers:
+        found = board.ask(PLANNER, "where", frame_of({})).get()
+        if found is not None:
+            return open_frame(found)[0]
+    return otherwise
+
+
+def check_same_files(known: Mapping[str, Any], opened: Mapping[str, Any]) -> None:
+    """Refuse files that are not those that the stream began with.
+
+    Raises:
+        ServiceLost: it names the source.
+    """
+    changed = [name for name, facts in opened.items() if known[name] != facts]
+    if changed:
+        raise ServiceLost(
+            f"the files of source {changed[0]!r} have changed while the job ran; samples would be lost or repeated. "
+            "Restore them, or start a new run."
+        )
