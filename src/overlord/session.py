@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import os
 import uuid
@@ -29,11 +28,12 @@ from overlord.roles.recovery import shadowed
 from overlord.runtimes.cluster_placement import ClusterOptions
 from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.inline import InlineService
+from overlord.runtimes.inline_cluster import InlineCluster
 from overlord.runtimes.local import connect_local
 from overlord.runtimes.numbering import canonical
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.parking import OnSourceFailure
-from overlord.runtimes.service_process import ServiceProcess
+from overlord.runtimes.service_process import ServiceProcess, ray_service
 from overlord.runtimes.shapes import limits_of
 from overlord.storage import StorageOptions
 from overlord.stores.store import KEEP
@@ -41,11 +41,6 @@ from overlord.stores.store import KEEP
 DEFAULT_CACHE = "~/.cache/overlord"
 LOADER_CPUS = 2
 """Threads of a loader host of a cluster, and the CPUs it reserves."""
-RAY_WORDS = {"RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Ray takes lines that differ in numbers for repetitions, but two bad samples are two; it gives actors less of a busy
-CPU than other processes; and it warns of its plans."""
-RAY_CLOSE_S = 60.0
-"""How long the end of a cluster service may take."""
 
 Runtime = Literal["local", "ray", "inline"]
 
@@ -55,7 +50,7 @@ class Service:
 
     def __init__(
         self,
-        runtime: InlineService | ServiceProcess,
+        runtime: InlineService | ServiceProcess | InlineCluster,
         mesh: ClientPlaceTree,
         limits: Callable[[ClientPlaceTree], Limits],
     ) -> None:
@@ -68,6 +63,11 @@ class Service:
     def address(self) -> str | None:
         """Where other processes of this host attach (`ol.connect`); None for the inline runtime."""
         return self._runtime.address
+
+    @property
+    def pid(self) -> int:
+        """The service's process id; on the inline runtime that of this process."""
+        return self._runtime.pid
 
     def __repr__(self) -> str:
         return f"Service(mesh={self.mesh}, address={self.address!r})"
@@ -304,14 +304,7 @@ def _start(runtime: str, job: Job, options: LaunchOptions, progress: Progress | 
     if runtime == "inline":
         return InlineService(job, options, progress)
     if runtime == "ray":
-        if importlib.util.find_spec("ray") is None:
-            raise SpecError(
-                "launch: runtime is 'ray', and Ray is not installed; nothing could run. Install it with "
-                "`pip install 'overlord-data[ray]'`, or use runtime='local' on one host."
-            )
-        return ServiceProcess(
-            "overlord.runtimes.ray_cluster", job, options, progress, close_s=RAY_CLOSE_S, environment=RAY_WORDS
-        )
+        return ray_service(job, options, progress)
     module = "local_service" if options.cluster is None else "process_cluster"
     return ServiceProcess(f"overlord.runtimes.{module}", job, options, progress)
 

@@ -57,25 +57,62 @@ from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.newcomers import admit, open_newcomer, prepare_newcomer
 from overlord.runtimes.opening import index_first_windows
 from overlord.runtimes.peers import Blobs, RemoteLoaders, RemotePlanner, RemoteVerdicts, news_from_json
-from overlord.runtimes.planner_host import PlannerHost, Waiting
+from overlord.runtimes.planner_host import Pace, PlannerHost, Waiting
 from overlord.runtimes.process_workers import ProcessWorkers
 from overlord.runtimes.status import describe
 from overlord.runtimes.switchboard import Switchboard
 from overlord.runtimes.workers import ThreadWorkers
+from overlord.storage import StorageOptions
+from overlord.stores.places import Place, open_place
+from overlord.transforms.isolation import Isolate
+from overlord.transforms.per_sample import Workers
 
 KEPT_BLOBS = 16
 """Plans that the planner keeps put, for hosts that are behind."""
 
 
-class _Role:
+class Means:
+    """What a role takes from whoever runs it. These are the means of a process that has threads."""
+
+    def workers(self, count: int, name: str, ends: contextlib.ExitStack) -> Workers:
+        """Return who does leaf work, until the role ends."""
+        workers = ThreadWorkers(count, f"overlord-{name}")
+        ends.callback(workers.close)
+        return workers
+
+    def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
+        """Return what brings Python code into process workers, until the role ends."""
+        processes = ProcessWorkers(count)
+        ends.callback(processes.close)
+        return processes.isolate
+
+    def open_place(self, store: str, options: StorageOptions | None = None) -> Place:
+        """Open the place of a store."""
+        return open_place(store, options)
+
+    def pace(self) -> Pace:
+        """Return how the planner's host waits."""
+        return Pace()
+
+
+class ClusterRole:
     """What the three have in common: the job, and who is who."""
 
-    def __init__(self, bundle: bytes, folder: str, site: Mapping[str, Any], board: Switchboard, blobs: Blobs) -> None:
+    def __init__(
+        self,
+        bundle: bytes,
+        folder: str,
+        site: Mapping[str, Any],
+        board: Switchboard,
+        blobs: Blobs,
+        means: Means | None = None,
+    ) -> None:
         self._job, self._options = cloudpickle.loads(bundle)  # from the launching process to its own roles
         self._folder = Path(folder)
         self._site = site
         self._board = board
         self._blobs = blobs
+        self._means = means or Means()
         self._ends = contextlib.ExitStack()
 
     def pid(self, frame: Frame) -> Frame:
@@ -87,15 +124,16 @@ class _Role:
         self._prepared = prepare(self._job, self._options)
         return frame_of({})
 
+    def work_beside(self) -> None:
+        """Do what threads do elsewhere: called between two messages where there are none."""
+
     def close(self, frame: Frame) -> Frame:
         """End everything that runs here."""
         self._ends.close()
         return frame_of({})
 
-    def _threads(self, count: int, name: str) -> ThreadWorkers:
-        workers = ThreadWorkers(count, f"overlord-{name}")
-        self._ends.callback(workers.close)
-        return workers
+    def _workers_for(self, name: str, count: int | None = None) -> Workers:
+        return self._means.workers(count or self._options.threads, name, self._ends)
 
     def _claim_folder(self) -> Path:
         """Make the service's folder where it is not there yet; it goes with this process."""
@@ -113,17 +151,16 @@ class _Role:
         return self._folder
 
 
-class LoaderRole(_Role):
+class LoaderRole(ClusterRole):
     """A loader host."""
 
     def open(self, frame: Frame) -> Frame:
         """Open the sources of this host; tell what a planner must know of them."""
         self._done = [0, 0]
-        processes = ProcessWorkers(self._options.threads)
-        self._ends.callback(processes.close)
-        self._callers = self._threads(LOADER_THREADS, "loaders")
-        self._workers = self._threads(self._options.threads, "workers")
-        self._prepared = prepare(self._job, self._options, processes.isolate)
+        isolate = self._means.isolate(self._options.threads, self._ends)
+        self._callers = self._workers_for("loaders", LOADER_THREADS)
+        self._workers = self._workers_for("workers")
+        self._prepared = prepare(self._job, self._options, isolate)
         held = sorted({*self._site["sources"], *self._site["shadows"]})
         self._files = open_files(self._prepared, held, self._callers, self._count)
         names = self._prepared.job.names
@@ -208,7 +245,7 @@ class LoaderRole(_Role):
         self._done = [done, of]
 
 
-class PlannerRole(_Role):
+class PlannerRole(ClusterRole):
     """The host of the planner."""
 
     _history: History | None = None
@@ -219,7 +256,9 @@ class PlannerRole(_Role):
         job, options = self._prepared.job, self._options
         if self._site["generation"] > 1:
             options = dataclasses.replace(options, recover=True)
-        store, beginning = open_store(options, options.store or str(self._claim_folder() / "store"))
+        store, beginning = open_store(
+            options, options.store or str(self._claim_folder() / "store"), self._means.open_place
+        )
         try:
             self._standing = where_it_stands(self._prepared, self._facts, beginning)
             self._history = read_history(job, store, beginning, self._standing.given)
@@ -239,13 +278,14 @@ class PlannerRole(_Role):
         return frame_of({**met, "cursors": passed, "weights": weights})
 
     def begin(self, frame: Frame) -> Frame:
-        """Plan the first step, so that what is wrong shows before anything runs."""
+        """Plan the first step, so that what is wrong shows before anything runs; a successor plans when it is asked."""
         assert self._history is not None
         loaders = self._remote = RemoteLoaders(self._board)
         prepared = self._prepared
         try:
             planner = start_planner(prepared, loaders, self._standing, self._facts, self._history)
-            plan_first_step(planner)
+            if not open_frame(frame)[0].get("successor"):
+                plan_first_step(planner)
         except BaseException:
             self._history.store.close()
             raise
@@ -260,14 +300,20 @@ class PlannerRole(_Role):
 
         options, met = self._options, self._history.beginning.loaders
         self._planner_host = PlannerHost(
-            planner, picture, loaders, keep=options.keep, met=met, on_source_failure=options.on_source_failure
-        )
+            planner, picture, loaders, keep=options.keep, met=met, on_source_failure=options.on_source_failure,
+            pace=self._means.pace(),
+        )  # fmt: skip
         self._ends.callback(self._planner_host.close)
         self._put: OrderedDict[int, Any] = OrderedDict()
         self._put_bytes = self._plans_put = self._bytes_out = self._bytes_in = 0
         self._led = -1
         self._putting = threading.Lock()
         return frame_of({"first_step": planner.first_step})
+
+    def work_beside(self) -> None:
+        """Write what is due, where no thread does."""
+        if hasattr(self, "_planner_host"):
+            self._planner_host.write_due()
 
     def plan(self, frame: Frame) -> Frame:
         """Give a host the plan of a step: put once, whoever asks."""
@@ -337,13 +383,13 @@ class PlannerRole(_Role):
             return self._put[plan.step]
 
 
-class ConstructorRole(_Role):
+class ConstructorRole(ClusterRole):
     """The constructor host of one trainer host."""
 
     def begin(self, frame: Frame) -> Frame:
         """Build ahead, and open the door for the trainers of this host."""
         given = open_frame(frame)[0]
-        workers = self._threads(self._options.threads, "workers")
+        workers = self._workers_for("workers")
         planner = RemotePlanner(self._board, self._blobs, self._site["number"], given["first_step"])
         loaders = RemoteLoaders(self._board, planner)
         prepared, number, hosts = self._prepared, self._site["number"], self._site["hosts"]
@@ -369,4 +415,4 @@ class ConstructorRole(_Role):
         return frame_of({})
 
 
-ROLES: dict[str, type[_Role]] = {"loader": LoaderRole, "planner": PlannerRole, "constructor": ConstructorRole}
+ROLES: dict[str, type[ClusterRole]] = {"loader": LoaderRole, "planner": PlannerRole, "constructor": ConstructorRole}

@@ -22,7 +22,7 @@ from overlord.roles.inputs import Change, InputLog, changes_from_json
 from overlord.roles.ports import Loaders
 from overlord.roles.verdicts import Verdicts
 from overlord.runtimes.numbering import with_records
-from overlord.stores.places import open_place
+from overlord.stores.places import OpenPlace, open_place
 from overlord.stores.store import FoundLineage, Store, newest_lineage
 
 if TYPE_CHECKING:
@@ -69,18 +69,19 @@ class History:
     """Digests of plans that were made before a crash."""
 
 
-def open_store(options: LaunchOptions, place: str) -> tuple[Store, Beginning]:
+def open_store(options: LaunchOptions, place: str, opens: OpenPlace = open_place) -> tuple[Store, Beginning]:
     """Claim a store, and find where the stream goes on.
 
     Args:
         options: The launch.
         place: The folder or the URL.
+        opens: Opens a place.
 
     Raises:
         StoreError: It cannot be reached, or a living service owns it.
         StateError: It does not hold what was asked for.
     """
-    store = Store(open_place(place, options.store_options), options.service, keep=options.keep)
+    store = Store(opens(place, options.store_options), options.service, keep=options.keep)
     try:
         return store, _beginning(options, place, store.newest() if _looks(options) else None)
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import tempfile
 import time
@@ -42,6 +43,7 @@ class InlineService:
     """All roles in this process; nothing runs unless a client asks."""
 
     address = None
+    pid = os.getpid()
 
     def __init__(self, job: Job, options: LaunchOptions, progress: Progress | None) -> None:
         self._options = options

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -109,6 +110,21 @@ def change_source(planner: Planner, change: SourceChange, name: str, at_step: in
     return asked[change](name, at_step)
 
 
+class Pace:
+    """How a host waits: with threads, in the time of its machine."""
+
+    threads = True
+    """Whether work can go on beside the caller."""
+
+    def now(self) -> float:
+        """Return seconds that never go back."""
+        return time.monotonic()
+
+    def wait(self, changed: threading.Condition, seconds: float) -> bool:
+        """Wait, without the lock, until something has changed; return whether it has in time."""
+        return changed.wait(seconds)
+
+
 class PlannerHost:
     """Asks one Planner on behalf of all hosts, and writes to the store what it has for it.
 
@@ -120,6 +136,7 @@ class PlannerHost:
         met: What the loaders had met when the stream began.
         add_source: Opens a source while the stream runs; None where that cannot be done.
         on_source_failure: What becomes of a source that cannot be read.
+        pace: How it waits.
     """
 
     def __init__(
@@ -132,13 +149,15 @@ class PlannerHost:
         met: Mapping[str, Any] | None = None,
         add_source: AddSource | None = None,
         on_source_failure: OnSourceFailure = "stop",
+        pace: Pace | None = None,
     ) -> None:
         self._planner = planner
+        self._pace = pace or Pace()
         self._describe = describe
         self._add_source = add_source
         self._watch = ReturnWatch(planner, on_source_failure)
         self._ended = threading.Event()
-        if on_source_failure != "stop":
+        if on_source_failure != "stop" and self._pace.threads:
             threading.Thread(target=self._watch_parked, name="overlord-parked", daemon=True).start()
         self._changed = threading.Condition()
         self._news: dict[int, HostNews] = {}
@@ -146,10 +165,12 @@ class PlannerHost:
         self._closing = self._closed = False
         self._down: tuple[float, StoreError] | None = None
         self._lost: Fenced | None = None
-        self._saver = Saver(planner, loaders, self._changed, most_steps=keep // 2, met=met)
+        self._saver = Saver(planner, loaders, self._changed, most_steps=keep // 2, met=met, clock=self._pace.now)
+        self._retry_s = 0.0
         self._work = threading.Event()
         self._writer = threading.Thread(target=self._write_loop, name="overlord_write_loop", daemon=True)
-        self._writer.start()
+        if self._pace.threads:
+            self._writer.start()
 
     @property
     def first_step(self) -> int:
@@ -167,7 +188,7 @@ class PlannerHost:
 
     def plan(self, step: int, news: HostNews, host: int = 0) -> LoadingPlan | Waiting | None:
         """Return the plan of a step for a host: made now, or remembered; None past the end."""
-        until = time.monotonic() + PATIENCE_S
+        until = self._pace.now() + PATIENCE_S
         with self._changed:
             self._hear(host, news)
             if news.newcomers and not self._comes_near(step, until):
@@ -179,7 +200,7 @@ class PlannerHost:
                 if missing is None:
                     break
                 known = missing == news.told_missing and not self._closing
-                if not known or not self._changed.wait(until - time.monotonic()):
+                if not known or not self._pace.wait(self._changed, until - self._pace.now()):
                     return Waiting(missing)
             try:
                 plan = self._planner.plan_raw(step)  # (3) the plan is made when it is asked for
@@ -194,7 +215,7 @@ class PlannerHost:
         """Wait until all steps before one are planned, or the stream has ended; return whether that came in time."""
         planner = self._planner
         while step > planner.next_step and planner.end is None:
-            if self._closing or not self._changed.wait(until - time.monotonic()):
+            if self._closing or not self._pace.wait(self._changed, until - self._pace.now()):
                 return False
         return True
 
@@ -244,7 +265,8 @@ class PlannerHost:
         """Send home who waits, save where the clients stand, and leave the store."""
         self.interrupt()
         self._work.set()
-        self._writer.join()
+        if self._writer.is_alive():
+            self._writer.join()
         with self._changed:
             if self._closed:
                 return
@@ -267,31 +289,36 @@ class PlannerHost:
 
     def _write_loop(self) -> None:
         """Write what is due; where that fails, again and again."""
-        wait = RETRY_S[0]
-        while not self._closing:
+        wait = 0.0
+        while not self._closing and wait < math.inf:
             self._work.wait(COMMIT_S)
             self._work.clear()
-            try:
-                self._saver.work(probe=self._down is not None)
-            except Fenced as error:
+            wait = self.write_due()
+            if 0 < wait < math.inf:
                 with self._changed:
-                    self._lose(error)
-                return
-            except StoreError as error:
-                with self._changed:
-                    self._failed(error)
                     self._pause(wait)
-                wait = min(2 * wait, RETRY_S[1])
                 self._work.set()
-                continue
-            except Exception:  # a loader that is gone, say: its host tells who asks; a snapshot can wait
-                logger.exception("a snapshot could not be taken; it is tried again")
-                with self._changed:
-                    self._pause(RETRY_S[1])
-                continue
-            wait = RETRY_S[0]
+
+    def write_due(self) -> float:
+        """Write what is due now; return how long to wait before the next try (0: it worked; infinite: lost)."""
+        try:
+            self._saver.work(probe=self._down is not None)
+        except Fenced as error:
             with self._changed:
-                self._works()
+                self._lose(error)
+            return math.inf
+        except StoreError as error:
+            with self._changed:
+                self._failed(error)
+            self._retry_s = min(2 * self._retry_s or RETRY_S[0], RETRY_S[1])
+            return self._retry_s
+        except Exception:  # a loader that is gone, say: its host tells who asks; a snapshot can wait
+            logger.exception("a snapshot could not be taken; it is tried again")
+            return RETRY_S[1]
+        self._retry_s = 0.0
+        with self._changed:
+            self._works()
+        return 0.0
 
     def _durably(self, work: Callable[[], T]) -> T:
         """Do what must be written down; where that fails, again and again. The lock is not held while it waits."""
@@ -309,11 +336,11 @@ class PlannerHost:
                 wait = min(2 * wait, RETRY_S[1])
 
     def _pause(self, seconds: float, *, until_it_works: bool = False) -> None:
-        until = time.monotonic() + seconds
-        while not self._closing and (left := until - time.monotonic()) > 0:
+        until = self._pace.now() + seconds
+        while not self._closing and (left := until - self._pace.now()) > 0:
             if until_it_works and self._down is None:
                 return
-            self._changed.wait(left)
+            self._pace.wait(self._changed, left)
 
     def _failed(self, error: StoreError) -> None:
         if isinstance(error, Fenced):

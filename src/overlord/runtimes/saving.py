@@ -10,7 +10,7 @@ Rules of this file:
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,6 +34,7 @@ class Saver:
         lock: Held while the planner is asked; never while anything is written.
         most_steps: The longest interval between snapshots.
         met: What the loaders had met when the stream began.
+        clock: Seconds that never go back.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class Saver:
         *,
         most_steps: int,
         met: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._checkpoints = planner.checkpoints
         self._store = planner.checkpoints.store
         self._loaders = loaders
@@ -80,20 +83,20 @@ class Saver:
 
     def _snapshot(self, due: Due) -> None:
         assert due.state is not None
-        began = time.monotonic()
+        began = self._clock()
         self._store.save(due.state, due.mark, horizon=due.horizon)
-        ended = time.monotonic()
+        ended = self._clock()
         with self._lock:
             self._checkpoints.saved(due)
         between = ended - self._last if self._last is not None else None
         self._last = ended
-        if between is not None:
+        if between:
             self._adapt((ended - began) / between)
         self._count += 1
         if self._count % self._loaders_every == 0:
             self.met = self._loaders.snapshot()
             self._store.save_loaders(int(due.state["step"]), self.met)
-            if between is not None and time.monotonic() - ended > LOADERS_SHARE * between * self._loaders_every:
+            if between is not None and self._clock() - ended > LOADERS_SHARE * between * self._loaders_every:
                 self._loaders_every *= 2
 
     def _adapt(self, share: float) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
+import importlib.util
 import os
 import tempfile
 import time
@@ -14,26 +14,27 @@ from typing import Any
 
 import cloudpickle
 
-from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan
-from overlord.core.plan_blob import plan_from_bytes
-from overlord.core.specs import Job, Mixture, Source
+from overlord.core.specs import Job
 from overlord.errors import ClosedError, ServiceLost, SpecError
 from overlord.roles.client import Client
-from overlord.roles.inputs import mixture_to_json, source_to_json
 from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.local import ask_once, connect_local, opened
 from overlord.runtimes.opening import Progress
-from overlord.runtimes.planner_host import SourceChange
+from overlord.runtimes.owner_asks import OwnerAsks
 from overlord.runtimes.service_keeper import Order, ServiceKeeper
 
 CLOSE_S = 15.0
 """How long a closing service may take before it is killed."""
+RAY_WORDS = {"RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""Ray takes lines that differ in numbers for repetitions, but two bad samples are two; it gives actors less of a busy
+CPU than other processes; and it warns of its plans."""
+RAY_CLOSE_S = 60.0
+"""How long the end of a cluster service may take."""
 ASK_AGAIN_S = 0.1
 """How long to wait before asking again a service that broke off: by then its keeper knows why."""
 
 
-class ServiceProcess:
+class ServiceProcess(OwnerAsks):
     """A service whose process was started by this one, and is started again when it dies or hangs."""
 
     def __init__(
@@ -77,38 +78,6 @@ class ServiceProcess:
         """Return what every role holds and has met."""
         return self._ask({"op": "status"})["status"] | {"restarts": self.restarts}
 
-    def set_mixture(self, mixture: Mixture, at_step: int | None, change_id: str) -> int:
-        """Change the mixture from a step on."""
-        message = {"op": "set_mixture", "mixture": mixture_to_json(mixture), "step": at_step, "id": change_id}
-        return int(self._ask(message)["step"])
-
-    def skip_steps(self, count: int, at_step: int | None, change_id: str) -> int:
-        """Pass over global batches before a step."""
-        return int(self._ask({"op": "skip_steps", "count": count, "step": at_step, "id": change_id})["step"])
-
-    def reshard(self, tree: ClientPlaceTree, at_step: int | None, change_id: str) -> tuple[int, ClientPlaceTree]:
-        """Change the mesh from a step on; return that step, and the mesh behind all changes."""
-        reply = self._ask({"op": "reshard", "mesh": tree.sizes(), "step": at_step, "id": change_id})
-        return int(reply["step"]), ClientPlaceTree.from_sizes(reply["newest"])
-
-    def add_source(self, source: Source, weight: float | None, at_step: int | None) -> int:
-        """Let a source come at a step."""
-        message = {"op": "add_source", "source": source_to_json(source), "weight": weight, "step": at_step}
-        return int(self._ask(message)["step"])
-
-    def change_source(self, change: SourceChange, name: str, at_step: int | None) -> int:
-        """Remove a source, park it, or let it return."""
-        return int(self._ask({"op": change, "source": name, "step": at_step})["step"])
-
-    def mixture(self) -> Mixture:
-        """Return the mixture in force, without its weights."""
-        return Mixture.from_mapping(self._ask({"op": "mixture"})["mixture"])
-
-    def plan_raw(self, step: int) -> LoadingPlan | None:
-        """Return the plan of a step."""
-        blob = self._ask({"op": "plan", "step": step})["plan"]
-        return None if blob is None else plan_from_bytes(base64.b64decode(blob))
-
     def close(self) -> None:
         """End the service and remove everything it had."""
         self._finalizer()
@@ -129,6 +98,22 @@ class ServiceProcess:
         if not self._finalizer.alive:
             raise ClosedError("the service is closed; launch it again.")
         self._keeper.wait_up()
+
+
+def ray_service(job: Job, options: LaunchOptions, progress: Progress | None) -> ServiceProcess:
+    """Start a service on a Ray cluster.
+
+    Raises:
+        SpecError: when Ray is not installed.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise SpecError(
+            "launch: runtime is 'ray', and Ray is not installed; nothing could run. Install it with "
+            "`pip install 'overlord-data[ray]'`, or use runtime='local' on one host."
+        )
+    return ServiceProcess(
+        "overlord.runtimes.ray_cluster", job, options, progress, close_s=RAY_CLOSE_S, environment=RAY_WORDS
+    )
 
 
 def _bundle(job: Job, options: LaunchOptions) -> bytes:

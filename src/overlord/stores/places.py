@@ -15,7 +15,7 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -80,6 +80,10 @@ class Place(Protocol):
     def delete(self, name: str) -> None:
         """Remove a file, or with a slash at its end a folder; nothing happens where there is none."""
         ...
+
+
+OpenPlace = Callable[[str, StorageOptions | None], Place]
+"""Opens the place that a path or a URL names."""
 
 
 def open_place(store: str, options: StorageOptions | None = None) -> Place:
