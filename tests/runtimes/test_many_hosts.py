@@ -40,7 +40,7 @@ class Here:
     def __init__(self, role, bundle, folder, blobs, number, **site):
         self.name = "planner" if role is PlannerRole else f"{role.__name__[:-4].lower()} host {number}"
         self.board = Switchboard((self.name, 1))
-        facts = {"number": number, "ranks": [], "sources": [], "shadows": [], **site}
+        facts = {"number": number, "generation": 1, "ranks": [], "sources": [], "shadows": [], **site}
         self.role = role(bundle, folder, facts, self.board, blobs)
         self.calls: list[tuple[str, int, int]] = []
 

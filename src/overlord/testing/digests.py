@@ -1,13 +1,9 @@
-"""Public test tools: the three digests of a stream, who delivered what, and resume at every step.
-
-The law says that the digests of a stream are the same at every scale, on every runtime; these
-functions let a user hold his own job against it.
-"""
+"""The three digests of a stream, and who delivered what."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +11,8 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import chain_digest
 from overlord.core.samples import SampleId
 from overlord.core.specs import Job
+from overlord.roles.client import Client
+from overlord.roles.views import Step
 from overlord.session import DEFAULT_CACHE, Runtime, Service, launch
 
 
@@ -31,28 +29,81 @@ class StreamDigests:
     steps: int
 
 
-def digest_service(service: Service, *, steps: int) -> StreamDigests:
-    """Consume steps of a service on every rank and return their digests."""
-    clients = [service.client(rank=rank) for rank in range(service.mesh.world_size)]
+Before = Callable[[Service, int], object]
+"""Called before each step: where a test changes something, or lets something go wrong."""
+Report = Callable[[Step], Mapping[str, float]]
+"""Makes the metrics that are reported of a step."""
+
+
+def digest_service(
+    service: Service, *, steps: int, before: Before | None = None, report: Report | None = None
+) -> StreamDigests:
+    """Consume steps of a service on every rank and return their digests.
+
+    Args:
+        service: The service.
+        steps: Steps at most; fewer where the stream ends.
+        before: Called with the service and the step that comes next.
+        report: Makes what rank 0 reports of a step.
+    """
+    trainers = Trainers(service)
     order: list[str] = []
     plan: list[str] = []
     content: list[str] = []
     for _ in range(steps):
-        opened = [next(client, None) for client in clients]
-        if any(step is None for step in opened):
+        if before is not None:
+            before(service, trainers.next_step)
+        opened = trainers.step()
+        if not opened:
             break
-        first = opened[0]
-        assert first is not None
-        order.append(first.order_digest)
-        plan.append(first.plan_digest)
+        order.append(opened[0].order_digest)
+        plan.append(opened[0].plan_digest)
         for step in opened:
-            assert step is not None
-            content.extend(batch.digest() for batch in step.microbatches)
-            if step.encoder is not None:
-                content.append(step.encoder.digest())
-    for client in clients:
-        client.close()
+            content += digests_of(step)
+        if report is not None:
+            trainers.first.report(opened[0].index, report(opened[0]))
+    trainers.close()
     return StreamDigests(chain_digest(order), chain_digest(plan), chain_digest(content), len(order))
+
+
+class Trainers:
+    """The clients of all ranks, step by step, through every change of the mesh."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.first = service.client(rank=0)
+        """The client of rank 0, which every mesh has."""
+        self._others: dict[int, Client] = {}
+
+    @property
+    def next_step(self) -> int:
+        """The step that comes next."""
+        return self.first.next_step
+
+    def step(self) -> list[Step]:
+        """Take the next step on every rank that its mesh has; nothing at the end of the stream."""
+        at = self.next_step
+        for rank in range(1, self._service.mesh.world_size):
+            if rank not in self._others:
+                self._others[rank] = self._service.client(rank=rank)
+        found = [next(self.first, None)]
+        for rank, client in list(self._others.items()):
+            if client.next_step == at and found[0] is not None:  # one that comes later begins later
+                found.append(next(client, None))
+                if found[-1] is None:
+                    self._others.pop(rank).close()
+        return [step for step in found if step is not None]
+
+    def close(self) -> None:
+        """Detach all of them."""
+        for client in (self.first, *self._others.values()):
+            client.close()
+
+
+def digests_of(step: Step) -> list[str]:
+    """Return the digests of all that a rank gets of a step."""
+    found = [batch.digest() for batch in step.microbatches]
+    return found if step.encoder is None else [*found, step.encoder.digest()]
 
 
 def stream_digests(
@@ -91,37 +142,6 @@ def stream_digests(
         cache=cache,
     ) as service:
         return digest_service(service, steps=steps)
-
-
-def assert_resumes_anywhere(
-    job: Job,
-    *,
-    steps: int,
-    mesh: ClientPlaceTree | None = None,
-    runtime: Runtime = "inline",
-    address: str | None = None,
-    cache: str = DEFAULT_CACHE,
-) -> None:
-    """Take the state before every step, restore each, and check that the rest of the stream is identical."""
-    with launch(job, mesh=mesh, runtime=runtime, address=address, cache=cache) as service:
-        client = service.client(rank=0)
-        states = [client.state_dict()]
-        expected: list[tuple[str, list[str]]] = []
-        for step in client:
-            expected.append((step.plan_digest, [batch.digest() for batch in step.microbatches]))
-            states.append(client.state_dict())
-            if len(expected) == steps:
-                break
-    for at, state in enumerate(states[: len(expected)]):
-        with launch(job, mesh=mesh, runtime=runtime, address=address, state=state, cache=cache) as service:
-            found: list[tuple[str, list[str]]] = []
-            for step in service.client(rank=0):
-                found.append((step.plan_digest, [batch.digest() for batch in step.microbatches]))
-                if len(found) == len(expected) - at:
-                    break
-        if found != expected[at:]:
-            wrong = next(i for i, pair in enumerate(zip(found, expected[at:], strict=False)) if pair[0] != pair[1])
-            raise AssertionError(f"resumed before step {at}, the stream differs at step {at + wrong}")
 
 
 def delivered_pieces(service: Service, *, steps: int | None = None) -> dict[SampleId, list[tuple[int, int]]]:

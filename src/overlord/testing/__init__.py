@@ -1,0 +1,23 @@
+"""Public test tools: the digests of a stream, resume at every step, and faults at chosen steps.
+
+The law says that the digests of a stream are the same at every scale, on every runtime, under every fault; these tools
+let a user hold his own job against it.
+"""
+
+from overlord.testing.clock import FakeClock
+from overlord.testing.digests import StreamDigests, delivered_pieces, digest_service, stream_digests
+from overlord.testing.fault_script import Fault, FaultScript
+from overlord.testing.runs import assert_resumes_anywhere, launch_for_faults, run_with_faults
+
+__all__ = [
+    "FakeClock",
+    "Fault",
+    "FaultScript",
+    "StreamDigests",
+    "assert_resumes_anywhere",
+    "delivered_pieces",
+    "digest_service",
+    "launch_for_faults",
+    "run_with_faults",
+    "stream_digests",
+]

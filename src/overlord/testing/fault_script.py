@@ -1,0 +1,157 @@
+"""Fault scripts: what goes wrong at which step.
+
+A script is a value: it can be printed, compared, drawn at random and run again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from overlord.errors import SpecError
+
+Kind = Literal["kill", "stop", "delay", "drop", "duplicate", "partition", "store_errors", "full_disk"]
+
+SERVICE = "service"
+"""The service itself: its supervisor, and everybody with it."""
+ROLES = ("planner", "constructor host 0", "loader host 0", "loader host 1")
+"""The roles of a service with two loader hosts."""
+MESSAGES = {
+    "planner": ("plan", "ask", "tell", "where"),
+    "loader": ("summary_buffer", "hand_over", "follow", "learn"),
+    "constructor": ("learn",),
+}
+"""What each role is asked while it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    kind: Kind
+    at_step: int
+    """It happens when a trainer is about to ask for this step, or at the first such message from then on."""
+    role: str = ""
+    """Whom it happens to: a name as in `service.status()["hosts"]`, or "service"."""
+    other: str = ""
+    """Whom a partition cuts it off from."""
+    method: str = ""
+    """The message that it happens to; any where there is none."""
+    seconds: float = 0.0
+    """How long it lasts, or how late a message is."""
+    times: int = 1
+    """How many messages, or writes to the store, it happens to."""
+    after: bool = False
+    """Whether it happens between the work and the answer, instead of before the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultScript:
+    """Faults in the order of their steps; each method returns a longer script.
+
+    Example:
+        >>> script = FaultScript().kill("planner", 3).stop("loader host 0", 5, for_s=8.0)
+        >>> [(fault.kind, fault.role, fault.at_step) for fault in script.faults]
+        [('kill', 'planner', 3), ('stop', 'loader host 0', 5)]
+        >>> FaultScript.random(7, steps=10) == FaultScript.random(7, steps=10)
+        True
+    """
+
+    faults: tuple[Fault, ...] = ()
+
+    def kill(self, role: str, at_step: int, *, on: str = "", after: bool = False) -> FaultScript:
+        """Kill a role as kill -9 does.
+
+        Args:
+            role: Whom; "service" is the service with everybody in it.
+            at_step: Before this step.
+            on: The message it dies of, such as "plan"; at once where there is none. On `inline` only.
+            after: Whether it dies between the work and the answer, instead of before the work.
+        """
+        return self.add(Fault(kind="kill", role=role, at_step=at_step, method=on, after=after))
+
+    def stop(self, role: str, at_step: int, for_s: float) -> FaultScript:
+        """Let a role hang as SIGSTOP does, and come back; it may have a successor by then."""
+        return self.add(Fault(kind="stop", role=role, at_step=at_step, seconds=for_s))
+
+    def delay(self, role: str, at_step: int, seconds: float, *, method: str = "", times: int = 1) -> FaultScript:
+        """Let messages to a role come late, perhaps behind later ones."""
+        return self.add(Fault(kind="delay", role=role, at_step=at_step, seconds=seconds, method=method, times=times))
+
+    def drop(self, role: str, method: str, at_step: int, times: int = 1, *, answers: bool = False) -> FaultScript:
+        """Lose messages to a role, or with `answers` what it answers when the work is done."""
+        return self.add(Fault(kind="drop", role=role, method=method, at_step=at_step, times=times, after=answers))
+
+    def duplicate(self, role: str, method: str, at_step: int, times: int = 1, *, late_s: float = 0.0) -> FaultScript:
+        """Let messages to a role come twice, the second time so much later."""
+        return self.add(Fault(kind="duplicate", role=role, method=method, at_step=at_step, times=times, seconds=late_s))
+
+    def partition(self, a: str, b: str, at_step: int, for_s: float) -> FaultScript:
+        """Let nothing get from one role to another, either way; "service" is the supervisor."""
+        return self.add(Fault(kind="partition", role=a, other=b, at_step=at_step, seconds=for_s))
+
+    def store_errors(self, at_step: int, times: int = 1) -> FaultScript:
+        """Let the store fail so many times, as one that answers 500."""
+        return self.add(Fault(kind="store_errors", at_step=at_step, times=times))
+
+    def full_disk(self, at_step: int, times: int = 1) -> FaultScript:
+        """Let so many writes to the store end half-way: there is no room left."""
+        return self.add(Fault(kind="full_disk", at_step=at_step, times=times))
+
+    def add(self, fault: Fault) -> FaultScript:
+        """Return the script with one fault more."""
+        if fault.at_step < 0 or fault.times < 1 or fault.seconds < 0:
+            raise SpecError(
+                f"FaultScript: {fault} has a negative step or time, or happens no time; nothing would come of it. Give "
+                "a step of 0 or more, and times of 1 or more."
+            )
+        return replace(self, faults=tuple(sorted((*self.faults, fault), key=lambda one: one.at_step)))
+
+    def __add__(self, other: FaultScript) -> FaultScript:
+        """Return both scripts as one."""
+        return FaultScript(tuple(sorted((*self.faults, *other.faults), key=lambda one: one.at_step)))
+
+    @classmethod
+    def random(
+        cls, seed: int, steps: int, *, most: int = 6, roles: Sequence[str] = ROLES, service: bool = True
+    ) -> FaultScript:
+        """Draw a script: up to `most` faults, some of them at once, in the steps before `steps`.
+
+        Args:
+            seed: The same seed draws the same script.
+            steps: Steps of the run.
+            most: Faults at most.
+            roles: Whom they happen to.
+            service: Whether the service itself is killed too.
+        """
+        luck = random.Random(seed)
+        script = cls()
+        for _ in range(luck.randint(1, most)):
+            again = bool(script.faults) and luck.random() < 0.3  # two at once are more than two
+            at = script.faults[-1].at_step if again else luck.randrange(steps)
+            script = script.add(_any_fault(luck, at, roles, service))
+        return script
+
+
+def _any_fault(luck: random.Random, at: int, roles: Sequence[str], service: bool) -> Fault:
+    role = luck.choice(roles)
+    method = luck.choice(MESSAGES[role.split()[0]])
+    long_s = luck.choice([1.0, 4.0, 7.0, 20.0, 45.0])
+    kinds: list[Kind] = ["kill", "kill", "stop", "delay", "drop", "duplicate", "partition", "store_errors", "full_disk"]
+    kind = luck.choice(kinds)
+    if kind == "kill":
+        whom = SERVICE if service and luck.random() < 0.15 else role
+        return Fault(kind=kind, role=whom, at_step=at, method=luck.choice(["", method]), after=luck.random() < 0.5)
+    if kind == "stop":
+        return Fault(kind=kind, role=role, at_step=at, seconds=long_s)
+    if kind == "partition":
+        other = luck.choice([SERVICE, *(one for one in roles if one != role)])
+        return Fault(kind=kind, role=role, other=other, at_step=at, seconds=long_s)
+    if kind in ("store_errors", "full_disk"):
+        return Fault(kind=kind, at_step=at, times=luck.randint(1, 4))
+    return Fault(
+        kind=kind, role=role, method=method, at_step=at, seconds=0.0 if kind == "drop" else long_s,
+        times=luck.randint(1, 3), after=kind == "drop" and luck.random() < 0.5,
+    )  # fmt: skip

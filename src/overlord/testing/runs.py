@@ -1,0 +1,297 @@
+"""Runs under faults: the same stream must come out, and it must resume at every step."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from overlord.core.layout_specs import Layout
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.specs import Job
+from overlord.planning.checking import Strategy
+from overlord.roles.recovery import shadowed
+from overlord.runtimes.cluster_placement import ClusterOptions
+from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.inline_cluster import InlineCluster
+from overlord.runtimes.numbering import canonical
+from overlord.runtimes.shapes import limits_of
+from overlord.session import DEFAULT_CACHE, Runtime, Service, launch
+from overlord.testing.clock import FakeClock
+from overlord.testing.digests import Before, Report, StreamDigests, digest_service, digests_of
+from overlord.testing.fault_script import FaultScript
+from overlord.testing.storm import Signals, Storm, check_for_processes
+from overlord.transforms.isolation import Isolate
+
+HEARTBEAT_S = 5.0
+CHANGES = (
+    "set_mixture", "skip_steps", "reshard", "add_source", "remove_source", "park_source", "return_source"
+)  # fmt: skip
+"""What can be changed of a service while it runs."""
+
+_Watched = list[tuple[str, list[str]]]
+Shadows = bool | Literal["auto"] | Collection[str]
+
+
+@contextmanager
+def launch_for_faults(  # noqa: PLR0913 - as `launch`
+    job: Job,
+    script: FaultScript | None = None,
+    *,
+    mesh: ClientPlaceTree | None = None,
+    strategy: Strategy | None = None,
+    prefetch: int = 2,
+    shadows: Shadows = True,
+    loader_hosts: int = 2,
+    heartbeat: float = HEARTBEAT_S,
+    keep: int = 256,
+    store: str | os.PathLike[str] | None = None,
+    state: Mapping[str, Any] | None = None,
+    isolate: Isolate | None = None,
+    cache: str | os.PathLike[str] = DEFAULT_CACHE,
+) -> Iterator[tuple[Service, Storm]]:
+    """Launch a supervised service in this process, on a clock of its own; gives it and what goes wrong with it.
+
+    One process and one thread, as on the inline runtime, but with the roles, messages and the supervisor of a cluster.
+    """
+    tree = mesh or ClientPlaceTree()
+    storm = Storm(script or FaultScript(), FakeClock())
+    options = LaunchOptions(
+        mesh=tree, prefetch=prefetch, threads=1, strategy=strategy, heartbeat_s=heartbeat, keep=keep,
+        store=None if store is None else str(Path(store).absolute()), state=state,
+        cache=str(Path(cache).expanduser().absolute()),
+        service=uuid.uuid4().hex,
+        cluster=ClusterOptions(loader_hosts=loader_hosts, shadows=shadowed(canonical(job).sources, shadows)),
+    )  # fmt: skip
+    cluster = storm.cluster = InlineCluster(job, options, storm.clock, storm, isolate)
+    with Service(cluster, tree, functools.partial(limits_of, canonical(job), Layout())) as service:
+        yield service, storm
+        storm.calm()
+
+
+def run_with_faults(
+    job: Job,
+    script: FaultScript,
+    *,
+    steps: int,
+    mesh: ClientPlaceTree | None = None,
+    runtime: Runtime = "inline",
+    shadows: Shadows = True,
+    loader_hosts: int = 2,
+    heartbeat: float = HEARTBEAT_S,
+    before: Before | None = None,
+    report: Report | None = None,
+    address: str | None = None,
+    cache: str | os.PathLike[str] = DEFAULT_CACHE,
+) -> StreamDigests:
+    r"""Run a job while a script lets things go wrong; return the digests of what the trainers got.
+
+    On "inline" all happens in this process, at exact places, and waits take no time. On "local" and "ray" real
+    processes are killed and stopped; a script for them has no other kinds.
+
+    Args:
+        job: The job.
+        script: What goes wrong.
+        steps: Steps at most.
+        mesh: The trainer's mesh.
+        runtime: Where it runs.
+        shadows: Which sources have a shadow.
+        loader_hosts: Processes of loaders; on "inline", objects.
+        heartbeat: Seconds that nothing may be heard of a role.
+        before: Called before each step with the service and the step: where a test changes something. Give every
+            change its `at_step`, so that it is the same one in a run without faults.
+        report: Makes what rank 0 reports of a step.
+        address: The Ray cluster.
+        cache: Folder for the indices of files.
+
+    Example:
+        >>> import tempfile, pathlib, json
+        >>> import overlord as ol
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> rows = [json.dumps({"ids": list(range(1, n))}) for n in range(3, 30)]
+        >>> _ = (folder / "a.jsonl").write_text("\n".join(rows))
+        >>> job = ol.Job(sources=[ol.Source("a", str(folder / "a.jsonl"), sample=ol.Text("ids", tokenized=True))],
+        ...              batch=ol.Batch(64, global_samples=8))
+        >>> from overlord.testing import FaultScript, stream_digests
+        >>> script = FaultScript().kill("planner", 1).stop("loader host 0", 2, for_s=30.0)
+        >>> found = run_with_faults(job, script, steps=4, cache=folder / "cache")
+        >>> found == stream_digests(job, steps=4, cache=str(folder / "cache"))
+        True
+    """
+    if runtime == "inline":
+        with launch_for_faults(
+            job, script, mesh=mesh, shadows=shadows, loader_hosts=loader_hosts, heartbeat=heartbeat, cache=cache
+        ) as (service, storm):
+
+            def at_step(service: Service, step: int) -> None:
+                storm.pass_step(step)
+                if before is not None:
+                    before(service, step)
+
+            return digest_service(service, steps=steps, before=at_step, report=report)
+    check_for_processes(script)
+    with launch(
+        job, mesh=mesh, runtime=runtime, address=address, shadows=shadows, loader_hosts=loader_hosts,
+        heartbeat=heartbeat, cache=cache,
+    ) as service:  # fmt: skip
+        signals = Signals(script, lambda: service.status()["hosts"], lambda: service.pid)
+
+        def strike(service: Service, step: int) -> None:
+            signals.reach(step)
+            if before is not None:
+                before(service, step)
+
+        try:
+            return digest_service(service, steps=steps, before=strike, report=report)
+        finally:
+            signals.calm()
+
+
+def assert_resumes_anywhere(
+    job: Job,
+    *,
+    steps: int,
+    mesh: ClientPlaceTree | None = None,
+    script: FaultScript | None = None,
+    before: Before | None = None,
+    report: Report | None = None,
+    store: str | os.PathLike[str] | None = None,
+    runtime: Runtime = "inline",
+    address: str | None = None,
+    cache: str = DEFAULT_CACHE,
+) -> None:
+    """Take the state before every step, restore each, and check that the rest of the stream is identical.
+
+    Args:
+        job: The job.
+        steps: Steps at most.
+        mesh: The trainer's mesh.
+        script: What goes wrong meanwhile, on "inline"; the states must be those of a run without faults.
+        before: Called before each step with the service and the step: where a test changes something.
+        report: Makes what rank 0 reports of a step.
+        store: An empty folder, of this host, to keep the run in: every step is then also resumed from there, with
+            `launch(state=STEP)`.
+        runtime: Where it runs.
+        address: The Ray cluster.
+        cache: Folder for the indices of files.
+
+    Raises:
+        AssertionError: it says where a resumed stream differs.
+    """
+    where: dict[str, Any] = {"mesh": mesh, "cache": cache}
+    with ExitStack() as ends:
+        reach: Callable[[int], None] = lambda step: None  # noqa: E731 - where nothing goes wrong
+        if script is not None:
+            service, storm = ends.enter_context(launch_for_faults(job, script, store=store, **where))
+            reach = storm.pass_step
+        else:
+            service = ends.enter_context(launch(job, runtime=runtime, address=address, store=store, **where))
+        notes = _Notes(service)
+        expected, states = _watched(service, steps, notes.before(before), report, reach)
+    for at, state in enumerate(states[: len(expected)]):
+        step = int(state["step"])
+        resumes: list[tuple[str, dict[str, Any], list[_Change]]] = [("its state", {"state": state}, [])]
+        with tempfile.TemporaryDirectory(prefix="overlord-") as folder:
+            if store is not None:  # a copy: whoever goes on in a store begins a lineage in it
+                shutil.copytree(store, folder, dirs_exist_ok=True)
+                later = [
+                    one for one in notes.made if one.made <= step < one.at
+                ]  # the state before a step has no later ones
+                resumes.append(("the store", {"state": step, "store": folder}, later))
+            for what, begin, missing in resumes:
+                again = [*(replace(one, made=step) for one in missing), *(one for one in notes.made if one.made > step)]
+                with launch(job, runtime=runtime, address=address, **begin, **where) as service:
+                    found, _ = _watched(service, len(expected) - at, _made_again(again), report)
+                _compare(found, expected[at:], at, what)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change that was made of a running service."""
+
+    made: int
+    """Before which step it was made."""
+    name: str
+    given: tuple[Any, ...]
+    at: int
+    """From which step on it holds."""
+
+
+class _Notes:
+    """A service that notes what is changed of it."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._step = 0
+        self.made: list[_Change] = []
+
+    def before(self, before: Before | None) -> Before | None:
+        """Return a function that lets another one change the service, and notes it."""
+
+        def noted(service: Service, step: int) -> None:
+            assert before is not None
+            self._step = step
+            before(cast("Service", self), step)
+
+        return None if before is None else noted
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._service, name)
+        if name not in CHANGES:
+            return found
+
+        def change(*given: Any, **named: Any) -> int:
+            at = found(*given, **named)
+            what = [value for key, value in named.items() if key != "at_step"]
+            self.made.append(_Change(self._step, name, (*given, *what)[: 2 if name == "add_source" else 1], at))
+            return at
+
+        return change
+
+
+def _made_again(changes: Sequence[_Change]) -> Before:
+    def before(service: Service, step: int) -> None:
+        for change in changes:
+            if change.made == step:
+                getattr(service, change.name)(*change.given, at_step=change.at)
+
+    return before
+
+
+def _compare(found: _Watched, expected: _Watched, at: int, what: str) -> None:
+    if found != expected:
+        pairs = enumerate(zip(found, expected, strict=False))
+        wrong = next((number for number, (one, other) in pairs if one != other), len(found))
+        raise AssertionError(f"resumed from {what} before step {at}, the stream differs at step {at + wrong}")
+
+
+def _watched(
+    service: Service,
+    steps: int,
+    before: Before | None,
+    report: Report | None,
+    reach: Callable[[int], None] = lambda step: None,
+) -> tuple[_Watched, list[dict[str, Any]]]:
+    """Consume steps; return what each was, and the state before each of them."""
+    found: _Watched = []
+    client = service.client(rank=0)
+    states: list[dict[str, Any]] = []
+    for _ in range(steps):
+        reach(client.next_step)
+        if before is not None:
+            before(service, client.next_step)
+        states.append(client.state_dict())
+        step = next(client, None)
+        if step is None:
+            break
+        found.append((step.plan_digest, digests_of(step)))
+        if report is not None:
+            client.report(step.index, report(step))
+    return found, states
