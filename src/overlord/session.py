@@ -33,6 +33,7 @@ from overlord.runtimes.local import connect_local
 from overlord.runtimes.numbering import canonical
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.parking import OnSourceFailure
+from overlord.runtimes.planner_host import SourceChange
 from overlord.runtimes.service_process import ServiceProcess, ray_service
 from overlord.runtimes.shapes import limits_of
 from overlord.storage import StorageOptions
@@ -140,22 +141,25 @@ class Service:
         if weight is not None and (given is None or not math.isfinite(given) or given < 0):
             raise SpecError(f"add_source: weight is {weight!r:.80}; nobody could tell its share. Give 0 or more.")
         at = _step_or_none("add_source", at_step)
-        return self._runtime.add_source(source, None if given is None else float(given), at)
+        return self._runtime.add_source(source, None if given is None else float(given), at, uuid.uuid4().hex)
 
     def remove_source(self, name: str, at_step: int | None = None) -> int:
         """Take a source out of the mixture for good; return the first step without it. The others take its share."""
-        return self._runtime.change_source("remove_source", _name(name), _step_or_none("remove_source", at_step))
+        return self._change_source("remove_source", name, at_step)
 
     def park_source(self, name: str, at_step: int | None = None) -> int:
         """Draw nothing from a source until it returns; return the first step without it.
 
         It keeps its place, and is owed nothing for the time it is away.
         """
-        return self._runtime.change_source("park_source", _name(name), _step_or_none("park_source", at_step))
+        return self._change_source("park_source", name, at_step)
 
     def return_source(self, name: str, at_step: int | None = None) -> int:
         """Draw from a parked source again, where it stood; return the first step with it."""
-        return self._runtime.change_source("return_source", _name(name), _step_or_none("return_source", at_step))
+        return self._change_source("return_source", name, at_step)
+
+    def _change_source(self, change: SourceChange, name: str, at_step: int | None) -> int:
+        return self._runtime.change_source(change, _name(name), _step_or_none(change, at_step), uuid.uuid4().hex)
 
     def plan_raw(self, step: int) -> LoadingPlan | None:
         """Return the plan of a step, or None past the end; planning it now if need be."""
@@ -349,6 +353,7 @@ def _cluster_of(
         address=address,
         ranks_per_host=cast("int | None", ranks_per_host),
         shadows=shadows,
+        engine="ray" if runtime == "ray" else "local",
         loader_hosts=cast("int | None", loader_hosts),
     )
 

@@ -48,7 +48,18 @@ class SourceChanges:
             )
         return max(at, last)
 
-    def add(self, source: Source, weight: float | None, at: int, base: Mapping[str, float]) -> None:
+    def made(self, change_id: str) -> int | None:
+        """Return the step of a change that was asked for before, by the id its caller knows it by."""
+        return self._inputs.step_of(change_id)
+
+    def check_add(self, name: str, weight: float | None, at_step: int | None) -> None:
+        """Refuse a new source before it is opened."""
+        self.check_name(name)
+        self.with_source(name, weight, self.step_of_add(at_step))
+
+    def add(
+        self, source: Source, weight: float | None, at: int, base: Mapping[str, float], change_id: str = ""
+    ) -> None:
         """Write down that a source comes at a step; its loaders are there already.
 
         Args:
@@ -56,12 +67,13 @@ class SourceChanges:
             weight: Against the others' weights; None for their mean.
             at: What `step_of_add` gave.
             base: The weights that stand beside all sources, this one included.
+            change_id: What its caller knows the change by.
         """
         self.check_name(source.name)
         if weight is not None and not (math.isfinite(weight) and weight >= 0):
             raise SpecError(f"add_source: weight is {weight!r}; nobody could tell its share. Give 0 or more.")
         mixture = self.with_source(source.name, weight, at)
-        self._inputs.add_change(Change("sources", at, mixture=mixture, add=source))
+        self._inputs.add_change(Change("sources", at, mixture=mixture, add=source, id=change_id))
         self._base.update(base)
 
     def with_source(self, name: str, weight: float | None, at: int) -> Mixture:
@@ -91,8 +103,11 @@ class SourceChanges:
         weights = self._inputs.mixture_at(at)[0].weights_at(at, names, self._base)
         return _extended(dict(zip(names, weights, strict=True)), "", None)[""]
 
-    def remove(self, name: str, at_step: int | None = None) -> int:
+    def remove(self, name: str, at_step: int | None = None, *, change_id: str = "") -> int:
         """Take a source out of the mixture for good, from a step on; return that step."""
+        made = self.made(change_id)
+        if made is not None:
+            return made
         at = self._effective("remove_source", at_step)
         number, roster = self._find("remove_source", name, at)
         left = [n for i, n in enumerate(roster.names) if i not in roster.removed and i != number]
@@ -101,11 +116,22 @@ class SourceChanges:
                 f"remove_source: without {name!r} no source has a weight at step {at}; nothing could be drawn. Give "
                 "another source a weight first, with set_mixture or add_source."
             )
-        self._inputs.add_change(Change("sources", at, source=name))
+        self._inputs.add_change(Change("sources", at, source=name, id=change_id))
         return at
 
-    def park(self, name: str, at_step: int | None = None, *, why: str = "asked for", failed: bool = False) -> int:
+    def park(
+        self,
+        name: str,
+        at_step: int | None = None,
+        *,
+        why: str = "asked for",
+        failed: bool = False,
+        change_id: str = "",
+    ) -> int:
         """Draw nothing from a source from a step on, until it returns; return that step."""
+        made = self.made(change_id)
+        if made is not None:
+            return made
         at = self._effective("park_source", at_step)
         number, roster = self._find("park_source", name, at)
         if number in roster.parked:
@@ -113,16 +139,19 @@ class SourceChanges:
                 f"park_source: {name!r} is parked already, since step {roster.parked[number].since}; nothing would "
                 "change. Call return_source to draw from it again."
             )
-        self._inputs.add_change(Change("park", at, source=name, why=why, failed=failed))
+        self._inputs.add_change(Change("park", at, source=name, why=why, failed=failed, id=change_id))
         return at
 
-    def give_back(self, name: str, at_step: int | None = None) -> int:
+    def give_back(self, name: str, at_step: int | None = None, *, change_id: str = "") -> int:
         """Draw from a parked source again, from a step on, where it stood; return that step."""
+        made = self.made(change_id)
+        if made is not None:
+            return made
         at = self._effective("return_source", at_step)
         number, roster = self._find("return_source", name, at)
         if number not in roster.parked:
             raise SpecError(f"return_source: {name!r} is not parked at step {at}; nothing would change. Leave it.")
-        self._inputs.add_change(Change("return", at, source=name))
+        self._inputs.add_change(Change("return", at, source=name, id=change_id))
         return at
 
     def parked(self, step: int) -> dict[str, Parked]:

@@ -35,6 +35,8 @@ class ClusterOptions:
     """Loader hosts; by default one for each trainer host."""
     shadows: tuple[bool, ...] = ()
     """Which sources have a shadow; none by default."""
+    engine: Literal["ray", "local"] = "ray"
+    """What roles run on: Ray's actors, or processes of this host."""
 
 
 @dataclass(frozen=True, slots=True)

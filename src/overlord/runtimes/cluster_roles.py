@@ -29,6 +29,7 @@ from overlord.roles.verdicts import verdicts_from_json
 from overlord.runtimes.cluster_placement import ranks_of_host
 from overlord.runtimes.constructor_host import ConstructorHost
 from overlord.runtimes.deployment import (
+    Prepared,
     SourceFacts,
     first_needs,
     make_constructor,
@@ -54,7 +55,7 @@ from overlord.runtimes.leftovers import remove_when_gone
 from overlord.runtimes.loader_fleet import LOADER_THREADS
 from overlord.runtimes.loader_host import LoaderHost
 from overlord.runtimes.memory import give_back_freed_memory
-from overlord.runtimes.newcomers import admit, open_newcomer, prepare_newcomer
+from overlord.runtimes.newcomers import admit, open_newcomer, prepare_newcomer, without_newcomer
 from overlord.runtimes.opening import index_first_windows
 from overlord.runtimes.peers import Blobs, RemoteLoaders, RemotePlanner, RemoteVerdicts, news_from_json
 from overlord.runtimes.planner_host import Pace, PlannerHost, Waiting
@@ -120,9 +121,14 @@ class ClusterRole:
         return frame_of({"pid": os.getpid()})
 
     def prepare(self, frame: Frame) -> Frame:
-        """Bring the job into the form its stream is made from."""
-        self._prepared = prepare(self._job, self._options)
+        """Bring the job into the form its stream is made from, with the sources that have come since."""
+        self._prepared = self._with_added(prepare(self._job, self._options), frame)
         return frame_of({})
+
+    def _with_added(self, prepared: Prepared, frame: Frame) -> Prepared:
+        for added in open_frame(frame)[0].get("added", ()):
+            prepared = prepare_newcomer(prepared, Source.from_mapping(added["source"]))
+        return prepared
 
     def work_beside(self) -> None:
         """Do what threads do elsewhere: called between two messages where there are none."""
@@ -160,8 +166,11 @@ class LoaderRole(ClusterRole):
         isolate = self._means.isolate(self._options.threads, self._ends)
         self._callers = self._workers_for("loaders", LOADER_THREADS)
         self._workers = self._workers_for("workers")
-        self._prepared = prepare(self._job, self._options, isolate)
-        held = sorted({*self._site["sources"], *self._site["shadows"]})
+        prepared = prepare(self._job, self._options, isolate)
+        first, added = len(prepared.job.sources), open_frame(frame)[0].get("added", ())
+        self._prepared = self._with_added(prepared, frame)
+        mine = [first + at for at, one in enumerate(added) if one["mine"]]
+        held = sorted({*self._site["sources"], *self._site["shadows"], *mine})
         self._files = open_files(self._prepared, held, self._callers, self._count)
         names = self._prepared.job.names
         facts = {names[number]: SourceFacts.of(files) for number, files in self._files.items()}
@@ -217,19 +226,33 @@ class LoaderRole(ClusterRole):
         """
         given = open_frame(frame)[0]
         source = Source.from_mapping(given["source"])
-        if not given["mine"]:
-            self._prepared = prepare_newcomer(self._prepared, source)
+        if source.name not in self._prepared.job.names:  # else it was told before
+            if not given["mine"]:
+                self._prepared = prepare_newcomer(self._prepared, source)
+                return frame_of({})
+            new = open_newcomer(self._prepared, source, self._verdicts, self._callers, self._workers)
+            self._prepared = new.prepared
+            self._files[new.number] = new.files
+            self._fleet.add(new.number, new.loaders)
+        number = self._prepared.job.names.index(source.name)
+        if number not in self._files:
             return frame_of({})
-        new = open_newcomer(self._prepared, source, self._verdicts, self._callers, self._workers)
-        self._prepared = new.prepared
-        self._fleet.add(new.number, new.loaders)
-        fact = SourceFacts.of(new.files)
-        return frame_of({"number": new.number, "fact": [fact.format, fact.listing, fact.total_bytes]})
+        fact = SourceFacts.of(self._files[number])
+        return frame_of({"name": source.name, "fact": [fact.format, fact.listing, fact.total_bytes]})
+
+    def drop_source(self, frame: Frame) -> Frame:
+        """Forget a source that the planner did not take on."""
+        name, number = open_frame(frame)[0]["name"], len(self._prepared.job.names) - 1
+        if self._prepared.job.names[-1] == name:
+            self._prepared = without_newcomer(self._prepared)
+            if self._files.pop(number, None) is not None:
+                self._fleet.drop(number)
+        return frame_of({})
 
     def status(self, frame: Frame) -> Frame:
         """Tell what the loaders of some sources hold and have met."""
         asked, found = open_frame(frame)[0]["sources"], self._host.status()
-        return frame_of({"sources": {source: found[source] for source in asked}})
+        return frame_of({"sources": {source: found[source] for source in asked if source in found}})
 
     def snapshot(self, frame: Frame) -> Frame:
         """Tell what a loader that takes the place of one here must know, of some sources."""
@@ -252,14 +275,18 @@ class PlannerRole(ClusterRole):
 
     def open_store(self, frame: Frame) -> Frame:
         """Open the store, now that the sources are known; tell where they stand, and the verdicts it holds."""
-        self._facts = {name: SourceFacts(*fact) for name, fact in open_frame(frame)[0]["facts"].items()}
-        job, options = self._prepared.job, self._options
+        facts = {name: SourceFacts(*fact) for name, fact in open_frame(frame)[0]["facts"].items()}
+        options = self._options
         if self._site["generation"] > 1:
             options = dataclasses.replace(options, recover=True)
         store, beginning = open_store(
             options, options.store or str(self._claim_folder() / "store"), self._means.open_place
         )
         try:
+            if beginning.recovered:  # sources that came while its predecessor planned stand in the journal
+                self._prepared = prepare(self._job, options, state=beginning.numbering)
+            job = self._prepared.job
+            self._facts = {name: facts[name] for name in job.names}
             self._standing = where_it_stands(self._prepared, self._facts, beginning)
             self._history = read_history(job, store, beginning, self._standing.given)
             cursors, weights = first_needs(job, self._facts, self._standing.state)
@@ -292,9 +319,10 @@ class PlannerRole(ClusterRole):
 
         def picture(positions: Any, view_bytes: int) -> dict[str, Any]:
             statuses = loaders.status()
+            engine = prepared.options.cluster.engine if prepared.options.cluster else "ray"
             found = describe(
-                self._prepared.job, planner, self._facts, statuses, "ray", positions, view_bytes=view_bytes
-            )  # fmt: skip
+                self._prepared.job, planner, self._facts, statuses, engine, positions, view_bytes=view_bytes
+            )
             found["planner"]["traffic"] = self._traffic()
             return found
 
@@ -338,14 +366,30 @@ class PlannerRole(ClusterRole):
         self._planner_host.tell(news_from_json(message["news"]), int(message["host"]))
         return frame_of({})
 
+    def check_source(self, frame: Frame) -> Frame:
+        """Refuse a source that cannot come; tell the step that it comes at already, if it was asked for before."""
+        given = open_frame(frame)[0]
+        with self._planner_host.alone():
+            made = self._planner_host.planner.sources.made(given["id"])
+            if made is None:
+                source = Source.from_mapping(given["source"])
+                self._planner_host.planner.sources.check_add(source.name, given["weight"], given["step"])
+        return frame_of({"step": made})
+
     def add_source(self, frame: Frame) -> Frame:
         """Write down a source that loaders and constructors know already; tell the step it comes at."""
         given = open_frame(frame)[0]
-        prepared = prepare_newcomer(self._prepared, Source.from_mapping(given["source"]))
-        facts = {**self._facts, prepared.job.names[-1]: SourceFacts(*given["fact"])}
         with self._planner_host.alone():
-            prepared, at = admit(self._planner_host.planner, prepared, facts, given["weight"], given["step"])
-        self._prepared, self._facts = prepared, facts
+            made = self._planner_host.planner.sources.made(given["id"])
+            if made is not None:
+                return frame_of({"step": made})
+            source = Source.from_mapping(given["source"])
+            weight = source.weight if given["weight"] is None else given["weight"]
+            prepared = prepare_newcomer(self._prepared, source)
+            facts = {**self._facts, prepared.job.names[-1]: SourceFacts(*given["fact"])}
+            planner = self._planner_host.planner
+            self._prepared, at = admit(planner, prepared, facts, weight, given["step"], given["id"])
+            self._facts = facts
         return frame_of({"step": at})
 
     def verdict(self, frame: Frame) -> Frame:
@@ -409,9 +453,17 @@ class ConstructorRole(ClusterRole):
 
     def add_source(self, frame: Frame) -> Frame:
         """Learn of a source that comes: how its media are decoded."""
-        given = open_frame(frame)[0]
-        self._prepared = prepare_newcomer(self._prepared, Source.from_mapping(given["source"]))
-        self._constructor.add_source(self._prepared.transforms[-1].decoder)
+        source = Source.from_mapping(open_frame(frame)[0]["source"])
+        if source.name not in self._prepared.job.names:  # else it was told before
+            self._prepared = prepare_newcomer(self._prepared, source)
+            self._constructor.add_source(self._prepared.transforms[-1].decoder)
+        return frame_of({})
+
+    def drop_source(self, frame: Frame) -> Frame:
+        """Forget a source that the planner did not take on."""
+        if self._prepared.job.names[-1] == open_frame(frame)[0]["name"]:
+            self._prepared = without_newcomer(self._prepared)
+            self._constructor.drop_last_source()
         return frame_of({})
 
 

@@ -83,14 +83,14 @@ class InlineService:
         at = patiently(lambda: self.roles.planner.reshard(tree, at_step, change_id=change_id))
         return at, self.roles.planner.meshes.newest
 
-    def add_source(self, source: Source, weight: float | None, at_step: int | None) -> int:
+    def add_source(self, source: Source, weight: float | None, at_step: int | None, change_id: str) -> int:
         """Let a source come at a step."""
         assert self.roles  # refused after it was closed
         return patiently(lambda: self._newcomers.add(source, weight, at_step, nullcontext()))
 
-    def change_source(self, change: SourceChange, name: str, at_step: int | None) -> int:
+    def change_source(self, change: SourceChange, name: str, at_step: int | None, change_id: str) -> int:
         """Remove a source, park it, or let it return."""
-        return patiently(lambda: change_source(self.roles.planner, change, name, at_step))
+        return patiently(lambda: change_source(self.roles.planner, change, name, at_step, change_id))
 
     def mixture(self) -> Mixture:
         """Return the mixture in force."""

@@ -89,6 +89,12 @@ def prepare_newcomer(prepared: Prepared, source: Source) -> Prepared:
     return dataclasses.replace(prepared, job=more, transforms=transforms)
 
 
+def without_newcomer(prepared: Prepared) -> Prepared:
+    """Return a prepared job without its last source."""
+    job = prepared.job.replace(sources=prepared.job.sources[:-1])
+    return dataclasses.replace(prepared, job=job, transforms=prepared.transforms[:-1])
+
+
 def open_newcomer(
     prepared: Prepared, source: Source, verdicts: VerdictBook, callers: Workers, workers: Workers
 ) -> Newcomer:
@@ -117,7 +123,12 @@ class Newcomers:
         self._turn = threading.Lock()
 
     def add(
-        self, source: Source, weight: float | None, at_step: int | None, planning: AbstractContextManager[Any]
+        self,
+        source: Source,
+        weight: float | None,
+        at_step: int | None,
+        planning: AbstractContextManager[Any],
+        change_id: str = "",
     ) -> int:
         """Open a source and let it come at a step; return that step.
 
@@ -126,20 +137,24 @@ class Newcomers:
             weight: Against the weights of the others; None for its own, or their mean.
             at_step: A step that is not planned yet; by default the next.
             planning: Held while the planner is told; opening a source takes too long for that.
+            change_id: What its caller knows the change by: asked for again, it is made once.
         """
         with self._turn:
+            made = self._roles.planner.sources.made(change_id)
+            if made is not None:
+                return made
             self._roles.planner.sources.check_name(source.name)
             new = open_newcomer(self._prepared, source, self._roles.verdicts, self._callers, self._workers)
             with planning:
-                return self._admit(new, source.weight if weight is None else weight, at_step)
+                return self._admit(new, source.weight if weight is None else weight, at_step, change_id)
 
-    def _admit(self, new: Newcomer, weight: float | None, at_step: int | None) -> int:
+    def _admit(self, new: Newcomer, weight: float | None, at_step: int | None, change_id: str) -> int:
         roles = self._roles
         facts = {**roles.facts, new.source.name: SourceFacts.of(new.files)}
         roles.fleet.add(new.number, new.loaders)
         roles.constructor.add_source(new.prepared.transforms[-1].decoder)
         try:
-            self._prepared, at = admit(roles.planner, new.prepared, facts, weight, at_step)
+            self._prepared, at = admit(roles.planner, new.prepared, facts, weight, at_step, change_id)
         except BaseException:
             roles.constructor.drop_last_source()
             roles.fleet.drop(new.number)
@@ -154,6 +169,7 @@ def admit(
     facts: Mapping[str, SourceFacts],
     weight: float | None,
     at_step: int | None,
+    change_id: str = "",
 ) -> tuple[Prepared, int]:
     """Write down that the last source of a prepared job comes; its loaders and decoders are there.
 
@@ -166,7 +182,7 @@ def admit(
         weight = weight if weight is not None else changes.mean_weight(at)
         source = source.replace(weight=weight)
         prepared = dataclasses.replace(prepared, job=prepared.job.replace(sources=[*prepared.job.sources[:-1], source]))
-    changes.add(source, weight, at, base_weights(prepared.job, facts))
+    changes.add(source, weight, at, base_weights(prepared.job, facts), change_id)
     planner.know_parts(parts_of(prepared, facts))
     return prepared, at
 

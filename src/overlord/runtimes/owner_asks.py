@@ -35,14 +35,15 @@ class OwnerAsks(ABC):
         reply = self._ask({"op": "reshard", "mesh": tree.sizes(), "step": at_step, "id": change_id})
         return int(reply["step"]), ClientPlaceTree.from_sizes(reply["newest"])
 
-    def add_source(self, source: Source, weight: float | None, at_step: int | None) -> int:
+    def add_source(self, source: Source, weight: float | None, at_step: int | None, change_id: str) -> int:
         """Let a source come at a step."""
-        message = {"op": "add_source", "source": source_to_json(source), "weight": weight, "step": at_step}
+        given = source_to_json(source)
+        message = {"op": "add_source", "source": given, "weight": weight, "step": at_step, "id": change_id}
         return int(self._ask(message)["step"])
 
-    def change_source(self, change: SourceChange, name: str, at_step: int | None) -> int:
+    def change_source(self, change: SourceChange, name: str, at_step: int | None, change_id: str) -> int:
         """Remove a source, park it, or let it return."""
-        return int(self._ask({"op": change, "source": name, "step": at_step})["step"])
+        return int(self._ask({"op": change, "source": name, "step": at_step, "id": change_id})["step"])
 
     def mixture(self) -> Mixture:
         """Return the mixture in force, without its weights."""

@@ -98,16 +98,17 @@ Describe = Callable[[Mapping[int, int], int], dict[str, Any]]
 """Makes the status from the positions of all ranks and the bytes of all views."""
 
 
-AddSource = Callable[[Source, float | None, int | None, AbstractContextManager[Any]], int]
-"""Opens a source and lets it come at a step (source, weight, step); the context is held while the planner is told."""
+AddSource = Callable[[Source, float | None, int | None, AbstractContextManager[Any], str], int]
+"""Opens a source and lets it come at a step (source, weight, step, .., id); the context is held while the planner is
+told."""
 SourceChange = Literal["remove_source", "park_source", "return_source"]
 
 
-def change_source(planner: Planner, change: SourceChange, name: str, at_step: int | None) -> int:
+def change_source(planner: Planner, change: SourceChange, name: str, at_step: int | None, change_id: str = "") -> int:
     """Remove a source, park it, or let it return; return the first step it holds for."""
     changes = planner.sources
     asked = {"remove_source": changes.remove, "park_source": changes.park, "return_source": changes.give_back}
-    return asked[change](name, at_step)
+    return asked[change](name, at_step, change_id=change_id)
 
 
 class Pace:
@@ -398,7 +399,7 @@ class PlannerHost:
         if op == "skip_steps":
             return {"step": planner.skip_steps(int(message["count"]), step, change_id=message["id"])}
         if op in get_args(SourceChange):
-            return {"step": change_source(planner, op, str(message["source"]), step)}
+            return {"step": change_source(planner, op, str(message["source"]), step, str(message["id"]))}
         if op == "reshard":
             tree = ClientPlaceTree.from_sizes(message["mesh"])
             at = planner.reshard(tree, step, change_id=message["id"])
@@ -420,7 +421,8 @@ class PlannerHost:
                 "add_source: this runtime cannot open a source while it runs. Put it into the job, and launch it again "
                 "from a state with reconcile='allow_add'."
             )
-        return self._add_source(Source.from_mapping(message["source"]), message.get("weight"), step, self._changed)
+        source = Source.from_mapping(message["source"])
+        return self._add_source(source, message.get("weight"), step, self._changed, str(message["id"]))
 
     def _watch_parked(self) -> None:
         """Look now and then whether parked sources can be read again; nobody waits while that is tried."""

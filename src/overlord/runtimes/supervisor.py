@@ -30,6 +30,7 @@ from overlord.errors import ClosedError, Fenced, OverlordError, ServiceLost, Spe
 from overlord.roles.recovery import NOBODY, Assignment, promote
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.frames import Frame, frame_of, open_frame
+from overlord.runtimes.live_sources import LiveSources
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.peers import PLANNER
 from overlord.runtimes.successors import check_same_files, where_to_go_on
@@ -140,6 +141,7 @@ class Supervisor:
         """The step that the stream was launched at."""
         self._board = Switchboard(("service", 0), clock, idle)
         self._lock = threading.RLock()
+        self._live = LiveSources(self._board, sites, len(assignment.primary), self._assign)
         self._closing = False
         self._watcher = threading.Thread(target=self._watch, name="overlord-supervisor", daemon=True)
         self.faults: deque[dict[str, Any]] = deque(maxlen=KEPT_FAULTS)
@@ -175,6 +177,8 @@ class Supervisor:
         """Answer the owner of the service: its planner does, whoever plays it."""
         if message.get("op") == "beat":
             return {}
+        if message.get("op") == "add_source":
+            return {"step": self._live.add(message)}
         answer = open_frame(self._board.insist(PLANNER, "ask", frame_of(message)))[0]["answer"]
         if message.get("op") == "status":
             answer["status"] |= self.describe()
@@ -329,15 +333,16 @@ class Supervisor:
         def call(method: str, message: dict[str, Any]) -> Any:
             return open_frame(self._poll(peer.ask(method, frame_of(message)), until))[0]
 
+        added = self._live.told(one.site, self._assignment)
         if one.site.role == "loader":
-            check_same_files(self._facts, call("open", {})["facts"])
+            check_same_files(self._known_facts(), call("open", {"added": added})["facts"])
             call("begin", where_to_go_on(self._board, self._stands))
         elif one.site.role == "planner":
             call("prepare", {})
-            self._stands = call("open_store", {"facts": self._facts})
+            self._stands = call("open_store", {"facts": self._known_facts()})
             call("begin", {"successor": True})
         else:
-            call("prepare", {})
+            call("prepare", {"added": added})
             call("begin", {"first_step": self.first_step})
         return int(call("pid", {})["pid"])
 
@@ -349,6 +354,14 @@ class Supervisor:
             )
             logger.error("%s", self._failed)
             self._publish()
+
+    def _assign(self, assignment: Assignment) -> None:
+        with self._lock:
+            self._assignment = assignment
+            self._publish()
+
+    def _known_facts(self) -> dict[str, Any]:
+        return self._facts | self._live.facts
 
     def _publish(self) -> None:
         """Give everybody the newest book; who misses it is found out by its beat."""

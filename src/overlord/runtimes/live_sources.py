@@ -1,0 +1,92 @@
+"""Sources that come to a service of several hosts: opened by one loader host, known to all, then written down.
+
+Rules of this file:
+1. What is wrong with a source is said before anything has changed.
+2. Every message may come twice: a host that is lost on the way is told again by whoever brings up its successor.
+3. Its loaders and decoders are there before a plan may draw from it. What the planner refuses is taken back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from overlord.errors import SpecError
+from overlord.roles.recovery import NOBODY, Assignment
+from overlord.runtimes.cluster_placement import Site
+from overlord.runtimes.frames import frame_of, open_frame
+from overlord.runtimes.peers import PLANNER, loader_name
+from overlord.runtimes.switchboard import Switchboard
+
+
+class LiveSources:
+    """What came since the service was started.
+
+    Args:
+        board: Who is who.
+        sites: Where the roles are.
+        first: The number that the first newcomer will have.
+        assign: Tells everybody who has which source.
+    """
+
+    def __init__(
+        self, board: Switchboard, sites: Sequence[Site], first: int, assign: Callable[[Assignment], None]
+    ) -> None:
+        self._board = board
+        self._sites = sites
+        self._first = first
+        self._assign = assign
+        self._turn = threading.Lock()
+        self._added: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {}
+        """What is known of their files."""
+
+    def told(self, site: Site, assignment: Assignment) -> list[dict[str, Any]]:
+        """Return what a successor must be told of them."""
+        numbers = {*assignment.sources_of(site.number), *assignment.shadows_of(site.number)}
+        return [
+            {"source": source, "mine": site.role == "loader" and self._first + at in numbers}
+            for at, source in enumerate(self._added)
+        ]
+
+    def add(self, message: dict[str, Any]) -> int:
+        """Let a source come; return the step it comes at."""
+        with self._turn:
+            made = self._ask(PLANNER, "check_source", message)["step"]
+            if made is not None:
+                return int(made)
+            before = self._board.book.assignment
+            primary, shadow = self._choose(before)
+            opened = self._ask(loader_name(primary), "add_source", {"source": message["source"], "mine": True})
+            self._added.append(message["source"])
+            self.facts[opened["name"]] = opened["fact"]
+            self._assign(Assignment((*before.primary, primary), (*before.shadow, shadow)))
+            try:
+                for site in self._sites:
+                    if site.role != "planner":
+                        mine = site.role == "loader" and site.number in (primary, shadow)
+                        self._ask(site.name, "add_source", {"source": message["source"], "mine": mine})
+                return int(self._ask(PLANNER, "add_source", {**message, "fact": opened["fact"]})["step"])
+            except SpecError:
+                self._take_back(opened["name"], before)
+                raise
+
+    def _take_back(self, name: str, before: Assignment) -> None:
+        self._added.pop()
+        del self.facts[name]
+        self._assign(before)
+        for site in self._sites:
+            if site.role != "planner":
+                self._ask(site.name, "drop_source", {"name": name})
+
+    def _choose(self, now: Assignment) -> tuple[int, int]:
+        """Return the loader host with the fewest sources; and another one, where sources have shadows."""
+        hosts = [site.number for site in self._sites if site.role == "loader"]
+        held = Counter((*now.primary, *now.shadow))
+        primary, *others = sorted(hosts, key=lambda host: (held[host], host))
+        return primary, others[0] if others and set(now.shadow) != {NOBODY} else NOBODY
+
+    def _ask(self, name: str, method: str, message: dict[str, Any]) -> dict[str, Any]:
+        return open_frame(self._board.insist(name, method, frame_of(message)))[0]
