@@ -15,8 +15,9 @@ from overlord.stores.store import Store
 
 SNAPSHOT_EVERY = 16
 """Steps between snapshots at first; a runtime that finds them slow takes them less often."""
-AHEAD = 64
-"""How far the horizon lies ahead: after a crash a change can take effect no sooner than there."""
+AHEAD = 12
+"""How far the horizon is moved ahead, when half of that is left: so many steps may be planned while that is written.
+After a crash a change can take effect no sooner than there."""
 
 
 @dataclass(frozen=True, slots=True)
