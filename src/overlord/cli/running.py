@@ -112,6 +112,8 @@ def aside_notes(options: RunOptions) -> list[str]:
     if options.resume or options.store is None:
         return []
     begin = 0 if options.state is None else int(options.state["step"])
+    if "://" not in options.store:
+        _make_folder(options.store)
     found = newest_lineage(open_place(options.store))
     if found is None or found.newest.step <= begin:  # a snapshot of where this run begins is of this run too
         return []

@@ -15,8 +15,10 @@ from overlord.stores.store import Store
 
 SNAPSHOT_EVERY = 16
 """Steps between snapshots at first; a runtime that finds them slow takes them less often."""
-AHEAD = 64
-"""How far the horizon lies ahead: after a crash a change can take effect no sooner than there."""
+AHEAD = 32
+"""How far the horizon is moved ahead; after a crash a change can take effect no sooner than there."""
+SLACK = 24
+"""It is moved when less than this is left: so many steps may be planned while that is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,4 +101,4 @@ class Checkpoints:
 
     @property
     def _horizon_due(self) -> bool:
-        return self.store.horizon - self._next_step() < AHEAD // 2
+        return self.store.horizon - self._next_step() < SLACK

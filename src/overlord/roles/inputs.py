@@ -191,6 +191,7 @@ class InputLog:
         self._job = job
         self._journal = journal
         self._reports: dict[int, dict[str, float]] = {int(k): dict(v) for k, v in reports.items()}
+        self._newest_report = max(self._reports, default=-1)
         self._changes = list(changes)
         self._names = tuple(job.names)
 
@@ -210,13 +211,14 @@ class InputLog:
             return
         self._journal.append({"kind": "report", "step": step, "metrics": dict(metrics)}, durable=True)
         self._reports[step] = dict(metrics)
-        for old in [s for s in self._reports if s < step - KEPT_REPORTS]:
-            del self._reports[old]
+        self._newest_report = max(self._newest_report, step)
+        if len(self._reports) > 2 * KEPT_REPORTS:  # now and then: to look through them takes as long as a write
+            self._reports = {s: r for s, r in self._reports.items() if s >= self._newest_report - KEPT_REPORTS}
 
     def report_of(self, step: int) -> Report | None:
         """Return the report of a step, or None when there is none."""
         found = self._reports.get(step)
-        if found is None and step < max(self._reports, default=step) - KEPT_REPORTS:
+        if found is None and step < self._newest_report - KEPT_REPORTS:
             for record in self._journal.records():
                 if record["kind"] == "report" and record["step"] == step:
                     return record["metrics"]

@@ -277,7 +277,7 @@ class PlannerRole(ClusterRole):
         """Open the store, now that the sources are known; tell where they stand, and the verdicts it holds."""
         facts = {name: SourceFacts(*fact) for name, fact in open_frame(frame)[0]["facts"].items()}
         options = self._options
-        if self._site["generation"] > 1:
+        if self._board.me[1] > 1:  # it comes in the place of another planner
             options = dataclasses.replace(options, recover=True)
         store, beginning = open_store(
             options, options.store or str(self._claim_folder() / "store"), self._means.open_place

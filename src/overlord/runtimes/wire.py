@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from collections.abc import Callable
@@ -42,6 +43,10 @@ def receive(
     fds: list[int] = []
     if num_fds:
         _, fds, _, _ = socket.recv_fds(connection, 1, num_fds)
+        if len(fds) < num_fds:  # it was killed between the message and what goes along
+            for fd in fds:
+                os.close(fd)
+            raise ServiceLost("the other side closed the connection")
     return message, fds
 
 

@@ -25,6 +25,7 @@ from overlord.stores.places import Appender, Place
 VERSION = 1
 
 Record = dict[str, Any]
+_to_text = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` makes an encoder for every record
 
 
 @dataclass(slots=True)
@@ -207,7 +208,7 @@ class Journal:
 
 def encode(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line."""
-    body = json.dumps(record, separators=(",", ":")).encode()
+    body = _to_text(record).encode()
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 

@@ -180,7 +180,7 @@ class LocalPlace:
 
     def exists(self, name: str) -> bool:
         """Look whether there is such a file."""
-        return os.path.exists(self._folder / name)
+        return os.path.exists(f"{self.name}/{name}")
 
     def names(self, folder: str = "") -> dict[str, int]:
         """List a folder, without what was being written when somebody died."""
