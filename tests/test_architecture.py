@@ -120,7 +120,7 @@ def test_nothing_read_is_evaluated_or_unpickled():
             launched = (
                 "local_service.py",
                 "worker_main.py",
-                "cluster_roles.py",
+                "cluster_role.py",
                 "ray_cluster.py",
                 "process_cluster.py",
             )

@@ -33,7 +33,7 @@ from overlord.runtimes.local import connect_local
 from overlord.runtimes.numbering import canonical
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.parking import OnSourceFailure
-from overlord.runtimes.planner_host import SourceChange
+from overlord.runtimes.planner_answers import SourceChange
 from overlord.runtimes.service_process import ServiceProcess, ray_service
 from overlord.runtimes.shapes import limits_of
 from overlord.storage import StorageOptions

@@ -26,7 +26,7 @@ from overlord.runtimes.deployment import LaunchOptions, Roles, deploy, plan_firs
 from overlord.runtimes.newcomers import Newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.parking import ReturnWatch
-from overlord.runtimes.planner_host import SourceChange, change_source
+from overlord.runtimes.planner_answers import SourceChange, change_source
 from overlord.runtimes.saving import Saver
 from overlord.runtimes.status import describe_roles
 from overlord.runtimes.workers import SerialWorkers

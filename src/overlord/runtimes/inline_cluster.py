@@ -22,11 +22,12 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job
-from overlord.errors import ClosedError, OverlordError, ReportMissing, ServiceLost
+from overlord.errors import ClosedError, OverlordError, ReportMissing, ServiceLost, Superseded
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.cluster_placement import ClusterOptions, Node, place
-from overlord.runtimes.cluster_roles import ROLES, ClusterRole, Means
+from overlord.runtimes.cluster_role import ClusterRole, Means
+from overlord.runtimes.cluster_roles import ROLES
 from overlord.runtimes.deployment import LaunchOptions, check_launch, make_constructor
 from overlord.runtimes.frames import Frame, frame_of, open_frame
 from overlord.runtimes.inline_engine import InlineEngine, InlinePeer
@@ -200,6 +201,8 @@ class InlineCluster(OwnerAsks):
                 self.engine.pass_time(0.25)
             except (PeerGone, Gone):
                 pass  # a successor comes, and is asked the same
+            except Superseded:
+                self.engine.pass_time(0.25)  # it ends, as its process would; its successor is asked the same
 
     def crash(self) -> None:
         """Kill the service with everything in it; whoever asks next finds it launched again."""

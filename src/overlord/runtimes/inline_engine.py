@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from overlord.runtimes.cluster_placement import Site
-from overlord.runtimes.cluster_roles import Means
+from overlord.runtimes.cluster_role import Means
 from overlord.runtimes.frames import Frame, error_frame, frame_of
 from overlord.runtimes.inline_means import InlinePace, SerialMeans, StoreFailure
 from overlord.runtimes.inline_messages import Clock, Fate, Gone, Letter, Weather

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from overlord.errors import StoreError
-from overlord.runtimes.cluster_roles import Means
+from overlord.runtimes.cluster_role import Means
 from overlord.runtimes.planner_host import Pace
 from overlord.runtimes.workers import SerialWorkers
 from overlord.storage import StorageOptions

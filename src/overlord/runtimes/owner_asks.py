@@ -11,7 +11,7 @@ from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_from_bytes
 from overlord.core.specs import Mixture, Source
 from overlord.roles.inputs import mixture_to_json, source_to_json
-from overlord.runtimes.planner_host import SourceChange
+from overlord.runtimes.planner_answers import SourceChange
 
 
 class OwnerAsks(ABC):

@@ -10,7 +10,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import base64
 import logging
 import math
 import threading
@@ -18,18 +17,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Protocol, TypeVar
 
-from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.core.plan_blob import plan_to_bytes
 from overlord.core.samples import Cursor
-from overlord.core.specs import Mixture, Source
+from overlord.core.specs import Source
 from overlord.errors import Fenced, SpecError, StoreError
-from overlord.roles.inputs import FIXED_WHILE_RUNNING
 from overlord.roles.planner import Planner
 from overlord.roles.ports import Loaders
 from overlord.runtimes.parking import OnSourceFailure, ReturnWatch
+from overlord.runtimes.planner_answers import answer
 from overlord.runtimes.saving import Saver
 
 LOOK_S = 1.0
@@ -101,14 +98,6 @@ Describe = Callable[[Mapping[int, int], int], dict[str, Any]]
 AddSource = Callable[[Source, float | None, int | None, AbstractContextManager[Any], str], int]
 """Opens a source and lets it come at a step (source, weight, step, .., id); the context is held while the planner is
 told."""
-SourceChange = Literal["remove_source", "park_source", "return_source"]
-
-
-def change_source(planner: Planner, change: SourceChange, name: str, at_step: int | None, change_id: str = "") -> int:
-    """Remove a source, park it, or let it return; return the first step it holds for."""
-    changes = planner.sources
-    asked = {"remove_source": changes.remove, "park_source": changes.park, "return_source": changes.give_back}
-    return asked[change](name, at_step, change_id=change_id)
 
 
 class Pace:
@@ -258,7 +247,7 @@ class PlannerHost:
             return {"step": self._durably(lambda: self._add(message, step))}
         with self._changed:
             try:
-                return self._durably(lambda: self._answer(op, step, message))
+                return self._durably(lambda: answer(self._planner, message))
             finally:
                 self._changed.notify_all()  # a step may have waited for what was told
 
@@ -383,37 +372,6 @@ class PlannerHost:
         trouble = self._lost or (self._down and self._down[1])
         since = {"since": self._down[0]} if self._down else {}
         return {**found, "store": {**found["store"], "error": str(trouble) if trouble else None, **since}}
-
-    def _answer(self, op: Any, step: Any, message: dict[str, Any]) -> dict[str, Any]:
-        planner = self._planner
-        if op == "state":
-            return {"state": planner.state(int(message["step"]))}
-        if op == "report":
-            if planner.next_step <= int(message["step"]) <= (message.get("at") or -1):
-                planner.plan_raw(int(message["step"]))  # handed out before this planner came in the place of another
-            planner.report(int(message["step"]), dict(message["metrics"]))
-            return {}
-        if op == "set_mixture":
-            mixture = Mixture.from_mapping(message["mixture"])
-            return {"step": planner.set_mixture(mixture, step, change_id=message["id"])}
-        if op == "skip_steps":
-            return {"step": planner.skip_steps(int(message["count"]), step, change_id=message["id"])}
-        if op in get_args(SourceChange):
-            return {"step": change_source(planner, op, str(message["source"]), step, str(message["id"]))}
-        if op == "reshard":
-            tree = ClientPlaceTree.from_sizes(message["mesh"])
-            at = planner.reshard(tree, step, change_id=message["id"])
-            return {"step": at, "newest": planner.meshes.newest.sizes()}
-        if op == "begins":
-            begin, meshes = planner.meshes.begin_of(int(message["rank"])), planner.meshes
-            return {"first_step": begin, "mesh": str(meshes.newest if begin is None else meshes.at(begin))}
-        if op == "mixture":
-            fixed = (*FIXED_WHILE_RUNNING, "temperature")
-            return {"mixture": {name: getattr(planner.mixture, name) for name in fixed}}
-        if op == "plan":
-            plan = planner.plan_raw(int(message["step"]))
-            return {"plan": None if plan is None else base64.b64encode(plan_to_bytes(plan)).decode()}
-        raise SpecError(f"the service does not know the message {op!r}; client and service differ in version.")
 
     def _add(self, message: dict[str, Any], step: int | None) -> int:
         if self._add_source is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ class RoleHost:
     """One incarnation of a role, whichever engine carries its calls: frames in, frames out; an error is an answer."""
 
     def __init__(self, bundle: bytes, paths: Sequence[str], folder: str, site: Mapping[str, Any], blobs: Blobs) -> None:
-        self.board = Switchboard((site["name"], site["generation"]))
+        self.board = Switchboard((site["name"], site["generation"]), ended=self._end)
         self._failed: Frame | None = None
         self._numbers = itertools.count()
         self._running: dict[int, float] = {}
@@ -62,6 +63,11 @@ class RoleHost:
             return error_frame(error)
         finally:
             del self._running[number]
+
+    def _end(self) -> None:
+        """End this process: it has a successor, to which its clients go when it is gone."""
+        logger.warning("the %s (generation %d) was replaced while nothing was heard of it; it ends", *self.board.me)
+        os._exit(1)
 
     def _beat(self) -> Frame:
         """Tell that it lives, which book it has, and how long its oldest call has been running."""

@@ -94,14 +94,20 @@ class Switchboard:
         me: The role that asks.
         clock: Seconds that never go back.
         idle: Called instead of waiting for other threads, where there are none.
+        ended: Called when others refuse what this role says, since it has a successor: its clients go to that one.
     """
 
     def __init__(
-        self, me: Sender, clock: Callable[[], float] = time.monotonic, idle: Callable[[float], None] | None = None
+        self,
+        me: Sender,
+        clock: Callable[[], float] = time.monotonic,
+        idle: Callable[[float], None] | None = None,
+        ended: Callable[[], None] | None = None,
     ) -> None:
         self.me = me
         self.clock = clock
         self._idle = idle
+        self.ended = ended
         self._changed = threading.Condition()
         self._book: Book | None = None
 
@@ -207,7 +213,10 @@ class Call:
                 if self._pending is None:
                     raise PeerGone("it was gone when it was asked")
                 found = self._pending.poll(SLICE_S)
-                if found is not None and isinstance(error := error_in(found), AnswerLost):
+                error = None if found is None else error_in(found)
+                if isinstance(error, Superseded) and self._board.ended is not None:
+                    self._board.ended()
+                if isinstance(error, AnswerLost):
                     raise error
             except PeerGone:
                 self._until_replaced()

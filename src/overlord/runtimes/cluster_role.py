@@ -1,0 +1,120 @@
+"""What the roles of a service of several hosts have in common: the job, and who is who."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from overlord.core.specs import Source
+from overlord.errors import SpecError
+from overlord.runtimes.deployment import (
+    Prepared,
+    prepare,
+)
+from overlord.runtimes.frames import (
+    Frame,
+    frame_of,
+    open_frame,
+)
+from overlord.runtimes.leftovers import remove_when_gone
+from overlord.runtimes.newcomers import prepare_newcomer
+from overlord.runtimes.peers import Blobs
+from overlord.runtimes.planner_host import Pace
+from overlord.runtimes.process_workers import ProcessWorkers
+from overlord.runtimes.switchboard import Switchboard
+from overlord.runtimes.workers import ThreadWorkers
+from overlord.storage import StorageOptions
+from overlord.stores.places import Place, open_place
+from overlord.transforms.isolation import Isolate
+from overlord.transforms.per_sample import Workers
+
+
+class Means:
+    """What a role takes from whoever runs it. These are the means of a process that has threads."""
+
+    def workers(self, count: int, name: str, ends: contextlib.ExitStack) -> Workers:
+        """Return who does leaf work, until the role ends."""
+        workers = ThreadWorkers(count, f"overlord-{name}")
+        ends.callback(workers.close)
+        return workers
+
+    def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
+        """Return what brings Python code into process workers, until the role ends."""
+        processes = ProcessWorkers(count)
+        ends.callback(processes.close)
+        return processes.isolate
+
+    def open_place(self, store: str, options: StorageOptions | None = None) -> Place:
+        """Open the place of a store."""
+        return open_place(store, options)
+
+    def pace(self) -> Pace:
+        """Return how the planner's host waits."""
+        return Pace()
+
+
+class ClusterRole:
+    """What the three have in common: the job, and who is who."""
+
+    def __init__(
+        self,
+        bundle: bytes,
+        folder: str,
+        site: Mapping[str, Any],
+        board: Switchboard,
+        blobs: Blobs,
+        means: Means | None = None,
+    ) -> None:
+        self._job, self._options = cloudpickle.loads(bundle)  # from the launching process to its own roles
+        self._folder = Path(folder)
+        self._site = site
+        self._board = board
+        self._blobs = blobs
+        self._means = means or Means()
+        self._ends = contextlib.ExitStack()
+
+    def pid(self, frame: Frame) -> Frame:
+        """Tell the process this is."""
+        return frame_of({"pid": os.getpid()})
+
+    def prepare(self, frame: Frame) -> Frame:
+        """Bring the job into the form its stream is made from, with the sources that have come since."""
+        self._prepared = self._with_added(prepare(self._job, self._options), frame)
+        return frame_of({})
+
+    def _with_added(self, prepared: Prepared, frame: Frame) -> Prepared:
+        for added in open_frame(frame)[0].get("added", ()):
+            prepared = prepare_newcomer(prepared, Source.from_mapping(added["source"]))
+        return prepared
+
+    def work_beside(self) -> None:
+        """Do what threads do elsewhere: called between two messages where there are none."""
+
+    def close(self, frame: Frame) -> Frame:
+        """End everything that runs here."""
+        self._ends.close()
+        return frame_of({})
+
+    def _workers_for(self, name: str, count: int | None = None) -> Workers:
+        return self._means.workers(count or self._options.threads, name, self._ends)
+
+    def _claim_folder(self) -> Path:
+        """Make the service's folder where it is not there yet; it goes with this process."""
+        try:
+            self._folder.mkdir(mode=0o700)
+        except FileExistsError:
+            found = self._folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise SpecError(
+                    f"the folder {self._folder} is there already and others than this user can write to it; trainers "
+                    "could be given somebody else's data. Remove it, and launch again."
+                ) from None
+            return self._folder  # the launching host's own, which has somebody to remove it
+        self._ends.callback(remove_when_gone(self._folder).close)
+        return self._folder

@@ -1,0 +1,59 @@
+"""The constructor host of one trainer host, asked by frames."""
+
+from __future__ import annotations
+
+from overlord.core.specs import Source
+from overlord.runtimes.cluster_placement import ranks_of_host
+from overlord.runtimes.cluster_role import ClusterRole
+from overlord.runtimes.constructor_host import ConstructorHost
+from overlord.runtimes.deployment import (
+    make_constructor,
+)
+from overlord.runtimes.doors import door_name
+from overlord.runtimes.frames import (
+    Frame,
+    frame_of,
+    open_frame,
+)
+from overlord.runtimes.newcomers import prepare_newcomer, without_newcomer
+from overlord.runtimes.peers import RemoteLoaders, RemotePlanner
+
+
+class ConstructorRole(ClusterRole):
+    """The constructor host of one trainer host."""
+
+    def begin(self, frame: Frame) -> Frame:
+        """Build ahead, and open the door for the trainers of this host."""
+        given = open_frame(frame)[0]
+        workers = self._workers_for("workers")
+        planner = RemotePlanner(self._board, self._blobs, self._site["number"], given["first_step"])
+        loaders = RemoteLoaders(self._board, planner)
+        prepared, number, hosts = self._prepared, self._site["number"], self._site["hosts"]
+        self._constructor = make_constructor(prepared, loaders, workers)
+        host = ConstructorHost(
+            self._options,
+            self._constructor,
+            planner,
+            ranks_of=lambda tree: ranks_of_host(number, hosts, tree.world_size),
+            read_bytes=lambda: loaders.buffer_bytes,
+        )
+        self._ends.callback(host.close)
+        door = self._claim_folder() / door_name(number, hosts)
+        door.unlink(missing_ok=True)  # a predecessor that was killed has left it
+        self._ends.enter_context(host.open_door(door))
+        return frame_of({})
+
+    def add_source(self, frame: Frame) -> Frame:
+        """Learn of a source that comes: how its media are decoded."""
+        source = Source.from_mapping(open_frame(frame)[0]["source"])
+        if source.name not in self._prepared.job.names:  # else it was told before
+            self._prepared = prepare_newcomer(self._prepared, source)
+            self._constructor.add_source(self._prepared.transforms[-1].decoder)
+        return frame_of({})
+
+    def drop_source(self, frame: Frame) -> Frame:
+        """Forget a source that the planner did not take on."""
+        if self._prepared.job.names[-1] == open_frame(frame)[0]["name"]:
+            self._prepared = without_newcomer(self._prepared)
+            self._constructor.drop_last_source()
+        return frame_of({})

@@ -1,0 +1,59 @@
+"""What clients and the owner of a service ask of its planner, as messages."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, Literal, get_args
+
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan_blob import plan_to_bytes
+from overlord.core.specs import Mixture
+from overlord.errors import SpecError
+from overlord.roles.inputs import FIXED_WHILE_RUNNING
+from overlord.roles.planner import Planner
+
+SourceChange = Literal["remove_source", "park_source", "return_source"]
+
+
+def change_source(planner: Planner, change: SourceChange, name: str, at_step: int | None, change_id: str = "") -> int:
+    """Remove a source, park it, or let it return; return the first step it holds for."""
+    changes = planner.sources
+    asked = {"remove_source": changes.remove, "park_source": changes.park, "return_source": changes.give_back}
+    return asked[change](name, at_step, change_id=change_id)
+
+
+def answer(planner: Planner, message: dict[str, Any]) -> dict[str, Any]:
+    """Answer a client, or the owner of a service; nobody else asks the planner meanwhile.
+
+    Raises:
+        SpecError: for a message nobody knows, or what cannot be done.
+    """
+    op, step = message.get("op"), message.get("step")
+    if op == "state":
+        return {"state": planner.state(int(message["step"]))}
+    if op == "report":
+        if planner.next_step <= int(message["step"]) <= (message.get("at") or -1):
+            planner.plan_raw(int(message["step"]))  # handed out before this planner came in the place of another
+        planner.report(int(message["step"]), dict(message["metrics"]))
+        return {}
+    if op == "set_mixture":
+        mixture = Mixture.from_mapping(message["mixture"])
+        return {"step": planner.set_mixture(mixture, step, change_id=message["id"])}
+    if op == "skip_steps":
+        return {"step": planner.skip_steps(int(message["count"]), step, change_id=message["id"])}
+    if op in get_args(SourceChange):
+        return {"step": change_source(planner, op, str(message["source"]), step, str(message["id"]))}
+    if op == "reshard":
+        tree = ClientPlaceTree.from_sizes(message["mesh"])
+        at = planner.reshard(tree, step, change_id=message["id"])
+        return {"step": at, "newest": planner.meshes.newest.sizes()}
+    if op == "begins":
+        begin, meshes = planner.meshes.begin_of(int(message["rank"])), planner.meshes
+        return {"first_step": begin, "mesh": str(meshes.newest if begin is None else meshes.at(begin))}
+    if op == "mixture":
+        fixed = (*FIXED_WHILE_RUNNING, "temperature")
+        return {"mixture": {name: getattr(planner.mixture, name) for name in fixed}}
+    if op == "plan":
+        plan = planner.plan_raw(int(message["step"]))
+        return {"plan": None if plan is None else base64.b64encode(plan_to_bytes(plan)).decode()}
+    raise SpecError(f"the service does not know the message {op!r}; client and service differ in version.")
