@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan_blob import plan_to_bytes
@@ -42,7 +42,9 @@ def answer(planner: Planner, message: dict[str, Any]) -> dict[str, Any]:
     if op == "skip_steps":
         return {"step": planner.skip_steps(int(message["count"]), step, change_id=message["id"])}
     if op in get_args(SourceChange):
-        return {"step": change_source(planner, op, str(message["source"]), step, str(message["id"]))}
+        return {
+            "step": change_source(planner, cast("SourceChange", op), str(message["source"]), step, str(message["id"]))
+        }
     if op == "reshard":
         tree = ClientPlaceTree.from_sizes(message["mesh"])
         at = planner.reshard(tree, step, change_id=message["id"])

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from overlord.errors import ServiceLost
+from overlord.errors import ServiceLost, SpecError
+from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.frames import frame_of, open_frame
 from overlord.runtimes.peers import PLANNER
 from overlord.runtimes.switchboard import Switchboard
@@ -41,3 +42,20 @@ def check_same_files(known: Mapping[str, Any], opened: Mapping[str, Any]) -> Non
             f"the files of source {changed[0]!r} have changed while the job ran; samples would be lost or repeated. "
             "Restore them, or start a new run."
         )
+
+
+def did_not_start(site: Site, error: Exception) -> SpecError:
+    """Say that a role did not come up when the service was launched."""
+    return SpecError(
+        f"the {site.name} did not start on {site.node.name} ({error}); nothing could run. Its last words stand above. "
+        "On a cluster: is that the one you meant, and is the same version of overlord-data[ray] installed on all of "
+        "its hosts?"
+    )
+
+
+def why_failed(site: Site, why: str) -> str:
+    """Say that a role cannot be replaced."""
+    return (
+        f"the {site.name} {why}; the service cannot go on. Its last words stand in the service's log; mend the cause, "
+        "and launch again from the last state."
+    )

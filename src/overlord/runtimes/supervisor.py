@@ -26,14 +26,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from overlord.errors import ClosedError, Fenced, OverlordError, ServiceLost, SpecError, StoreError
+from overlord.errors import ClosedError, Fenced, OverlordError, ServiceLost, StoreError
 from overlord.roles.recovery import NOBODY, Assignment, promote
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.frames import Frame, frame_of, open_frame
 from overlord.runtimes.live_sources import LiveSources
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.peers import PLANNER
-from overlord.runtimes.successors import check_same_files, where_to_go_on
+from overlord.runtimes.successors import check_same_files, did_not_start, where_to_go_on, why_failed
 from overlord.runtimes.switchboard import Book, Peer, PeerGone, Pending, Switchboard
 
 logger = logging.getLogger("overlord")
@@ -308,10 +308,7 @@ class Supervisor:
                 fault["why"] = str(error)
                 tries += 1
                 with self._lock:
-                    if not isinstance(error, StoreError) or isinstance(
-                        error, Fenced
-                    ):  # a store that is down comes back
-                        one.young += 1
+                    one.young += not isinstance(error, StoreError) or isinstance(error, Fenced)  # a store comes back
                     one.generation += 1
                 self._pause(min(4.0, 0.25 * 2**tries))
                 continue
@@ -348,10 +345,7 @@ class Supervisor:
 
     def _fail(self, why: str, one: Incarnation) -> None:
         with self._lock:
-            self._failed = (
-                f"the {one.site.name} {why}; the service cannot go on. Its last words stand in the service's log; mend "
-                "the cause, and launch again from the last state."
-            )
+            self._failed = why_failed(one.site, why)
             logger.error("%s", self._failed)
             self._publish()
 
@@ -399,11 +393,7 @@ class Supervisor:
         try:
             self._call(one, "pid", {})
         except PeerGone as error:
-            raise SpecError(
-                f"the {one.site.name} did not start on {one.site.node.name} ({error}); nothing could run. Its last "
-                "words stand above. On a cluster: is that the one you meant, and is the same version of "
-                "overlord-data[ray] installed on all of its hosts?"
-            ) from error
+            raise did_not_start(one.site, error) from error
 
     def _send(self, one: Incarnation, method: str) -> Pending:
         assert one.peer is not None
