@@ -22,7 +22,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job
-from overlord.errors import ClosedError, OverlordError, ReportMissing, ServiceLost, Superseded
+from overlord.errors import ClosedError, OverlordError, ReportMissing, ServiceLost
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.cluster_placement import ClusterOptions, Node, place
@@ -194,15 +194,17 @@ class InlineCluster(OwnerAsks):
         """Ask the constructor host, and its successors if need be."""
         while True:
             self._revive()
+            peer = self.supervisor.peer(CONSTRUCTOR)
             try:
-                peer = self.supervisor.peer(CONSTRUCTOR)
                 if isinstance(peer, InlinePeer) and peer.state == "up":
                     return self.engine.as_role(peer, lambda role=peer.role: work(role))  # type: ignore[misc]
                 self.engine.pass_time(0.25)
             except (PeerGone, Gone):
                 pass  # a successor comes, and is asked the same
-            except Superseded:
-                self.engine.pass_time(0.25)  # it ends, as its process would; its successor is asked the same
+            except ServiceLost:
+                if self.supervisor.peer(CONSTRUCTOR) is peer:
+                    raise
+                self.engine.pass_time(0.25)  # it was cut off and ends, as its process would; a successor is there
 
     def crash(self) -> None:
         """Kill the service with everything in it; whoever asks next finds it launched again."""

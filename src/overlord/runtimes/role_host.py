@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from overlord.runtimes.switchboard import SERVICE, Book, Peer, Sender, Switchboa
 
 logger = logging.getLogger("overlord")
 
+LEASE_S = 30.0
+"""Who hears no beat for so long is cut off from the service, has a successor by now, and ends."""
 BEAT_S = 0.5
 """How long a beat is held before it is answered: there is always one under way, so a death is seen at once."""
 
@@ -32,6 +35,7 @@ class RoleHost:
         self._failed: Frame | None = None
         self._numbers = itertools.count()
         self._running: dict[int, float] = {}
+        self._beaten = 0.0
         few_arenas()
         settle_in()
         sys.path += [path for path in paths if path not in sys.path]  # where the launcher's functions come from
@@ -64,6 +68,11 @@ class RoleHost:
         finally:
             del self._running[number]
 
+    def _watch_lease(self) -> None:
+        while time.monotonic() - self._beaten < LEASE_S:
+            time.sleep(1.0)
+        self._end()
+
     def _end(self) -> None:
         """End this process: it has a successor, to which its clients go when it is gone."""
         logger.warning("the %s (generation %d) was replaced while nothing was heard of it; it ends", *self.board.me)
@@ -71,6 +80,9 @@ class RoleHost:
 
     def _beat(self) -> Frame:
         """Tell that it lives, which book it has, and how long its oldest call has been running."""
+        first, self._beaten = self._beaten == 0.0, time.monotonic()
+        if first:
+            threading.Thread(target=self._watch_lease, name="overlord-lease", daemon=True).start()
         time.sleep(BEAT_S)
         oldest = min(self._running.copy().values(), default=None)
         busy_s = 0.0 if oldest is None else time.monotonic() - oldest
