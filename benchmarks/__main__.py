@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import machine
-from benchmarks.plots import Bar, draw_bars
+from benchmarks.plots import Bar, draw_bars, draw_steps
 
 HERE = Path(__file__).parent
 _LONG = ("benchmark", "machine", "rows")
@@ -44,6 +44,8 @@ class Benchmark:
     log: bool = False
     limit_of: str | None = None
     """The figure that the bar is a share of in the plot; none where the bar is in the plot's unit."""
+    steps: str = ""
+    """Title of a second plot: the figure `rows`, step by step; none where it is empty."""
 
     def passed(self, figures: dict[str, Any]) -> bool:
         """Tell whether the bar is reached."""
@@ -226,6 +228,59 @@ BENCHMARKS = (
         quick=("--quick",),
         limit_of="mb_64",
     ),
+    Benchmark(
+        "checkpoints",
+        what="a trainer's report, from the call until it is on disk; fsyncs of the thread that plans without feedback; "
+        "bytes of the store over 2,000 steps",
+        against="a bare write and fsync of the same bytes into the same folder, in turns",
+        figure="ratio",
+        bar="bar",
+        at_least=False,
+        unit="×",
+        plot_title="A report that is on disk",
+        plot_unit="microseconds",
+        plotted=(
+            ("durable report", "durable_report_us", ""),
+            ("bare write and fsync", "bare_write_and_sync_us", ""),
+        ),
+        quick=("--quick",),
+        limit_of="bare_write_and_sync_us",
+    ),
+    Benchmark(
+        "faults",
+        what="what a trainer at half the feed's capacity waits for after 5 to 10 of 64 loaders were killed, with shadows, "
+        "beyond what it waits for otherwise; the planner killed every 15 steps beside it (the paper's figure 16)",
+        against="the same faults without shadows: the lost loaders come back and read again",
+        figure="ratio",
+        bar="bar",
+        at_least=False,
+        unit="×",
+        plot_title="Stall per fault",
+        plot_unit="ms",
+        plotted=(
+            ("loaders, with shadows", "stall_ms_loaders_with_shadows", "rounds_with"),
+            ("loaders, without", "stall_ms_loaders_without_shadows", "rounds_without"),
+            ("planner, prefetch 2", "stall_ms_planner_prefetch_2", ""),
+            ("planner, prefetch 4", "stall_ms_planner_prefetch_4", ""),
+        ),
+        quick=("--quick",),
+        limit_of="stall_ms_loaders_without_shadows",
+        steps="Wait for each step",
+    ),
+    Benchmark(
+        "chaos",
+        what="steps that differ from a run without faults, while 500 random faults hit the roles of a `ray` service",
+        against="an inline run without faults: order, plan and bytes of every rank",
+        figure="wrong_steps",
+        bar="bar",
+        at_least=False,
+        unit=" steps",
+        plot_title="Stall of a run with 500 faults",
+        plot_unit="seconds",
+        plotted=(("waited for in all", "stall_s_in_all", ""), ("the whole run", "seconds", "")),
+        quick=("--quick",),
+        steps="Wait for each step",
+    ),
 )
 
 
@@ -284,7 +339,12 @@ def write_report(out: Path, found: dict[str, dict[str, Any] | None], quick: bool
             lines += ["", "It failed; there are no figures."]
             continue
         (plots / f"{benchmark.name}.svg").write_text(benchmark.plot(figures), encoding="utf-8")
-        lines += ["", f"![{benchmark.plot_title}](plots/{benchmark.name}.svg)", "", "| figure | value |", "|---|---|"]
+        lines += ["", f"![{benchmark.plot_title}](plots/{benchmark.name}.svg)"]
+        if benchmark.steps:
+            drawn = draw_steps(benchmark.steps, "ms, logarithmic", figures["rows"])
+            (plots / f"{benchmark.name}-steps.svg").write_text(drawn, encoding="utf-8")
+            lines += ["", f"![{benchmark.steps}](plots/{benchmark.name}-steps.svg)"]
+        lines += ["", "| figure | value |", "|---|---|"]
         lines += [f"| {key} | {_value(figures[key])} |" for key in figures if key not in _LONG]
     report = out / "REPORT.md"
     report.write_text("\n".join(lines) + "\n", encoding="utf-8")
