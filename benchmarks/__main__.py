@@ -248,8 +248,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "faults",
-        what="what a trainer at half the feed's capacity waits for after 5 to 10 of 64 loaders were killed, with shadows, "
-        "beyond what it waits for otherwise; the planner killed every 15 steps beside it (the paper's figure 16)",
+        what="what a trainer at half the feed's capacity waits for after 5 to 10 of 64 loaders were killed, with "
+        "shadows, beyond what it waits for otherwise; and the planner, every 15 steps (the paper's figure 16)",
         against="the same faults without shadows: the lost loaders come back and read again",
         figure="ratio",
         bar="bar",

@@ -90,7 +90,8 @@ class LaunchOptions(Spec):
         ]
         | None
     ) = None
-    """Of ray: processes that the sources are dealt to, or per_source; by default one for each trainer host."""
+    """Processes that the sources are dealt to, or per_source; of ray by default one for each trainer host, of local
+    none: loaders are threads of the service, unless there are shadows."""
     prefetch: Annotated[int, whole(1, "every step would wait for its data. Write 2 or more")] = 2
     """Steps a client asks ahead."""
     loaders_per_source: Annotated[int, whole(1, "nobody would read the source. Write 1 or more")] = 1
@@ -99,6 +100,14 @@ class LaunchOptions(Spec):
     """Threads for decoding; by default one per core, and 2 for each loader host of ray."""
     store: Word | None = None
     """Folder or URL for the journal and snapshots; none keeps none."""
+    store_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Of a store that is a URL: what its filesystem must know, as a source's storage_options."""
+    keep: Annotated[int, whole(1, "nothing could be resumed. Write 256 or more")] = 256
+    """Steps that stay resumable in the store."""
+    shadows: bool | Literal["auto"] | list[Word] = False
+    """Sources that have a shadow loader in another process: true, false, names, or auto."""
+    heartbeat: Annotated[float, Field(ge=0.2)] = 5.0
+    """Seconds that nothing may be heard of a role before it is replaced."""
     on_source_failure: OnSourceFailure = "stop"
     """What becomes of a source that cannot be read any more: stop, park until it is back, or reweight for good."""
     steps: Annotated[int, whole(1, "nothing would run. Leave it out for no limit")] | None = None
@@ -107,7 +116,8 @@ class LaunchOptions(Spec):
     @model_validator(mode="after")
     def _cluster_of_ray(self) -> Self:
         for name in CLUSTER_KEYS:
-            if self.runtime != "ray" and getattr(self, name) is not None:
+            here = name == "loader_hosts" and self.runtime == "local"  # processes of this host
+            if self.runtime != "ray" and getattr(self, name) is not None and not here:
                 raise conflict(
                     f"{getattr(self, name)!r} is given and runtime is {self.runtime!r}, which has no cluster; it would "
                     "have no effect. Write runtime: ray (--runtime local still tries the job here)",

@@ -42,6 +42,7 @@ from overlord.cli.options import (
     Resume,
     Runtime,
     ServeRuntime,
+    Shadows,
     State,
     Store,
     StrategyName,
@@ -151,6 +152,7 @@ def run(  # noqa: PLR0913 - one for each option
     state: State = None,
     reconcile: ReconcileOption = ReconcileName.strict,
     on_source_failure: OnSourceFailureOption = None,
+    shadows: Shadows = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
     cache: Cache = CACHE,
     as_json: AsJson = False,
@@ -167,8 +169,9 @@ def run(  # noqa: PLR0913 - one for each option
     launch = loaded.launch.model_copy(update={"ranks_per_host": None})
     where = where_of(launch, runtime, address, ranks_per_host, loader_hosts)
     options = options_of(
-        loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where, reconcile, on_source_failure
-    )
+        loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where, reconcile, on_source_failure,
+        shadows,
+    )  # fmt: skip
     options = dataclasses.replace(options, steps=chosen or DEFAULT_STEPS)
     with screen.progress() as tell, screen.user_code():
         summary = run_job(loaded.job, str(job), options, tell)
@@ -199,6 +202,7 @@ def serve(  # noqa: PLR0913 - one for each option
     state: State = None,
     reconcile: ReconcileOption = ReconcileName.strict,
     on_source_failure: OnSourceFailureOption = None,
+    shadows: Shadows = None,
     address_file: Annotated[
         Path | None, typer.Option("--address-file", help="Write the address to this file while the service is up.")
     ] = None,
@@ -217,8 +221,9 @@ def serve(  # noqa: PLR0913 - one for each option
             "Add --runtime local or --runtime ray."
         )
     options = options_of(
-        loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where, reconcile, on_source_failure
-    )
+        loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where, reconcile, on_source_failure,
+        shadows,
+    )  # fmt: skip
     for note in aside_notes(options):
         screen.note(note)
     with screen.progress() as tell:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -104,6 +104,10 @@ PlacementOption = Annotated[
     PlacementName | None,
     typer.Option("--placement", help="Where images, clips and sounds are decoded.", show_default=False),
 ]
+Shadows = Annotated[
+    str | None,
+    typer.Option("--shadows", help="Sources with a shadow loader: all, none, auto, or names with commas between."),
+]
 Store = Annotated[str | None, typer.Option("--store", help="Folder or URL for the journal and snapshots.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot in the store.")]
 Cache = Annotated[Path, typer.Option("--cache", envvar="OVERLORD_CACHE", help="Folder of indices and length sidecars.")]
@@ -112,7 +116,9 @@ Loaders = Annotated[int | None, typer.Option("--loaders", help="SourceLoaders of
 State = Annotated[
     Path | None,
     typer.Option(
-        "--state", help="Go on from this state: a JSON file with what state_dict() returned.", show_default=False
+        "--state",
+        help="Go on from this state: a JSON file with what state_dict() returned, or a step that the store keeps.",
+        show_default=False,
     ),
 ]
 Runtime = Annotated[
@@ -232,12 +238,24 @@ def _loader_hosts(text: str) -> LoaderHosts:
         raise SpecError(f"--loader-hosts is {text!r:.80}: {fault}. Give one of these, or leave it out.") from None
 
 
+def shadows_of(text: str) -> bool | Literal["auto"] | list[str]:
+    """Return which sources have a shadow, as a command line writes it.
+
+    Example:
+        >>> shadows_of("all"), shadows_of("web, coyo")
+        (True, ['web', 'coyo'])
+    """
+    if text in ("all", "none"):
+        return text == "all"
+    return "auto" if text == "auto" else [name.strip() for name in text.split(",") if name.strip()]
+
+
 def mesh_of(loaded: JobFile, mesh: str | None) -> ClientPlaceTree:
     """Return the mesh: what stands in the job file, unless the command line says otherwise."""
     return loaded.launch.mesh if mesh is None else ClientPlaceTree.parse(mesh)
 
 
-def options_of(
+def options_of(  # noqa: PLR0913 - one for each option of two commands
     loaded: JobFile,
     mesh: str | None,
     cache: Path,
@@ -250,6 +268,7 @@ def options_of(
     where: Where,
     reconcile: ReconcileName,
     on_source_failure: FailureName | None,
+    shadows: str | None = None,
 ) -> RunOptions:
     """Return how to run: what stands in the job file, unless the command line says otherwise."""
     launch = loaded.launch
@@ -261,11 +280,15 @@ def options_of(
         loaders_per_source=launch.loaders_per_source if loaders is None else loaders,
         store=launch.store if store is None else store,
         resume=resume,
-        state=None if state is None else read_state(state),
+        state=None if state is None else int(str(state)) if str(state).isdecimal() else read_state(state),
         threads=launch.threads if threads is None else threads,
         where=where,
         reconcile=reconcile.value,
         on_source_failure=launch.on_source_failure if on_source_failure is None else on_source_failure.value,
+        store_options=launch.store_options,
+        keep=launch.keep,
+        shadows=launch.shadows if shadows is None else shadows_of(shadows),
+        heartbeat=launch.heartbeat,
         layout=launch.layout,
         placement=launch.placement,
         strategy=loaded.strategy,

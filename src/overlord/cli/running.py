@@ -6,10 +6,10 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import psutil
@@ -66,10 +66,14 @@ class RunOptions:
     threads: int | None = None
     store: str | None = None
     resume: bool = False
-    state: Mapping[str, Any] | None = None
-    """The state to go on from, as a trainer saved it."""
+    state: Mapping[str, Any] | int | None = None
+    """The state to go on from, as a trainer saved it; or a step that the store keeps."""
     reconcile: Reconcile = "strict"
     on_source_failure: OnSourceFailure = "stop"
+    store_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    keep: int = 256
+    shadows: bool | Literal["auto"] | Collection[str] = False
+    heartbeat: float = 5.0
     layout: Layout = field(default_factory=Layout)
     placement: Placement = "auto"
     strategy: Strategy | None = None
@@ -111,10 +115,11 @@ def aside_notes(options: RunOptions) -> list[str]:
     """Return a note where the store holds the snapshots of a run that this one does not go on from."""
     if options.resume or options.store is None:
         return []
-    begin = 0 if options.state is None else int(options.state["step"])
+    state = options.state
+    begin = 0 if state is None else int(state["step"]) if isinstance(state, Mapping) else state
     if "://" not in options.store:
         _make_folder(options.store)
-    found = newest_lineage(open_place(options.store))
+    found = newest_lineage(open_place(options.store, options.store_options))
     if found is None or found.newest.step <= begin:  # a snapshot of where this run begins is of this run too
         return []
     return [
@@ -202,6 +207,10 @@ def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = Fa
         state="latest" if options.resume else options.state,
         reconcile=options.reconcile,
         on_source_failure=options.on_source_failure,
+        store_options=options.store_options,
+        keep=options.keep,
+        shadows=options.shadows,
+        heartbeat=options.heartbeat,
         progress=tell,
     )
 
