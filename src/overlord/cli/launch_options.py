@@ -90,8 +90,7 @@ class LaunchOptions(Spec):
         ]
         | None
     ) = None
-    """Processes that the sources are dealt to, or per_source; of ray by default one for each trainer host, of local
-    none: loaders are threads of the service, unless there are shadows."""
+    """Processes that the sources are dealt to, or per_source; of ray by default one for each trainer host."""
     prefetch: Annotated[int, whole(1, "every step would wait for its data. Write 2 or more")] = 2
     """Steps a client asks ahead."""
     loaders_per_source: Annotated[int, whole(1, "nobody would read the source. Write 1 or more")] = 1
