@@ -99,7 +99,7 @@ class LaunchOptions(Spec):
     """Threads for decoding; by default one per core, and 2 for each loader host of ray."""
     store: Word | None = None
     """Folder or URL for the journal and snapshots; none keeps none."""
-    store_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    store_options: dict[str, str | int | float | bool] = {}  # noqa: RUF012 - pydantic copies a field's default
     """Of a store that is a URL: what its filesystem must know, as a source's storage_options."""
     keep: Annotated[int, whole(1, "nothing could be resumed. Write 256 or more")] = 256
     """Steps that stay resumable in the store."""
