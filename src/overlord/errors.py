@@ -5,6 +5,7 @@
     |   |-- SourceError   a source is missing, empty or unreadable before the run starts
     |   `-- StateError    a saved state belongs to another job or another version
     |-- PlanError         a step cannot be planned as the job asks
+    |   |-- NothingToDraw all sources that are left are parked
     |   `-- ReportMissing a step follows a report of the trainer that has not come
     |-- ReaderError       a file that worked before cannot be read any more
     |-- ToleranceError    a source has more bad samples than its tolerance allows
@@ -24,6 +25,7 @@ __all__ = [
     "AnswerLost",
     "ClosedError",
     "Fenced",
+    "NothingToDraw",
     "OverlordError",
     "PlanError",
     "ReaderError",
@@ -60,6 +62,10 @@ class StateError(SpecError):
 
 class PlanError(OverlordError):
     """A step cannot be planned under the job's limits."""
+
+
+class NothingToDraw(PlanError):
+    """All sources that are left in the mixture are parked: a step waits until one returns."""
 
 
 class ReportMissing(PlanError):

@@ -402,7 +402,9 @@ def _check_numbers(**given: int | None) -> None:
 
 def _check_folders(**given: str | os.PathLike[str] | None) -> None:
     for name, value in given.items():
-        if not isinstance(value, (str, os.PathLike)) and not (name == "store" and value is None):
+        if name == "store" and value is None:
+            continue
+        if not isinstance(value, (str, os.PathLike)) or not str(value):
             raise SpecError(f"launch: {name} is {value!r:.80}, not a folder; nothing could be kept. Give a path.")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import signal
 import threading
 import time
 
@@ -219,3 +221,22 @@ def test_a_bucket_that_stops_answering(tmp_path, folder, monkeypatch):
                 break
         assert weights == (1, 1, 0), "the step is drawn without the bucket"
         assert service.status()["sources"]["s3"]["parked"]["since"] == step
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_stream_whose_sources_are_all_parked_waits_for_one_to_return(ids_job, cache, kill):
+    with ol.launch(ids_job, cache=cache) as service, service.client() as client:
+        next(client)
+        at = max(service.park_source(name) for name in ("a", "b", "c"))
+        while client.next_step < at:
+            next(client)
+        if kill:
+            os.kill(service.pid, signal.SIGKILL)
+        late: list[int] = []
+        waiting = threading.Thread(target=lambda: late.append(next(client).index))
+        waiting.start()
+        waiting.join(3.0)
+        assert waiting.is_alive(), "it waits, and does not fail"
+        assert service.return_source("b") == at
+        waiting.join(30.0)
+        assert late == [at]

@@ -24,7 +24,7 @@ from overlord.core.ragged import expand_ranges
 from overlord.core.samples import META, OVERLONG, Cursor, MetaArray
 from overlord.core.specs import Job, Mixture
 from overlord.core.states import StreamState
-from overlord.errors import PlanError
+from overlord.errors import NothingToDraw, PlanError
 from overlord.planning.drawing import Budget, Pause, Supply, Tally, draw_more
 from overlord.planning.mixing import SUBSTEPS, integer_weights
 from overlord.roles.inputs import InputLog
@@ -358,7 +358,7 @@ class Drawer:
                 f"{self._roster.names[i]!r} since step {self._roster.parked[i].since} ({self._roster.parked[i].why})"
                 for i in waiting[:4]
             )
-            raise PlanError(
+            raise NothingToDraw(
                 f"step {self._state.step} has nothing to draw from: all sources that are left in the mixture are "
                 f"parked: {shown}. The run would end without their samples. Mend them and call "
                 "service.return_source(name), or give another source a weight with service.set_mixture(..)."

@@ -254,12 +254,15 @@ class Planner:
             ) from error
 
     def _effective(self, what: str, at_step: int | None) -> int:
-        first = max(self.next_step, self._promised)  # what may have been handed out before a crash stays as well
+        # What may have been handed out before a crash stays as well; nothing was, where nothing could be drawn.
+        first = max(self.next_step, self._promised if self._inputs.roster_at(self.next_step).drawn else 0)
         at = first if at_step is None else at_step
         if at < first:
+            known = f"is already planned (the next one is {first})"
+            if at >= self.next_step:
+                known = f"may have been handed out before the planner was replaced (the first that was not is {first})"
             raise SpecError(
-                f"{what}: step {at} is already planned (the next one is {first}), and what was promised stays. Use "
-                f"at_step={first} or more, or leave it out."
+                f"{what}: step {at} {known}, and what was promised stays. Use at_step={first} or more, or leave it out."
             )
         return at
 

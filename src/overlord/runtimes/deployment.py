@@ -18,7 +18,7 @@ from overlord.core.reconcile import Reconcile, reconcile_state, unweighted
 from overlord.core.samples import Cursor, SampleId
 from overlord.core.specs import Job, Source, stream_parts
 from overlord.core.states import StreamState, restricted_parts
-from overlord.errors import SpecError
+from overlord.errors import NothingToDraw, SpecError
 from overlord.planning.checking import Strategy, run_strategy
 from overlord.planning.strategies import backbone_balance
 from overlord.readers.index import IndexCache
@@ -379,7 +379,10 @@ def plan_first_step(planner: Planner) -> None:
     step = planner.next_step
     missing = planner.missing_report(step)
     if missing is None:
-        planner.plan_raw(step)
+        try:
+            planner.plan_raw(step)
+        except NothingToDraw as error:
+            logger.warning("%s", error)  # a source may return while the service runs
     else:
         logger.warning(
             "step %d waits for the report of step %d, which the state does not hold: report before you save. Call "

@@ -23,7 +23,7 @@ from overlord.roles.ports import Loaders
 from overlord.roles.verdicts import Verdicts
 from overlord.runtimes.numbering import with_records
 from overlord.stores.places import OpenPlace, open_place
-from overlord.stores.store import FoundLineage, Store, newest_lineage
+from overlord.stores.store import FoundLineage, Store, lineage_before, newest_lineage
 
 if TYPE_CHECKING:
     from overlord.runtimes.deployment import LaunchOptions
@@ -111,7 +111,10 @@ def _beginning(options: LaunchOptions, place: str, found: FoundLineage | None) -
             f"state={asked} was asked for, but the store {place!r} holds no snapshot; there is nothing to resume. "
             "Launch without state to begin."
         )
-    return _latest(found) if options.before_step is None else _before(found, options.before_step, place)
+    if options.before_step is None:
+        return _latest(found)
+    there = open_place(place, options.store_options)
+    return _before(lineage_before(there, found, options.before_step), options.before_step, place)
 
 
 def _latest(found: FoundLineage) -> Beginning:
@@ -131,9 +134,9 @@ def _before(found: FoundLineage, step: int, place: str) -> Beginning:
     oldest, reached = found.snapshots[0].step, found.reached
     if not oldest <= step <= reached:
         raise StateError(
-            f"state={step} was asked for, and the newest lineage of the store {place!r} keeps the steps {oldest} to "
-            f"{reached}; what lies outside cannot be told exactly. Give a step of these, or a saved state; launch with "
-            "a larger keep to be able to go further back."
+            f"state={step} was asked for, and lineage {found.number} of the store {place!r} keeps the steps {oldest} "
+            f"to {reached}; what lies outside cannot be told exactly. Give a step of these, or a saved state"
+            + ("." if step > reached else "; launch with a larger keep to be able to go further back.")
         )
     nearest = [snapshot for snapshot in found.snapshots if snapshot.step <= step][-1].state
     state = {**nearest, "changes": [change for change in nearest["changes"] if change["at"] <= step]}

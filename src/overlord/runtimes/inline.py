@@ -108,7 +108,7 @@ class InlineService:
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met."""
-        return describe_roles(self.roles, "inline", self._positions, 0)
+        return {"hosts": [], "faults": []} | describe_roles(self.roles, "inline", self._positions, 0)
 
     def close(self) -> None:
         """Close files and remove what is temporary."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor
 from overlord.core.specs import Source
-from overlord.errors import Fenced, SpecError, StoreError
+from overlord.errors import Fenced, NothingToDraw, SpecError, StoreError
 from overlord.roles.planner import Planner
 from overlord.roles.ports import Loaders
 from overlord.runtimes.parking import OnSourceFailure, ReturnWatch
@@ -153,6 +153,7 @@ class PlannerHost:
         self._news: dict[int, HostNews] = {}
         self._reached: dict[int, int] = {}
         self._closing = self._closed = False
+        self._barren = -1
         self._down: tuple[float, StoreError] | None = None
         self._lost: Fenced | None = None
         self._saver = Saver(planner, loaders, self._changed, most_steps=keep // 2, met=met, clock=self._pace.now)
@@ -196,6 +197,12 @@ class PlannerHost:
                 plan = self._planner.plan_raw(step)  # (3) the plan is made when it is asked for
             except StoreError as error:
                 self._failed(error)
+                return Waiting(STORE_DOWN)
+            except NothingToDraw as error:  # a source may return, by itself or because somebody says so
+                if self._barren != step:
+                    self._barren = step
+                    logger.warning("%s Trainers wait until then", error)
+                self._pace.wait(self._changed, until - self._pace.now())
                 return Waiting(STORE_DOWN)
             self._forget_passed()
             self._changed.notify_all()  # newcomers may wait for it

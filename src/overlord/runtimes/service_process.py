@@ -76,7 +76,8 @@ class ServiceProcess(OwnerAsks):
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met."""
-        return self._ask({"op": "status"})["status"] | {"restarts": self.restarts}
+        about = {"service": {"pid": self.pid, "restarts": self.restarts}, "restarts": self.restarts}
+        return {"hosts": [], "faults": []} | self._ask({"op": "status"})["status"] | about
 
     def close(self) -> None:
         """End the service and remove everything it had."""

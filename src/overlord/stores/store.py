@@ -69,6 +69,14 @@ class FoundLineage:
         return max([self.newest.step, *planned])
 
 
+def lineage_before(place: Place, found: FoundLineage, step: int) -> FoundLineage:
+    """Return the lineage that has a step: the newest, or one that it goes back to, if the step lies before it."""
+    for number in reversed(_lineages(place)):
+        if number < found.number and step < found.snapshots[0].step:
+            found = _read_lineage(place, number) or found
+    return found
+
+
 def newest_lineage(place: Place) -> FoundLineage | None:
     """Read the newest lineage that has a good snapshot; None where there is none."""
     for number in reversed(_lineages(place)):
