@@ -36,8 +36,8 @@ from overlord.runtimes.numbering import canonical
 from overlord.runtimes.owner_asks import OwnerAsks
 from overlord.runtimes.peers import RemoteLoaders, RemotePlanner
 from overlord.runtimes.planner_host import STORE_DOWN, HostNews, Waiting
-from overlord.runtimes.process_cluster import assignment_of
 from overlord.runtimes.process_engine import InlineBlobs
+from overlord.runtimes.supervising import assignment_of
 from overlord.runtimes.supervisor import Supervisor
 from overlord.runtimes.switchboard import PeerGone, Switchboard
 from overlord.transforms.isolation import Isolate

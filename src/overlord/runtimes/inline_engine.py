@@ -142,6 +142,9 @@ class InlineEngine:
         on_time: Called when time has passed: the supervisor looks after everybody.
     """
 
+    first_sign_s = 60.0
+    """How long an incarnation may take until its first sign of life."""
+
     clock: Clock
     weather: Weather
     make: Callable[[Mapping[str, Any], Switchboard, Means], Any]

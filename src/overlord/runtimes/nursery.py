@@ -17,6 +17,8 @@ ANSWER_S = 120.0
 """How long the nursery may take to answer; at first it imports everything that its workers share."""
 
 
+LATER_S = 10.0
+"""How long it may take once it has answered: one that is stopped is as good as dead."""
 END_S = 2.0
 """How long it may take to end its workers before all are killed from outside."""
 
@@ -150,7 +152,9 @@ class Nursery:
                 raise ServiceLost("the process that forks workers is gone")
             try:
                 send(self._control, message, fds)
-                return receive(self._control)[0]
+                answer = receive(self._control)[0]
+                self._control.settimeout(LATER_S)
+                return answer
             except (ServiceLost, OSError) as error:
                 self.lost = True
                 raise ServiceLost(f"the process that forks workers is gone: {error}") from error

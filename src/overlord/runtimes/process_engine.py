@@ -148,6 +148,9 @@ class ProcessEngine:
         hosts: Constructor hosts.
     """
 
+    first_sign_s = 10.0
+    """How long an incarnation may take until its first sign of life."""
+
     def __init__(self, bundle: bytes, folder: Path, hosts: int) -> None:
         self._bundle = bundle
         self._folder = folder
@@ -182,9 +185,10 @@ class ProcessEngine:
         """Kill a process and wait for its end."""
         assert isinstance(peer, ProcessPeer) and peer.process is not None
         peer.close()
-        if peer.process.end() is None:  # its nursery is gone, which takes it along, or it was ended before
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(peer.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # nobody else has its id: its nursery has not reaped it
+            os.kill(peer.process.pid, signal.SIGKILL)
+        # The nursery may hang as well, and nobody who waits for a shadow waits for that.
+        threading.Thread(target=peer.process.end, name="overlord-reap", daemon=True).start()
         Path(peer.path).unlink(missing_ok=True)
 
     def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:

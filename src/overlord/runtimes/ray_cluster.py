@@ -41,9 +41,9 @@ from overlord.runtimes.frames import Frame
 from overlord.runtimes.history import peek
 from overlord.runtimes.numbering import canonical, with_newcomers
 from overlord.runtimes.opening import Progress
-from overlord.runtimes.process_cluster import supervised
 from overlord.runtimes.role_host import RoleHost
 from overlord.runtimes.service_main import run_service
+from overlord.runtimes.supervising import supervised
 from overlord.runtimes.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
 
 REACH_S = 10.0
@@ -128,6 +128,9 @@ class Host:
 
 class RayEngine:
     """Starts each role as an actor on its host."""
+
+    first_sign_s = 60.0
+    """How long an incarnation may take until its first sign of life."""
 
     def __init__(self, bundle: bytes, folder: Path, sites: Sequence[Site]) -> None:
         self._folder = folder

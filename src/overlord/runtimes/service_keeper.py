@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from overlord.errors import ClosedError, OverlordError, ServiceLost
+from overlord.errors import ClosedError, Fenced, OverlordError, ServiceLost, StoreError
 from overlord.runtimes.barrier import write_failure
 from overlord.runtimes.incarnation import Incarnation, Pulse
 from overlord.runtimes.leftovers import remove_when_gone
@@ -57,6 +57,10 @@ class Order:
     heartbeat_s: float
 
 
+AGAIN_S = 1.0
+"""How much longer each further try to start a service again is put off."""
+
+
 class ServiceKeeper:
     """The process of one service, whichever it is by now."""
 
@@ -91,7 +95,9 @@ class ServiceKeeper:
                     f"the service process {process.ended} before it was ready; nothing has run. Its messages stand "
                     "above; if it was killed, the host may be out of memory."
                 )
-            process.turn(None, [], progress)
+            self._judge_start(process, time.monotonic())
+            if process.ended is None:
+                process.turn(TURN_S, [], progress)
         self._up = True
         self._thread = threading.Thread(target=self._watch, name="overlord-keeper", daemon=True)
         self._thread.start()
@@ -155,14 +161,19 @@ class ServiceKeeper:
                     silent_s, allowed_s = pulse.silent_s(now), 2 * beat_s
                     pulse.beat(process.address, now)
                     self._note_up()
+                    if silent_s > allowed_s:
+                        process.kill(f"hung for {silent_s:.1f} s and was killed")
                 else:
-                    silent_s = now - process.heard_at
-                    quick = process.has_spoken or process.is_stopped
-                    allowed_s = STARTING_BEATS * beat_s if quick else max(FIRST_SIGN_S, 2 * beat_s)
-                if silent_s > allowed_s:
-                    process.kill(f"hung for {silent_s:.1f} s and was killed")
+                    self._judge_start(process, now)
                 process.turn(TURN_S, [self._wake_reader, *pulse.listens_to], None)
                 pulse.hear()
+
+    def _judge_start(self, process: Incarnation, now: float) -> None:
+        """Kill a process that gives no sign of life while it starts."""
+        beat_s, silent_s = self._order.heartbeat_s, now - process.heard_at
+        quick = process.has_spoken or process.is_stopped
+        if silent_s > (STARTING_BEATS * beat_s if quick else max(FIRST_SIGN_S, 2 * beat_s)):
+            process.kill(f"hung for {silent_s:.1f} s while it started, and was killed")
 
     def _note_up(self) -> None:
         if not self._up:
@@ -176,6 +187,14 @@ class ServiceKeeper:
         with self._changed:
             self._up = False
         ended = process.ended or "is gone"
+        if self.restarts and _may_pass(process.error):  # a store that is away comes back; a role may die once more
+            logger.warning("the service could not be started again: %s. It is tried once more", process.error)
+            if isinstance(process.error, StoreError):
+                self._failures.clear()
+            self._failures.append(str(process.error))
+            time.sleep(min(AGAIN_S * len(self._failures), 5.0))
+            if len(self._failures) <= MOST_RESTARTS:
+                return False
         if process.error is not None:
             told = str(process.error)
             if self.restarts:
@@ -232,3 +251,10 @@ class ServiceKeeper:
         with self._changed:
             self._ended = error
             self._changed.notify_all()
+
+
+def _may_pass(error: OverlordError | None) -> bool:
+    """Whether what kept a service from starting again may be over the next time."""
+    if isinstance(error, StoreError):
+        return not isinstance(error, Fenced)
+    return isinstance(error, ServiceLost) or type(error) is OverlordError

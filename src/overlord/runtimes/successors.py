@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from overlord.errors import ServiceLost, SpecError
+from overlord.errors import ServiceLost
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.frames import frame_of, open_frame
 from overlord.runtimes.peers import PLANNER
@@ -44,9 +44,9 @@ def check_same_files(known: Mapping[str, Any], opened: Mapping[str, Any]) -> Non
         )
 
 
-def did_not_start(site: Site, error: Exception) -> SpecError:
+def did_not_start(site: Site, error: Exception) -> ServiceLost:
     """Say that a role did not come up when the service was launched."""
-    return SpecError(
+    return ServiceLost(
         f"the {site.name} did not start on {site.node.name} ({error}); nothing could run. Its last words stand above. "
         "On a cluster: is that the one you meant, and is the same version of overlord-data[ray] installed on all of "
         "its hosts?"

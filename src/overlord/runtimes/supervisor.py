@@ -26,10 +26,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from overlord.errors import ClosedError, Fenced, OverlordError, ServiceLost, StoreError
+from overlord.errors import AnswerLost, ClosedError, Fenced, ServiceLost, StoreError
 from overlord.roles.recovery import NOBODY, Assignment, promote
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.frames import Frame, frame_of, open_frame
+from overlord.runtimes.life import Life
 from overlord.runtimes.live_sources import LiveSources
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.peers import PLANNER
@@ -52,6 +53,9 @@ KEPT_FAULTS = 256
 
 class Engine(Protocol):
     """What starts incarnations, and carries messages to them."""
+
+    first_sign_s: float
+    """How long an incarnation may take until its first sign of life."""
 
     def start(self, site: Site, generation: int) -> Peer:
         """Start an incarnation of a role."""
@@ -235,7 +239,11 @@ class Supervisor:
             with self._lock:
                 beats = [one.beat for one in self._roles.values() if one.beat is not None]
             self._engine.wait(beats, 0.1)
-            self.tick()
+            try:
+                self.tick()
+            except Exception:  # whatever it is, nobody else looks after the roles
+                logger.exception("looking after the roles failed; it goes on")
+                time.sleep(0.1)
 
     def _health(self, one: Incarnation, now: float) -> str | None:
         """Return what is wrong with an incarnation, or None."""
@@ -255,6 +263,8 @@ class Supervisor:
                 return f"was busy with one call for {head['busy_s']:.0f} s"
         except PeerGone as error:
             return f"ended ({error})"
+        except AnswerLost:
+            one.beat = None  # it is asked again with the next look
         return None
 
     def _can_do_without(self, one: Incarnation) -> bool:
@@ -298,7 +308,7 @@ class Supervisor:
                     one.site = self._engine.place_again(one.site)
                 peer = one.coming = self._engine.start(one.site, one.generation)
                 pid = self._bring_up(one, peer)
-            except OverlordError as error:
+            except Exception as error:  # also what the host refuses, such as another process
                 one.coming = None
                 if peer is not None:
                     self._engine.kill(peer, one.site, 0)
@@ -327,8 +337,10 @@ class Supervisor:
         until = self._clock() + OPEN_S
         self._poll(self._engine.introduce(peer, self._board.book), until)
 
+        life = Life(peer, self._heartbeat_s, self._engine.first_sign_s, self._clock)
+
         def call(method: str, message: dict[str, Any]) -> Any:
-            return open_frame(self._poll(peer.ask(method, frame_of(message)), until))[0]
+            return open_frame(self._poll(peer.ask(method, frame_of(message)), until, life))[0]
 
         added = self._live.told(one.site, self._assignment)
         if one.site.role == "loader":
@@ -408,13 +420,17 @@ class Supervisor:
         return [self._answer(one, pending) for one, pending in asked]
 
     def _answer(self, one: Incarnation, pending: Pending) -> Any:
-        return open_frame(self._poll(pending, self._clock() + OPEN_S))[0]
+        assert one.peer is not None
+        life = Life(one.peer, self._heartbeat_s, self._engine.first_sign_s, self._clock)
+        return open_frame(self._poll(pending, self._clock() + OPEN_S, life))[0]
 
-    def _poll(self, pending: Pending, until: float) -> Frame:
+    def _poll(self, pending: Pending, until: float, life: Life | None = None) -> Frame:
         while True:
             if self._closing:
                 raise ClosedError("the service is closing.")
             answer = pending.poll(0.5)
+            if life is not None and answer is None:
+                life.check()
             if answer is not None:
                 return answer
             if self._clock() > until:
