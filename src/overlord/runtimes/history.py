@@ -21,7 +21,7 @@ from overlord.roles.drawer import Drawer
 from overlord.roles.inputs import Change, InputLog, changes_from_json
 from overlord.roles.ports import Loaders
 from overlord.roles.verdicts import Verdicts
-from overlord.runtimes.numbering import with_records
+from overlord.runtimes.numbering import changes_of, with_changes, with_records
 from overlord.stores.places import OpenPlace, open_place
 from overlord.stores.store import FoundLineage, Store, lineage_before, newest_lineage
 
@@ -172,7 +172,7 @@ def _inputs(job: Job, store: Store, state: Mapping[str, Any] | None, records: Se
     if state is None:
         return InputLog(job, store.journal, {}, [])
     known = list(state["changes"]) if isinstance(state["changes"], list) else [state["changes"]]
-    changes = changes_from_json(_with_changes(known, records), job)
+    changes = changes_from_json(with_changes(known, changes_of(records)), job)
     reports = _with_reports(state["reports"], records)
     return InputLog(job, store.journal, reports, [change for change in changes if change.mesh is None])
 
@@ -181,7 +181,7 @@ def _inputs_again(job: Job, store: Store, given: Mapping[str, Any], found: Found
     """Return everything that a lineage was told since its oldest snapshot: any of its steps may be planned again."""
     oldest = found.snapshots[0].state
     changes: list[Change] = []
-    for entry in _with_changes(_with_changes(list(oldest["changes"]), found.records), [], *given["changes"]):
+    for entry in with_changes(given["changes"], with_changes(oldest["changes"], changes_of(found.records))):
         try:
             changes += changes_from_json([entry], job)
         except StateError:
@@ -189,18 +189,6 @@ def _inputs_again(job: Job, store: Store, given: Mapping[str, Any], found: Found
                 raise
             continue  # it is about a source that has come and gone since; what holds now stands in the newest snapshot
     return InputLog(job, store.journal, _with_reports(oldest["reports"], found.records), changes)
-
-
-def _with_changes(known: list[Any], records: Sequence[Record], *more: Any) -> list[Any]:
-    """Return changes with those of records that are not among them; each has the id of who asked for it."""
-    found = list(known)
-    for record in records:
-        if record["kind"].startswith("change."):
-            change = {key: value for key, value in record.items() if key != "step"}
-            change["kind"] = record["kind"].removeprefix("change.")
-            if change not in found:
-                found.append(change)
-    return found + [change for change in more if change not in found]
 
 
 def _with_reports(known: Mapping[str, Any], records: Sequence[Record]) -> dict[int, Any]:
