@@ -326,3 +326,12 @@ def test_a_log_is_put_together_as_it_was_said(said, named, data):
     if not named and forgotten:  # the same said again later could not be told apart
         saved = len(said)
     assert with_changes(said[:saved], said[forgotten:]) == said
+
+
+def test_a_service_does_not_begin_anew_behind_another(ids_job, cache, tmp_path):
+    run = Run(ids_job, options_of(tmp_path, cache))
+    run.advance()
+    run.service.close()
+    InlineService(ids_job, dataclasses.replace(run.options, service="other"), None).close()
+    with pytest.raises(Fenced, match="another service has taken over"):
+        run.crash()

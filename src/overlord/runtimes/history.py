@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.core.specs import Job
 from overlord.core.states import StreamState, restricted_parts
-from overlord.errors import StateError
+from overlord.errors import Fenced, StateError
 from overlord.roles.drawer import Drawer
 from overlord.roles.inputs import Change, InputLog, changes_from_json
 from overlord.roles.ports import Loaders
 from overlord.roles.verdicts import Verdicts
 from overlord.runtimes.numbering import changes_of, with_changes, with_records
-from overlord.stores.places import OpenPlace, open_place
-from overlord.stores.store import FoundLineage, Store, lineage_before, newest_lineage
+from overlord.stores.places import OpenPlace, Place, open_place
+from overlord.stores.store import FoundLineage, Store, lineage_before, lineage_of, newest_lineage
 
 if TYPE_CHECKING:
     from overlord.runtimes.deployment import LaunchOptions
@@ -79,11 +79,12 @@ def open_store(options: LaunchOptions, place: str, opens: OpenPlace = open_place
 
     Raises:
         StoreError: It cannot be reached, or a living service owns it.
+        Fenced: This service should recover, and another one has begun a lineage since.
         StateError: It does not hold what was asked for.
     """
     store = Store(opens(place, options.store_options), options.service, keep=options.keep)
     try:
-        return store, _beginning(options, place, store.newest() if _looks(options) else None)
+        return store, _beginning(options, store.place, store.newest() if _looks(options) else None)
     except BaseException:
         store.close()
         raise
@@ -93,28 +94,35 @@ def peek(options: LaunchOptions, place: str) -> Mapping[str, Any] | None:
     """Return a state that knows all sources of what a launch will go on with; nothing is claimed."""
     if not _looks(options):
         return options.state
-    return _beginning(options, place, newest_lineage(open_place(place, options.store_options))).numbering
+    there = open_place(place, options.store_options)
+    return _beginning(options, there, newest_lineage(there)).numbering
 
 
 def _looks(options: LaunchOptions) -> bool:
     return options.recover or options.latest or options.before_step is not None
 
 
-def _beginning(options: LaunchOptions, place: str, found: FoundLineage | None) -> Beginning:
-    if options.recover and found is not None and found.newest.service == options.service:
-        return Beginning(found.newest.state, found.records, found, recovered=True)
+def _beginning(options: LaunchOptions, place: Place, found: FoundLineage | None) -> Beginning:
+    if options.recover and found is not None:
+        if found.newest.service == options.service:
+            return Beginning(found.newest.state, found.records, found, recovered=True)
+        if (own := lineage_of(place, options.service)) is not None:
+            raise Fenced(
+                f"another service has taken over the store {place.name!r}: lineage {found.number} is its, and the "
+                f"lineage {own} of this service ends before it. To begin anew would hand out steps that differ from "
+                "those that were trained on, so it stops here. Launch again with state='latest' or a saved state."
+            )
     if not options.latest and options.before_step is None:
         return Beginning(options.state)
     if found is None:
         asked = "'latest'" if options.latest else options.before_step
         raise StateError(
-            f"state={asked} was asked for, but the store {place!r} holds no snapshot; there is nothing to resume. "
+            f"state={asked} was asked for, but the store {place.name!r} holds no snapshot; there is nothing to resume. "
             "Launch without state to begin."
         )
     if options.before_step is None:
         return _latest(found)
-    there = open_place(place, options.store_options)
-    return _before(lineage_before(there, found, options.before_step), options.before_step, place)
+    return _before(lineage_before(place, found, options.before_step), options.before_step, place.name)
 
 
 def _latest(found: FoundLineage) -> Beginning:

@@ -86,6 +86,13 @@ def newest_lineage(place: Place) -> FoundLineage | None:
     return None
 
 
+def lineage_of(place: Place, service: str) -> int | None:
+    """Return the number of the newest lineage of a service; None where it has none."""
+    return next(
+        (n for n in reversed(_lineages(place)) if (good := _newest_good(place, n)) and good.service == service), None
+    )
+
+
 class Store:
     """A store that this process owns.
 
@@ -270,6 +277,15 @@ def _read_lineage(place: Place, number: int) -> FoundLineage | None:
         return None
     first = min(snapshot.segment for snapshot in snapshots)
     return FoundLineage(number, snapshots, read_journal(place, folder, first), _newest_loaders(place, folder), sizes)
+
+
+def _newest_good(place: Place, number: int) -> Snapshot | None:
+    folder = _folder(number)
+    for name in sorted((name for name in place.names(folder) if name.startswith("snapshot-")), reverse=True):
+        found = Snapshot.from_bytes(place.read(f"{folder}/{name}") or b"", f"{place.name}/{folder}/{name}")
+        if found is not None:
+            return found
+    return None
 
 
 def _newest_loaders(place: Place, folder: str) -> Mapping[str, Any]:
