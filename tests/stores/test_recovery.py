@@ -18,7 +18,7 @@ from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.inline import InlineService, _InlineFeed
 from overlord.runtimes.numbering import with_changes
 from overlord.stores.places import open_place
-from overlord.stores.store import newest_lineage
+from overlord.stores.store import Store, newest_lineage
 
 
 def options_of(store, cache, **more):
@@ -335,3 +335,20 @@ def test_a_service_does_not_begin_anew_behind_another(ids_job, cache, tmp_path):
     InlineService(ids_job, dataclasses.replace(run.options, service="other"), None).close()
     with pytest.raises(Fenced, match="another service has taken over"):
         run.crash()
+
+
+def test_launches_that_failed_push_no_lineage_out(ids_job, cache, tmp_path, monkeypatch):
+    run = Run(ids_job, options_of(tmp_path, cache))
+    run.advance()
+    run.service.close()
+
+    def full(*_):
+        raise ol.StoreError("the disk is full.")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Store, "_write_snapshot", full)
+        for number in range(5):
+            with pytest.raises(ol.StoreError, match="full"):
+                InlineService(ids_job, dataclasses.replace(run.options, service=f"{number}"), None)
+    InlineService(ids_job, dataclasses.replace(run.options, service="last"), None).close()
+    assert sorted(path.name for path in tmp_path.glob("lineage-*")) == ["lineage-0001", "lineage-0007"]

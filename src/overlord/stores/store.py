@@ -157,8 +157,17 @@ class Store:
             if self.journal.nbytes == 0:
                 self.journal.begin(self._folder, self._claim.number)
             self._write_snapshot(state, self.journal.mark(), horizon)
-            for old in _lineages(self.place)[:-KEPT_LINEAGES]:
-                self.place.delete(f"{_folder(old)}/")
+            self._forget_lineages()
+
+    def _forget_lineages(self) -> None:
+        """Remove what a launch that failed left, and all lineages before the last few that can be resumed."""
+        numbers = _lineages(self.place)
+        good = [number for number in numbers if _newest_good(self.place, number) is not None]
+        oldest = good[-KEPT_LINEAGES:][0]
+        for number in numbers:
+            empty = not any(name.startswith("snapshot-") for name in self.place.names(_folder(number)))
+            if number < oldest or empty:  # one whose snapshots are damaged is left until its time has come
+                self.place.delete(f"{_folder(number)}/")
 
     def go_on(self, found: FoundLineage) -> None:
         """Go on in a lineage that an earlier incarnation of this service wrote."""
