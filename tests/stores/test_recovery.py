@@ -352,3 +352,26 @@ def test_launches_that_failed_push_no_lineage_out(ids_job, cache, tmp_path, monk
                 InlineService(ids_job, dataclasses.replace(run.options, service=f"{number}"), None)
     InlineService(ids_job, dataclasses.replace(run.options, service="last"), None).close()
     assert sorted(path.name for path in tmp_path.glob("lineage-*")) == ["lineage-0001", "lineage-0007"]
+
+
+def test_a_change_that_was_not_promised_does_not_come_back(ids_job, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("overlord.runtimes.inline.STORE_PATIENCE_S", 0.1)
+    run = Run(ids_job, options_of(tmp_path, cache))
+    for _ in range(10):
+        run.advance(report=False)
+
+    def broken_disk(_):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("os.fdatasync", broken_disk)
+        with pytest.raises(ol.StoreError):
+            run.service.set_mixture(ol.Mixture({"c": 1}), None, "x")
+    for _ in range(5):
+        run.advance(report=False)
+    run.crash()
+    run.step = 10
+    run._attach()
+    for _ in range(5):
+        run.advance(report=False)
+    run.service.close()
