@@ -162,6 +162,7 @@ class PlannerHost:
         self._writer = threading.Thread(target=self._write_loop, name="overlord_write_loop", daemon=True)
         if self._pace.threads:
             self._writer.start()
+            threading.Thread(target=self._beat_loop, name="overlord-beat", daemon=True).start()
 
     @property
     def first_step(self) -> int:
@@ -295,6 +296,16 @@ class PlannerHost:
                 with self._changed:
                     self._pause(wait)
                 self._work.set()
+
+    def _beat_loop(self) -> None:
+        """Say that the owner lives, without any lock: a planner may wait long for a loader, and lives."""
+        while self._lost is None and not self._ended.wait(COMMIT_S):
+            try:
+                self._planner.checkpoints.store.beat()
+            except Fenced:
+                return  # whoever writes next is told
+            except StoreError as error:
+                logger.debug("the store did not hear that its owner lives: %s", error)
 
     def write_due(self) -> float:
         """Write what is due now; return how long to wait before the next try (0: it worked; infinite: lost)."""
