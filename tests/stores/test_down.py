@@ -219,3 +219,21 @@ def test_a_planner_that_waits_for_a_loader_keeps_its_store(ids_job, cache, tmp_p
     with Host(ids_job, tmp_path, cache) as host, host.host.alone():  # as while a step is planned
         (tmp_path / "alive").unlink(missing_ok=True)
         wait_for(lambda: (tmp_path / "alive").exists(), 5)
+
+
+def test_a_successor_does_not_run_ahead_of_ranks_it_has_not_heard(ids_job, cache, tmp_path, monkeypatch):
+    mesh = ol.ClientPlaceTree(dp=2)
+    first = Host(ids_job, tmp_path, cache, mesh=mesh)
+    for step in range(40):
+        first.host.plan(step, HostNews({0: step, 1: 5}, {0: step, 1: 5}))
+    with Host(ids_job, tmp_path, cache, mesh=mesh, recover=True) as host:
+        checkpoints = host.roles.planner.checkpoints
+        host.host.tell(HostNews({0: 39}, {0: 39}), 0)
+        assert checkpoints.passed == 0
+        host.host.tell(HostNews({1: 5}, {1: 5}), 1)
+        assert checkpoints.passed == 5
+    with Host(ids_job, tmp_path, cache, mesh=mesh, recover=True) as host:
+        monkeypatch.setattr("overlord.runtimes.planner_host.RETURN_S", 0.0)
+        host.host.tell(HostNews({0: 39}, {0: 39}), 0)
+        assert host.roles.planner.checkpoints.passed == 39, "nobody waits for ever for a rank that never was"
+    first.host.close()

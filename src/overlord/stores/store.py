@@ -124,6 +124,8 @@ class Store:
         self._loaders: list[tuple[str, int]] = []
         self.lineage = 0
         """The number of the lineage that is written; 0 before it has begun."""
+        self.goes_on = False
+        """Whether it goes on in a lineage of an earlier incarnation."""
         self.first_step = 0
         """The step that the lineage began at."""
         self.horizon = 0
@@ -172,7 +174,7 @@ class Store:
     def go_on(self, found: FoundLineage) -> None:
         """Go on in a lineage that an earlier incarnation of this service wrote."""
         with self._saving:
-            self.lineage, self._folder = found.number, _folder(found.number)
+            self.lineage, self._folder, self.goes_on = found.number, _folder(found.number), True
             self.first_step, self.horizon = found.newest.first_step, found.horizon
             sizes = found.sizes
             self._snapshots = [(s.step, s.name, s.segment, sizes.get(s.name, 0)) for s in found.snapshots]
