@@ -32,7 +32,7 @@ class Host:
     """The planner's host of a job, in this process."""
 
     def __init__(self, job, store, cache, **more):
-        options = LaunchOptions(mesh=ol.ClientPlaceTree(), cache=cache, store=str(store), service="it", **more)
+        options = LaunchOptions(**{"mesh": ol.ClientPlaceTree()} | more, cache=cache, store=str(store), service="it")
         workers = SerialWorkers()
         self.roles = deploy(job, options, str(store), workers, workers)
         picture = lambda positions, size: describe_roles(self.roles, "test", positions, size)  # noqa: E731
@@ -212,3 +212,28 @@ def test_a_full_disk_pauses_a_service(ids_job, cache, small_disk: Path):
     assert found == expected
     records = newest_lineage(open_place(str(small_disk / "store"))).records
     assert sorted({record["step"] for record in records if record["kind"] == "report"}) == list(range(10, 60))
+
+
+def test_a_planner_that_waits_for_a_loader_keeps_its_store(ids_job, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("overlord.stores.owners.BEAT_S", 0.1)
+    with Host(ids_job, tmp_path, cache) as host, host.host.alone():  # as while a step is planned
+        (tmp_path / "alive").unlink(missing_ok=True)
+        wait_for(lambda: (tmp_path / "alive").exists(), 5)
+
+
+def test_a_successor_does_not_run_ahead_of_ranks_it_has_not_heard(ids_job, cache, tmp_path, monkeypatch):
+    mesh = ol.ClientPlaceTree(dp=2)
+    first = Host(ids_job, tmp_path, cache, mesh=mesh)
+    for step in range(40):
+        first.host.plan(step, HostNews({0: step, 1: 5}, {0: step, 1: 5}))
+    with Host(ids_job, tmp_path, cache, mesh=mesh, recover=True) as host:
+        checkpoints = host.roles.planner.checkpoints
+        host.host.tell(HostNews({0: 39}, {0: 39}), 0)
+        assert checkpoints.passed == 0
+        host.host.tell(HostNews({1: 5}, {1: 5}), 1)
+        assert checkpoints.passed == 5
+    with Host(ids_job, tmp_path, cache, mesh=mesh, recover=True) as host:
+        monkeypatch.setattr("overlord.runtimes.planner_host.RETURN_S", 0.0)
+        host.host.tell(HostNews({0: 39}, {0: 39}), 0)
+        assert host.roles.planner.checkpoints.passed == 39, "nobody waits for ever for a rank that never was"
+    first.host.close()

@@ -16,8 +16,9 @@ from overlord.errors import Fenced
 from overlord.roles.client import Client
 from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.inline import InlineService, _InlineFeed
+from overlord.runtimes.numbering import with_changes
 from overlord.stores.places import open_place
-from overlord.stores.store import newest_lineage
+from overlord.stores.store import Store, newest_lineage
 
 
 def options_of(store, cache, **more):
@@ -277,3 +278,100 @@ def test_sizes_at_306_sources_and_256_ranks(tmp_path, cache):
     snapshots = [p.stat().st_size for p in (tmp_path / "store" / "lineage-0001").glob("snapshot-*")]
     assert len(snapshots) == 3
     assert max(snapshots) < state + 512 < 64 * 1024
+
+
+def mixture_at(service, step):
+    return dict(service.roles.planner._inputs.mixture_at(step)[0].weights)
+
+
+@pytest.mark.parametrize(("keep", "at"), [(256, 40), (16, 80)])
+def test_of_two_words_for_one_step_the_later_holds_after_a_crash(ids_job, cache, tmp_path, keep, at):
+    run = Run(ids_job, options_of(tmp_path, cache, keep=keep))
+    run.advance(report=False)
+    run.service.set_mixture(ol.Mixture({"a": 1}), at, "one")
+    run.service.set_mixture(ol.Mixture({"c": 1}), at, "two")
+    for _ in range(at - 20):
+        run.advance(report=False)
+    run.crash()
+    assert mixture_at(run.service, at + 1) == {"c": 1}
+    run.service.close()
+    resumed = InlineService(ids_job, dataclasses.replace(run.options, latest=True, service="x"), None)
+    assert mixture_at(resumed, at + 1) == {"c": 1}
+    resumed.close()
+
+
+@pytest.mark.parametrize("ids", [("", "", ""), ("one", "two", "three")])
+def test_every_word_counts_as_often_as_it_was_said(ids_job, cache, tmp_path, ids):
+    run = Run(ids_job, options_of(tmp_path, cache))
+    run.advance(report=False)
+    for change, name in zip(("park_source", "return_source", "park_source"), ids, strict=True):
+        run.service.change_source(change, "b", 30, name)
+    for _ in range(20):
+        run.advance(report=False)
+    run.crash()
+    assert list(run.service.roles.planner.sources.parked(32)) == ["b"]
+    changes = run.service.roles.planner._inputs.changes
+    assert [change.kind for change in changes] == ["park", "return", "park"]
+    run.service.close()
+
+
+CHANGE = st.fixed_dictionaries({"kind": st.sampled_from(["park", "return"]), "at": st.integers(0, 2)})
+
+
+@given(said=st.lists(CHANGE, max_size=8), named=st.booleans(), data=st.data())
+def test_a_log_is_put_together_as_it_was_said(said, named, data):
+    said = [{**change, "id": f"{number}"} if named else change for number, change in enumerate(said)]
+    forgotten = data.draw(st.integers(0, len(said)))
+    saved = data.draw(st.integers(forgotten, len(said)))
+    if not named and forgotten:  # the same said again later could not be told apart
+        saved = len(said)
+    assert with_changes(said[:saved], said[forgotten:]) == said
+
+
+def test_a_service_does_not_begin_anew_behind_another(ids_job, cache, tmp_path):
+    run = Run(ids_job, options_of(tmp_path, cache))
+    run.advance()
+    run.service.close()
+    InlineService(ids_job, dataclasses.replace(run.options, service="other"), None).close()
+    with pytest.raises(Fenced, match="another service has taken over"):
+        run.crash()
+
+
+def test_launches_that_failed_push_no_lineage_out(ids_job, cache, tmp_path, monkeypatch):
+    run = Run(ids_job, options_of(tmp_path, cache))
+    run.advance()
+    run.service.close()
+
+    def full(*_):
+        raise ol.StoreError("the disk is full.")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Store, "_write_snapshot", full)
+        for number in range(5):
+            with pytest.raises(ol.StoreError, match="full"):
+                InlineService(ids_job, dataclasses.replace(run.options, service=f"{number}"), None)
+    InlineService(ids_job, dataclasses.replace(run.options, service="last"), None).close()
+    assert sorted(path.name for path in tmp_path.glob("lineage-*")) == ["lineage-0001", "lineage-0007"]
+
+
+def test_a_change_that_was_not_promised_does_not_come_back(ids_job, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("overlord.runtimes.inline.STORE_PATIENCE_S", 0.1)
+    run = Run(ids_job, options_of(tmp_path, cache))
+    for _ in range(10):
+        run.advance(report=False)
+
+    def broken_disk(_):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("os.fdatasync", broken_disk)
+        with pytest.raises(ol.StoreError):
+            run.service.set_mixture(ol.Mixture({"c": 1}), None, "x")
+    for _ in range(5):
+        run.advance(report=False)
+    run.crash()
+    run.step = 10
+    run._attach()
+    for _ in range(5):
+        run.advance(report=False)
+    run.service.close()

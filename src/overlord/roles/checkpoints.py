@@ -61,7 +61,8 @@ class Checkpoints:
             self.store.begin(self._state_of(step), horizon=step + AHEAD)
 
     def reserve(self, step: int) -> None:
-        """See to it that a step may be handed out."""
+        """See to it that a step may be handed out: what it is made without must not come back after a crash."""
+        self.store.journal.settle()
         if step >= self.store.horizon:
             self.store.reserve(step + AHEAD)
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.core.specs import Job
 from overlord.core.states import StreamState, restricted_parts
-from overlord.errors import StateError
+from overlord.errors import Fenced, StateError
 from overlord.roles.drawer import Drawer
 from overlord.roles.inputs import Change, InputLog, changes_from_json
 from overlord.roles.ports import Loaders
 from overlord.roles.verdicts import Verdicts
-from overlord.runtimes.numbering import with_records
-from overlord.stores.places import OpenPlace, open_place
-from overlord.stores.store import FoundLineage, Store, lineage_before, newest_lineage
+from overlord.runtimes.numbering import changes_of, with_changes, with_records
+from overlord.stores.places import OpenPlace, Place, open_place
+from overlord.stores.store import FoundLineage, Store, lineage_before, lineage_of, newest_lineage
 
 if TYPE_CHECKING:
     from overlord.runtimes.deployment import LaunchOptions
@@ -79,11 +79,12 @@ def open_store(options: LaunchOptions, place: str, opens: OpenPlace = open_place
 
     Raises:
         StoreError: It cannot be reached, or a living service owns it.
+        Fenced: This service should recover, and another one has begun a lineage since.
         StateError: It does not hold what was asked for.
     """
     store = Store(opens(place, options.store_options), options.service, keep=options.keep)
     try:
-        return store, _beginning(options, place, store.newest() if _looks(options) else None)
+        return store, _beginning(options, store.place, store.newest() if _looks(options) else None)
     except BaseException:
         store.close()
         raise
@@ -93,28 +94,35 @@ def peek(options: LaunchOptions, place: str) -> Mapping[str, Any] | None:
     """Return a state that knows all sources of what a launch will go on with; nothing is claimed."""
     if not _looks(options):
         return options.state
-    return _beginning(options, place, newest_lineage(open_place(place, options.store_options))).numbering
+    there = open_place(place, options.store_options)
+    return _beginning(options, there, newest_lineage(there)).numbering
 
 
 def _looks(options: LaunchOptions) -> bool:
     return options.recover or options.latest or options.before_step is not None
 
 
-def _beginning(options: LaunchOptions, place: str, found: FoundLineage | None) -> Beginning:
-    if options.recover and found is not None and found.newest.service == options.service:
-        return Beginning(found.newest.state, found.records, found, recovered=True)
+def _beginning(options: LaunchOptions, place: Place, found: FoundLineage | None) -> Beginning:
+    if options.recover and found is not None:
+        if found.newest.service == options.service:
+            return Beginning(found.newest.state, found.records, found, recovered=True)
+        if (own := lineage_of(place, options.service)) is not None:
+            raise Fenced(
+                f"another service has taken over the store {place.name!r}: lineage {found.number} is its, and the "
+                f"lineage {own} of this service ends before it. To begin anew would hand out steps that differ from "
+                "those that were trained on, so it stops here. Launch again with state='latest' or a saved state."
+            )
     if not options.latest and options.before_step is None:
         return Beginning(options.state)
     if found is None:
         asked = "'latest'" if options.latest else options.before_step
         raise StateError(
-            f"state={asked} was asked for, but the store {place!r} holds no snapshot; there is nothing to resume. "
+            f"state={asked} was asked for, but the store {place.name!r} holds no snapshot; there is nothing to resume. "
             "Launch without state to begin."
         )
     if options.before_step is None:
         return _latest(found)
-    there = open_place(place, options.store_options)
-    return _before(lineage_before(there, found, options.before_step), options.before_step, place)
+    return _before(lineage_before(place, found, options.before_step), options.before_step, place.name)
 
 
 def _latest(found: FoundLineage) -> Beginning:
@@ -172,7 +180,7 @@ def _inputs(job: Job, store: Store, state: Mapping[str, Any] | None, records: Se
     if state is None:
         return InputLog(job, store.journal, {}, [])
     known = list(state["changes"]) if isinstance(state["changes"], list) else [state["changes"]]
-    changes = changes_from_json(_with_changes(known, records), job)
+    changes = changes_from_json(with_changes(known, changes_of(records)), job)
     reports = _with_reports(state["reports"], records)
     return InputLog(job, store.journal, reports, [change for change in changes if change.mesh is None])
 
@@ -181,7 +189,7 @@ def _inputs_again(job: Job, store: Store, given: Mapping[str, Any], found: Found
     """Return everything that a lineage was told since its oldest snapshot: any of its steps may be planned again."""
     oldest = found.snapshots[0].state
     changes: list[Change] = []
-    for entry in _with_changes(_with_changes(list(oldest["changes"]), found.records), [], *given["changes"]):
+    for entry in with_changes(given["changes"], with_changes(oldest["changes"], changes_of(found.records))):
         try:
             changes += changes_from_json([entry], job)
         except StateError:
@@ -189,18 +197,6 @@ def _inputs_again(job: Job, store: Store, given: Mapping[str, Any], found: Found
                 raise
             continue  # it is about a source that has come and gone since; what holds now stands in the newest snapshot
     return InputLog(job, store.journal, _with_reports(oldest["reports"], found.records), changes)
-
-
-def _with_changes(known: list[Any], records: Sequence[Record], *more: Any) -> list[Any]:
-    """Return changes with those of records that are not among them; each has the id of who asked for it."""
-    found = list(known)
-    for record in records:
-        if record["kind"].startswith("change."):
-            change = {key: value for key, value in record.items() if key != "step"}
-            change["kind"] = record["kind"].removeprefix("change.")
-            if change not in found:
-                found.append(change)
-    return found + [change for change in more if change not in found]
 
 
 def _with_reports(known: Mapping[str, Any], records: Sequence[Record]) -> dict[int, Any]:

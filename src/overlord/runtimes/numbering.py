@@ -42,13 +42,54 @@ def with_records(state: Mapping[str, Any] | None, records: Iterable[Mapping[str,
     if state is None:
         return None
     check_form(state)
-    changes = list(state["changes"])
-    for record in records:
-        kind = record["kind"].removeprefix("change.")
-        if kind in ROSTER_KINDS and kind != record["kind"] and record["at"] >= state["step"]:
-            change = {**{key: value for key, value in record.items() if key != "step"}, "kind": kind}
-            changes += [] if change in changes else [change]
-    return {**state, "changes": changes}
+    kinds = {f"change.{kind}" for kind in ROSTER_KINDS}
+    coming = [record for record in records if record["kind"] in kinds and record["at"] >= state["step"]]
+    return {**state, "changes": with_changes(state["changes"], changes_of(coming))}
+
+
+def changes_of(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the changes among the records of a journal, as a state has them, in their order."""
+    return [
+        {
+            **{key: value for key, value in record.items() if key != "step"},
+            "kind": record["kind"].removeprefix("change."),
+        }
+        for record in records
+        if record["kind"].startswith("change.")
+    ]
+
+
+def with_changes(known: Iterable[Mapping[str, Any]], told: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the changes of a state and of a journal as one log, in the order in which they were made.
+
+    The journal has them in that order, also those that a later word made void and that a state leaves out. What only
+    the state knows is older than the journal, and stands in front. A change is known again by its id. Without one it is
+    known by what it says, each as often as it was said: to park, return and park again is not to park once.
+
+    Args:
+        known: The changes of a state.
+        told: Those of the journal that counts beside it.
+
+    Example:
+        >>> park, back = {"kind": "park", "at": 4}, {"kind": "return", "at": 4}
+        >>> [change["kind"] for change in with_changes([park], [park, back, park])]
+        ['park', 'return', 'park']
+    """
+    log = list(told)
+    open_places = list(range(len(log)))
+    older: list[Mapping[str, Any]] = []
+    for change in reversed(list(known)):  # what the journal has no more is the oldest
+        place = next((place for place in reversed(open_places) if _is_same(change, log[place])), None)
+        if place is None:
+            older.append(change)
+        else:
+            open_places.remove(place)
+            log[place] = change  # as the state has it, which may have been reconciled with another job
+    return older[::-1] + log
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one["id"] == other["id"] if one.get("id") and other.get("id") else one == other
 
 
 def with_newcomers(job: Job, state: Mapping[str, Any] | None) -> Job:

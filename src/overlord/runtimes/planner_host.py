@@ -2,7 +2,8 @@
 
 Rules of this file:
 1. Nobody asks the planner while it plans. Who needs a step that waits for a report waits here, for a while.
-2. What every rank that ever attached has passed is what a snapshot may begin at, on whichever host it sits by now.
+2. What every rank that ever attached has passed is what a snapshot may begin at, on whichever host it sits by now. A
+   planner that came in the place of another hears them all first, or waits for them for a while.
 3. A step is not planned because a rank waits for it that only comes with it: the others come there first.
 4. What is promised waits until it is written down. A store that is down pauses planning, and is tried again and again;
    what is planned is handed out meanwhile, and whoever asks how things are is answered. Who has lost the store ends.
@@ -39,6 +40,8 @@ RETRY_S = (0.2, 5.0)
 """How long the first try after a failure of the store is put off, and the later ones at most."""
 COMMIT_S = 0.5
 """How long a plan record waits to be written, together with others."""
+RETURN_S = 60.0
+"""How long a planner that came in the place of another waits for ranks to say where they are."""
 STATUS_S = 1.0
 """How long somebody who asks how things are waits for the planner; then he is told without its leave."""
 
@@ -152,6 +155,7 @@ class PlannerHost:
         self._changed = threading.Condition()
         self._news: dict[int, HostNews] = {}
         self._reached: dict[int, int] = {}
+        self._born = self._pace.now()
         self._closing = self._closed = False
         self._barren = -1
         self._down: tuple[float, StoreError] | None = None
@@ -162,6 +166,7 @@ class PlannerHost:
         self._writer = threading.Thread(target=self._write_loop, name="overlord_write_loop", daemon=True)
         if self._pace.threads:
             self._writer.start()
+            threading.Thread(target=self._beat_loop, name="overlord-beat", daemon=True).start()
 
     @property
     def first_step(self) -> int:
@@ -296,6 +301,16 @@ class PlannerHost:
                     self._pause(wait)
                 self._work.set()
 
+    def _beat_loop(self) -> None:
+        """Say that the owner lives, without any lock: a planner may wait long for a loader, and lives."""
+        while self._lost is None and not self._ended.wait(COMMIT_S):
+            try:
+                self._planner.checkpoints.store.beat()
+            except Fenced:
+                return  # whoever writes next is told
+            except StoreError as error:
+                logger.debug("the store did not hear that its owner lives: %s", error)
+
     def write_due(self) -> float:
         """Write what is due now; return how long to wait before the next try (0: it worked; infinite: lost)."""
         try:
@@ -408,8 +423,16 @@ class PlannerHost:
         for rank, step in news.reached.items():  # a rank may have sat on another host before
             self._reached[rank] = max(step, self._reached.get(rank, step))
 
+    def _all_heard(self) -> bool:
+        """Whether all ranks that may have been attached to the planner before this one have said where they are."""
+        checkpoints = self._planner.checkpoints
+        if not checkpoints.store.goes_on or self._pace.now() - self._born > RETURN_S:
+            return True
+        return len(self._reached) >= self._planner.meshes.at(checkpoints.passed).world_size
+
     def _forget_passed(self) -> None:
         attached = {rank for news in self._news.values() for rank in news.positions}
-        self._planner.passed(self._planner.meshes.passed(self._reached, attached))
+        if self._all_heard():
+            self._planner.passed(self._planner.meshes.passed(self._reached, attached))
         if self._planner.checkpoints.is_due:
             self._work.set()

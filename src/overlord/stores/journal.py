@@ -82,6 +82,7 @@ class Journal:
         self._file: Appender | None = None
         self._segments: list[Segment] = []
         self._cut: dict[str, int] = {}
+        self._torn = False
         self._before: dict[str, int] = {}
         self._waiting: list[tuple[int, bytes]] = []
         # A plan record must not wait for the disk: what waits has a lock of its own.
@@ -116,6 +117,16 @@ class Journal:
         if self._waiting and (force or self._place.can_append):
             with self._writing:
                 self._write([])
+
+    def settle(self) -> None:
+        """See to it that no record comes back whose write failed: what is cut off is on disk when this returns.
+
+        Raises:
+            StoreError: The store still fails.
+        """
+        if self._torn:
+            with self._writing:
+                self._write([], force=True)
 
     def mark(self) -> str:
         """Return the name of the first segment that what comes from now on may be in."""
@@ -191,8 +202,10 @@ class Journal:
             self._check()
         except StoreError:
             self._cut[segment.name] = segment.bytes  # half of it may be there, or all of it, but it was not promised
+            self._torn = True
             self._end_segment()
             raise
+        self._torn = False
         segment.bytes += len(data)
         segment.newest = max(segment.newest, newest)
 

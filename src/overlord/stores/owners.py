@@ -84,6 +84,7 @@ class Claim:
     def beat(self) -> None:
         """Say that the owner lives, if it has not done so for a while."""
         if time.monotonic() - self._beaten >= BEAT_S:
+            self.check()  # a successor speaks for itself
             self._place.write("alive", json.dumps({"owner": self.number}).encode())
             self._beaten = time.monotonic()
 

@@ -86,6 +86,13 @@ def newest_lineage(place: Place) -> FoundLineage | None:
     return None
 
 
+def lineage_of(place: Place, service: str) -> int | None:
+    """Return the number of the newest lineage of a service; None where it has none."""
+    return next(
+        (n for n in reversed(_lineages(place)) if (good := _newest_good(place, n)) and good.service == service), None
+    )
+
+
 class Store:
     """A store that this process owns.
 
@@ -117,6 +124,8 @@ class Store:
         self._loaders: list[tuple[str, int]] = []
         self.lineage = 0
         """The number of the lineage that is written; 0 before it has begun."""
+        self.goes_on = False
+        """Whether it goes on in a lineage of an earlier incarnation."""
         self.first_step = 0
         """The step that the lineage began at."""
         self.horizon = 0
@@ -150,13 +159,22 @@ class Store:
             if self.journal.nbytes == 0:
                 self.journal.begin(self._folder, self._claim.number)
             self._write_snapshot(state, self.journal.mark(), horizon)
-            for old in _lineages(self.place)[:-KEPT_LINEAGES]:
-                self.place.delete(f"{_folder(old)}/")
+            self._forget_lineages()
+
+    def _forget_lineages(self) -> None:
+        """Remove what a launch that failed left, and all lineages before the last few that can be resumed."""
+        numbers = _lineages(self.place)
+        good = [number for number in numbers if _newest_good(self.place, number) is not None]
+        oldest = good[-KEPT_LINEAGES:][0]
+        for number in numbers:
+            empty = not any(name.startswith("snapshot-") for name in self.place.names(_folder(number)))
+            if number < oldest or empty:  # one whose snapshots are damaged is left until its time has come
+                self.place.delete(f"{_folder(number)}/")
 
     def go_on(self, found: FoundLineage) -> None:
         """Go on in a lineage that an earlier incarnation of this service wrote."""
         with self._saving:
-            self.lineage, self._folder = found.number, _folder(found.number)
+            self.lineage, self._folder, self.goes_on = found.number, _folder(found.number), True
             self.first_step, self.horizon = found.newest.first_step, found.horizon
             sizes = found.sizes
             self._snapshots = [(s.step, s.name, s.segment, sizes.get(s.name, 0)) for s in found.snapshots]
@@ -270,6 +288,15 @@ def _read_lineage(place: Place, number: int) -> FoundLineage | None:
         return None
     first = min(snapshot.segment for snapshot in snapshots)
     return FoundLineage(number, snapshots, read_journal(place, folder, first), _newest_loaders(place, folder), sizes)
+
+
+def _newest_good(place: Place, number: int) -> Snapshot | None:
+    folder = _folder(number)
+    for name in sorted((name for name in place.names(folder) if name.startswith("snapshot-")), reverse=True):
+        found = Snapshot.from_bytes(place.read(f"{folder}/{name}") or b"", f"{place.name}/{folder}/{name}")
+        if found is not None:
+            return found
+    return None
 
 
 def _newest_loaders(place: Place, folder: str) -> Mapping[str, Any]:
