@@ -69,7 +69,7 @@ class History:
     """Digests of plans that were made before a crash."""
 
 
-def open_store(options: LaunchOptions, place: str, opens: OpenPlace = open_place) -> tuple[Store, Beginning]:
+def open_store(options: LaunchOptions, place: str, opens: OpenPlace | None = None) -> tuple[Store, Beginning]:
     """Claim a store, and find where the stream goes on.
 
     Args:
@@ -82,7 +82,7 @@ def open_store(options: LaunchOptions, place: str, opens: OpenPlace = open_place
         Fenced: This service should recover, and another one has begun a lineage since.
         StateError: It does not hold what was asked for.
     """
-    store = Store(opens(place, options.store_options), options.service, keep=options.keep)
+    store = Store((opens or open_place)(place, options.store_options), options.service, keep=options.keep)
     try:
         return store, _beginning(options, store.place, store.newest() if _looks(options) else None)
     except BaseException:
