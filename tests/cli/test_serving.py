@@ -226,6 +226,7 @@ def test_trainers_of_a_cluster_are_told_where_to_attach(cluster_status: dict[str
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_cluster_serves_until_sigterm(serve: Serve, ray_address: str, tmp_path: Path) -> None:
     where = ("--runtime", "ray", "--address", ray_address, "--ranks-per-host", 1, "--loader-hosts", "per_source")
     process, told = serve(*where, "--address-file", tmp_path / "address")

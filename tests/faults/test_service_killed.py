@@ -75,6 +75,7 @@ def test_the_stream_goes_on(ids_job, cache, how):
         assert service.status()["restarts"] == 1
 
 
+@pytest.mark.slow
 def test_what_a_client_holds_and_asks_after_a_kill(ids_job, cache):
     """Arrays over the kill; microbatches, state and the step in hand after it."""
     with ol.launch(ids_job, runtime="inline", cache=cache) as service:
@@ -108,6 +109,7 @@ def test_what_a_client_holds_and_asks_after_a_kill(ids_job, cache):
         assert client.state_dict() == with_state
 
 
+@pytest.mark.slow
 def test_a_second_trainer_is_still_told(ids_job, cache, caplog):
     with ol.launch(ids_job, cache=cache) as service, service.client() as client:
         consume(client, 3)
@@ -131,6 +133,7 @@ def test_changes_and_questions_wait_for_the_restart(ids_job, cache):
     assert run(lambda service: hit(service, signal.SIGKILL)) == run(lambda service: None, runtime="inline")
 
 
+@pytest.mark.slow
 def test_a_restart_that_fails_tells_the_clients(tmp_path, cache):
     rows = write_ids(tmp_path / "a.jsonl", [5] * 40)
     job = ol.Job(

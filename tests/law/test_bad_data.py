@@ -67,6 +67,7 @@ def run(job, cache, where=None):
         return dict(labels), service.status()["sources"]["s"]
 
 
+@pytest.mark.slow_on_ray
 def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cache, caplog, capfd, where):
     good = [json.dumps({"text": f"hello world number {i}"}).encode() for i in range(6)]
     good[2] = b'{"text": "cut off'

@@ -223,7 +223,7 @@ def test_a_bucket_that_stops_answering(tmp_path, folder, monkeypatch):
         assert service.status()["sources"]["s3"]["parked"]["since"] == step
 
 
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_stream_whose_sources_are_all_parked_waits_for_one_to_return(ids_job, cache, kill):
     with ol.launch(ids_job, cache=cache) as service, service.client() as client:
         next(client)

@@ -45,6 +45,7 @@ with ol.launch(job, mesh=mesh, state=state, cache=sys.argv[4], **json.loads(sys.
 """
 
 
+@pytest.mark.slow_on_ray
 def test_resumes_in_a_fresh_process_on_another_mesh(ids_job, cache, where):
     with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2), cache=cache, **where) as service:
         client = service.client(rank=1)

@@ -323,6 +323,7 @@ def run(job, folder, cache, changes, state=None, states=None) -> dict[int, tuple
 
 @given(CHANGES)
 @settings(max_examples=15)
+@pytest.mark.slow
 def test_any_changes_resume_at_every_step(folder, changes):
     job, states = job_of(folder), []
     with tempfile.TemporaryDirectory() as cache:

@@ -108,6 +108,7 @@ def test_the_run_goes_on_and_a_resume_does_not_run_the_row(tmp_path, cache, capf
     assert calls_of(tmp_path) == 3
 
 
+@pytest.mark.slow_on_ray
 def test_where_the_function_runs_is_no_part_of_the_stream(tmp_path, cache, where):
     job = deadly_job(tmp_path, "no")
     with ol.launch(job, cache=cache, runtime="inline") as service, service.client() as client:

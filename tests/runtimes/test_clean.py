@@ -194,6 +194,7 @@ def test_launcher_and_service_are_killed(ids_job, cache, nothing_left):
     end(launcher)
 
 
+@pytest.mark.slow
 def test_launcher_is_killed_while_it_starts_the_service_again(ids_job, cache, nothing_left):
     launcher, address, pid = started_launcher(ids_job, cache)
     os.kill(pid, signal.SIGKILL)

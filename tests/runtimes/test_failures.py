@@ -35,6 +35,7 @@ def rows_until_failure(client) -> tuple[list[int], str]:
     return sorted(rows), ""
 
 
+@pytest.mark.slow_on_ray
 def test_a_failure_belongs_to_its_step_also_for_late_clients(failing_job, cache, where):
     with ol.launch(failing_job, **where, cache=cache) as service:
         for _ in range(2):

@@ -68,6 +68,7 @@ def test_trainers_of_one_data_parallel_group_on_two_nodes(mixed_job, cache, ray_
     assert traffic["other_bytes"] <= 1024 * hosts * traffic["plans"]
 
 
+@pytest.mark.slow
 def test_two_services_in_one_cluster_do_not_meet(ids_job, cache, ray_address):
     jobs = [ids_job, ids_job.replace(seed=99)]
     expected = [stream_digests(job, steps=4, cache=cache) for job in jobs]
@@ -104,6 +105,7 @@ for _ in range(int(sys.argv[2])):
 """
 
 
+@pytest.mark.slow
 def test_payloads_in_flight_stay_within_the_budget_of_a_slow_trainer(heavy_job, cache, ray_address):
     budget = 24 << 20
     options = {"runtime": "ray", "address": ray_address, "budget": budget, "prefetch": 8}
@@ -147,6 +149,7 @@ if __name__ == "__main__":
         pytest.param("driver and service", False, id="with the service, own cluster", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_driver_that_is_killed_leaves_nothing(ids_job, cache, ray_address, tmp_path, attached, victim):
     options = {"address": ray_address} if attached else {}
     job = ids_job.model_dump_json(by_alias=True, exclude_defaults=False)

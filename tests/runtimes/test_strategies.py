@@ -72,6 +72,7 @@ def test_the_slices_of_all_ranks_make_every_sample(name, ids_job, cache):
     ],
 )
 @pytest.mark.parametrize("where", ["local", pytest.param("ray", marks=pytest.mark.ray)], indirect=True)
+@pytest.mark.slow_on_ray
 def test_all_runtimes_deliver_the_same(name, mixed_job, cache, where):
     found = []
     for options in ({"runtime": "inline"}, where):
