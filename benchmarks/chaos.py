@@ -22,8 +22,8 @@ from benchmarks.faults import job_of
 from benchmarks.measuring import arguments, publish
 
 MESH = ol.ClientPlaceTree(dp=2, cp=2)
-KINDS = ("kill", "kill", "stop", "pause", "pause", "two")
-SERVICE_SHARE = 0.02
+KINDS = ("kill", "kill", "stop", "pause", "pause", "pause", "pause", "two")
+SERVICE_SHARE = 0.01
 """Faults that hit the service process: everything is started again after one."""
 HEARTBEAT_S = 2.0
 
@@ -43,7 +43,7 @@ class Trouble(threading.Thread):
         """Make them."""
         try:
             while self.made.total() < self._count:
-                time.sleep(self._luck.uniform(0.1, 1.6))
+                time.sleep(self._luck.uniform(0.05, 0.9))
                 self._strike()
         except BaseException as error:  # seen by whoever waits for this thread
             self.failed = error
@@ -64,7 +64,7 @@ class Trouble(threading.Thread):
             except ProcessLookupError:
                 continue  # it went before
             if kind == "pause":
-                time.sleep(self._luck.uniform(0.1, HEARTBEAT_S / 2))
+                time.sleep(self._luck.uniform(0.05, HEARTBEAT_S / 4))
                 os.kill(pid, signal.SIGCONT)
             self.made[kind] += 1
 

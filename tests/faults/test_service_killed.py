@@ -304,3 +304,15 @@ def test_a_folder_that_goes_ends_the_wait(ids_job, cache, caplog, monkeypatch):
     service.close()
     assert not folder.exists()
     assert "rank 0 (step, at step" in caplog.text and "waits for the service at" in caplog.text
+
+
+def test_a_service_that_comes_back_late_does_not_look_for_its_first_steps(ids_job, cache):
+    """Its first step is not kept any more, and nobody needs it; nor does one who asks for it stop the others."""
+    with ol.launch(ids_job, cache=cache, keep=16) as service, service.client() as client:
+        consume(client, 60)
+        hit(service, signal.SIGKILL)
+        time.sleep(4)  # nobody asks: what it does by itself must not fail
+        assert [index for index, _, _ in consume(client, 3)] == [60, 61, 62]
+        with ol.connect(service.address, 0) as late, pytest.raises(ol.SpecError, match="not kept any more"):
+            next(late)
+        assert [index for index, _, _ in consume(client, 3)] == [63, 64, 65]

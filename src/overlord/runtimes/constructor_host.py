@@ -30,6 +30,7 @@ class ConstructorHost:
         *,
         ranks_of: RanksOf,
         read_bytes: Callable[[], int],
+        successor: bool = False,
         served: Callable[[int], None] | None = None,
     ) -> None:
         arena = Arena()
@@ -42,6 +43,7 @@ class ConstructorHost:
             prefetch=options.prefetch,
             budget_bytes=options.budget_bytes,
             read_bytes=read_bytes,
+            early=not successor and not options.recover,
         )
         self._desk = Desk(
             planner, self._server, constructor, arena, options.budget_bytes, served or (lambda step: None)

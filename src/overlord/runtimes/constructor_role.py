@@ -36,6 +36,7 @@ class ConstructorRole(ClusterRole):
             planner,
             ranks_of=lambda tree: ranks_of_host(number, hosts, tree.world_size),
             read_bytes=lambda: loaders.buffer_bytes,
+            successor=self._board.me[1] > 1,
         )
         self._ends.callback(host.close)
         door = self._claim_folder() / door_name(number, hosts)

@@ -8,6 +8,9 @@ from overlord.errors import ServiceLost
 from overlord.runtimes.frames import frame_of
 from overlord.runtimes.switchboard import Peer, Pending
 
+LEAST_S = 10.0
+"""How long nothing may be heard at least of a role that comes up."""
+
 
 class Life:
     """The beats of one incarnation while somebody waits for another answer of it.
@@ -22,7 +25,7 @@ class Life:
     def __init__(self, peer: Peer, heartbeat_s: float, first_s: float, clock: Callable[[], float]) -> None:
         self._peer = peer
         self._first_s = max(first_s, heartbeat_s)
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s = max(2 * heartbeat_s, LEAST_S)  # much is imported and parsed meanwhile
         self._clock = clock
         self._heard: float | None = None
         self._since = clock()

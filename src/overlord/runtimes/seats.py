@@ -44,7 +44,8 @@ class Seats:
         {8: {0}, 9: {0, 1}}
     """
 
-    def __init__(self, *, prefetch: int, first_step: int) -> None:
+    def __init__(self, *, prefetch: int, first_step: int, early: bool = True) -> None:
+        self._early = early
         self._prefetch = prefetch
         self._first_step = first_step
         self._seats: dict[int, Seat] = {}
@@ -168,6 +169,8 @@ class Seats:
 
     def wanted(self) -> dict[int, set[int]]:
         """Return wanted steps in ascending order with the ranks that want them."""
+        if not self.ever_attached and not self._early:
+            return {}  # who comes back says where it is
         if not self.ever_attached:
             return {step: set() for step in range(self._first_step, self._first_step + self._prefetch)}
         wanted: dict[int, set[int]] = {}

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.errors import ClosedError, OverlordError
+from overlord.errors import ClosedError, OverlordError, SpecError
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.views import StepHeader
 from overlord.runtimes.planner_host import STORE_DOWN, HostNews, Plans, Waiting
@@ -51,13 +51,15 @@ class StepServer:
         prefetch: int,
         budget_bytes: int,
         read_bytes: Callable[[], int],
+        early: bool = True,
     ) -> None:
         self._constructor = constructor
         self._planner = planner
         self._arena = arena
         self.ranks_of = ranks_of
         """The ranks this host is expected to serve on a mesh."""
-        self._seats = Seats(prefetch=prefetch, first_step=planner.first_step)
+        self._seats = Seats(prefetch=prefetch, first_step=planner.first_step, early=early)
+        self._refused: dict[int, SpecError] = {}
         self._budget = budget_bytes
         self._read_bytes = read_bytes
         self._changed = threading.Condition()
@@ -194,7 +196,7 @@ class StepServer:
         failed = self._failed[0] if self._failed is not None else None
         wanted: dict[int, set[int]] = {}
         for step, ranks in self._seats.wanted().items():
-            if not self._past_end(step) and (failed is None or step < failed):
+            if not self._past_end(step) and (failed is None or step < failed) and step not in self._refused:
                 plan = self._shelf.plans.get(step)
                 wanted[step] = ranks if plan is None else {rank for rank in ranks if rank < plan.mesh.world_size}
         return wanted
@@ -228,6 +230,8 @@ class StepServer:
             found = look()
             if found is not None:
                 return found
+            if step in self._refused:
+                raise self._refused[step]
             if self._failed is not None and step >= self._failed[0]:
                 raise self._failed[1]
             if self._closing:
@@ -259,7 +263,9 @@ class StepServer:
                 logger.exception("step %d failed", step)
                 known = OverlordError(f"step {step} failed: {type(error).__name__}: {error}")
             with self._changed:
-                if self._failed is None or step < self._failed[0]:
+                if isinstance(known, SpecError):  # who asks for it is wrong; others go on
+                    self._refused[step] = known
+                elif self._failed is None or step < self._failed[0]:
                     self._failed = (step, known)
                 self.moved()
             return False
