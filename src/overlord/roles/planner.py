@@ -258,9 +258,8 @@ class Planner:
         first = max(self.next_step, self._promised if self._inputs.roster_at(self.next_step).drawn else 0)
         at = first if at_step is None else at_step
         if at < first:
-            known = f"is already planned (the next one is {first})"
-            if at >= self.next_step:
-                known = f"may have been handed out before the planner was replaced (the first that was not is {first})"
+            ahead = f"may have been handed out before the planner was replaced (the first that was not is {first})"
+            known = ahead if at >= self.next_step else f"is already planned (the next one is {first})"
             raise SpecError(
                 f"{what}: step {at} {known}, and what was promised stays. Use at_step={first} or more, or leave it out."
             )

@@ -84,8 +84,7 @@ class StepServer:
     def close(self) -> None:
         """End the threads; whoever waits is told."""
         self._closing = True
-        with self._changed:
-            self._changed.notify_all()
+        self.moved()
         for thread in self._threads:
             thread.join()
 
@@ -263,8 +262,8 @@ class StepServer:
                 logger.exception("step %d failed", step)
                 known = OverlordError(f"step {step} failed: {type(error).__name__}: {error}")
             with self._changed:
-                if isinstance(known, SpecError):  # who asks for it is wrong; others go on
-                    self._refused[step] = known
+                if isinstance(known, SpecError):
+                    self._refused[step] = known  # who asks for it is wrong; others go on
                 elif self._failed is None or step < self._failed[0]:
                     self._failed = (step, known)
                 self.moved()

@@ -6,14 +6,17 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from overlord.errors import ServiceLost
+from overlord.roles.recovery import Assignment
 from overlord.runtimes.cluster_placement import Site
+from overlord.runtimes.engine import OPEN_S, Incarnation
 from overlord.runtimes.frames import frame_of, open_frame
+from overlord.runtimes.opening import Progress
 from overlord.runtimes.peers import PLANNER
-from overlord.runtimes.switchboard import Switchboard
+from overlord.runtimes.switchboard import Pending, Switchboard
 
 
 def where_to_go_on(board: Switchboard, otherwise: dict[str, Any]) -> dict[str, Any]:
@@ -59,3 +62,26 @@ def why_failed(site: Site, why: str) -> str:
         f"the {site.name} {why}; the service cannot go on. Its last words stand in the service's log; mend the cause, "
         "and launch again from the last state."
     )
+
+
+def show_opening(
+    opening: Sequence[Pending], done: Callable[[], int], count: int, progress: Progress, clock: Callable[[], float]
+) -> None:
+    """Show how many sources are open, until all are.
+
+    Raises:
+        ServiceLost: when that takes too long.
+    """
+    until = clock() + OPEN_S
+    while any(pending.poll(0.1) is None for pending in opening):
+        progress("opening sources", min(done(), count), count)
+        if clock() > until:
+            raise ServiceLost(f"the sources were not open after {OPEN_S:g} s; look at the storage they are on.")
+    progress("opening sources", count, count)
+
+
+def can_do_without(one: Incarnation, assignment: Assignment, loaders: Sequence[Incarnation]) -> bool:
+    """Whether a loader host that is slow can be replaced at once: all of its sources have a shadow that is up."""
+    up = {other.site.number for other in loaders if other.peer is not None}
+    mine = assignment.sources_of(one.site.number) if one.site.role == "loader" else []
+    return bool(mine) and all(assignment.shadow[source] in up for source in mine)

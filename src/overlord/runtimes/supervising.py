@@ -10,8 +10,9 @@ from overlord.roles.recovery import Assignment
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.doors import CONTROL, answer_all, open_door
+from overlord.runtimes.engine import Engine
 from overlord.runtimes.opening import Progress
-from overlord.runtimes.supervisor import Engine, Supervisor
+from overlord.runtimes.supervisor import Supervisor
 
 
 @contextlib.contextmanager

@@ -23,24 +23,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from overlord.errors import AnswerLost, ClosedError, Fenced, ServiceLost, StoreError
 from overlord.roles.recovery import NOBODY, Assignment, promote
 from overlord.runtimes.cluster_placement import Site
+from overlord.runtimes.engine import OPEN_S, Engine, Incarnation
 from overlord.runtimes.frames import Frame, frame_of, open_frame
 from overlord.runtimes.life import Life
 from overlord.runtimes.live_sources import LiveSources
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.peers import PLANNER
-from overlord.runtimes.successors import check_same_files, did_not_start, where_to_go_on, why_failed
+from overlord.runtimes.successors import (
+    can_do_without,
+    check_same_files,
+    did_not_start,
+    show_opening,
+    where_to_go_on,
+    why_failed,
+)
 from overlord.runtimes.switchboard import Book, Peer, PeerGone, Pending, Switchboard
 
 logger = logging.getLogger("overlord")
 
-OPEN_S = 1800.0
-"""How long opening all sources may take: listings of object stores are slow, and progress is shown."""
 CLOSE_S = 10.0
 SLOW_S = 60.0
 """A call to a loader host that runs for longer goes to the shadows, where there are some."""
@@ -49,62 +54,6 @@ MOST_TRIES = 6
 YOUNG_S = 3.0
 """An incarnation that lived for longer has done something."""
 KEPT_FAULTS = 256
-
-
-class Engine(Protocol):
-    """What starts incarnations, and carries messages to them."""
-
-    first_sign_s: float
-    """How long an incarnation may take until its first sign of life."""
-
-    def start(self, site: Site, generation: int) -> Peer:
-        """Start an incarnation of a role."""
-        ...
-
-    def introduce(self, peer: Peer, book: Book) -> Pending:
-        """Tell an incarnation who is who."""
-        ...
-
-    def kill(self, peer: Peer, site: Site, pid: int) -> None:
-        """End an incarnation for good, whatever state it is in; pid is 0 where it is not known."""
-        ...
-
-    def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:
-        """Wait until one of some answers is there, or for a while."""
-        ...
-
-    def place_again(self, site: Site) -> Site:
-        """Return where a lost role goes: where it was, or to another host if that one is gone."""
-        ...
-
-    def describe(self, sites: Sequence[tuple[Site, int]]) -> dict[str, Any]:
-        """Return what people want to know of the engine, and of the roles with their process ids."""
-        ...
-
-    def close(self) -> None:
-        """Let go of everything."""
-        ...
-
-
-@dataclass(slots=True)
-class Incarnation:
-    """A role and who plays it."""
-
-    site: Site
-    generation: int = 1
-    peer: Peer | None = None
-    """None while there is nobody."""
-    coming: Peer | None = None
-    """Who is being brought up: nobody asks it yet, but it must know who is who."""
-    beat: Pending | None = None
-    heard: float = 0.0
-    born: float = 0.0
-    pid: int = 0
-    young: int = 0
-    """Successors in a row that died young."""
-    restarts: int = 0
-    told: Pending | None = field(default=None, repr=False)
-    """The last introduction: who drops it may drop the message with it."""
 
 
 class Supervisor:
@@ -259,20 +208,13 @@ class Supervisor:
             one.beat = one.peer.ask("beat", frame_of({}))
             if head["version"] < self._version:
                 one.told = self._engine.introduce(one.peer, self._board.book)
-            if head["busy_s"] > SLOW_S and self._can_do_without(one):
+            if head["busy_s"] > SLOW_S and can_do_without(one, self._assignment, self._of("loader")):
                 return f"was busy with one call for {head['busy_s']:.0f} s"
         except PeerGone as error:
             return f"ended ({error})"
         except AnswerLost:
             one.beat = None  # it is asked again with the next look
         return None
-
-    def _can_do_without(self, one: Incarnation) -> bool:
-        if one.site.role != "loader":
-            return False
-        up = {other.site.number for other in self._of("loader") if other.peer is not None}
-        mine = self._assignment.sources_of(one.site.number)
-        return bool(mine) and all(self._assignment.shadow[source] in up for source in mine)
 
     # -- losing and replacing ---------------------------------------------------------------------
 
@@ -387,18 +329,16 @@ class Supervisor:
     # -- asking -----------------------------------------------------------------------------------
 
     def _open_sources(self, progress: Progress) -> dict[str, Any]:
-        loaders, count = self._of("loader"), len(self._assignment.primary)
+        loaders = self._of("loader")
         opening = [(one, self._send(one, "open")) for one in loaders]
-        until = self._clock() + OPEN_S
-        while any(pending.poll(0.1) is None for _, pending in opening):
-            done = sum(self._call(one, "progress", {})["done"] for one in loaders)
-            progress("opening sources", min(done, count), count)
-            if self._clock() > until:
-                raise ServiceLost(f"the sources were not open after {OPEN_S:g} s; look at the storage they are on.")
+
+        def done() -> int:
+            return sum(self._call(one, "progress", {})["done"] for one in loaders)
+
+        show_opening([pending for _, pending in opening], done, len(self._assignment.primary), progress, self._clock)
         facts: dict[str, Any] = {}
         for one, pending in opening:
             facts |= self._answer(one, pending)["facts"]
-        progress("opening sources", count, count)
         return dict(sorted(facts.items()))
 
     def _started(self, one: Incarnation) -> None:
