@@ -262,7 +262,7 @@ class Supervisor:
                 with self._lock:
                     one.young += not isinstance(error, StoreError) or isinstance(error, Fenced)  # a store comes back
                     one.generation += 1
-                self._pause(min(4.0, 0.25 * 2**tries))
+                (self._idle or time.sleep)(min(4.0, 0.25 * 2**tries))
                 continue
             with self._lock:
                 if self._closing:
@@ -284,13 +284,13 @@ class Supervisor:
         def call(method: str, message: dict[str, Any]) -> Any:
             return open_frame(self._poll(peer.ask(method, frame_of(message)), until, life))[0]
 
-        added = self._live.told(one.site, self._assignment)
+        added, facts = self._live.told(one.site, self._assignment), self._facts | self._live.facts
         if one.site.role == "loader":
-            check_same_files(self._known_facts(), call("open", {"added": added})["facts"])
+            check_same_files(facts, call("open", {"added": added})["facts"])
             call("begin", where_to_go_on(self._board, self._stands))
         elif one.site.role == "planner":
             call("prepare", {})
-            self._stands = call("open_store", {"facts": self._known_facts()})
+            self._stands = call("open_store", {"facts": facts})
             call("begin", {"successor": True})
         else:
             call("prepare", {"added": added})
@@ -307,9 +307,6 @@ class Supervisor:
         with self._lock:
             self._assignment = assignment
             self._publish()
-
-    def _known_facts(self) -> dict[str, Any]:
-        return self._facts | self._live.facts
 
     def _publish(self) -> None:
         """Give everybody the newest book; who misses it is found out by its beat."""
@@ -347,16 +344,15 @@ class Supervisor:
         except PeerGone as error:
             raise did_not_start(one.site, error) from error
 
-    def _send(self, one: Incarnation, method: str) -> Pending:
+    def _send(self, one: Incarnation, method: str, message: dict[str, Any] | None = None) -> Pending:
         assert one.peer is not None
-        return one.peer.ask(method, frame_of({}))
+        return one.peer.ask(method, frame_of(message or {}))
 
     def _call(self, one: Incarnation, method: str, message: dict[str, Any]) -> Any:
-        assert one.peer is not None
-        return self._answer(one, one.peer.ask(method, frame_of(message)))
+        return self._answer(one, self._send(one, method, message))
 
     def _call_all(self, role: str, method: str, message: dict[str, Any]) -> list[Any]:
-        asked = [(one, one.peer.ask(method, frame_of(message))) for one in self._of(role) if one.peer is not None]
+        asked = [(one, self._send(one, method, message)) for one in self._of(role)]
         return [self._answer(one, pending) for one, pending in asked]
 
     def _answer(self, one: Incarnation, pending: Pending) -> Any:
@@ -378,9 +374,6 @@ class Supervisor:
 
     def _of(self, role: str) -> list[Incarnation]:
         return [one for one in self._roles.values() if one.site.role == role]
-
-    def _pause(self, seconds: float) -> None:
-        (self._idle or time.sleep)(seconds)
 
 
 def _in_a_thread(work: Callable[[], None]) -> None:
