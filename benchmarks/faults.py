@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=20, help="faults of each setup")
     parser.add_argument("--quick", action="store_true", help="only see that it works")
     options = parser.parse_args()
-    count, tokens = (2, 1 << 17) if options.quick else (options.faults, 1 << 21)
+    count, tokens = (2, 1 << 17) if options.quick else (options.faults, 1 << 17)
     steps = LOADERS_AT + EVERY * count
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(Path(folder), tokens)

@@ -49,7 +49,7 @@ logger = logging.getLogger("overlord")
 CLOSE_S = 10.0
 SLOW_S = 60.0
 """A call to a loader host that runs for longer goes to the shadows, where there are some."""
-MOST_TRIES = 6
+MOST_TRIES = 30
 """Successors in a row that die young, or do not come up, before the service gives up."""
 YOUNG_S = 3.0
 """An incarnation that lived for longer has done something."""
