@@ -1,0 +1,1 @@
+"""How many workers each source needs: costs, partition, scaling. Pure."""

@@ -1,0 +1,86 @@
+"""What sources cost: the paper's (P, T, M), and what follows from it for a mixture and a rate.
+
+A worker is one lane of a SourceLoader: it reads and measures a stretch of rows ahead of the plan, and finishes planned
+ones. An actor is a loader host: it holds the files of some sources open, and their workers run in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceCost:
+    """What one source costs.
+
+    Example:
+        >>> SourceCost(name="web", transform_s=0.0002, file_bytes=1 << 20, buffer_bytes=4 << 20).samples_per_s
+        5000.0
+    """
+
+    name: str
+    transform_s: float
+    """P: seconds that one worker takes for a sample, from reading it to having it finished."""
+    handover_s: float = 0.0
+    """T: seconds that planning and handing over a sample takes beside that, in no worker."""
+    file_bytes: int = 0
+    """M_d: what an actor holds of a source whose files it has open."""
+    buffer_bytes: int = 0
+    """M_b: what one worker holds of the rows it has read."""
+    tokens: float = 1.0
+    """Tokens of a sample, on average."""
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples that one worker prepares in a second."""
+        return 1.0 / max(self.transform_s, 1e-12)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What there is for loading, and what is taken off it before any source gets a worker."""
+
+    cpus: float
+    bytes: int
+    planner_cpus: float = 1.0
+    planner_bytes: int = 64 << 20
+    constructors: int = 1
+    constructor_cpus: float = 1.0
+    constructor_bytes: int = 512 << 20
+    """What the steps take that one constructor holds ahead of its trainers."""
+    actor_bytes: int = 64 << 20
+    """What a loader host takes before it has opened anything."""
+    per_source: int = 16
+    """w_src: workers that one source may have."""
+    per_actor: int = 8
+    """w_actor: workers that one actor may have."""
+
+
+def sample_shares(
+    weights: Sequence[float], costs: Sequence[SourceCost], level: Literal["sample", "token"] = "sample"
+) -> list[float]:
+    """Return the share of each source in the samples drawn; weights may be shares of tokens.
+
+    Example:
+        >>> costs = [SourceCost(name=n, transform_s=1.0, tokens=t) for n, t in (("a", 100.0), ("b", 300.0))]
+        >>> sample_shares([1.0, 1.0], costs, "token")
+        [0.75, 0.25]
+    """
+    rates = [
+        weight / max(cost.tokens, 1e-9) if level == "token" else weight
+        for weight, cost in zip(weights, costs, strict=True)
+    ]
+    total = sum(rates) or 1.0
+    return [rate / total for rate in rates]
+
+
+def demand(shares: Sequence[float], costs: Sequence[SourceCost], samples_per_s: float) -> list[float]:
+    """Return how many workers of each source are busy at a rate of samples of all sources together.
+
+    Example:
+        >>> demand([0.75, 0.25], [SourceCost(name=n, transform_s=0.01) for n in "ab"], 400.0)
+        [3.0, 1.0]
+    """
+    return [samples_per_s * share * cost.transform_s for share, cost in zip(shares, costs, strict=True)]
