@@ -15,7 +15,7 @@ from overlord.core.ragged import RowBatch, num_rows, slice_rows
 from overlord.core.samples import BAD, OVERLONG, SKIP, apply_overlength
 from overlord.core.specs import Custom, Interleaved, Job
 from overlord.errors import OverlordError
-from overlord.roles.source_loader import media_items
+from overlord.roles.row_metadata import media_items
 from overlord.transforms.per_sample import Measured, no_seeds
 
 _LOOKED_AT = 64

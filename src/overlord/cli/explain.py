@@ -27,8 +27,9 @@ from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
 from overlord.roles.placement import Placement
 from overlord.runtimes.deployment import LaunchOptions, Roles, deploy
+from overlord.runtimes.lanes import CallerLanes
 from overlord.runtimes.shapes import limits_of
-from overlord.runtimes.workers import SerialWorkers, ThreadWorkers
+from overlord.runtimes.workers import Hands, SerialWorkers, ThreadWorkers
 
 PROJECTED_STEPS = 10_000
 """Steps that repetitions are projected to, for a job without `max_steps`."""
@@ -132,7 +133,7 @@ def explain_job(job: Job, name: str, options: ExplainOptions, tell: Tell) -> Exp
                 layout=options.layout,
                 placement=options.placement,
             )
-            roles = deploy(job, launch, store, callers, SerialWorkers(), tell)
+            roles = deploy(job, launch, store, Hands(callers, SerialWorkers(), CallerLanes()), tell)
             try:
                 return _explain(roles, job, name, options, steps, notes, tell)
             finally:

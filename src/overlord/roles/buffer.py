@@ -58,6 +58,16 @@ class ReadBuffer:
                 return chunk
         return None
 
+    def bytes_from(self, cursor: Cursor) -> int:
+        """Return the bytes of chunks that reach beyond a cursor."""
+        return sum(
+            chunk.nbytes
+            for key, chunks in self._chunks.items()
+            if key >= cursor[:2]
+            for chunk in chunks
+            if key > cursor[:2] or chunk.stop > cursor.offset
+        )
+
     def release(self, before: Cursor) -> None:
         """Drop the chunks that lie wholly before a cursor."""
         for key in list(self._chunks):

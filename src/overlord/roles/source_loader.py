@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.draw import Pieces, cut_pieces
+from overlord.core.draw import cut_pieces
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
-from overlord.core.order import BEGIN, NO_GROUP, SourceOrder
-from overlord.core.ragged import BAD_COLUMN, RowBatch, expand_ranges, offsets_of
+from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
+from overlord.core.ragged import BAD_COLUMN, RowBatch
 from overlord.core.samples import BAD, ENDS_EPOCH, META, PLAIN, Cursor, MetaArray, SampleId, apply_overlength
 from overlord.core.seeds import derive, hash64
 from overlord.core.specs import Source
@@ -28,16 +28,14 @@ from overlord.roles.buffer import Chunk, ReadBuffer, gather
 from overlord.roles.group_reader import Blocks, GroupReader
 from overlord.roles.placement import PlacementChoice
 from overlord.roles.ports import Telemetry, Workers
+from overlord.roles.row_metadata import count_images, listed_items, media_items, row_bytes_of
 from overlord.roles.verdicts import VerdictBook
 from overlord.transforms.media import decode_media
 from overlord.transforms.per_sample import (
     Fault,
     Finished,
-    Measured,
     SampleTransform,
     count_loss_tokens,
-    flat,
-    ragged_column,
 )
 
 CHUNK_ROWS = 256
@@ -50,6 +48,15 @@ FEW_SAMPLES = 1000
 
 Lengths = Callable[[RowBatch, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 """Gives known text lengths of some rows: from a column, or from a sidecar by row number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Rows of one group that were read and not measured yet."""
+
+    cursor: Cursor
+    rows: RowBatch
+    numbers: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +138,9 @@ class SourceLoader:
         self._workers = workers
         self._telemetry = telemetry
         self._buffer = ReadBuffer()
-        self._reader: tuple[int, int, GroupReader] | None = None
+        self._readers: dict[tuple[int, int], GroupReader] = {}
+        self.open_groups = 1
+        """Groups that may be open at once: one, unless several workers read ahead."""
         self._resting: Cursor | None = None
         self._popped = Cursor(-1, -1, -1)
         self._seen = 0
@@ -145,6 +154,15 @@ class SourceLoader:
     def buffer_bytes(self) -> int:
         """Bytes in the read buffer."""
         return self._buffer.nbytes
+
+    def ahead_bytes(self, cursor: Cursor) -> int:
+        """Bytes in the read buffer that lie beyond a cursor."""
+        return self._buffer.bytes_from(cursor)
+
+    @property
+    def met_count(self) -> int:
+        """Samples measured so far, also by loaders before this one."""
+        return self._seen
 
     @property
     def name(self) -> str:
@@ -164,10 +182,8 @@ class SourceLoader:
 
     def summary_buffer(self, request: MetaRequest) -> MetaDelta:
         """Tell what is known of the samples from a cursor on, reading and measuring them if need be."""
-        self._resting = None
-        cursor = self._resolve(request.cursor)
-        with self._reading():
-            total = self._order.group(cursor.epoch, cursor.group).num_rows
+        cursor, group = self.wake(request.cursor)
+        total = group.num_rows
         stop = min(cursor.offset + request.count, total)
         parts: list[tuple[MetaArray, Chunk]] = []
         at = cursor.offset
@@ -181,7 +197,44 @@ class SourceLoader:
             following, ended = self._after_group(cursor)
             if ended:
                 meta["flags"][-1] |= ENDS_EPOCH
-        return MetaDelta(self._number, meta, following, _listed_items(meta, parts))
+        return MetaDelta(self._number, meta, following, listed_items(meta, parts))
+
+    def wake(self, cursor: Cursor) -> tuple[Cursor, Group]:
+        """Begin to work, if it rests; return where a cursor lies, with its group."""
+        self._resting = None
+        cursor = self._resolve(cursor)
+        with self.reading():
+            return cursor, self._order.group(cursor.epoch, cursor.group)
+
+    def missing(self, cursor: Cursor, stop: int) -> int:
+        """Return the first offset of a group from a cursor on that is not measured yet; `stop` where all are."""
+        at = cursor.offset
+        while at < stop and (chunk := self._buffer.covering(Cursor(cursor.epoch, cursor.group, at))) is not None:
+            at = chunk.stop
+        return min(at, stop)
+
+    def read(self, cursor: Cursor, group: Group, count: int) -> Stretch:
+        """Read rows of a group; several groups may be read at once, each by one caller."""
+        key = (cursor.epoch, cursor.group)
+        with self.reading(key):
+            reader = self._readers.get(key)
+            if reader is None or reader.offset != cursor.offset:
+                while len(self._readers) >= self.open_groups:
+                    self._readers.pop(min(list(self._readers)), None)
+                reader = self._readers[key] = GroupReader(group, self._files, cursor.offset)
+            rows, numbers = reader.read(count)  # (5) new samples are read into the buffer
+        if reader.offset == group.num_rows:
+            self._readers.pop(key, None)  # nothing of a finished group stays open
+        return Stretch(cursor, rows, numbers)
+
+    def keep(self, measured: tuple[Chunk, list[Fault]]) -> Chunk:
+        """Count what was found in measured rows, and take them into the read buffer."""
+        chunk, faults = measured
+        self._seen += len(chunk.meta)
+        self._note(chunk.meta, faults, self._bad, self._telemetry.bad_sample)
+        self._check_tolerance()
+        self._buffer.add(chunk)
+        return chunk
 
     def loader_do_plan(self, order: LoaderOrder) -> Staged:
         """Pop the planned samples from the buffer."""
@@ -227,7 +280,7 @@ class SourceLoader:
 
     def rest(self, cursor: Cursor) -> None:
         """Keep nothing but what planned steps still need: a source that is not drawn costs no reader or index."""
-        self._reader = None
+        self._readers.clear()
         self._resting = cursor
         self._drop_if_resting()
         self._order.forget()
@@ -238,17 +291,18 @@ class SourceLoader:
             self._buffer = ReadBuffer()
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def reading(self, key: tuple[int, int] | None = None) -> Iterator[None]:
         """Name the source in the error of a file that cannot be read."""
         try:
             yield
         except (ReaderError, SourceError) as error:
-            self._reader = None  # it may have come half-way
+            if key is not None:
+                self._readers.pop(key, None)  # it may have come half-way
             error.source = self._source.name
             raise
 
     def _after_group(self, cursor: Cursor) -> tuple[Cursor, bool]:
-        with self._reading():
+        with self.reading():
             group = self._order.next_group(cursor.epoch, cursor.group)
         if group != NO_GROUP:
             return Cursor(cursor.epoch, group, 0), False
@@ -258,7 +312,7 @@ class SourceLoader:
         if cursor.group != BEGIN:
             self._check_inside(cursor)
             return cursor
-        with self._reading():
+        with self.reading():
             group = self._order.first_group(cursor.epoch)
         if group == NO_GROUP:
             raise SourceError(
@@ -269,7 +323,7 @@ class SourceLoader:
 
     def _check_inside(self, cursor: Cursor) -> None:
         epoch, group, offset = cursor
-        with self._reading():
+        with self.reading():
             inside = self._order.has_group(epoch, group) and offset < self._order.group(epoch, group).num_rows
         if not inside:
             raise StateError(
@@ -297,28 +351,15 @@ class SourceLoader:
         """Return the chunk that holds a row; a new one reads on to about `stop`."""
         chunk = self._buffer.covering(cursor)
         if chunk is None:
-            chunk = self._read_chunk(cursor, stop)
-            self._buffer.add(chunk)
+            with self.reading():
+                group = self._order.group(cursor.epoch, cursor.group)
+            rows = rows_at_once(group, stop - cursor.offset)
+            chunk = self.keep(self.measure(self.read(cursor, group, rows)))
         return chunk
 
-    def _read_chunk(self, cursor: Cursor, stop: int) -> Chunk:
-        where = (cursor.epoch, cursor.group)
-        with self._reading():
-            if self._reader is None or self._reader[:2] != where or self._reader[2].offset != cursor.offset:
-                group = self._order.group(*where)
-                self._reader = (*where, GroupReader(group, self._files, cursor.offset))
-            reader = self._reader[2]
-            row_bytes = max(reader.group.row_bytes, 1.0)
-            most = max(1, min(CHUNK_ROWS, int(CHUNK_BYTES / row_bytes)))
-            ahead = min(AHEAD_ROWS, int(AHEAD_BYTES / row_bytes))
-            # (5) new samples are read into the buffer
-            rows, numbers = reader.read(min(most, max(stop - cursor.offset, ahead)))
-        if reader.offset == reader.group.num_rows:
-            self._reader = None  # nothing of a finished group stays open
-        meta, measured = self._measure(cursor, rows, numbers)
-        return Chunk(cursor.epoch, cursor.group, cursor.offset, meta, measured.kept, measured.margin)
-
-    def _measure(self, cursor: Cursor, rows: RowBatch, numbers: npt.NDArray[np.int64]) -> tuple[MetaArray, Measured]:
+    def measure(self, stretch: Stretch) -> tuple[Chunk, list[Fault]]:
+        """Measure rows that were read; touches nothing of the loader, so several workers may do this at once."""
+        cursor, rows, numbers = stretch.cursor, stretch.rows, stretch.numbers
         lengths = self._lengths(rows, numbers) if self._lengths else None
         seeds = hash64(derive(self._seed, "augment", self._source.name, cursor.epoch), numbers)
         given_up = self._give_up(rows, numbers)
@@ -341,12 +382,10 @@ class SourceLoader:
         meta["tokens"] = delivered
         meta["loss_tokens"] = labels
         if images is not None and measured.images.any():
-            _count_images(meta, images)
-        meta["bytes"] = _row_bytes(measured.kept, len(numbers))
-        self._seen += len(numbers)
-        self._note(meta, measured.faults, self._bad, self._telemetry.bad_sample)
-        self._check_tolerance()
-        return meta, measured
+            count_images(meta, images)
+        meta["bytes"] = row_bytes_of(measured.kept, len(numbers))
+        chunk = Chunk(cursor.epoch, cursor.group, cursor.offset, meta, measured.kept, measured.margin)
+        return chunk, measured.faults
 
     def _give_up(self, rows: RowBatch, numbers: npt.NDArray[np.int64]) -> list[Fault]:
         """Mark rows with a verdict as bad, so that nobody runs them again; return them with the reasons."""
@@ -386,46 +425,8 @@ class SourceLoader:
                 )
 
 
-def _row_bytes(kept: RowBatch, count: int) -> npt.NDArray[np.int64]:
-    total = np.zeros(count, np.int64)
-    for column in kept.values():
-        total += column.lengths * column.values.itemsize if hasattr(column, "lengths") else 0  # type: ignore[union-attr]
-    return total
-
-
-def media_items(measured: Measured) -> tuple[Pieces | None, Pieces | None]:
-    """Return every image, clip and sound by its placeholders, and with the tokens around it that go with it."""
-    if "media_start" not in measured.kept:
-        return None, None
-    start = ragged_column(measured.kept, "media_start")
-    rows = np.repeat(np.arange(len(start)), start.lengths).astype(np.int32)
-    first, length = flat(start), flat(ragged_column(measured.kept, "media_length"))
-    before, behind = measured.margin
-    return Pieces(rows, first, length), Pieces(rows, first - before, length + before + behind)
-
-
-def _count_images(meta: MetaArray, images: Pieces) -> None:
-    """Count the images that are delivered; those of a sample that does not just begin with one are listed."""
-    kept = images.start.astype(np.int64) + images.length <= meta["tokens"][images.sample]
-    sample = images.sample[kept]
-    meta["image_tokens"] = np.bincount(sample, images.length[kept], len(meta))
-    meta["images"] = np.bincount(sample, minlength=len(meta))
-    simple = (meta["images"] <= 1) & (np.bincount(sample, images.start[kept], len(meta)) == 0)
-    meta["items"] = ~simple
-
-
-def _listed_items(meta: MetaArray, parts: list[tuple[MetaArray, Chunk]]) -> npt.NDArray[np.int32] | None:
-    """List the images of samples that do not just begin with one, and let their metadata point into the list."""
-    if not meta["items"].any():
-        return None
-    found: list[npt.NDArray[np.int32]] = []
-    for part, chunk in parts:
-        rows = np.flatnonzero(part["items"])
-        start, length = ragged_column(chunk.kept, "media_start"), ragged_column(chunk.kept, "media_length")
-        # Images come in the order of their tokens: those that the overlength policy leaves out are the last.
-        places = expand_ranges(start.offsets[rows + int(part["offset"][0]) - chunk.offset], part["images"][rows])
-        margins = np.broadcast_to(np.array(chunk.margin), (len(places), 2))
-        found.append(np.concatenate([np.stack([start.values[places], length.values[places]], axis=1), margins], axis=1))
-    listed = np.flatnonzero(meta["items"])
-    meta["items"][listed] = 1 + offsets_of(meta["images"][listed])[:-1]
-    return np.concatenate(found).astype(np.int32)
+def rows_at_once(group: Group, wanted: int) -> int:
+    """Return how many rows are read and measured at once, where so many are wanted."""
+    row_bytes = max(group.row_bytes, 1.0)
+    most = max(1, min(CHUNK_ROWS, int(CHUNK_BYTES / row_bytes)))
+    return min(most, max(wanted, min(AHEAD_ROWS, int(AHEAD_BYTES / row_bytes))))

@@ -28,7 +28,7 @@ from overlord.runtimes.peers import Blobs
 from overlord.runtimes.planner_host import Pace
 from overlord.runtimes.process_workers import ProcessWorkers
 from overlord.runtimes.switchboard import Switchboard
-from overlord.runtimes.workers import ThreadWorkers
+from overlord.runtimes.workers import Hands, ThreadWorkers
 from overlord.storage import StorageOptions
 from overlord.stores.places import Place, open_place
 from overlord.transforms.isolation import Isolate
@@ -43,6 +43,12 @@ class Means:
         workers = ThreadWorkers(count, f"overlord-{name}")
         ends.callback(workers.close)
         return workers
+
+    def hands(self, threads: int, lanes: int, ends: contextlib.ExitStack) -> Hands:
+        """Return who does the work of a loader host, until the role ends."""
+        hands = Hands.of_threads(threads, lanes)
+        ends.callback(hands.close)
+        return hands
 
     def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
         """Return what brings Python code into process workers, until the role ends."""

@@ -31,13 +31,16 @@ from overlord.roles.ports import Loaders
 from overlord.roles.source_loader import SourceLoader
 from overlord.roles.verdicts import VerdictBook
 from overlord.runtimes.cluster_placement import ClusterOptions
+from overlord.runtimes.crews import Crew
 from overlord.runtimes.history import Beginning, History, draw_again, earlier_states, open_store, read_history
+from overlord.runtimes.lanes import CrewWorkers
 from overlord.runtimes.loader_fleet import LoaderFleet
 from overlord.runtimes.numbering import canonical, names_to_come, with_newcomers
 from overlord.runtimes.opening import Progress, index_first_windows, known_lengths, open_sources, order_of
 from overlord.runtimes.parking import OnSourceFailure, Patience
 from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
 from overlord.runtimes.warming import warm_job
+from overlord.runtimes.workers import Hands
 from overlord.transforms.chat import inline_templates
 from overlord.transforms.isolation import Isolate
 from overlord.transforms.per_microbatch import PackingJob
@@ -57,6 +60,11 @@ class LaunchOptions:
     """The mesh of the first step; while the service runs, `reshard` may give others."""
     prefetch: int = 2
     loaders_per_source: int = 1
+    """Workers of each source that prepare its samples ahead; one works only when it is asked."""
+    workers: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Workers of sources for which that number does not hold; they all work ahead."""
+    lanes: int = 64
+    """Workers of all sources of a host that may run at the same time."""
     budget_bytes: int = 512 << 20
     """Most bytes of payloads and views held ahead of the trainers."""
     threads: int = 2
@@ -175,8 +183,7 @@ def deploy(
     job: Job,
     options: LaunchOptions,
     store: str,
-    callers: Workers,
-    workers: Workers,
+    hands: Hands,
     progress: Progress | None = None,
     isolate: Isolate | None = None,
 ) -> Roles:
@@ -186,8 +193,7 @@ def deploy(
         job: The job.
         options: The launch.
         store: Where the journal and the snapshots go.
-        callers: Runs calls to loaders side by side (they wait for I/O).
-        workers: Runs leaf work (decoding).
+        hands: Who does the work.
         progress: Told how far the opening is.
         isolate: Brings Python code that holds the interpreter into process workers.
     """
@@ -195,19 +201,19 @@ def deploy(
     try:
         prepared = prepare(job, options, isolate, beginning.numbering)
         job = prepared.job
-        files = open_files(prepared, range(len(job.sources)), callers, progress)
+        files = open_files(prepared, range(len(job.sources)), hands.callers, progress)
         listings = {source.name: files[number] for number, source in enumerate(job.sources)}
         facts = {name: SourceFacts.of(opened) for name, opened in listings.items()}
         standing = where_it_stands(prepared, facts, beginning)
-        index_first_windows(job, files, *first_needs(job, facts, standing.state), callers, progress)
+        index_first_windows(job, files, *first_needs(job, facts, standing.state), hands.callers, progress)
         history = read_history(job, claimed, beginning, standing.given)
-        fleet = make_fleet(prepared, files, history.verdicts, callers, workers)
+        fleet = make_fleet(prepared, files, history.verdicts, hands)
         fleet.restore(beginning.loaders)
         planner = start_planner(prepared, fleet, standing, facts, history)
     except BaseException:
         claimed.close()
         raise
-    constructor = make_constructor(prepared, fleet, workers)
+    constructor = make_constructor(prepared, fleet, hands.leaf)
     return Roles(job, planner, constructor, fleet, listings, prepared, history.verdicts, planner.close)
 
 
@@ -282,41 +288,42 @@ def first_needs(job: Job, facts: Mapping[str, SourceFacts], state: StreamState) 
 
 
 def make_fleet(
-    prepared: Prepared, files: Mapping[int, SourceFiles], verdicts: VerdictBook, callers: Workers, workers: Workers
+    prepared: Prepared, files: Mapping[int, SourceFiles], verdicts: VerdictBook, hands: Hands
 ) -> LoaderFleet:
     """Make the SourceLoaders of open sources."""
-    loaders = {number: make_loaders(prepared, number, opened, verdicts, workers) for number, opened in files.items()}
+    crews = {number: make_crew(prepared, number, opened, verdicts, hands) for number, opened in files.items()}
     patience = Patience() if prepared.options.on_source_failure != "stop" else None
-    return LoaderFleet(loaders, callers, patience)
+    return LoaderFleet(crews, hands.callers, patience)
 
 
-def make_loaders(
-    prepared: Prepared, number: int, opened: SourceFiles, verdicts: VerdictBook, workers: Workers
-) -> list[SourceLoader]:
-    """Make the SourceLoaders of one open source."""
+def make_crew(prepared: Prepared, number: int, opened: SourceFiles, verdicts: VerdictBook, hands: Hands) -> Crew:
+    """Make the SourceLoader of one open source, with its workers."""
     job, options = prepared.job, prepared.options
     source = job.sources[number]
     sidecars = LengthSidecars(Path(options.cache) / "lengths")
     choice = PlacementChoice(options.placement, threading.Lock())
     lengths = known_lengths(source, opened, sidecars, prepared.tokenizer_digest)
-    return [
-        SourceLoader(
-            number,
-            source,
-            opened,
-            order_of(job, source, opened),
-            prepared.transforms[number],
-            seed=job.seed,
-            context_length=job.batch.context_length,
-            overlength=job.overlength,
-            lengths=lengths,
-            workers=workers,
-            telemetry=FaultLog(),
-            placement=choice,
-            verdicts=verdicts,
-        )
-        for _ in range(options.loaders_per_source)
-    ]
+    count = options.workers.get(source.name, options.loaders_per_source)
+    ahead = count > 1 or source.name in options.workers
+    helpers = CrewWorkers(hands.lanes) if ahead else None
+    loader = SourceLoader(
+        number,
+        source,
+        opened,
+        order_of(job, source, opened),
+        prepared.transforms[number],
+        seed=job.seed,
+        context_length=job.batch.context_length,
+        overlength=job.overlength,
+        lengths=lengths,
+        workers=helpers or hands.leaf,
+        telemetry=FaultLog(),
+        placement=choice,
+        verdicts=verdicts,
+    )
+    if not ahead:
+        return Crew(loader)
+    return Crew(loader, order_of(job, source, opened), hands.lanes, count, helpers)
 
 
 def make_constructor(prepared: Prepared, loaders: Loaders, workers: Workers) -> DataConstructor:

@@ -29,7 +29,7 @@ from overlord.runtimes.parking import ReturnWatch
 from overlord.runtimes.planner_answers import SourceChange, change_source
 from overlord.runtimes.saving import Saver
 from overlord.runtimes.status import describe_roles
-from overlord.runtimes.workers import SerialWorkers
+from overlord.runtimes.workers import Hands
 from overlord.transforms.packed import PackedMicrobatch
 from overlord.transforms.step_samples import StepSamples
 
@@ -53,11 +53,11 @@ class InlineService:
         self._positions: dict[int, int] = {}
         self._reached: dict[int, int] = {}
         self._roles: Roles | None = None
-        workers = SerialWorkers()
+        hands = Hands.of_caller()
         try:
-            self._roles = deploy(job, options, options.store or f"{self._scratch}", workers, workers, progress)
+            self._roles = deploy(job, options, options.store or f"{self._scratch}", hands, progress)
             self._saver = Saver(self._roles.planner, self._roles.fleet, nullcontext(), most_steps=options.keep // 2)
-            self._newcomers = Newcomers(self._roles, workers, workers)
+            self._newcomers = Newcomers(self._roles, hands)
             self._watch = ReturnWatch(self._roles.planner, options.on_source_failure)
             plan_first_step(self._roles.planner)
             self._watch.due()

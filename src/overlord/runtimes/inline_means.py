@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from overlord.errors import StoreError
 from overlord.runtimes.cluster_role import Means
 from overlord.runtimes.planner_host import Pace
-from overlord.runtimes.workers import SerialWorkers
+from overlord.runtimes.workers import Hands, SerialWorkers
 from overlord.storage import StorageOptions
 from overlord.stores.places import Appender, Place, open_place
 from overlord.transforms.isolation import Isolate
@@ -52,6 +52,9 @@ class SerialMeans(Means):
 
     def workers(self, count: int, name: str, ends: contextlib.ExitStack) -> Workers:
         return SerialWorkers()
+
+    def hands(self, threads: int, lanes: int, ends: contextlib.ExitStack) -> Hands:
+        return Hands.of_caller()
 
     def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
         return self._isolate

@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from overlord.core.messages import LoaderOrder, Media, MetaDelta, MetaRequest, Payload
+from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest
 from overlord.core.plan import LoadingPlan
-from overlord.core.ragged import Ragged
 from overlord.core.samples import Cursor
 from overlord.roles.ports import Collect, Workers
 from overlord.roles.shadow_loader import ShadowLoader
-from overlord.roles.source_loader import Met, SourceLoader, Staged
+from overlord.roles.source_loader import Met, Staged
+from overlord.runtimes.crews import Crew, Part
 from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.parking import Patience
 
-LOADER_THREADS = 16
-"""Calls to the loaders of one host that may wait for storage at the same time."""
-
 
 class LoaderFleet:
-    """The SourceLoaders of a host by the number of their source; a group belongs to one loader of its source."""
+    """The SourceLoaders of a host by the number of their source, each with its workers."""
 
-    def __init__(
-        self, loaders: Mapping[int, Sequence[SourceLoader]], workers: Workers, patience: Patience | None = None
-    ) -> None:
-        self._loaders: dict[int, Sequence[SourceLoader]] = {}
-        self._locks: dict[int, list[threading.Lock]] = {}
-        self._workers = workers
+    def __init__(self, crews: Mapping[int, Crew], callers: Workers, patience: Patience | None = None) -> None:
+        self._crews: dict[int, Crew] = {}
+        self._callers = callers
         self._patience = patience
-        self._handed_over: dict[int, int] = {}
-        self._shadows: dict[int, list[ShadowLoader]] = {}
-        for source, of_source in loaders.items():
-            self.add(source, of_source)
+        self._shadows: dict[int, ShadowLoader] = {}
+        for source, crew in crews.items():
+            self.add(source, crew)
 
-    def add(self, source: int, loaders: Sequence[SourceLoader]) -> None:
-        """Take in the loaders of a source that has come."""
-        self._locks[source] = [threading.Lock() for _ in loaders]
-        self._handed_over[source] = 0
-        self._shadows[source] = [ShadowLoader(one) for one in loaders]
-        self._loaders = {**self._loaders, source: loaders}  # others may be looking through the old ones
+    def add(self, source: int, crew: Crew) -> None:
+        """Take in the loader of a source that has come."""
+        self._shadows[source] = ShadowLoader(crew.loader)
+        self._crews = {**self._crews, source: crew}  # others may be looking through the old ones
 
     def drop(self, source: int) -> None:
-        """Forget the loaders of a source that nothing was drawn from."""
-        self._loaders = {number: loaders for number, loaders in self._loaders.items() if number != source}
+        """Forget the loader of a source that nothing was drawn from."""
+        self._crews = {number: crew for number, crew in self._crews.items() if number != source}
+
+    def resize(self, workers: Mapping[int, int], parts: Mapping[int, Part] | None = None) -> None:
+        """Change how many workers sources have here, and which of their groups they prepare."""
+        for source, count in workers.items():
+            if source in self._crews:
+                self._crews[source].resize(count, (parts or {}).get(source))
 
     def interrupt(self) -> None:
         """Let nobody wait any longer for a source that cannot be read."""
@@ -57,17 +52,11 @@ class LoaderFleet:
     @property
     def sources(self) -> Sequence[int]:
         """The sources that are loaded here."""
-        return tuple(self._loaders)
+        return tuple(self._crews)
 
     def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
-        """Ask the loader that owns each request's group."""
-
-        def ask(request: MetaRequest) -> MetaDelta:
-            owner = self._owner(request.source, request.cursor.group)
-            with self._locks[request.source][owner]:
-                return self._loaders[request.source][owner].summary_buffer(request)
-
-        return self._workers.map(ask, requests)
+        """Ask the loader of each request's source."""
+        return self._callers.map(lambda request: self._crews[request.source].summary_buffer(request), requests)
 
     def loader_do_plan(self, plan: LoadingPlan, ranks: Collection[int]) -> Collect:
         """Hand over what a plan draws from the sources of this host; all of it, whichever ranks ask."""
@@ -75,132 +64,70 @@ class LoaderFleet:
 
     def drawn(self, plan: LoadingPlan) -> list[int]:
         """Return the sources of this host that a plan draws from."""
-        return [s for s in np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist() if s in self._loaders]
+        return [s for s in np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist() if s in self._crews]
 
     def hand_over(self, orders: Sequence[LoaderOrder]) -> Collect:
-        """Split orders by the owner of each group, pop now, and join what is finished when collected."""
-        runs = [run for order in orders for run in self._runs(order)]
+        """Pop planned samples now, and finish them when they are collected."""
 
-        def pop(run: tuple[int, LoaderOrder]) -> Staged:
-            owner, order = run
-
+        def pop(order: LoaderOrder) -> Staged:
             def take() -> Staged:
-                with self._locks[order.source][owner]:
-                    return self._loaders[order.source][owner].loader_do_plan(order)
+                return self._crews[order.source].pop(order)
 
             return take() if self._patience is None else self._patience.until_read(take)
 
-        def finish(run: tuple[int, Staged]) -> Payload:
-            owner, staged = run
-            loader = self._loaders[staged.order.source][owner]
-            done = loader.finish(staged)
-            with self._locks[staged.order.source][owner]:
-                payload = loader.hand_over(staged, done)
-                self._handed_over[payload.source] += payload.nbytes
-                return payload
-
-        staged = self._workers.map(pop, runs)
-
-        def collect() -> list[Payload]:
-            done = self._workers.map(finish, [(owner, one) for (owner, _), one in zip(runs, staged, strict=True)])
-            of_source: dict[int, list[Payload]] = {order.source: [] for order in orders}
-            for payload in done:
-                of_source[payload.source].append(payload)
-            return [join_runs(parts) for parts in of_source.values()]
-
-        return collect
+        staged = self._callers.map(pop, orders)
+        return lambda: self._callers.map(lambda one: self._crews[one.order.source].finish(one), staged)
 
     def follow(self, requests: Sequence[MetaRequest], passed: Mapping[int, Cursor]) -> None:
         """Repeat what the primaries of some sources were asked for: they are shadowed here."""
 
         def repeat(source: int) -> None:
-            for number, shadow in enumerate(self._shadows[source]):
-                mine = [r for r in requests if r.source == source and self._owner(source, r.cursor.group) == number]
-                with self._locks[source][number]:
-                    shadow.follow(mine, passed.get(source))
+            mine = [request for request in requests if request.source == source]
+            self._crews[source].alone(lambda _: self._shadows[source].follow(mine, passed.get(source)))
 
-        self._workers.map(repeat, sorted({request.source for request in requests} | set(passed)))
+        self._callers.map(repeat, sorted({request.source for request in requests} | set(passed)))
 
     def rest(self, cursors: Mapping[int, Cursor]) -> None:
         """Let the loaders of some sources drop what they hold."""
         for source, cursor in cursors.items():
-            for loader, lock in zip(self._loaders[source], self._locks[source], strict=True):
-                with lock:
-                    loader.rest(cursor)
+            self._crews[source].rest(cursor)
         give_back_freed_memory()
 
     def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
         """Let the loaders count samples whose media do not decode; beyond a source's tolerance this raises."""
         for source in sorted({fault[0] for fault in faults}):
-            loader, lock = self._loaders[source][0], self._locks[source][0]
-            with lock:
-                loader.note_faults([(row, epoch, reason) for at, row, epoch, reason in faults if at == source])
+            mine = [(row, epoch, reason) for at, row, epoch, reason in faults if at == source]
+            self._crews[source].alone(lambda loader, mine=mine: loader.note_faults(mine))  # type: ignore[misc]
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes in the read buffers of all loaders."""
-        return sum(one.buffer_bytes for of_source in self._loaders.values() for one in of_source)
+        return sum(crew.loader.buffer_bytes for crew in self._crews.values())
 
     def status(self) -> dict[int, dict[str, Any]]:
-        """Return what each source's loaders hold and have met."""
-        met = {number: Met.joined([one.met for one in of_source]) for number, of_source in self._loaders.items()}
+        """Return what each source's loader holds and has met."""
+        met = {number: crew.alone(lambda loader: loader.met) for number, crew in self._crews.items()}
         return {
             number: {
-                "decoded_in": of_source[0].placement.where,
-                "decoded_ratio": of_source[0].placement.ratio,
-                "handed_over_bytes": self._handed_over[number],
-                "loaders": len(of_source),
-                "followed": sum(one.followed for one in self._shadows[number]),
-                "buffer_bytes": sum(one.buffer_bytes for one in of_source),
+                "decoded_in": crew.loader.placement.where,
+                "decoded_ratio": crew.loader.placement.ratio,
+                **crew.status(),
+                "followed": self._shadows[number].followed,
+                "buffer_bytes": crew.loader.buffer_bytes,
                 "bad": len(met[number].bad),
                 "wrong_length": len(met[number].wrong_lengths),
             }
-            for number, of_source in self._loaders.items()
+            for number, crew in self._crews.items()
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what each source's loaders have met, by the source's name: what a restart would count anew."""
-        found: dict[str, Any] = {}
-        for number, of_source in self._loaders.items():
-            met: list[Met] = []
-            for loader, lock in zip(of_source, self._locks[number], strict=True):
-                with lock:
-                    met.append(loader.met)
-            found[of_source[0].name] = Met.joined(met).to_json()
-        return found
+        """Return what each source's loader has met, by the source's name: what a restart would count anew."""
+        return {crew.loader.name: crew.alone(lambda loader: loader.met).to_json() for crew in self._crews.values()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take over what other loaders of these sources had met; the first loader of a source counts it."""
-        for number, of_source in self._loaders.items():
-            given = snapshot.get(of_source[0].name)
+        """Take over what other loaders of these sources had met."""
+        for crew in self._crews.values():
+            given = snapshot.get(crew.loader.name)
             if given is not None:
-                with self._locks[number][0]:
-                    of_source[0].take_over(Met.from_json(given))
-
-    def _owner(self, source: int, group: int) -> int:
-        return max(group, 0) % len(self._loaders[source])
-
-    def _runs(self, order: LoaderOrder) -> list[tuple[int, LoaderOrder]]:
-        count = len(self._loaders[order.source])
-        owners = np.maximum(order.meta["group"], 0) % count
-        bounds = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
-        # A run must not let go of the later runs of its own loader: it ends where the next run begins.
-        ends = [Cursor(*(int(order.meta[name][b]) for name in Cursor._fields)) for b in bounds[1:-1]] + [order.end]
-        return [
-            (int(owners[a]), LoaderOrder(order.step, order.source, order.meta[a:b], end, order.open_media))
-            for (a, b), end in zip(itertools.pairwise(bounds), ends, strict=True)
-        ]
-
-
-def join_runs(parts: Sequence[Payload]) -> Payload:
-    """Join the payloads of one source and step that came from several loaders."""
-    if len(parts) == 1:
-        return parts[0]
-    media = [p.media for p in parts if p.media is not None]
-    return Payload(
-        step=parts[0].step,
-        source=parts[0].source,
-        tokens=Ragged.concat([p.tokens for p in parts]),
-        loss=Ragged.concat([p.loss for p in parts]),
-        media=Media.concat(media) if media else None,
-    )
+                met = Met.from_json(given)
+                crew.alone(lambda loader, met=met: loader.take_over(met))  # type: ignore[misc]

@@ -25,7 +25,6 @@ from overlord.runtimes.frames import (
     payloads_to_frame,
     requests_from_frame,
 )
-from overlord.runtimes.loader_fleet import LOADER_THREADS
 from overlord.runtimes.loader_host import LoaderHost
 from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.newcomers import open_newcomer, prepare_newcomer, without_newcomer
@@ -40,14 +39,13 @@ class LoaderRole(ClusterRole):
         """Open the sources of this host; tell what a planner must know of them."""
         self._done = [0, 0]
         isolate = self._means.isolate(self._options.threads, self._ends)
-        self._callers = self._workers_for("loaders", LOADER_THREADS)
-        self._workers = self._workers_for("workers")
+        self._hands = self._means.hands(self._options.threads, self._options.lanes, self._ends)
         prepared = prepare(self._job, self._options, isolate)
         first, added = len(prepared.job.sources), open_frame(frame)[0].get("added", ())
         self._prepared = self._with_added(prepared, frame)
         mine = [first + at for at, one in enumerate(added) if one["mine"]]
         held = sorted({*self._site["sources"], *self._site["shadows"], *mine})
-        self._files = open_files(self._prepared, held, self._callers, self._count)
+        self._files = open_files(self._prepared, held, self._hands.callers, self._count)
         names = self._prepared.job.names
         facts = {names[number]: SourceFacts.of(files) for number, files in self._files.items()}
         return frame_of({"facts": {n: [f.format, f.listing, f.total_bytes] for n, f in facts.items()}})
@@ -60,9 +58,9 @@ class LoaderRole(ClusterRole):
         """Index the files that the first step reaches, and make the loaders."""
         given, job = open_frame(frame)[0], self._prepared.job
         cursors = [Cursor(*cursor) for cursor in given["cursors"]]
-        index_first_windows(job, self._files, cursors, given["weights"], self._callers, self._count)
+        index_first_windows(job, self._files, cursors, given["weights"], self._hands.callers, self._count)
         self._verdicts = RemoteVerdicts(self._board, verdicts_from_json(given["verdicts"], job.names))
-        fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._callers, self._workers)
+        fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._hands)
         fleet.restore(given["snapshots"])
         self._ends.callback(fleet.interrupt)
         self._host = LoaderHost(fleet, hosts=self._site["hosts"], budget_bytes=self._options.budget_bytes // 2)
@@ -106,10 +104,10 @@ class LoaderRole(ClusterRole):
             if not given["mine"]:
                 self._prepared = prepare_newcomer(self._prepared, source)
                 return frame_of({})
-            new = open_newcomer(self._prepared, source, self._verdicts, self._callers, self._workers)
+            new = open_newcomer(self._prepared, source, self._verdicts, self._hands)
             self._prepared = new.prepared
             self._files[new.number] = new.files
-            self._fleet.add(new.number, new.loaders)
+            self._fleet.add(new.number, new.crew)
         number = self._prepared.job.names.index(source.name)
         if number not in self._files:
             return frame_of({})

@@ -18,7 +18,6 @@ import cloudpickle
 from overlord.core.specs import Job
 from overlord.runtimes.constructor_host import ConstructorHost
 from overlord.runtimes.deployment import LaunchOptions, deploy, plan_first_step
-from overlord.runtimes.loader_fleet import LOADER_THREADS
 from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.newcomers import Newcomers
 from overlord.runtimes.opening import Progress
@@ -26,7 +25,7 @@ from overlord.runtimes.planner_host import PlannerHost
 from overlord.runtimes.process_workers import ProcessWorkers
 from overlord.runtimes.service_main import SERVED, run_service
 from overlord.runtimes.status import describe_roles
-from overlord.runtimes.workers import ThreadWorkers
+from overlord.runtimes.workers import Hands
 
 TELL_S = 0.1
 """The launcher is not told more often how far the clients are."""
@@ -38,17 +37,15 @@ class LocalHost:
     """Everything that runs in the service process."""
 
     def __init__(self, job: Job, options: LaunchOptions, folder: Path, tell: Progress) -> None:
-        self._callers = ThreadWorkers(LOADER_THREADS, "overlord-loaders")
-        self._workers = ThreadWorkers(options.threads, "overlord-workers")
+        self._hands = Hands.of_threads(options.threads, options.lanes)
         self._processes = ProcessWorkers(options.threads)
         store = options.store or str(folder / "store")
         try:
             isolate = self._processes.isolate
-            roles = deploy(job, options, store, self._callers, self._workers, tell, isolate)
+            roles = deploy(job, options, store, self._hands, tell, isolate)
             plan_first_step(roles.planner)
         except BaseException:
-            self._callers.close()
-            self._workers.close()
+            self._hands.close()
             self._processes.close()
             raise
         give_back_freed_memory()  # footers and listings of hundreds of sources were just parsed
@@ -57,7 +54,7 @@ class LocalHost:
             lambda positions, view_bytes: describe_roles(roles, "local", positions, view_bytes),
             roles.fleet,
             keep=options.keep,
-            add_source=Newcomers(roles, self._callers, self._workers).add,
+            add_source=Newcomers(roles, self._hands).add,
             on_source_failure=options.on_source_failure,
         )
         self._fleet, progress = roles.fleet, _Progress(tell)
@@ -70,7 +67,7 @@ class LocalHost:
         """End all threads and let go of everything, whatever of it fails."""
         with contextlib.ExitStack() as ends:
             # The planner ends first of these: a last snapshot may have to ask the loaders.
-            for end in (self._processes.close, self._workers.close, self._callers.close, self._planner.close):
+            for end in (self._processes.close, self._hands.close, self._planner.close):
                 ends.callback(end)
             # A function that hangs in a process worker must not keep a service from closing.
             hurry = threading.Timer(PATIENCE_S, self._processes.close)

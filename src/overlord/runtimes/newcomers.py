@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +21,14 @@ from overlord.errors import SpecError
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.inputs import source_to_json
 from overlord.roles.planner import Planner
-from overlord.roles.source_loader import SourceLoader
 from overlord.roles.verdicts import VerdictBook
+from overlord.runtimes.crews import Crew
 from overlord.runtimes.deployment import (
     Prepared,
     Roles,
     SourceFacts,
     base_weights,
-    make_loaders,
+    make_crew,
     open_files,
     parts_of,
     transform_of,
@@ -37,8 +37,8 @@ from overlord.runtimes.numbering import canonical
 from overlord.runtimes.opening import index_first_windows
 from overlord.runtimes.shapes import media_shape
 from overlord.runtimes.warming import warm_job
+from overlord.runtimes.workers import Hands
 from overlord.transforms.chat import inline_templates
-from overlord.transforms.per_sample import Workers
 from overlord.transforms.sample_kinds import reserve_placeholders
 from overlord.transforms.tokenize import TextTokenizer
 
@@ -50,7 +50,7 @@ class Newcomer:
     prepared: Prepared
     """The job with it: it has the last number."""
     files: SourceFiles
-    loaders: Sequence[SourceLoader]
+    crew: Crew
 
     @property
     def number(self) -> int:
@@ -95,9 +95,7 @@ def without_newcomer(prepared: Prepared) -> Prepared:
     return dataclasses.replace(prepared, job=job, transforms=prepared.transforms[:-1])
 
 
-def open_newcomer(
-    prepared: Prepared, source: Source, verdicts: VerdictBook, callers: Workers, workers: Workers
-) -> Newcomer:
+def open_newcomer(prepared: Prepared, source: Source, verdicts: VerdictBook, hands: Hands) -> Newcomer:
     """Open a source: its files are listed, its columns checked, its first files indexed.
 
     Raises:
@@ -105,21 +103,20 @@ def open_newcomer(
     """
     more = prepare_newcomer(prepared, source)
     number = len(more.job.sources) - 1
-    files = open_files(more, [number], callers)[number]
+    files = open_files(more, [number], hands.callers)[number]
     index_first_windows(
-        more.job, {number: files}, [Cursor(0, BEGIN, 0)] * (number + 1), [1.0] * (number + 1), callers, None
+        more.job, {number: files}, [Cursor(0, BEGIN, 0)] * (number + 1), [1.0] * (number + 1), hands.callers, None
     )
-    return Newcomer(more, files, make_loaders(more, number, files, verdicts, workers))
+    return Newcomer(more, files, make_crew(more, number, files, verdicts, hands))
 
 
 class Newcomers:
     """Lets sources come to the roles of one host."""
 
-    def __init__(self, roles: Roles, callers: Workers, workers: Workers) -> None:
+    def __init__(self, roles: Roles, hands: Hands) -> None:
         self._roles = roles
         self._prepared = roles.prepared
-        self._callers = callers
-        self._workers = workers
+        self._hands = hands
         self._turn = threading.Lock()
 
     def add(
@@ -144,14 +141,14 @@ class Newcomers:
             if made is not None:
                 return made
             self._roles.planner.sources.check_name(source.name)
-            new = open_newcomer(self._prepared, source, self._roles.verdicts, self._callers, self._workers)
+            new = open_newcomer(self._prepared, source, self._roles.verdicts, self._hands)
             with planning:
                 return self._admit(new, source.weight if weight is None else weight, at_step, change_id)
 
     def _admit(self, new: Newcomer, weight: float | None, at_step: int | None, change_id: str) -> int:
         roles = self._roles
         facts = {**roles.facts, new.source.name: SourceFacts.of(new.files)}
-        roles.fleet.add(new.number, new.loaders)
+        roles.fleet.add(new.number, new.crew)
         roles.constructor.add_source(new.prepared.transforms[-1].decoder)
         try:
             self._prepared, at = admit(roles.planner, new.prepared, facts, weight, at_step, change_id)

@@ -1,0 +1,366 @@
+"""The workers of one SourceLoader: they read and measure stretches of rows ahead of what is asked for.
+
+    reach       the groups of the order that are worked on: as many as there are workers, from the position on
+    stretch     some rows of a group: one worker reads them, then measures them while another one reads on
+    position    where the last request ended; whoever asks waits for the workers, and is the only one who moves it
+
+With slow transforms the workers share a group; with slow files each has a group of its own. How many there are can
+change between any two stretches: a newcomer takes the next stretch, and who is too many takes none.
+
+Rules of this file:
+1. What is prepared here is a cache: nothing of it changes the stream, and what fails is tried again by whoever asks.
+2. Only the source's own lock is held here, and never while something is read or measured.
+3. A worker that finds nothing to do ends; the next request calls it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
+from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
+from overlord.core.samples import Cursor
+from overlord.roles.source_loader import SourceLoader, Staged, rows_at_once
+from overlord.runtimes.lanes import CrewWorkers, Lanes
+
+logger = logging.getLogger("overlord")
+
+T = TypeVar("T")
+
+WORKER_BYTES = 8 << 20
+"""What one worker may hold ahead at most; a group that is larger is prepared as it is used."""
+STRETCH_S = 0.1
+"""A stretch should not take a worker much longer: whoever needs its first row waits for all of it."""
+FEW_ROWS = 32
+"""So many rows tell what a row costs."""
+
+_Key = tuple[int, int]
+"""(epoch, group)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The groups of a source's order that a host has: each `of`-th, from the `number`-th on."""
+
+    number: int = 0
+    of: int = 1
+
+    def has(self, group: int) -> bool:
+        """Whether a group is among them.
+
+        Example:
+            >>> [group for group in range(7) if Part(1, 3).has(group)]
+            [1, 4]
+        """
+        return max(group, 0) % self.of == self.number
+
+
+@dataclass(slots=True)
+class _Reach:
+    """A group that is worked on."""
+
+    key: _Key
+    group: Group
+    next: int
+    """The first row that nobody has taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A stretch that somebody has taken."""
+
+    key: _Key
+    group: Group
+    begin: int
+    stop: int
+
+
+class Crew:
+    """One SourceLoader with its workers, safe to be asked from several threads.
+
+    Args:
+        loader: The loader.
+        scout: The order of its source, for nobody but the workers.
+        lanes: What workers run on; None where the caller does everything when it is needed.
+        workers: How many there are at first.
+        helpers: Who finishes its samples, where that depends on the number of workers.
+    """
+
+    def __init__(
+        self,
+        loader: SourceLoader,
+        scout: SourceOrder | None = None,
+        lanes: Lanes | None = None,
+        workers: int = 1,
+        helpers: CrewWorkers | None = None,
+    ) -> None:
+        self.loader = loader
+        self._scout = scout
+        self._lanes = lanes if scout is not None else None
+        self._changed = threading.Condition(threading.RLock())
+        self._wanted = workers
+        self._running = 0
+        self._scouting = self._spoiled = self._resting = False
+        self._position: Cursor | None = None
+        self._part = Part()
+        self._reach: list[_Reach] = []
+        self._reading: set[_Key] = set()
+        self._taken: dict[_Key, list[tuple[int, int]]] = {}
+        self._helpers = helpers
+        self.handed_over = 0
+        """Bytes handed over."""
+        self.busy_s = 0.0
+        """Seconds that workers and callers have read, measured and finished."""
+        self.waited_s = 0.0
+        """Seconds that planner and constructors were held up by this source."""
+        self.prepared = 0
+        """Samples measured."""
+        self._tell_loader()
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are to be."""
+        return self._wanted
+
+    def resize(self, workers: int, part: Part | None = None) -> None:
+        """Change the number of workers, and which groups they work on ahead."""
+        with self._changed:
+            self._wanted = workers
+            if part is not None and part != self._part:
+                self._part, self._reach = part, []
+            self._tell_loader()
+            self._kick()
+
+    def _tell_loader(self) -> None:
+        self.loader.open_groups = self._wanted + 1 if self._lanes is not None else 1
+        if self._helpers is not None:
+            self._helpers.count = max(1, self._wanted)
+
+    # -- what is asked of a loader ------------------------------------------------------------------
+
+    def summary_buffer(self, request: MetaRequest) -> MetaDelta:
+        """Tell what is known of some samples; waits until the workers have them."""
+        began = time.perf_counter()
+        try:
+            while True:
+                with self._changed:
+                    self._resting = False
+                    if self._lanes is None:
+                        return self._asked(request)
+                    cursor, group = self.loader.wake(request.cursor)
+                    stop = min(cursor.offset + request.count, group.num_rows)
+                    at = self.loader.missing(cursor, stop)
+                    if at == stop:
+                        return self._asked(request)
+                    self._move_to(Cursor(cursor.epoch, cursor.group, at))
+                    if self._comes(cursor[:2], at):
+                        self._changed.wait(STRETCH_S)
+                        continue
+                    task = self._take(cursor[:2], group, at, stop)
+                self._do(task)
+                self._spoiled = False
+        finally:
+            took = time.perf_counter() - began
+            self.waited_s += took
+            self.busy_s += took if self._lanes is None else 0.0
+
+    def pop(self, order: LoaderOrder) -> Staged:
+        """Let planned samples leave the read buffer."""
+        with self._changed:
+            return self.loader.loader_do_plan(order)
+
+    def finish(self, staged: Staged) -> Payload:
+        """Finish planned samples, and count what went wrong."""
+        began = time.perf_counter()
+        done = self.loader.finish(staged)
+        with self._changed:
+            self.busy_s += time.perf_counter() - began
+            payload = self.loader.hand_over(staged, done)
+            self.handed_over += payload.nbytes
+            return payload
+
+    def alone(self, work: Callable[[SourceLoader], T]) -> T:
+        """Do something with the loader while nobody else does."""
+        with self._changed:
+            return work(self.loader)
+
+    def rest(self, cursor: Cursor) -> None:
+        """Drop what is held, and work on nothing until somebody asks."""
+        with self._changed:
+            self._position, self._reach, self._resting = None, [], True
+            self.loader.rest(cursor)
+
+    def status(self) -> dict[str, Any]:
+        """Return what was done here."""
+        with self._changed:
+            return {
+                "workers": self._wanted,
+                "samples_prepared": self.prepared,
+                "busy_s": round(self.busy_s + (self._helpers.helped_s if self._helpers else 0.0), 4),
+                "waited_s": round(self.waited_s, 4),
+                "handed_over_bytes": self.handed_over,
+            }
+
+    def _asked(self, request: MetaRequest) -> MetaDelta:
+        before = self.loader.met_count
+        delta = self.loader.summary_buffer(request)
+        self.prepared += self.loader.met_count - before
+        self._move_to(delta.next_cursor)
+        return delta
+
+    # -- workers ------------------------------------------------------------------------------------
+
+    def _move_to(self, position: Cursor) -> None:
+        """Work from here on."""
+        if self._lanes is None:
+            return
+        self._position = position
+        key = position[:2]
+        while self._reach and self._reach[0].key < key:
+            self._reach.pop(0)
+        if self._reach and self._reach[0].key != key and self._part.has(position.group) and position.group != BEGIN:
+            self._reach = []  # it went back
+        if self._reach and self._reach[0].key == key:
+            self._reach[0].next = max(self._reach[0].next, position.offset)
+        self._kick()
+
+    def _kick(self) -> None:
+        """Call as many workers as there is room for."""
+        while self._lanes is not None and self._running < self._wanted and self._has_work():
+            self._running += 1
+            if self._lanes.submit(self._work) is None:
+                self._running -= 1
+                self._lanes = None  # the host is closing: whoever asks works
+                return
+
+    def _work(self) -> None:
+        """Do one stretch, or look for the next group; then give way to the workers of other sources."""
+        with self._changed:
+            task = self._next() if self._running <= self._wanted else None
+            scouts = task is None and self._running <= self._wanted and self._may_scout()
+            self._scouting |= scouts
+        try:
+            if task is not None:
+                self._do(task)
+            elif scouts:
+                self._look_ahead()
+        except Exception as error:  # rule 1: whoever needs these rows meets the same error
+            logger.debug("source %s: working ahead failed: %s", self.loader.name, error)
+            with self._changed:
+                self._spoiled = True
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._kick()
+                self._changed.notify_all()
+
+    def _do(self, task: _Task) -> None:
+        """Read and measure a stretch, and keep it."""
+        began = time.perf_counter()
+        try:
+            try:
+                stretch = self.loader.read(Cursor(*task.key, task.begin), task.group, task.stop - task.begin)
+            finally:
+                with self._changed:
+                    self._reading.discard(task.key)
+                    self._kick()
+                    self._changed.notify_all()
+            measured = self.loader.measure(stretch)
+            with self._changed:
+                self.prepared += len(stretch.numbers)
+                if not self._resting:
+                    self.loader.keep(measured)
+        finally:
+            with self._changed:
+                self.busy_s += time.perf_counter() - began
+                self._taken[task.key].remove((task.begin, task.stop))
+                if not self._taken[task.key]:
+                    del self._taken[task.key]
+                self._changed.notify_all()
+
+    def _look_ahead(self) -> None:
+        """Find the group that comes next, which may mean that files are indexed."""
+        assert self._scout is not None
+        try:
+            with self._changed:
+                position, reach = self._position, list(self._reach)
+            if position is None:
+                return
+            key, begin = (reach[-1].key, 0) if reach else (position[:2], position.offset)
+            with self.loader.reading():
+                found = self._follow(key, begin, inclusive=not reach)
+            with self._changed:
+                same = self._position is not None and [one.key for one in self._reach] == [one.key for one in reach]
+                if same and found is not None:
+                    self._reach.append(found)
+        finally:
+            with self._changed:
+                self._scouting = False
+
+    def _follow(self, key: _Key, begin: int, *, inclusive: bool) -> _Reach | None:
+        """Return the group at a key, or the next one behind it, among those that are worked on here."""
+        assert self._scout is not None
+        epoch, number = key
+        empty = 0
+        while empty < 2:
+            if number == BEGIN:
+                number = self._scout.first_group(epoch)
+            elif not inclusive:
+                number, begin = self._scout.next_group(epoch, number), 0
+            if number == NO_GROUP:
+                epoch, number, begin, inclusive, empty = epoch + 1, BEGIN, 0, True, empty + 1
+                continue
+            if self._part.has(number):
+                return _Reach((epoch, number), self._scout.group(epoch, number), begin)
+            inclusive = False
+        return None
+
+    def _has_work(self) -> bool:
+        if self._position is None or self._spoiled:
+            return False
+        room = self.loader.ahead_bytes(self._position) < self._wanted * WORKER_BYTES
+        return room and (self._next_place() is not None or self._may_scout())
+
+    def _may_scout(self) -> bool:
+        return len(self._reach) < self._wanted and not self._scouting and self._position is not None
+
+    def _next_place(self) -> _Reach | None:
+        """Return the first group that somebody could read on in."""
+        for one in self._reach[: self._wanted]:
+            if one.key not in self._reading:
+                one.next = self.loader.missing(Cursor(*one.key, one.next), one.group.num_rows)
+                if one.next < one.group.num_rows:
+                    return one
+        return None
+
+    def _next(self) -> _Task | None:
+        place = self._next_place()
+        return None if place is None else self._take(place.key, place.group, place.next, 0)
+
+    def _take(self, key: _Key, group: Group, begin: int, wanted: int) -> _Task:
+        rows = rows_at_once(group, wanted - begin)
+        if self._lanes is not None and self.prepared >= FEW_ROWS:
+            rows = max(1, min(rows, int(STRETCH_S * self.prepared / max(self.busy_s, 1e-9))))
+        elif self._lanes is not None:
+            rows = min(rows, FEW_ROWS // 4)  # nobody knows yet how long they take
+        stop = min(begin + rows, group.num_rows)
+        self._reading.add(key)
+        self._taken.setdefault(key, []).append((begin, stop))
+        for one in self._reach:
+            if one.key == key:
+                one.next = max(one.next, stop)
+        return _Task(key, group, begin, stop)
+
+    def _comes(self, key: _Key, at: int) -> bool:
+        """Whether somebody has taken a row, reads on in its group, or will take it next."""
+        if any(begin <= at < stop for begin, stop in self._taken.get(key, ())) or key in self._reading:
+            return True
+        if self._spoiled or not self._part.has(key[1]):
+            return False
+        reached = next((one for one in self._reach if one.key == key), None)
+        return self._running > 0 and self._lanes is not None and (reached is None or reached.next <= at)

@@ -1,0 +1,171 @@
+"""The workers of a SourceLoader: they work ahead at once, in any number, and nobody sees it in the samples."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.conftest import write_ids
+
+import overlord as ol
+from overlord.core.messages import MetaRequest
+from overlord.core.order import BEGIN
+from overlord.core.samples import Cursor
+from overlord.errors import OverlordError
+from overlord.roles.verdicts import Verdicts
+from overlord.runtimes.crews import Part
+from overlord.runtimes.deployment import LaunchOptions, make_fleet, open_files, prepare
+from overlord.runtimes.lanes import CrewWorkers, ThreadLanes
+from overlord.runtimes.loader_fleet import LoaderFleet
+from overlord.runtimes.workers import Hands
+from overlord.stores.journal import Journal
+from overlord.stores.places import open_place
+
+
+class Slow:
+    """A function that takes a while, and knows how many of it run at once."""
+
+    def __init__(self, seconds: float = 0.002) -> None:
+        self.seconds = seconds
+        self.running = self.most = self.calls = 0
+        self.broken = False
+        self._lock = threading.Lock()
+
+    def __call__(self, row: dict) -> dict:
+        with self._lock:
+            self.running += 1
+            self.calls += 1
+            self.most = max(self.most, self.running)
+        time.sleep(self.seconds)
+        with self._lock:
+            self.running -= 1
+        return {"tokens": row["ids"][:5]}
+
+
+@pytest.fixture
+def hands():
+    hands = Hands.of_threads(2, 32)
+    yield hands
+    hands.close()
+
+
+def fleet_of(folder: Path, slow: Slow, hands: Hands, workers: int, rows: int = 400) -> LoaderFleet:
+    for number in range(4 if not (folder / "a").exists() else 0):
+        write_ids(folder / "a" / f"{number}.jsonl", np.full(rows // 4, 5), number * 1000)
+    sample = ol.Custom(slow, columns=["ids"], process=False, name="slow", code_digest="1")
+    job = ol.Job(
+        sources=[ol.Source("a", str(folder / "a"), sample=sample, shuffle_bytes=2048)],
+        batch=ol.Batch(32, global_samples=8),
+    )
+    options = LaunchOptions(mesh=ol.ClientPlaceTree(), cache=str(folder / "cache"), workers={"a": workers})
+    prepared = prepare(job, options)
+    files = open_files(prepared, [0], hands.callers)
+    verdicts = Verdicts(Journal(open_place(str(folder / "store")), lambda: None))
+    return make_fleet(prepared, files, verdicts, hands)
+
+
+def walk(fleet: LoaderFleet, rows: int, count: int = 24, between=lambda at: None) -> np.ndarray:
+    """Ask for metadata in order, as a planner does, and return all of it."""
+    cursor, found, at = Cursor(0, BEGIN, 0), [], 0
+    while at < rows:
+        (delta,) = fleet.summary_buffer([MetaRequest(0, cursor, count)])
+        found.append(delta.meta)
+        cursor, at = delta.next_cursor, at + len(delta.meta)
+        between(at)
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_as_many_work_at_once_as_there_are_and_the_samples_are_the_same(tmp_path: Path, hands, workers: int) -> None:
+    slow = Slow()
+    found = walk(fleet_of(tmp_path, slow, hands, workers), 400)
+    assert slow.most == workers
+    alone = walk(fleet_of(tmp_path, Slow(0.0), Hands.of_caller(), 1), 400)
+    assert found.tobytes() == alone.tobytes()
+
+
+def test_workers_come_and_go_while_rows_are_asked_for(tmp_path: Path, hands) -> None:
+    slow = Slow()
+    fleet = fleet_of(tmp_path, slow, hands, 1)
+    seen: dict[int, int] = {}
+
+    def change(at: int) -> None:
+        wanted = {0: 1, 1: 6, 2: 2, 3: 0}[min(3, at // 150)]  # with none, whoever asks works
+        before = fleet.status()[0]["workers"]
+        if before != wanted:
+            fleet.resize({0: wanted})
+            if wanted < before:
+                time.sleep(0.5)  # those that were at work end their stretch
+            slow.most = slow.running
+        seen[wanted] = max(seen.get(wanted, 0), slow.most)
+
+    found = walk(fleet, 600, between=change)
+    assert seen[1] == 1 and 2 < seen[6] <= 6 and seen[2] <= 2
+    alone = walk(fleet_of(tmp_path, Slow(0.0), Hands.of_caller(), 1), 600)
+    assert found.tobytes() == alone.tobytes()
+
+
+def test_what_fails_ahead_is_met_by_whoever_needs_it_and_nothing_hangs(tmp_path: Path, hands) -> None:
+    fleet = fleet_of(tmp_path, Slow(0.0), hands, 4)
+    crew = fleet._crews[0]
+    read, broken = crew.loader.read, threading.Event()
+
+    def failing(cursor, group, count):
+        if broken.is_set() and cursor.offset > 0:
+            raise OSError("the disk is gone")
+        return read(cursor, group, count)
+
+    crew.loader.read = failing  # type: ignore[method-assign]
+    broken.set()
+    with pytest.raises((OSError, OverlordError), match="the disk is gone"):
+        walk(fleet, 400)
+    broken.clear()
+    alone = walk(fleet_of(tmp_path, Slow(0.0), Hands.of_caller(), 1), 400)
+    assert walk(fleet, 400).tobytes() == alone.tobytes()
+
+
+def test_a_source_that_rests_holds_nothing_and_works_on_nothing(tmp_path: Path, hands) -> None:
+    slow = Slow()
+    fleet = fleet_of(tmp_path, slow, hands, 8)
+    walk(fleet, 48)
+    assert fleet.buffer_bytes > 0
+    fleet.rest({0: Cursor(-1, -1, -1)})
+    time.sleep(0.3)
+    calls = slow.calls
+    time.sleep(0.3)
+    assert (fleet.buffer_bytes, slow.calls) == (0, calls)
+
+
+def test_a_part_of_the_groups_is_prepared_and_any_row_can_be_asked_for(tmp_path: Path, hands) -> None:
+    fleet = fleet_of(tmp_path, Slow(0.0), hands, 4)
+    fleet.resize({0: 4}, {0: Part(1, 3)})
+    alone = walk(fleet_of(tmp_path, Slow(0.0), Hands.of_caller(), 1), 400)
+    assert walk(fleet, 400).tobytes() == alone.tobytes()
+
+
+def test_what_was_done_is_counted(tmp_path: Path, hands) -> None:
+    fleet = fleet_of(tmp_path, Slow(0.004), hands, 4)
+    walk(fleet, 200)
+    status = fleet.status()[0]
+    assert status["workers"] == 4 and status["samples_prepared"] >= 200
+    assert 0.004 <= status["busy_s"] / status["samples_prepared"] < 0.04
+    assert 0 < status["waited_s"] < status["busy_s"]
+
+
+def test_leaf_work_is_shared_and_what_fails_there_is_raised() -> None:
+    lanes = ThreadLanes(8, "test")
+    workers, slow = CrewWorkers(lanes), Slow()
+    workers.count = 5
+    assert workers.map(lambda n: (slow({"ids": [1]}), n)[1] * 2, range(40)) == [2 * n for n in range(40)]
+    assert slow.most == 5
+
+    def fails(number: int) -> int:
+        raise ValueError(f"number {number}")
+
+    with pytest.raises(ValueError, match="number"):
+        workers.map(fails, range(3))
+    lanes.close()
+    assert workers.map(str, range(3)) == ["0", "1", "2"]
