@@ -120,6 +120,18 @@ class Mixer:
             return [float(w) for w in self._rule.weights(int(position))]
         return self._mixture.weights_at(position, self._names, self._base)
 
+    def weights_ahead(self, step: int) -> list[float]:
+        """Return the weights of a coming step as far as they are known today: what a rule will learn is not.
+
+        Sources that are parked or removed then have none.
+        """
+        roster, (mixture, since) = self._inputs.roster_at(step), self._inputs.mixture_at(step)
+        if self._rule is not None and since == self._since:
+            weights = self.weights(step) + [0.0] * (len(roster.names) - len(self._names))
+        else:
+            weights = mixture.weights_at(float(step), list(roster.names), self._base)
+        return [0.0 if i in roster.parked or i in roster.removed else w for i, w in enumerate(weights)]
+
     def end(self, draw: Draw) -> None:
         """Remember what a drawn step holds of each source, until its report counts."""
         learn = self._mixture.learn

@@ -85,9 +85,10 @@ class Planner:
         self._drawer = Drawer(job, loaders, state, self._base, inputs)
         self.sources = SourceChanges(inputs, self._base, self._effective)
         """What can be changed of the sources while the stream runs."""
-        self._first_step = store.first_step if store.lineage else state.step
+        self.first_step = store.first_step if store.lineage else state.step
+        """The step this stream was launched at."""
         self._promised = store.horizon if store.lineage else state.step
-        self.meshes = Meshes(mesh, self._first_step, inputs)
+        self.meshes = Meshes(mesh, self.first_step, inputs)
         """The mesh of every step."""
         self._states = KeptStates((*earlier, state), keep=keep)
         self._plans: OrderedDict[int, LoadingPlan] = OrderedDict()
@@ -103,11 +104,6 @@ class Planner:
     def next_step(self) -> int:
         """The step that has not been planned yet."""
         return self._drawer.state.step
-
-    @property
-    def first_step(self) -> int:
-        """The step this stream was launched at."""
-        return self._first_step
 
     @property
     def end(self) -> int | None:
@@ -126,9 +122,9 @@ class Planner:
 
     def plan_raw(self, step: int) -> LoadingPlan | None:
         """Return the plan of a step, or None past the end of the stream."""
-        if step < self._first_step:
+        if step < self.first_step:
             raise SpecError(
-                f"step {step} lies before step {self._first_step}, where this stream was launched; its samples are "
+                f"step {step} lies before step {self.first_step}, where this stream was launched; its samples are "
                 "not part of it. Launch from an older state to see it."
             )
         self._states.check(step)
@@ -155,6 +151,10 @@ class Planner:
     def latest_weights(self) -> tuple[float, ...]:
         """The weights of the newest plan."""
         return self._weights
+
+    def weights_ahead(self, step: int) -> list[float]:
+        """Return the weights that a coming step will have, as far as that is known today."""
+        return self._drawer.mixer.weights_ahead(step)
 
     @property
     def roster(self) -> Roster:

@@ -290,10 +290,16 @@ def news_to_json(news: HostNews) -> dict[str, Any]:
     """Return what a host tells of itself as JSON."""
     by_rank = {"reached": news.reached, "positions": news.positions}
     named = {name: {str(rank): step for rank, step in given.items()} for name, given in by_rank.items()}
-    return {**named, "view_bytes": news.view_bytes, "told": news.told_missing, "newcomers": news.newcomers}
+    return {
+        **named,
+        "view_bytes": news.view_bytes,
+        "told": news.told_missing,
+        "newcomers": news.newcomers,
+        "waited": news.waited_s,
+    }
 
 
 def news_from_json(given: Mapping[str, Any]) -> HostNews:
     """Read what a host tells of itself."""
     reached, positions = ({int(rank): step for rank, step in given[n].items()} for n in ("reached", "positions"))
-    return HostNews(reached, positions, given["view_bytes"], given["told"], given["newcomers"])
+    return HostNews(reached, positions, given["view_bytes"], given["told"], given["newcomers"], given["waited"])

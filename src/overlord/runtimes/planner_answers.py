@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any, Literal, cast, get_args
 
 from overlord.core.place_tree import ClientPlaceTree
@@ -20,6 +21,23 @@ def change_source(planner: Planner, change: SourceChange, name: str, at_step: in
     changes = planner.sources
     asked = {"remove_source": changes.remove, "park_source": changes.park, "return_source": changes.give_back}
     return asked[change](name, at_step, change_id=change_id)
+
+
+def workload(planner: Planner, ahead: Sequence[int]) -> dict[str, Any]:
+    """Tell what is drawn of every source, and what will be so many steps ahead; safe while others plan."""
+    state, weights, names = planner.latest_state, planner.latest_weights, planner.names
+    missing = [0.0] * (len(names) - len(weights))
+    samples = [int(count) for count in state.samples] + [0] * (len(names) - len(state.samples))
+    tokens = [int(count) for count in state.tokens] + [0] * (len(names) - len(state.tokens))
+    return {
+        "step": state.step,
+        "names": list(names),
+        "level": planner.mixture.level,
+        "weights": [*weights, *missing],
+        "coming": [planner.weights_ahead(state.step + steps) for steps in ahead],
+        "samples": samples,
+        "tokens": tokens,
+    }
 
 
 def answer(planner: Planner, message: dict[str, Any]) -> dict[str, Any]:

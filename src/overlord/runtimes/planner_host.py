@@ -27,7 +27,7 @@ from overlord.errors import Fenced, NothingToDraw, SpecError, StoreError
 from overlord.roles.planner import Planner
 from overlord.roles.ports import Loaders
 from overlord.runtimes.parking import OnSourceFailure, ReturnWatch
-from overlord.runtimes.planner_answers import answer
+from overlord.runtimes.planner_answers import answer, workload
 from overlord.runtimes.saving import Saver
 
 LOOK_S = 1.0
@@ -71,6 +71,8 @@ class HostNews:
     """The report it knows to be missing: it waits for that one, and is told of any other at once."""
     newcomers: bool = False
     """Whether it asks only for ranks that come with that step."""
+    waited_s: float = 0.0
+    """How long its trainers have waited for batches, all in all."""
 
 
 class Plans(Protocol):
@@ -255,6 +257,9 @@ class PlannerHost:
         op, step = message.get("op"), message.get("step")
         if op == "status":
             return {"status": self._status()}
+        if op == "workload":  # without the lock: a planner that waits for loaders is what the asker wants to know of
+            waited = max((news.waited_s for news in self._news.values()), default=0.0)
+            return {"workload": {**workload(self._planner, message["ahead"]), "waited_s": waited}}
         if op == "add_source":
             return {"step": self._durably(lambda: self._add(message, step))}
         with self._changed:

@@ -28,6 +28,7 @@ from overlord.runtimes.planner_host import STORE_DOWN, HostNews, Plans, Waiting
 from overlord.runtimes.seats import Seats
 from overlord.runtimes.shared_memory import Arena
 from overlord.runtimes.step_shelf import Bin, Built, Gathered, StepShelf
+from overlord.runtimes.waits import WaitMeter
 from overlord.transforms.step_samples import StepSamples
 
 logger = logging.getLogger("overlord")
@@ -66,12 +67,11 @@ class StepServer:
         self._shelf = StepShelf(constructor, arena)
         self._end: int | None = None
         self._failed: tuple[int, OverlordError] | None = None
-        self._closing = False
+        self._closing, self._waits = False, WaitMeter()
         self._gathering: dict[int, tuple[LoadingPlan, frozenset[int]]] = {}
         self._missing: int | None = None
         self._told_missing, self._last_bytes = -1, 0
-        self._turn = threading.Lock()
-        self._packing: set[Bin] = set()
+        self._turn, self._packing = threading.Lock(), set[Bin]()
         # Two threads gather and two pack: while one waits for its last decodes, the other's keep the workers busy.
         loops = (self._plan_loop, self._gather_loop, self._gather_loop, self._pack_loop, self._pack_loop)
         self._threads = [threading.Thread(target=loop, name=f"overlord{loop.__name__}") for loop in loops]
@@ -91,7 +91,8 @@ class StepServer:
     def news(self) -> HostNews:
         """Return how far the clients of this host are, and what they hold."""
         with self._changed:
-            return HostNews(self._seats.reached, self._seats.positions, self._arena.used_bytes)
+            seats, waited_s = self._seats, self._waits.seconds()
+            return HostNews(seats.reached, seats.positions, self._arena.used_bytes, waited_s=waited_s)
 
     def attach(self, rank: int, begin: int, at: int | None = None) -> tuple[int, dict[str, Any]]:
         """Seat a client where its rank begins, or where it stood; return its seat, and who had its rank before."""
@@ -235,7 +236,7 @@ class StepServer:
                 raise self._failed[1]
             if self._closing:
                 raise ClosedError("the service was closed while a client waited for data.")
-            self._changed.wait()
+            self._waits.wait(self._changed)
 
     def _next_task(self, choose: Callable[[], T | None]) -> T | None:
         with self._changed:
