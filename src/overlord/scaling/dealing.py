@@ -65,8 +65,10 @@ def deal(
     table.place_singles()
     table.place_firsts()
     table.fill_present_hosts()
-    left = table.spread()
-    table.withdraw()
+    left, before_that = table.spread(), -1
+    while left != before_that:  # a host that one source has left may be what another lacks
+        table.withdraw()
+        left, before_that = table.spread(), left
     places = tuple(tuple(sorted(one.items())) for one in table.placed)
     used = {host for one in table.placed for host in one}
     before = [[host for host in one if host in hosts] for one in now]
@@ -141,7 +143,11 @@ class _Table:
                 pass
 
     def spread(self) -> int:
-        """Deal what is left to further hosts, the emptiest first; return how many workers found none."""
+        """Deal what is left to further hosts, the emptiest first, or where others can make room.
+
+        Returns:
+            How many workers found no host.
+        """
         for s in self._by_size(several=True):
             while self._missing(s):
                 roomy = [h for h, free in self.free.items() if free >= 1 - _ROUNDING and h not in self.placed[s]]
@@ -150,6 +156,8 @@ class _Table:
                 host = max(roomy, key=lambda h: (self.free[h], -h))
                 count = min(self._missing(s), self.per_actor, int(self.free[host] + _ROUNDING))
                 self._put(s, host, float(count), count)
+            while self._missing(s) and self._augment(s, anywhere=True):
+                pass
         return sum(map(self._missing, range(len(self.workers)))) + math.ceil(self.over - _ROUNDING)
 
     def withdraw(self) -> None:
@@ -169,12 +177,15 @@ class _Table:
                     self.free[other] -= count
                     moving -= count
 
-    def _augment(self, source: int) -> bool:
-        """Give a source one more worker on a host it is on, where need be by moving others' along theirs."""
+    def _augment(self, source: int, *, anywhere: bool = False) -> bool:
+        """Give a source one more worker on a host it is on, where need be by moving others' along theirs.
+
+        With `anywhere` it, and they, may also come to hosts that they are not on.
+        """
         came: dict[int, tuple[int, int | None]] = {}  # host: (source that takes a place there, host it comes from)
         queue: list[int] = []
-        for host, there in self.placed[source].items():
-            if there < self.per_actor:
+        for host in self.free if anywhere else self.placed[source]:
+            if self.placed[source].get(host, 0) < self.per_actor:
                 came[host] = (source, None)
                 queue.append(host)
         for host in queue:
@@ -185,8 +196,8 @@ class _Table:
                 # Each keeps a worker where it is: else it would leave the host.
                 if other == source or placed.get(host, 0) <= 1:
                     continue
-                for further, there in placed.items():
-                    if further not in came and there < self.per_actor:
+                for further in self.free if anywhere else placed:
+                    if further not in came and placed.get(further, 0) < self.per_actor:
                         came[further] = (other, host)
                         queue.append(further)
         return False
