@@ -253,20 +253,41 @@ def _fill(
 ) -> tuple[list[int], list[str]]:
     """Share out what there is, where all wishes do not fit: first what is needed next, then what is needed later.
 
-    What is there stays as it is, if it is allowed and the slowest source would gain less than `slack`: else sources
-    that are all short would hand workers around for ever, as the measured costs wander.
+    What is there stays as it is, if that is allowed and the slowest source would gain less than `slack` by dealing
+    anew: else sources that are all short would hand workers around for ever, as the measured costs wander. The next
+    choice is to take only what is idle.
     """
     least = [1 if need.alive else 0 for need in needs]
-    found = list(least)
+    sized = [whole_workers(need.near * settings.headroom) for need in needs]
+    kept = [max(n, low) if low else 0 for n, low in zip(fleet.workers, least, strict=True)]
+    trimmed = [
+        min(n, fleet.per_source, most) for n, most in zip(kept, sized, strict=True)
+    ]  # what is idle is given back
+    anew = _pour(least, needs, costs, fleet, settings)
+    candidates = [one for one in (kept, trimmed) if _within(one, needs, costs, fleet) and max(one) <= fleet.per_source]
+    candidates = [one if one is kept else _pour(one, needs, costs, fleet, settings) for one in candidates]
+    found = next((one for one in candidates if _gain(anew, one, needs) < settings.slack), anew)
+    whys: list[str] = []
+    for before, after, wish, why in zip(fleet.workers, found, wishes, reasons, strict=True):
+        if after < before and wish >= before:
+            whys.append("others need it more, and there is no more")
+        elif after < wish:
+            whys.append(f"{why}; there is no more than this")
+        else:
+            whys.append(why if after == wish else "others gave back what they did not need")
+    return found, whys
+
+
+def _pour(
+    base: Sequence[int], needs: Sequence[_Need], costs: Sequence[SourceCost], fleet: Fleet, settings: Scaling
+) -> list[int]:
+    """Add workers where the shortfall is largest, until everybody has enough or there is no more."""
+    found = list(base)
     # Reserved a little more than is used, so that a cost that wanders does not make the fleet too large.
     free_cpus = fleet.cpus - cpus_used(found, [need.far * settings.headroom for need in needs])
     free_bytes = fleet.bytes - bytes_used(found, costs)
-    for pick in ("near", "far"):
-        busy = [getattr(need, pick) for need in needs]
-        caps = [
-            min(fleet.per_source, whole_workers(load * settings.headroom)) if n else 0
-            for load, n in zip(busy, least, strict=True)
-        ]
+    for busy in ([need.near for need in needs], [need.far for need in needs]):
+        caps = [min(fleet.per_source, whole_workers(load * settings.headroom)) for load in busy]
         heap = [(n / max(busy[s], 1e-12), s) for s, n in enumerate(found) if n and n < caps[s]]
         heapq.heapify(heap)
         while heap and free_cpus > 0:
@@ -280,23 +301,13 @@ def _fill(
             found[s] += 1
             if found[s] < caps[s]:
                 heapq.heappush(heap, (found[s] / max(busy[s], 1e-12), s))
-    kept = [max(n, low) if need.alive else 0 for n, low, need in zip(fleet.workers, least, needs, strict=True)]
-    if _within(kept, needs, costs, fleet) and max(kept) <= fleet.per_source:
-        gains = [
-            _slowest(found, [getattr(n, pick) for n in needs]) / _slowest(kept, [getattr(n, pick) for n in needs])
-            for pick in ("near", "far")
-        ]
-        if max(gains) < settings.slack:
-            found = kept
-    whys: list[str] = []
-    for before, after, wish, why in zip(fleet.workers, found, wishes, reasons, strict=True):
-        if after < before and wish >= before:
-            whys.append("others need it more, and there is no more")
-        elif after < wish:
-            whys.append(f"{why}; there is no more than this")
-        else:
-            whys.append(why if after == wish else "others gave back what they did not need")
-    return found, whys
+    return found
+
+
+def _gain(other: Sequence[int], workers: Sequence[int], needs: Sequence[_Need]) -> float:
+    """Return how many times as much the slowest source could do with other workers, now or later."""
+    near, far = [need.near for need in needs], [need.far for need in needs]
+    return max(_slowest(other, busy) / _slowest(workers, busy) for busy in (near, far))
 
 
 def _slowest(workers: Sequence[int], busy: Sequence[float]) -> float:
