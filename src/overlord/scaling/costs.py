@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+TINY = 0.5
+"""A source that keeps less than this part of one worker busy is tiny: it needs no CPU and no actor of its own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceCost:
@@ -31,6 +34,9 @@ class SourceCost:
     """M_b: what one worker holds of the rows it has read."""
     tokens: float = 1.0
     """Tokens of a sample, on average."""
+    cpu_share: float = 1.0
+    """The part of P that needs a CPU: 1.0 for decoding, near 0 for waiting on remote reads. The rest is bounded by
+    workers alone."""
 
     @property
     def samples_per_s(self) -> float:
@@ -56,6 +62,18 @@ class Resources:
     """w_src: workers that one source may have."""
     per_actor: int = 8
     """w_actor: workers that one actor may have."""
+    bytes_per_actor: int | None = None
+    """What one actor may hold, where a pod or a host sets a limit; None where only `bytes` of all does."""
+
+    @property
+    def loader_cpus(self) -> float:
+        """CPUs that are left for workers when the planner and the constructors are paid."""
+        return self.cpus - self.planner_cpus - self.constructors * self.constructor_cpus
+
+    @property
+    def loader_bytes(self) -> int:
+        """Bytes that are left for actors when the planner and the constructors are paid."""
+        return self.bytes - self.planner_bytes - self.constructors * self.constructor_bytes
 
 
 def sample_shares(

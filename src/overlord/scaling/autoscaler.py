@@ -1,0 +1,315 @@
+"""Mixture-driven scaling (the paper's 5.2): how many workers each source should have, from how the mixture moves.
+
+`decide` is a pure function: weights of the past intervals, the schedule of the coming ones, measured costs and the
+fleet in; workers of each source and the reasons out. A supervisor asks it once an interval and acts.
+
+Three things move a source's workers:
+
+- What was drawn. Its moving average asks for more workers than there are, in each of the last `patience` intervals: up.
+  For fewer than `down` of them, as long: down.
+- What is coming. The schedule is known, so what an interval within `lookahead` asks for is there before it comes, at
+  once and without patience; and nothing goes down that is needed again so soon.
+- What there is. CPUs and bytes are never exceeded. Where all wishes do not fit, what is idle is given back first, and
+  the rest goes to the largest shortfall: to what is needed next before what is needed later.
+
+Rules of this file:
+- No flapping. A source goes up to `headroom` times its demand and goes up again only when the demand exceeds its
+  workers; it goes down only when `slack` times more demand than there is would still leave a worker idle. So constant
+  weights change a source at most once, however the measured costs wander by less than these margins.
+- A source that is drawn, or will be within `lookahead`, keeps a worker. One that was not drawn in the window and is not
+  coming is drained: no worker.
+- A source's only worker pays for the part of a CPU that it keeps busy, as in `partition`: hundreds of tiny sources take
+  turns on a few CPUs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from overlord.errors import SpecError
+from overlord.scaling.costs import SourceCost, demand
+from overlord.scaling.fleets import whole_workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """What there is now, what trainers want of it, and how large it may become."""
+
+    workers: tuple[int, ...]
+    """Of each source."""
+    samples_per_s: float
+    """The rate trainers want, all sources together."""
+    cpus: int
+    """Workers at most. Where sources wait more than they compute there may be more of them than CPUs."""
+    bytes: int
+    """What files and buffers of all sources may take."""
+    per_source: int = 16
+    """Workers of one source at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """When workers are added and given back; the unit of time is the interval between two decisions."""
+
+    window: int = 4
+    """Intervals of the moving average."""
+    patience: int = 3
+    """Intervals in a row that must agree before a past demand changes anything."""
+    up: float = 1.0
+    """Demand over workers above which there are too few."""
+    down: float = 0.6
+    """Demand over workers below which there are too many."""
+    headroom: float = 1.2
+    """Workers for each one that is kept busy, when their number is chosen."""
+    lookahead: int = 4
+    """Intervals of the schedule that are looked at."""
+    slack: float = 1.1
+    """By how much the demand, or what a change would bring, must differ before it counts as different."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that would flap."""
+        for name in ("window", "patience"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"{name} is {getattr(self, name)}; no interval would be looked at. Give 1 or more.")
+        if self.lookahead < 0:
+            raise SpecError(f"lookahead is {self.lookahead}; give 0 to look at the past alone, or more.")
+        if not 0 < self.down * self.headroom < self.up <= self.headroom:
+            raise SpecError(
+                f"up is {self.up:g}, down {self.down:g}, headroom {self.headroom:g}: what was just scaled would be "
+                "scaled back. down x headroom must lie below up, and up not above headroom."
+            )
+
+
+class Scaled(NamedTuple):
+    """A change of one source's workers."""
+
+    source: str
+    before: int
+    after: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How many workers each source should have from now on."""
+
+    workers: tuple[int, ...]
+    changes: tuple[Scaled, ...] = ()
+
+
+class _Need(NamedTuple):
+    """What one source keeps busy."""
+
+    past: tuple[float, ...]
+    """Moving averages of the last `patience` intervals, the newest last."""
+    near: float
+    """Now and in the next interval."""
+    far: float
+    """At most, from now to the end of the lookahead."""
+    coming: float
+    """At most, of the schedule alone."""
+    alive: bool
+    """Whether it is drawn within the window or the lookahead."""
+
+
+def decide(
+    history: Sequence[Sequence[float]],
+    coming: Sequence[Sequence[float]],
+    costs: Sequence[SourceCost],
+    fleet: Fleet,
+    settings: Scaling | None = None,
+) -> Decision:
+    """Return how many workers each source should have.
+
+    Args:
+        history: Share of each source in the samples of each past interval, the oldest first.
+        coming: The same of the next intervals, by the schedule; empty where it is not known (weights that are learned).
+        costs: What each source costs, as measured.
+        fleet: What there is now.
+        settings: When to change it.
+
+    Example:
+        >>> costs = [SourceCost(name="web", transform_s=0.001), SourceCost(name="photos", transform_s=0.04)]
+        >>> fleet = Fleet(workers=(1, 1), samples_per_s=500.0, cpus=16, bytes=1 << 30)
+        >>> decide([[1.0, 0.0]], [[1.0, 0.0], [0.6, 0.4]], costs, fleet).changes[0].why
+        'the schedule comes to 8 busy workers within 2 intervals'
+    """
+    settings = settings or Scaling()
+    needs = _needs(history, coming[: settings.lookahead], costs, fleet, settings)
+    wishes: list[int] = []
+    reasons: list[str] = []
+    for before, need in zip(fleet.workers, needs, strict=True):
+        wish, why = _wish(before, need, fleet, settings)
+        wishes.append(wish)
+        reasons.append(why)
+    if not _within(wishes, needs, costs, fleet):
+        wishes, reasons = _fill(wishes, reasons, needs, costs, fleet, settings)
+    coming_at = _first_intervals(coming[: settings.lookahead], costs, fleet, settings)
+    changes = tuple(
+        Scaled(cost.name, before, after, why.replace("within the lookahead", f"within {at} intervals"))
+        for cost, before, after, why, at in zip(costs, fleet.workers, wishes, reasons, coming_at, strict=True)
+        if before != after
+    )
+    return Decision(tuple(wishes), changes)
+
+
+def _needs(
+    history: Sequence[Sequence[float]],
+    coming: Sequence[Sequence[float]],
+    costs: Sequence[SourceCost],
+    fleet: Fleet,
+    settings: Scaling,
+) -> list[_Need]:
+    """Return what each source keeps busy, then, now and soon."""
+    averages: list[list[float]] = []
+    for end in range(max(len(history) - settings.patience, 0) + 1, len(history) + 1):
+        window = history[max(end - settings.window, 0) : end]
+        mean = [sum(column) / len(window) for column in zip(*window, strict=True)]
+        averages.append(demand(mean, costs, fleet.samples_per_s))
+    soon = [demand(shares, costs, fleet.samples_per_s) for shares in coming]
+    now = demand(history[-1], costs, fleet.samples_per_s) if history else None
+    seen = history[-max(settings.window, settings.patience) :]
+    needs: list[_Need] = []
+    for s in range(len(costs)):
+        past = tuple(average[s] for average in averages)
+        ahead = max((one[s] for one in soon), default=0.0)
+        # Where the schedule is not known, the moving average is the best guess of what comes next.
+        near = max(soon[0][s], now[s] if now else 0.0) if soon else (past[-1] if past else 0.0)
+        young = len(seen) < max(settings.window, settings.patience)  # too early to say that it is not drawn
+        alive = ahead > 0 or young or any(shares[s] > 0 for shares in seen)
+        needs.append(_Need(past, near, max((near, ahead, *past)), ahead, alive))
+    return needs
+
+
+def _wish(before: int, need: _Need, fleet: Fleet, settings: Scaling) -> tuple[int, str]:
+    """Return how many workers a source should have if nobody else wanted any, and why."""
+    least = 1 if need.alive else 0
+
+    def sized(busy: float) -> int:
+        return max(least, min(fleet.per_source, whole_workers(busy * settings.headroom)))
+
+    if not need.alive:
+        return 0, "it is not drawn and not coming"
+    if before > fleet.per_source:
+        return fleet.per_source, "a source may not have more (per_source)"
+    if need.coming > settings.up * before:
+        return max(
+            before, sized(need.coming)
+        ), f"the schedule comes to {need.coming:.3g} busy workers within the lookahead"
+    held = len(need.past) >= settings.patience
+    if held and all(busy > settings.up * before for busy in need.past):
+        busy = need.past[-1]
+        return max(before, sized(max(busy, need.coming))), f"{busy:.3g} workers' work for {settings.patience} intervals"
+    idle = held and all(busy < settings.down * before for busy in need.past) and need.far < settings.down * before
+    if idle and sized(need.far * settings.slack) < before:
+        return sized(
+            need.far
+        ), f"no more than {need.far:.3g} were busy for {settings.patience} intervals, or will be soon"
+    return max(before, least), "it is drawn, or will be"
+
+
+def _first_intervals(
+    coming: Sequence[Sequence[float]], costs: Sequence[SourceCost], fleet: Fleet, settings: Scaling
+) -> list[int]:
+    """Return in how many intervals each source first asks for more workers than it has, counted from 1."""
+    found = [len(coming)] * len(costs)
+    for number in range(len(coming) - 1, -1, -1):
+        for s, busy in enumerate(demand(coming[number], costs, fleet.samples_per_s)):
+            if busy > settings.up * fleet.workers[s]:
+                found[s] = number + 1
+    return found
+
+
+def cpus_used(workers: Sequence[int], busy: Sequence[float]) -> float:
+    """Return the CPUs of a fleet: one a worker; the only worker of a source counts for as much as it is busy.
+
+    Example:
+        >>> cpus_used([3, 1, 1, 0], [2.5, 0.01, 1.7, 0.0])
+        4.01
+    """
+    return sum(n if n > 1 else min(n, load) for n, load in zip(workers, busy, strict=True))
+
+
+def bytes_used(workers: Sequence[int], costs: Sequence[SourceCost]) -> int:
+    """Return what files and buffers of a fleet take; a source without workers has nothing open."""
+    return sum(n * cost.buffer_bytes + (cost.file_bytes if n else 0) for n, cost in zip(workers, costs, strict=True))
+
+
+def _within(workers: Sequence[int], needs: Sequence[_Need], costs: Sequence[SourceCost], fleet: Fleet) -> bool:
+    busy = [need.far for need in needs]
+    return cpus_used(workers, busy) <= fleet.cpus and bytes_used(workers, costs) <= fleet.bytes
+
+
+def _fill(
+    wishes: Sequence[int],
+    reasons: Sequence[str],
+    needs: Sequence[_Need],
+    costs: Sequence[SourceCost],
+    fleet: Fleet,
+    settings: Scaling,
+) -> tuple[list[int], list[str]]:
+    """Share out what there is, where all wishes do not fit: first what is needed next, then what is needed later.
+
+    What is there stays as it is, if that is allowed and the slowest source would gain less than `slack` by dealing
+    anew: else sources that are all short would hand workers around for ever, as the measured costs wander. The next
+    choice is to take only what is idle.
+    """
+    least = [1 if need.alive else 0 for need in needs]
+    sized = [whole_workers(need.near * settings.headroom) for need in needs]
+    kept = [max(n, low) if low else 0 for n, low in zip(fleet.workers, least, strict=True)]
+    trimmed = [
+        min(n, fleet.per_source, most) for n, most in zip(kept, sized, strict=True)
+    ]  # what is idle is given back
+    anew = _pour(least, needs, costs, fleet, settings)
+    candidates = [one for one in (kept, trimmed) if _within(one, needs, costs, fleet) and max(one) <= fleet.per_source]
+    candidates = [one if one is kept else _pour(one, needs, costs, fleet, settings) for one in candidates]
+    found = next((one for one in candidates if _gain(anew, one, needs) < settings.slack), anew)
+    whys: list[str] = []
+    for before, after, wish, why in zip(fleet.workers, found, wishes, reasons, strict=True):
+        if after < before and wish >= before:
+            whys.append("others need it more, and there is no more")
+        elif after < wish:
+            whys.append(f"{why}; there is no more than this")
+        else:
+            whys.append(why if after == wish else "others gave back what they did not need")
+    return found, whys
+
+
+def _pour(
+    base: Sequence[int], needs: Sequence[_Need], costs: Sequence[SourceCost], fleet: Fleet, settings: Scaling
+) -> list[int]:
+    """Add workers where the shortfall is largest, until everybody has enough or there is no more."""
+    found = list(base)
+    # Reserved a little more than is used, so that a cost that wanders does not make the fleet too large.
+    free_cpus = fleet.cpus - cpus_used(found, [need.far * settings.headroom for need in needs])
+    free_bytes = fleet.bytes - bytes_used(found, costs)
+    for busy in ([need.near for need in needs], [need.far for need in needs]):
+        caps = [min(fleet.per_source, whole_workers(load * settings.headroom)) for load in busy]
+        heap = [(n / max(busy[s], 1e-12), s) for s, n in enumerate(found) if n and n < caps[s]]
+        heapq.heapify(heap)
+        while heap and free_cpus > 0:
+            _, s = heapq.heappop(heap)
+            # The second worker makes both pay in full.
+            paid = 1.0 if found[s] > 1 else 2.0 - min(1.0, needs[s].far * settings.headroom)
+            if paid > free_cpus or costs[s].buffer_bytes > free_bytes:
+                continue
+            free_cpus -= paid
+            free_bytes -= costs[s].buffer_bytes
+            found[s] += 1
+            if found[s] < caps[s]:
+                heapq.heappush(heap, (found[s] / max(busy[s], 1e-12), s))
+    return found
+
+
+def _gain(other: Sequence[int], workers: Sequence[int], needs: Sequence[_Need]) -> float:
+    """Return how many times as much the slowest source could do with other workers, now or later."""
+    near, far = [need.near for need in needs], [need.far for need in needs]
+    return max(_slowest(other, busy) / _slowest(workers, busy) for busy in (near, far))
+
+
+def _slowest(workers: Sequence[int], busy: Sequence[float]) -> float:
+    """Return how much of its demand the slowest source can meet, at most all of it."""
+    return min((min(1.0, n / load) for n, load in zip(workers, busy, strict=True) if load > 0), default=1.0) or 1e-9

@@ -1,0 +1,313 @@
+"""Auto-partition (the paper's 5.1): how many workers each source gets, and in how many actors they stand.
+
+Three stages, as in the paper:
+
+(1) Source clustering: sources sorted by P, the dearest first, in clusters of four.
+(2) Resource levels: the mean P of a cluster over that of the cheapest cluster says how many workers a source of it
+    needs for one of the cheapest; CPUs that planner and constructors leave, over all workers, are a worker's block.
+(3) Configuration: workers stand in actors, at most `per_actor` in each (data parallel beyond that); tiny sources share
+    actors; where the bytes do not suffice there are fewer workers, or fewer sources in an actor.
+
+Where this goes beyond the paper:
+
+- A source that is drawn rarely needs fewer workers than its cost says, so a level is weighted by the share of the
+  mixture. Shares that are all the same give the paper's rule.
+- The workers of a cluster are dealt inside it by what each source costs itself, not four times the same: a cluster
+  whose sources differ tenfold would starve its dearest one and idle the others. Equal costs in a cluster give the
+  paper's rule.
+- The scale of the levels is chosen, not given: the largest feed rate that the resources pay for, or the smallest fleet
+  that reaches a rate.
+- A source that keeps less than half a worker busy has one worker that takes turns with those of others, and pays for
+  the part of a CPU that it uses: hundreds of sources fit a few CPUs and a few processes.
+
+Rules of this file:
+- Feed rate: min over sources of workers / (share x P), at most 1 / (mean T), CPUs and bytes as far as they reach.
+- More of a resource never makes a feed slower: CPUs and bytes of a fleet only grow with its rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from overlord.scaling.costs import TINY, Resources, SourceCost
+from overlord.scaling.fleets import Draft, cpus_of, draft_fleet, room_of
+from overlord.scaling.shortfalls import check_asked, check_least, check_rate, written_bytes
+
+Parallelism = Literal["worker", "source", "data"]
+"""How a source is spread: workers of one actor of its own, an actor shared with other sources, or several actors."""
+
+_HALVINGS = 90
+"""Of the range in which the best rate is looked for; after them it is known to the last digit of a float."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allotment:
+    """What one source got."""
+
+    name: str
+    cluster: int
+    """Its cluster of costs; 0 holds the dearest sources."""
+    level: float
+    """Workers it needs for one of a mean source of the cheapest cluster: the paper's ratio, weighted by shares."""
+    busy: float
+    """Workers that it keeps busy at the expected feed rate."""
+    workers: int
+    actors: tuple[int, ...]
+    """Numbers of the actors that hold it."""
+    workers_per_actor: tuple[int, ...]
+    """Its workers in each of them."""
+    parallelism: Parallelism
+    why: str
+    """One sentence for a person."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actor:
+    """One loader host."""
+
+    number: int
+    sources: tuple[str, ...]
+    workers: int
+    """Workers of it that are busy at once, at most: those of tiny sources take turns."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """A fleet of loaders, with what it is expected to deliver and to take."""
+
+    allotments: tuple[Allotment, ...]
+    """In the order of the sources."""
+    actors: tuple[Actor, ...]
+    samples_per_s: float
+    """Expected feed rate, all sources together."""
+    bytes: int
+    """Expected memory of all roles."""
+    cpus: float
+    """CPUs of all roles."""
+    block_cpus: float
+    """The paper's worker resource block: CPUs there are for each worker that is busy at once."""
+    limit: str
+    """What keeps the feed from being faster."""
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Workers of each source, in the order of the sources."""
+        return tuple(one.workers for one in self.allotments)
+
+
+def cluster_sources(costs: Sequence[SourceCost], cluster_size: int = 4) -> list[int]:
+    """Return the cluster of each source: sorted by P, the dearest first, `cluster_size` in each.
+
+    Example:
+        >>> cluster_sources([SourceCost(name=n, transform_s=p) for n, p in (("a", 1.0), ("b", 9.0), ("c", 2.0))], 2)
+        [1, 0, 0]
+    """
+    order = sorted(range(len(costs)), key=lambda s: (-costs[s].transform_s, s))
+    found = [0] * len(costs)
+    for place, source in enumerate(order):
+        found[source] = place // cluster_size
+    return found
+
+
+def levels(costs: Sequence[SourceCost], shares: Sequence[float], cluster_size: int = 4) -> list[float]:
+    """Return how many workers each source needs for one of a mean source of the cheapest cluster.
+
+    With equal shares this is the paper's ratio of cluster means; a source that is drawn twice as often as the mean
+    needs twice as many.
+
+    Example:
+        >>> costs = [SourceCost(name=n, transform_s=p) for n, p in (("a", 0.04), ("b", 0.04), ("c", 0.01), ("d", 0.01))]
+        >>> levels(costs, [0.25] * 4, cluster_size=2)
+        [4.0, 4.0, 1.0, 1.0]
+    """
+    clusters = cluster_sources(costs, cluster_size)
+    sums = [0.0] * (max(clusters) + 1)
+    counts = [0] * len(sums)
+    for cluster, cost in zip(clusters, costs, strict=True):
+        sums[cluster] += max(cost.transform_s, 1e-12)
+        counts[cluster] += 1
+    means = [total / count for total, count in zip(sums, counts, strict=True)]
+    even = sum(shares) / len(costs)
+    return [means[cluster] / means[-1] * share / even for cluster, share in zip(clusters, shares, strict=True)]
+
+
+def partition(
+    costs: Sequence[SourceCost],
+    shares: Sequence[float],
+    resources: Resources,
+    *,
+    samples_per_s: float | None = None,
+    cluster_size: int = 4,
+    group_tiny: bool = True,
+    headroom: float = 1.2,
+) -> Partition:
+    """Return how many workers and actors each source gets, and why.
+
+    Args:
+        costs: What each source costs, as profiled.
+        shares: Share of each source in the samples drawn; they need not sum to one.
+        resources: What there is, and the bounds w_src and w_actor.
+        samples_per_s: The rate trainers need: the smallest fleet that reaches it is returned, with headroom where the
+            resources have it. None: the fastest fleet that the resources pay for.
+        cluster_size: Sources of a cluster.
+        group_tiny: Whether tiny sources share actors. False is the paper's default, one source in an actor: then
+            each source also needs a whole CPU.
+        headroom: How many times `samples_per_s` the fleet should reach.
+
+    Raises:
+        SpecError: The resources do not suffice; it says what is missing, who needs it, and what to do.
+
+    Example:
+        >>> costs = [SourceCost(name="web", transform_s=0.001), SourceCost(name="photos", transform_s=0.04)]
+        >>> found = partition(costs, [0.8, 0.2], Resources(cpus=10, bytes=8 << 30))
+        >>> found.workers, round(found.samples_per_s)
+        ((1, 7), 875)
+    """
+    check_asked(costs, shares, resources, samples_per_s, cluster_size)
+    total = sum(shares)
+    shares = [share / total for share in shares]
+    loads = [share * max(cost.transform_s, 1e-12) for share, cost in zip(shares, costs, strict=True)]
+    handover = sum(share * cost.handover_s for share, cost in zip(shares, costs, strict=True))
+    check_least(costs, resources, group_tiny)
+    draft, limit = _fastest(loads, handover, costs, resources, group_tiny)
+    if samples_per_s is not None:
+        wanted = samples_per_s * headroom
+        if draft.rate < samples_per_s * (1 - 1e-9):
+            check_rate(samples_per_s, draft.rate, loads, handover, costs, resources, group_tiny)
+        if wanted <= draft.rate:
+            draft = _draft(wanted, loads, costs, resources, group_tiny)
+            limit = f"{headroom:g} times the {samples_per_s:g} samples/s asked for are reached"
+    return _told(draft, limit, loads, costs, shares, resources, cluster_size)
+
+
+def _fastest(
+    loads: Sequence[float], handover: float, costs: Sequence[SourceCost], resources: Resources, group_tiny: bool
+) -> tuple[Draft, str]:
+    """Return the fastest fleet that the resources pay for, and what stops it there."""
+    slowest = max(range(len(loads)), key=lambda s: (loads[s], -s))
+    most, limit = (
+        resources.per_source / loads[slowest],
+        (
+            f"source {costs[slowest].name!r} has all the {resources.per_source} workers that one source may have "
+            "(per_source)"
+        ),
+    )
+    if handover * most > 1:
+        most, limit = 1 / handover, f"planning and handing over take {handover * 1e6:,.0f} µs of each sample"
+    rate = _largest(lambda rate: cpus_of(rate, loads, costs, group_tiny) <= resources.loader_cpus + 1e-9, most)
+    if rate < most:
+        limit = f"all {resources.cpus:g} CPUs are used"
+    found: list[Draft] = []
+    for below in _groupings(resources, group_tiny):
+
+        def paid(rate: float, below: float = below) -> bool:
+            return draft_fleet(rate, loads, costs, resources, below).bytes <= resources.loader_bytes
+
+        fitting = _largest(paid, rate)
+        found.append(draft_fleet(fitting, loads, costs, resources, below))
+        if fitting >= rate:
+            return found[-1], limit
+    best = max(found, key=lambda draft: draft.rate)
+    return best, f"all {written_bytes(resources.bytes)} of memory are used"
+
+
+def _draft(
+    rate: float, loads: Sequence[float], costs: Sequence[SourceCost], resources: Resources, group_tiny: bool
+) -> Draft:
+    """Return the fleet for a rate that the resources are known to pay for."""
+    drafts = [draft_fleet(rate, loads, costs, resources, below) for below in _groupings(resources, group_tiny)]
+    return next((draft for draft in drafts if draft.bytes <= resources.loader_bytes), drafts[-1])
+
+
+def _groupings(resources: Resources, group_tiny: bool) -> list[float]:
+    """Return which sources share actors: the tiny ones; and where bytes are short, all that leave room for another."""
+    return [0.0] if not group_tiny else [TINY, float(max(resources.per_actor // 2, 1))]
+
+
+def _largest(possible: Callable[[float], bool], most: float) -> float:
+    """Return the largest number up to `most` that is possible, where all smaller ones are possible too."""
+    if possible(most):
+        return most
+    low, high = 0.0, most
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if possible(middle) else (low, middle)
+    return low
+
+
+def _told(
+    draft: Draft,
+    limit: str,
+    loads: Sequence[float],
+    costs: Sequence[SourceCost],
+    shares: Sequence[float],
+    resources: Resources,
+    cluster_size: int,
+) -> Partition:
+    """Return a fleet with the reasons for it."""
+    clusters, ratios = cluster_sources(costs, cluster_size), levels(costs, shares, cluster_size)
+    allotments = tuple(
+        _allot(draft, source, draft.rate * loads[source], shares[source], cost, clusters[source], ratios[source],
+               resources)
+        for source, cost in enumerate(costs)
+    )  # fmt: skip
+    actors = tuple(
+        Actor(number=n, sources=tuple(costs[s].name for s in sources), workers=workers, bytes=held)
+        for n, (sources, workers, held) in enumerate(
+            zip(draft.actor_sources, draft.actor_workers, draft.actor_bytes, strict=True)
+        )
+    )
+    return Partition(
+        allotments=allotments,
+        actors=actors,
+        samples_per_s=draft.rate,
+        bytes=resources.bytes - resources.loader_bytes + draft.bytes,
+        cpus=min(resources.cpus, resources.cpus - resources.loader_cpus + draft.cpus),
+        block_cpus=resources.loader_cpus / max(sum(draft.actor_workers), 1),
+        limit=limit,
+    )
+
+
+def _allot(
+    draft: Draft,
+    source: int,
+    busy: float,
+    share: float,
+    cost: SourceCost,
+    cluster: int,
+    level: float,
+    resources: Resources,
+) -> Allotment:
+    places = draft.places[source]
+    others = len(draft.actor_sources[places[0][0]]) - 1
+    kind: Parallelism = "data" if len(places) > 1 else "source" if others else "worker"
+    workers = draft.workers[source]
+    need = (
+        f"{100 * share:.3g} % of {draft.rate:,.4g} samples/s at {1000 * cost.transform_s:.3g} ms each keep "
+        f"{busy:.3g} workers busy"
+        if share > 0
+        else "it is not drawn"
+    )
+    if kind == "data":
+        room = room_of(cost, resources)
+        bound = "may have" if room == resources.per_actor else "has memory for"
+        what = f"{workers} of them are more than the {room} that one actor {bound}, so {len(places)} actors hold it"
+    elif kind == "source":
+        turns = "it takes turns with" if busy < TINY else "it shares an actor with"
+        what = f"{turns} {others} other source{'' if others == 1 else 's'} in actor {places[0][0]}"
+    else:
+        what = f"{workers} worker{'' if workers == 1 else 's'} in an actor of its own"
+    return Allotment(
+        name=cost.name,
+        cluster=cluster,
+        level=level,
+        busy=busy,
+        workers=workers,
+        actors=tuple(actor for actor, _ in places),
+        workers_per_actor=tuple(there for _, there in places),
+        parallelism=kind,
+        why=f"{need}: {what}",
+    )
