@@ -144,11 +144,11 @@ def test_the_five_steps_of_the_workflow_are_marked():
 
 def test_the_face():
     assert set(overlord.__all__) == {
-        "Audio", "Augment", "Batch", "Chat", "Client", "ClientPlaceTree", "ClosedError", "Custom", "DGraph",
+        "Audio", "Augment", "Batch", "Budget", "Chat", "Client", "ClientPlaceTree", "ClosedError", "Custom", "DGraph",
         "ImageText", "Interleaved", "Job", "Layout", "Learn", "LoadingPlan", "Mixture", "OverlordError", "PlanError",
-        "ReaderError", "ReportMissing", "SampleId", "Service", "ServiceLost", "Source", "SourceError", "SpecError",
-        "StateError", "StoreError", "Text", "ToleranceError", "Video", "balance", "connect", "constructor_do_plan",
-        "costs", "launch", "loader_do_plan", "plan_raw", "strategies", "summary_buffer",
+        "ReaderError", "ReportMissing", "SampleId", "Scaling", "Service", "ServiceLost", "Source", "SourceError",
+        "SpecError", "StateError", "StoreError", "Text", "ToleranceError", "Video", "balance", "connect",
+        "constructor_do_plan", "costs", "launch", "loader_do_plan", "plan_raw", "strategies", "summary_buffer",
     }  # fmt: skip
     assert all(getattr(overlord, name).__doc__ for name in overlord.__all__)
 

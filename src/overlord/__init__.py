@@ -37,6 +37,8 @@ from overlord.planning.balancing.balance import balance
 from overlord.planning.dgraph import DGraph
 from overlord.planning.low_level import constructor_do_plan, loader_do_plan, plan_raw, summary_buffer
 from overlord.roles.client import Client
+from overlord.scaling.autoscaler import Scaling
+from overlord.scaling.budgets import Budget
 from overlord.session import Service, connect, launch
 
 __version__ = "0.1.0"
@@ -45,6 +47,7 @@ __all__ = [
     "Audio",
     "Augment",
     "Batch",
+    "Budget",
     "Chat",
     "Client",
     "ClientPlaceTree",
@@ -63,6 +66,7 @@ __all__ = [
     "ReaderError",
     "ReportMissing",
     "SampleId",
+    "Scaling",
     "Service",
     "ServiceLost",
     "Source",

@@ -24,11 +24,10 @@ from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.inputs import FIXED_WHILE_RUNNING
 from overlord.roles.placement import PLACEMENTS, Placement
-from overlord.roles.recovery import shadowed
-from overlord.runtimes.cluster_placement import ClusterOptions
 from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.inline import InlineService
 from overlord.runtimes.inline_cluster import InlineCluster
+from overlord.runtimes.launch_checks import check_numbers, cluster_of, shadows_of
 from overlord.runtimes.local import connect_local
 from overlord.runtimes.numbering import canonical
 from overlord.runtimes.opening import Progress
@@ -36,6 +35,9 @@ from overlord.runtimes.parking import OnSourceFailure
 from overlord.runtimes.planner_answers import SourceChange
 from overlord.runtimes.service_process import ServiceProcess, ray_service
 from overlord.runtimes.shapes import limits_of
+from overlord.runtimes.sizing import Loaders, sizing_of
+from overlord.scaling.autoscaler import Scaling
+from overlord.scaling.budgets import AHEAD_BYTES, Budget
 from overlord.storage import StorageOptions
 from overlord.stores.store import KEEP
 
@@ -194,12 +196,14 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     prefetch: int = 2,
     shadows: bool | Literal["auto"] | Collection[str] = False,
     heartbeat: float = 5.0,
-    loaders_per_source: int = 1,
+    loaders_per_source: Loaders = 1,
+    scaling: bool | Scaling = False,
+    profile: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     address: str | None = None,
     ranks_per_host: int | None = None,
     loader_hosts: int | Literal["per_source"] | None = None,
-    budget: int = 512 << 20,
+    budget: int | Budget = AHEAD_BYTES,
     store: str | os.PathLike[str] | None = None,
     store_options: StorageOptions | None = None,
     keep: int = KEEP,
@@ -229,14 +233,17 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
             "auto" for those whose loader takes long to come back.
         heartbeat: Seconds that nothing may be heard of a role before it is taken for dead and replaced; of the service
             process, twice as long.
-        loaders_per_source: SourceLoaders that share the groups of each source.
+        loaders_per_source: Workers of each source that read and transform ahead: a number, numbers by name, or "auto"
+            for what `profile` asks for. They share the groups of its order.
+        scaling: Whether workers come and go with the mixture while the service runs; `ol.Scaling` says when.
+        profile: What sources cost, as `overlord profile` measured it; kept up to date by the service.
         threads: Threads for decoding (default: one per core of this host; of each loader host of a cluster: 2).
         address: The Ray cluster to attach to, such as "auto" or "10.0.0.1:6379" (default: one is started here).
         ranks_per_host: Trainer processes of one host of the cluster, as torchrun's --nproc-per-node (default: what the
             hosts' accelerators say, else all on this host).
         loader_hosts: Processes that the sources are dealt to, or "per_source" (default: of a cluster, one for each
             trainer host; of "local", none: loaders are threads of the service, unless there are shadows).
-        budget: Bytes of samples and views held ahead of the trainers.
+        budget: Bytes of samples and views held ahead of the trainers; `ol.Budget` also bounds workers and memory.
         store: Folder for the journal and snapshots, or a URL such as "s3://bucket/run" (default: a temporary folder).
         store_options: Credentials and the like of a store that is a URL, as a Source's storage_options.
         keep: Steps behind the newest snapshot that stay resumable with `state=STEP`.
@@ -268,22 +275,25 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         (0, 8)
     """
     _check_job(job, mesh, strategy)
-    _check_numbers(prefetch=prefetch, loaders_per_source=loaders_per_source, threads=threads, budget=budget, keep=keep)
+    check_numbers(prefetch=prefetch, threads=threads, keep=keep)
     _check_folders(store=store, cache=cache)
+    sizing = sizing_of(job, loaders_per_source, scaling, budget, None if profile is None else os.fspath(profile))
     _step("launch: skip_steps", skip_steps)
     _check_word("placement", placement, PLACEMENTS, "nobody would decode")
     _check_word("reconcile", reconcile, get_args(Reconcile), "nobody could tell which sources may differ")
     _check_word("on_source_failure", on_source_failure, get_args(OnSourceFailure), "nobody could tell what follows")
     _check_word("runtime", runtime, get_args(Runtime), "nothing could run")
-    chosen_shadows = _shadows_of(canonical(job), shadows, runtime)
-    cluster = _cluster_of(runtime, address, ranks_per_host, loader_hosts, chosen_shadows)
+    chosen_shadows = shadows_of(canonical(job), shadows, runtime)
+    cluster = cluster_of(runtime, address, ranks_per_host, loader_hosts, chosen_shadows)
     if not isinstance(heartbeat, (int, float)) or isinstance(heartbeat, bool) or not 0.2 <= heartbeat < math.inf:
         raise SpecError(f"launch: heartbeat is {heartbeat!r:.80}; nobody could keep to it. Give seconds, 0.2 or more.")
     chosen = _layout_of(layout)
     tree, given = mesh or ClientPlaceTree(), _check_state(state, store)
     options = LaunchOptions(
-        mesh=tree, prefetch=int(prefetch), loaders_per_source=int(loaders_per_source),
-        threads=int(threads or (LOADER_CPUS if runtime == "ray" else os.cpu_count()) or 1), budget_bytes=int(budget),
+        mesh=tree, prefetch=int(prefetch), loaders_per_source=sizing.loaders_per_source, workers=sizing.workers,
+        lanes=sizing.lanes, scaling=sizing.scaling, memory=sizing.memory, budget_bytes=sizing.budget_bytes,
+        profile=sizing.profile,
+        threads=int(threads or (LOADER_CPUS if runtime == "ray" else os.cpu_count()) or 1),
         heartbeat_s=float(heartbeat),
         store=None if store is None else _store_of(store), store_options=dict(store_options or {}), keep=int(keep),
         cache=str(Path(cache).expanduser().absolute()), state=given, latest=isinstance(state, str),
@@ -311,51 +321,6 @@ def _start(runtime: str, job: Job, options: LaunchOptions, progress: Progress | 
         return ray_service(job, options, progress)
     module = "local_service" if options.cluster is None else "process_cluster"
     return ServiceProcess(f"overlord.runtimes.{module}", job, options, progress)
-
-
-def _shadows_of(job: Job, shadows: bool | str | Collection[str], runtime: str) -> tuple[bool, ...]:
-    named = isinstance(shadows, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in shadows)
-    if not isinstance(shadows, bool) and shadows != "auto" and not named:
-        raise SpecError(
-            f"launch: shadows is {shadows!r:.80}; nobody would know which sources have one. Use True, False, 'auto' or "
-            "a list of source names."
-        )
-    wanted = shadowed(job.sources, cast("bool | str | Collection[str]", shadows))
-    if any(wanted) and runtime == "inline":
-        raise SpecError(
-            "launch: shadows are given and runtime is 'inline', which has one process and no place for them; they "
-            "would have no effect. Use runtime='local' or 'ray', or leave shadows out."
-        )
-    return wanted
-
-
-def _cluster_of(
-    runtime: str, address: object, ranks_per_host: object, loader_hosts: object, shadows: tuple[bool, ...]
-) -> ClusterOptions | None:
-    given = {"address": address, "ranks_per_host": ranks_per_host, "loader_hosts": loader_hosts}
-    apart = runtime == "local" and (any(shadows) or loader_hosts is not None)
-    if runtime != "ray":
-        for name, value in given.items():
-            if value is not None and not (apart and name == "loader_hosts"):
-                raise SpecError(
-                    f"launch: {name} is {value!r:.80} and runtime is {runtime!r}, which has no cluster; it would have "
-                    "no effect. Use runtime='ray', or leave it out."
-                )
-        if not apart:
-            return None
-    if address is not None and (not isinstance(address, str) or not address):
-        raise SpecError(f"launch: address is {address!r:.80}, not a Ray cluster's. Give 'auto' or 'host:port'.")
-    for name in ("ranks_per_host", "loader_hosts"):
-        value = given[name]
-        if value is not None and not (name == "loader_hosts" and value == "per_source"):
-            _check_numbers(**{name: cast("int", value)})
-    return ClusterOptions(
-        address=address,
-        ranks_per_host=cast("int | None", ranks_per_host),
-        shadows=shadows,
-        engine="ray" if runtime == "ray" else "local",
-        loader_hosts=cast("int | None", loader_hosts),
-    )
 
 
 def _check_job(job: object, mesh: object, strategy: object) -> None:
@@ -387,17 +352,6 @@ def _check_word(name: str, value: object, choices: tuple[str, ...], effect: str)
     if not isinstance(value, str) or value not in choices or "(" in value:
         shown = " or ".join(choice if "(" in choice else repr(choice) for choice in choices)
         raise SpecError(f"launch: {name} is {value!r:.80}; {effect}. Use {shown}.")
-
-
-def _check_numbers(**given: int | None) -> None:
-    for name, value in given.items():
-        if name == "threads" and value is None:
-            continue
-        if not is_whole(value) or int(value or 0) < 1:
-            raise SpecError(
-                f"launch: {name} is {value!r:.80}; nothing could run with it. Give a whole number of at least 1, or "
-                "leave it out."
-            )
 
 
 def _check_folders(**given: str | os.PathLike[str] | None) -> None:

@@ -36,6 +36,8 @@ WORKER_BYTES = 8 << 20
 """What one worker may hold ahead at most; a group that is larger is prepared as it is used."""
 STRETCH_S = 0.1
 """A stretch should not take a worker much longer: whoever needs its first row waits for all of it."""
+REQUESTS_AHEAD = 8
+"""How many requests like the last ones are prepared ahead: more would be wasted when the mixture turns away."""
 FEW_ROWS = 32
 """So many rows tell what a row costs."""
 
@@ -108,6 +110,7 @@ class Crew:
         self._scouting = self._spoiled = self._resting = False
         self._position: Cursor | None = None
         self._part = Part()
+        self._asked_rows = 0
         self._reach: list[_Reach] = []
         self._reading: set[_Key] = set()
         self._taken: dict[_Key, list[tuple[int, int]]] = {}
@@ -152,6 +155,7 @@ class Crew:
                     self._resting = False
                     if self._lanes is None:
                         return self._asked(request)
+                    self._asked_rows = max(request.count, 7 * self._asked_rows // 8)
                     cursor, group = self.loader.wake(request.cursor)
                     stop = min(cursor.offset + request.count, group.num_rows)
                     at = self.loader.missing(cursor, stop)
@@ -195,16 +199,15 @@ class Crew:
             self._position, self._reach, self._resting = None, [], True
             self.loader.rest(cursor)
 
-    def status(self) -> dict[str, Any]:
-        """Return what was done here."""
-        with self._changed:
-            return {
-                "workers": self._wanted,
-                "samples_prepared": self.prepared,
-                "busy_s": round(self.busy_s + (self._helpers.helped_s if self._helpers else 0.0), 4),
-                "waited_s": round(self.waited_s, 4),
-                "handed_over_bytes": self.handed_over,
-            }
+    def work(self) -> dict[str, Any]:
+        """Return what was done here; nobody is waited for."""
+        return {
+            "workers": self._wanted,
+            "samples_prepared": self.prepared,
+            "busy_s": round(self.busy_s + (self._helpers.helped_s if self._helpers else 0.0), 4),
+            "waited_s": round(self.waited_s, 4),
+            "handed_over_bytes": self.handed_over,
+        }
 
     def _asked(self, request: MetaRequest) -> MetaDelta:
         before = self.loader.met_count
@@ -323,8 +326,15 @@ class Crew:
     def _has_work(self) -> bool:
         if self._position is None or self._spoiled:
             return False
+        if self._rows_ahead() >= max(REQUESTS_AHEAD * self._asked_rows, 2 * FEW_ROWS * self._wanted):
+            return False
         room = self.loader.ahead_bytes(self._position) < self._wanted * WORKER_BYTES
         return room and (self._next_place() is not None or self._may_scout())
+
+    def _rows_ahead(self) -> int:
+        assert self._position is not None
+        here = [one.next - self._position.offset for one in self._reach[:1] if one.key == self._position[:2]]
+        return sum(here) + sum(one.next for one in self._reach[len(here) :])
 
     def _may_scout(self) -> bool:
         return len(self._reach) < self._wanted and not self._scouting and self._position is not None

@@ -41,6 +41,7 @@ from overlord.runtimes.parking import OnSourceFailure, Patience
 from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
 from overlord.runtimes.warming import warm_job
 from overlord.runtimes.workers import Hands
+from overlord.scaling.autoscaler import Scaling
 from overlord.transforms.chat import inline_templates
 from overlord.transforms.isolation import Isolate
 from overlord.transforms.per_microbatch import PackingJob
@@ -65,6 +66,12 @@ class LaunchOptions:
     """Workers of sources for which that number does not hold; they all work ahead."""
     lanes: int = 64
     """Workers of all sources of a host that may run at the same time."""
+    scaling: Scaling | None = None
+    """When workers come and go while the service runs; None leaves them as they are."""
+    memory: int = 1 << 62
+    """Bytes that files and read buffers of all sources may take."""
+    profile: str | None = None
+    """The file of what sources cost; it is refreshed when the service ends."""
     budget_bytes: int = 512 << 20
     """Most bytes of payloads and views held ahead of the trainers."""
     threads: int = 2
@@ -304,7 +311,7 @@ def make_crew(prepared: Prepared, number: int, opened: SourceFiles, verdicts: Ve
     choice = PlacementChoice(options.placement, threading.Lock())
     lengths = known_lengths(source, opened, sidecars, prepared.tokenizer_digest)
     count = options.workers.get(source.name, options.loaders_per_source)
-    ahead = count > 1 or source.name in options.workers
+    ahead = count > 1 or source.name in options.workers or options.scaling is not None
     helpers = CrewWorkers(hands.lanes) if ahead else None
     loader = SourceLoader(
         number,

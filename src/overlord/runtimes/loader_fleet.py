@@ -104,6 +104,17 @@ class LoaderFleet:
         """Bytes in the read buffers of all loaders."""
         return sum(crew.loader.buffer_bytes for crew in self._crews.values())
 
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of the sources that are loaded here."""
+        return {number: crew.loader.name for number, crew in self._crews.items()}
+
+    def workload(self) -> dict[int, dict[str, Any]]:
+        """Return what the workers of each source have done, without waiting for anybody who works."""
+        return {
+            number: {**crew.work(), "buffer_bytes": crew.loader.buffer_bytes} for number, crew in self._crews.items()
+        }
+
     def status(self) -> dict[int, dict[str, Any]]:
         """Return what each source's loader holds and has met."""
         met = {number: crew.alone(lambda loader: loader.met) for number, crew in self._crews.items()}
@@ -111,7 +122,7 @@ class LoaderFleet:
             number: {
                 "decoded_in": crew.loader.placement.where,
                 "decoded_ratio": crew.loader.placement.ratio,
-                **crew.status(),
+                **crew.work(),
                 "followed": self._shadows[number].followed,
                 "buffer_bytes": crew.loader.buffer_bytes,
                 "bad": len(met[number].bad),

@@ -23,6 +23,7 @@ from overlord.runtimes.newcomers import Newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.planner_host import PlannerHost
 from overlord.runtimes.process_workers import ProcessWorkers
+from overlord.runtimes.scaler import local_scaler
 from overlord.runtimes.service_main import SERVED, run_service
 from overlord.runtimes.status import describe_roles
 from overlord.runtimes.workers import Hands
@@ -49,9 +50,13 @@ class LocalHost:
             self._processes.close()
             raise
         give_back_freed_memory()  # footers and listings of hundreds of sources were just parsed
+        self._scaler = local_scaler(options, roles.fleet, lambda message: self._planner.ask(message))
         self._planner = PlannerHost(
             roles.planner,
-            lambda positions, view_bytes: describe_roles(roles, "local", positions, view_bytes),
+            lambda positions, view_bytes: {
+                **describe_roles(roles, "local", positions, view_bytes),
+                "scaling": self._scaler.describe(),
+            },
             roles.fleet,
             keep=options.keep,
             add_source=Newcomers(roles, self._hands).add,
@@ -62,6 +67,7 @@ class LocalHost:
             options, roles.constructor, self._planner, ranks_of=lambda tree: range(tree.world_size),
             read_bytes=lambda: roles.fleet.buffer_bytes, served=progress.served,
         )  # fmt: skip
+        self._scaler.start()
 
     def close(self) -> None:
         """End all threads and let go of everything, whatever of it fails."""
@@ -74,6 +80,7 @@ class LocalHost:
             hurry.daemon = True
             hurry.start()
             ends.callback(hurry.cancel)
+            self._scaler.close()
             self._planner.interrupt()
             self._fleet.interrupt()
             self.constructor.close()

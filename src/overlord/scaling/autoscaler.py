@@ -69,8 +69,13 @@ class Scaling:
     slack: float = 1.1
     """By how much the demand, or what a change would bring, must differ before it counts as different."""
 
+    interval_s: float = 1.0
+    """Seconds between two decisions, in a running service."""
+
     def __post_init__(self) -> None:
         """Refuse settings that would flap."""
+        if not 0.01 <= self.interval_s < float("inf"):
+            raise SpecError(f"interval_s is {self.interval_s}; nobody could keep to it. Give seconds, 0.01 or more.")
         for name in ("window", "patience"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name} is {getattr(self, name)}; no interval would be looked at. Give 1 or more.")

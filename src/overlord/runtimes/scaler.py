@@ -1,0 +1,230 @@
+"""The AutoScaler at work: once an interval it looks at a running service, asks `decide`, and has workers changed.
+
+Rules of this file:
+1. Nothing here changes the stream: workers prepare what the planner would ask for anyway.
+2. The rate that trainers want is what they took, and more while they waited: as long as they wait all the time, twice
+   as much as they got.
+3. What fails here is logged and tried again at the next interval. Nobody waits for this.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.loader_fleet import LoaderFleet
+from overlord.scaling.autoscaler import Fleet, Scaling, decide
+from overlord.scaling.costs import SourceCost, demand, sample_shares
+from overlord.scaling.starvation import Waited, find_bottleneck
+
+logger = logging.getLogger("overlord")
+
+KEPT_EVENTS = 64
+LOOK_S = 2.0
+"""How often it is looked for a bottleneck where workers are left as they are."""
+FEW_SAMPLES = 8
+"""So many samples of a source tell what one costs."""
+_OLD = 0.5
+"""How much of a cost stays as it was when an interval measured another."""
+
+Watch = Callable[[Sequence[int]], Mapping[str, Any]]
+"""Tells how a service does, and its weights so many steps ahead: what `planner_answers.workload` says, "waited_s" of
+its trainers, and under "sources" what the workers of each source did."""
+Act = Callable[[Mapping[str, int]], None]
+"""Gives sources so many workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a service had done at a moment."""
+
+    at: float
+    step: int
+    samples: int
+    waited_s: float
+    sources: Mapping[str, Mapping[str, Any]]
+
+
+class Scaler:
+    """Right-sizes the workers of one service.
+
+    Args:
+        watch: Tells how the service does.
+        act: Changes it; None only looks, and names who is the bottleneck.
+        scaling: When workers come and go.
+        cpus: Workers at most.
+        memory: Bytes that files and buffers of all sources may take at most.
+        known: What sources cost, as far as that is known before they run.
+        clock: Seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        act: Act | None,
+        scaling: Scaling,
+        *,
+        cpus: int,
+        memory: int,
+        known: Mapping[str, SourceCost] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._watch = watch
+        self._act = act
+        self._scaling = scaling
+        self._cpus, self._memory = cpus, memory
+        self._costs = dict(known or {})
+        self._clock = clock
+        self._seen: deque[_Seen] = deque(maxlen=scaling.window + 1)
+        self._history: deque[Mapping[str, float]] = deque(maxlen=scaling.window + scaling.patience)
+        self._wanted = 0.0
+        self._bottleneck: str | None = None
+        self._events: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="overlord-scaler", daemon=True)
+
+    def start(self) -> None:
+        """Look once an interval from now on, in a thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._ended.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(self._scaling.interval_s + 1.0)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what was decided so far, for `status`."""
+        return {
+            "on": self._act is not None,
+            "interval_s": self._scaling.interval_s,
+            "most_workers": self._cpus,
+            "wanted_samples_per_s": round(self._wanted, 2),
+            "bottleneck": self._bottleneck,
+            "events": list(self._events),
+        }
+
+    @property
+    def costs(self) -> Mapping[str, SourceCost]:
+        """What sources cost, as measured so far."""
+        return dict(self._costs)
+
+    def look(self) -> None:
+        """Look once, and do what follows."""
+        newest = self._seen[-1] if self._seen else None
+        per_interval = self._steps_per_interval()
+        ahead = [max(1, round(number * per_interval)) for number in range(1, self._scaling.lookahead + 1)]
+        facts = self._watch(ahead if self._scaling.lookahead else ())
+        seen = _Seen(self._clock(), facts["step"], sum(facts["samples"]), facts["waited_s"], facts["sources"])
+        if newest is not None and (seen.step < newest.step or seen.waited_s < newest.waited_s):
+            self._seen.clear()  # a successor counts anew
+            newest = None
+        self._seen.append(seen)
+        if newest is None:
+            return
+        names = list(facts["names"])
+        costs = [self._cost(name, number, facts, newest) for number, name in enumerate(names)]
+        shares = sample_shares(facts["weights"], costs, facts["level"])
+        self._history.append(dict(zip(names, shares, strict=True)))
+        self._wanted = self._rate_wanted()
+        self._blame(names, shares, costs, newest, seen)
+        if self._act is None or not self._wanted:
+            return
+        workers = tuple(int(seen.sources[name]["workers"]) for name in names)
+        fleet = Fleet(
+            workers=workers, samples_per_s=self._wanted, cpus=self._cpus, bytes=self._memory, per_source=self._cpus
+        )
+        history = [[past.get(name, 0.0) for name in names] for past in self._history]
+        coming = [sample_shares(weights, costs, facts["level"]) for weights in facts["coming"]]
+        decision = decide(history, coming, costs, fleet, self._scaling)
+        if decision.workers != workers:
+            for change in decision.changes:
+                self._events.append({"step": seen.step, **change._asdict()})
+                logger.info("%s: %d -> %d workers: %s", *change)
+            self._act(dict(zip(names, decision.workers, strict=True)))
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._scaling.interval_s):
+            try:
+                self.look()
+            except Exception as error:  # rule 3
+                logger.debug("looking at the workers failed: %s", error, exc_info=True)
+
+    def _cost(self, name: str, number: int, facts: Mapping[str, Any], before: _Seen) -> SourceCost:
+        """Return what a source costs by now."""
+        now, then = facts["sources"][name], before.sources.get(name, {})
+        samples = now["samples_prepared"] - then.get("samples_prepared", 0)
+        old = self._costs.get(name)
+        drawn = facts["samples"][number]
+        tokens = facts["tokens"][number] / drawn if drawn else 1.0 if old is None else old.tokens
+        seconds = 0.0 if old is None else old.transform_s
+        if samples >= FEW_SAMPLES:
+            measured = max(now["busy_s"] - then.get("busy_s", 0.0), 0.0) / samples
+            seconds = measured if not seconds else _OLD * seconds + (1 - _OLD) * measured
+        held = max(now["buffer_bytes"] // max(now["workers"], 1), 0 if old is None else old.buffer_bytes)
+        cost = SourceCost(
+            name=name, transform_s=seconds, tokens=max(tokens, 1e-6), buffer_bytes=held,
+            file_bytes=0 if old is None else old.file_bytes, handover_s=0.0 if old is None else old.handover_s,
+        )  # fmt: skip
+        if seconds:
+            self._costs[name] = cost
+        return cost
+
+    def _steps_per_interval(self) -> float:
+        if len(self._seen) < 2:
+            return 1.0
+        first, last = self._seen[0], self._seen[-1]
+        return self._scaling.interval_s * (last.step - first.step) / max(last.at - first.at, 1e-9)
+
+    def _rate_wanted(self) -> float:
+        """Return the samples a second that trainers want, over the last intervals."""
+        first, last = self._seen[0], self._seen[-1]
+        seconds = max(last.at - first.at, 1e-9)
+        rate, waited = (last.samples - first.samples) / seconds, (last.waited_s - first.waited_s) / seconds
+        return rate * (1 + min(waited, 1.0)) if last.samples > first.samples else self._wanted
+
+    def _blame(
+        self, names: Sequence[str], shares: Sequence[float], costs: Sequence[SourceCost], before: _Seen, now: _Seen
+    ) -> None:
+        """Find who holds up the trainers."""
+        busy = demand(shares, costs, self._wanted)
+        interval = max(now.at - before.at, 1e-9)
+        waited = [
+            Waited(
+                source=name,
+                waited_s=now.sources[name]["waited_s"] - before.sources.get(name, {}).get("waited_s", 0.0),
+                demand=load,
+                workers=int(now.sources[name]["workers"]),
+            )
+            for name, load in zip(names, busy, strict=True)
+        ]
+        share = min((now.waited_s - before.waited_s) / interval, 1.0)
+        found = find_bottleneck(waited, interval, share, headroom=self._scaling.headroom)
+        self._bottleneck = None if found is None else str(found)
+
+
+def local_scaler(options: LaunchOptions, fleet: LoaderFleet, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> Scaler:
+    """Make the Scaler of a service whose loaders are all here."""
+
+    def watch(ahead: Sequence[int]) -> Mapping[str, Any]:
+        facts = ask({"op": "workload", "ahead": list(ahead)})["workload"]
+        done = fleet.workload()
+        return {**facts, "sources": {name: done[number] for number, name in enumerate(facts["names"])}}
+
+    def act(workers: Mapping[str, int]) -> None:
+        numbers = {name: number for number, name in fleet.names.items()}
+        fleet.resize({numbers[name]: count for name, count in workers.items() if name in numbers})
+
+    return Scaler(
+        watch,
+        act if options.scaling is not None else None,
+        options.scaling or Scaling(interval_s=LOOK_S),
+        cpus=options.lanes,
+        memory=options.memory,
+    )

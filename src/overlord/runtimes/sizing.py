@@ -1,0 +1,92 @@
+"""How many workers a launch begins with, and how many it may have: what `launch` is told, checked and completed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from overlord.core.spec_errors import did_you_mean
+from overlord.core.spec_model import is_whole
+from overlord.core.specs import Job
+from overlord.errors import SpecError
+from overlord.scaling.autoscaler import Scaling
+from overlord.scaling.budgets import Budget
+
+Loaders = int | Mapping[str, int] | Literal["auto"]
+"""Workers of each source: one number, numbers by name, or what its profile asks for."""
+
+MOST_LANES = 64
+"""Workers of a host that may run at the same time where nobody says how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """The workers of a launch, as `LaunchOptions` has them."""
+
+    loaders_per_source: int = 1
+    workers: Mapping[str, int] = field(default_factory=dict[str, int])
+    lanes: int = MOST_LANES
+    scaling: Scaling | None = None
+    memory: int = 1 << 62
+    budget_bytes: int
+    profile: str | None = None
+
+
+def sizing_of(job: Job, loaders: object, scaling: object, budget: object, profile: str | None) -> Sizing:
+    """Complete what a launch says of its workers.
+
+    Raises:
+        SpecError: for what cannot be; nothing has run.
+
+    Example:
+        >>> from overlord.core.specs import Batch, Source, Text
+        >>> job = Job(sources=[Source("web", "web.jsonl", sample=Text("text", tokenized=True))], batch=Batch(8, 4))
+        >>> sizing_of(job, {"web": 4}, False, Budget(cpus=16), None).workers
+        {'web': 4}
+    """
+    given = budget if isinstance(budget, Budget) else Budget(ahead=_whole("budget", budget))
+    settings = _scaling_of(scaling)
+    sized = settings is not None or given.cpus is not None
+    lanes = given.cpus or ((os.cpu_count() or 1) if sized else MOST_LANES)
+    bounds: dict[str, Any] = {
+        "scaling": settings,
+        "memory": given.memory or 1 << 62,
+        "budget_bytes": given.ahead,
+        "profile": profile,
+    }
+    if isinstance(loaders, Mapping):
+        workers = _by_name(job, cast("Mapping[str, object]", loaders))
+        return Sizing(workers=workers, lanes=max(lanes, 1), **bounds)
+    return Sizing(loaders_per_source=_whole("loaders_per_source", loaders), lanes=lanes, **bounds)
+
+
+def _scaling_of(scaling: object) -> Scaling | None:
+    if isinstance(scaling, bool):
+        return Scaling() if scaling else None
+    if not isinstance(scaling, Scaling):
+        raise SpecError(
+            f"launch: scaling is {scaling!r:.80}; nobody would know when workers come and go. Use True, False or "
+            "ol.Scaling(..)."
+        )
+    return scaling
+
+
+def _by_name(job: Job, loaders: Mapping[str, object]) -> dict[str, int]:
+    for name in loaders:
+        if name not in job.names:
+            raise SpecError(
+                f"launch: loaders_per_source names {name!r:.80}, which is no source of the job; its workers would have "
+                f"nothing to do.{did_you_mean(str(name), job.names)} Name sources of the job."
+            )
+    return {name: _whole(f"loaders_per_source[{name!r}]", count) for name, count in loaders.items()}
+
+
+def _whole(name: str, value: object) -> int:
+    if not is_whole(value) or int(cast("int", value)) < 1:
+        raise SpecError(
+            f"launch: {name} is {value!r:.80}; nothing could run with it. Give a whole number of at least 1, or leave "
+            "it out."
+        )
+    return int(cast("int", value))
