@@ -1,7 +1,8 @@
 """Times the samples of one source on their way through a real SourceLoader: read, measured, finished, handed over.
 
 Rules of this file:
-1. Seconds are those of one worker: time on the wall, or of the processor where threads of a library share the work.
+1. Seconds are those of one worker that has a core: time on the wall, less what it waited for a core; or of the
+   processor, where threads of a library share the work.
 2. The mean comes from rows that go together, as loaders take them. The spread comes from rows that go alone, less what
    a call costs that is made for one row only.
 3. What happens once (a file is indexed, a decoder is loaded, a process worker starts) is in no figure.
@@ -52,11 +53,25 @@ class Clock:
     """Seconds since it was made, as the rules of this file count them."""
 
     def __init__(self) -> None:
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        self._queued = _queued_s()
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
 
     def seconds(self) -> float:
         """Return how long it took."""
-        return max(time.perf_counter() - self._wall, time.process_time() - self._cpu)
+        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        return max(wall - (_queued_s() - self._queued), cpu)
+
+
+def _queued_s() -> float:
+    """Return how long this thread was ready and had no core, in all; 0 where the system does not tell.
+
+    A worker is sized as one that has its core: on a busy host it would otherwise look many times slower than it is.
+    """
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return 1e-9 * int(file.read().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 class Deadline:
@@ -239,7 +254,7 @@ class TimedSource:
         self.decode_s: list[float] = []
         """Seconds of the samples whose media are decoded behind the hand-over."""
         self.pairs: list[tuple[int, int]] = []
-        """Of samples that were measured or finished alone: their places among these; `_TOGETHER` where they were not."""
+        """Places of samples among those measured alone, and finished alone; `_TOGETHER` where they were not."""
         self.rows = 0
         self.samples = 0
         self.tokens = 0
