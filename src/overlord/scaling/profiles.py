@@ -171,7 +171,7 @@ class SourceProfile:
             measure_s=factor * self.measure_s,
             finish_s=factor * self.finish_s,
         )
-        return moved.noted(Entry(when, what, new, mean))
+        return moved.noted(Entry(when, what, new, moved.transform_s))
 
 
 @dataclass(frozen=True, slots=True)
