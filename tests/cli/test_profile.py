@@ -116,10 +116,13 @@ def test_a_plan_by_a_profile_of_other_files_is_refused(job: Path) -> None:
 def test_a_damaged_profile_is_named(job: Path) -> None:
     path = job.with_name("job.profile.json")
     path.write_text("{}")
-    for arguments in ([], ["--plan"]):
+    for arguments in (["--plan"], ["--source", "long"]):
         outcome = call("profile", job, *arguments, "--json")
         assert outcome.exit_code == 2
         assert "job.profile.json is damaged" in json.loads(outcome.stdout)["error"]["message"]
+    outcome = call("profile", job)  # what the message advises
+    assert outcome.exit_code == 0 and "is replaced" in outcome.stderr
+    assert read_profile(path) is not None
 
 
 def test_a_missing_source_is_told_and_the_others_are_kept(tmp_path: Path) -> None:
@@ -160,9 +163,10 @@ def test_hundreds_of_sources_fit_a_terminal_of_100_columns() -> None:
     console.print(*profile_tables("job.yaml", many(306)), sep="\n")
     lines = console.export_text().splitlines()
     assert max(len(line) for line in lines) <= 100
-    rows = [line for line in lines if "_name_" in line and "×" in line and "→" in line]
+    rows = [line for line in lines if "name_" in line and "×" in line and "→" in line]
     assert len(rows) == MOST_ROWS == 40
-    assert "_305" in rows[0] and "_266" in rows[-1]
+    assert "_305 " in rows[0] and "_266 " in rows[-1]
+    assert "…" not in "".join(row[20:] for row in rows)  # no figure is cut
     text = " ".join(" ".join(lines).split())
     assert "These are the 40 most expensive sources. 266 cheaper sources: P from" in text
 

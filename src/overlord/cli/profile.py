@@ -77,17 +77,16 @@ def profile(
     loaded = load(job, screen, placement=placement)
     options = LaunchOptions(mesh=loaded.launch.mesh, cache=folder_of(cache), placement=loaded.launch.placement)
     named = None if source is None else [one.name for one in choose_sources(loaded.job, source)]
-    found = None if resources is None or named is not None else read_profile(path)
-    result = Profiled(found) if found is not None else None
+    before = _before(screen, path, needed=plan or named is not None)
     with screen.progress() as tell, screen.user_code():
-        if found is not None:
-            check_profile(found, loaded.job, options, tell)
+        if plan and before is not None and named is None:
+            check_profile(before, loaded.job, options, tell)
+            result = Profiled(before)
+            screen.note(f"{path} is used as it is; leave out --plan to measure again")
         else:
-            result = _measured(loaded, options, named, samples, seconds, path, tell)
-    assert result is not None
+            result = _measured(loaded, options, named, samples, seconds, tell)
+            result = _kept(result, before, loaded, path)
     told = _show(screen, job, path, result, html)
-    if found is not None:
-        screen.note(f"{path} is used as it is; leave out --plan to measure again")
     if resources is not None:
         told |= {"plan": _show_plan(screen, result.profile, loaded, resources)}
     screen.give(told)
@@ -107,26 +106,34 @@ def profile_path(job: Path) -> Path:
     return job.with_name(f"{job.stem}.profile.json")
 
 
+def _before(screen: Screen, path: Path, *, needed: bool) -> Profile | None:
+    """Return the profile that is there; one that cannot be read is replaced, unless something of it is needed."""
+    try:
+        return read_profile(path)
+    except SpecError as error:
+        if needed:
+            raise
+        screen.note(f"the profile that is there is replaced: {error}")
+        return None
+
+
 def _measured(
-    loaded: JobFile,
-    options: LaunchOptions,
-    named: list[str] | None,
-    samples: int,
-    seconds: float,
-    path: Path,
-    tell: Tell,
+    loaded: JobFile, options: LaunchOptions, named: list[str] | None, samples: int, seconds: float, tell: Tell
 ) -> Profiled:
-    """Measure, and write the profile; what it holds of sources that are still in the job stays."""
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     result = profile_job(loaded.job, options, when=when, sources=named, samples=samples, seconds=seconds, progress=tell)
     if not result.profile.sources:
         first = next(iter(result.failed.values()))
         others = f" {len(result.failed) - 1} other sources failed too." if len(result.failed) > 1 else ""
         raise SpecError(f"nothing could be measured: {first}{others}")
-    before = read_profile(path)
+    return result
+
+
+def _kept(result: Profiled, before: Profile | None, loaded: JobFile, path: Path) -> Profiled:
+    """Write what was measured, with what was known before of other sources of the job."""
     if before is not None:
-        kept = Profile(tuple(one for one in before.sources if one.name in loaded.job.names))
-        result = Profiled(kept.joined(result.profile), result.failed)
+        known = Profile(tuple(one for one in before.sources if one.name in loaded.job.names))
+        result = Profiled(known.joined(result.profile), result.failed)
     write_profile(path, result.profile)
     return result
 

@@ -19,7 +19,7 @@ from overlord.scaling.profiles import Profile, SourceProfile
 MOST_ROWS = 40
 """Sources that a table of the terminal and a figure hold, the most expensive ones."""
 _ROW = 20.0
-_COLUMNS = ("P mean", "p50", "p99", "T", "memory", "bytes in → out", "samples/s", "cost")
+_COLUMNS = ("P mean", "p50", "p99", "T", "memory", "bytes in→out", "samples/s", "cost")
 
 
 def ranked(profile: Profile) -> list[SourceProfile]:
@@ -66,7 +66,7 @@ def profile_tables(job: str, profile: Profile) -> list[RenderableType]:
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for one in order[:MOST_ROWS]:
-        table.add_row(Text(short_name(one.name, 24)), *_cells(one, order[-1]))
+        table.add_row(Text(short_name(one.name, 18)), *_cells(one, order[-1]))
     parts: list[RenderableType] = [table]
     rest = order[MOST_ROWS:]
     if rest:
@@ -81,7 +81,7 @@ def _cells(one: SourceProfile, cheapest: SourceProfile) -> list[str]:
         seconds(one.transform.p99),
         seconds(one.handover_s),
         size(one.file_bytes + one.buffer_bytes),
-        f"{size(one.read_bytes)} → {size(one.delivered_bytes)}",
+        f"{size(one.read_bytes)}→{size(one.delivered_bytes)}",
         count(1 / max(one.transform_s, 1e-12)),
         _times(one, cheapest),
     ]
@@ -211,7 +211,7 @@ _METHODS = {
     "custom functions) and finishing it. Rows that are read and passed over are paid by the others.",
     "T": "Seconds of cutting a sample out of the read buffer and copying it to where it goes.",
     "memory": "What an actor holds of the files (names, indices), and one worker at the end of its largest group.",
-    "bytes in → out": "Bytes of a row as read, and as handed over: encoded or decoded, as it travels.",
+    "bytes in→out": "Bytes of a row as read, and as handed over: encoded or decoded, as it travels.",
     "samples/s": "Samples that one worker prepares in a second.",
     "cost": "P over that of the cheapest source.",
 }

@@ -305,8 +305,8 @@ def cost_digest(source: Source, listing: str, tokenizer_digest: str, placement: 
 
 def _damaged(file: str, why: str) -> SpecError:
     return SpecError(
-        f"{file} is damaged: {why}; loaders would be sized by nonsense. {_REMEDY}, after removing the file, and do not "
-        "edit it by hand."
+        f"{file} is damaged: {why}; loaders would be sized by nonsense. {_REMEDY} for all sources, and do not edit the "
+        "file by hand."
     )
 
 
