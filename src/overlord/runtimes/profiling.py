@@ -25,11 +25,12 @@ from overlord.core.order import Group, SourceOrder, rows_per_read, stream_bytes
 from overlord.core.specs import Job, Source
 from overlord.errors import OverlordError, SpecError
 from overlord.readers.source_files import SourceFiles
-from overlord.runtimes.deployment import LaunchOptions, Prepared, SourceFacts, make_loaders, open_files, prepare
+from overlord.runtimes.crews import WORKER_BYTES
+from overlord.runtimes.deployment import LaunchOptions, Prepared, SourceFacts, make_crew, open_files, prepare
 from overlord.runtimes.opening import Progress, order_of
 from overlord.runtimes.process_workers import ProcessWorkers
 from overlord.runtimes.timed_source import Deadline, TimedSource, TimedTransform, read_seconds
-from overlord.runtimes.workers import SerialWorkers, ThreadWorkers
+from overlord.runtimes.workers import Hands, SerialWorkers, ThreadWorkers
 from overlord.scaling.profiles import Entry, Profile, Running, SourceProfile, Spread, cost_digest
 
 SAMPLES = 200
@@ -79,7 +80,8 @@ def profile_job(
     Raises:
         SpecError: The job or the launch is wrong.
     """
-    with ProcessWorkers(1) as processes:  # one worker's seconds, so one process
+    options = dataclasses.replace(options, loaders_per_source=1, workers={})  # one worker's seconds
+    with ProcessWorkers(1) as processes:
         prepared = prepare(_tolerant(job), options, processes.isolate)
         numbers = [n for n, name in enumerate(prepared.job.names) if sources is None or name in sources]
         opened, failed = open_each(prepared, numbers, progress)
@@ -182,7 +184,8 @@ def refresh(path: Path, status: Mapping[str, Any], when: str) -> Profile | None:
 
     Args:
         path: The profile's file.
-        status: What `service.status()` tells: of each source `samples_prepared` and `busy_s` (seconds of workers).
+        status: What `service.status()` tells: of each source `samples_prepared` (rows measured), `busy_s` (seconds of
+            workers), and the `samples` and `skipped` rows that the stream has drawn and passed over.
         when: ISO time of now.
 
     Raises:
@@ -191,15 +194,18 @@ def refresh(path: Path, status: Mapping[str, Any], when: str) -> Profile | None:
     profile = read_profile(path)
     if profile is None:
         return None
-    running = {
-        name: Running(int(one["samples_prepared"]), float(one["busy_s"]))
-        for name, one in status["sources"].items()
-        if one.get("samples_prepared") and one.get("busy_s") is not None
-    }
+    running = {name: _running(one) for name, one in status["sources"].items()}
     refreshed = profile.refreshed(running, when, f"refreshed at step {status['planner']['next_step']}")
     if refreshed != profile:
         write_profile(path, refreshed)
     return refreshed
+
+
+def _running(one: Mapping[str, Any]) -> Running:
+    """Return what a status tells of a source, by samples: rows that are passed over are paid by the others."""
+    drawn, skipped = int(one["samples"]), int(one["skipped"])
+    share = drawn / (drawn + skipped) if drawn else 1.0
+    return Running(round(share * int(one["samples_prepared"])), float(one["busy_s"]))
 
 
 def _tolerant(job: Job) -> Job:
@@ -237,7 +243,7 @@ def _measure(
     timed = TimedTransform(prepared.transforms[number], deadline)
     transforms = [*prepared.transforms[:number], timed, *prepared.transforms[number + 1 :]]
     ready = dataclasses.replace(prepared, transforms=transforms)
-    loader = make_loaders(ready, number, files, _Verdicts(), SerialWorkers())[0]
+    loader = make_crew(ready, number, files, _Verdicts(), Hands.of_caller()).loader
     way = TimedSource(number, loader, timed, deadline)
     before = pa.total_allocated_bytes()
     way.run(samples, lambda: pa.total_allocated_bytes() - before)
@@ -258,7 +264,7 @@ def _measure(
         decoded_in="" if timed.decoder is None else loader.placement.where,
         handover_s=way.handed_over.mean,
         file_bytes=_file_bytes(files, order),
-        buffer_bytes=_buffer_bytes(source, order, timed.read_bytes / rows, way),
+        buffer_bytes=_buffer_bytes(order, timed.read_bytes / rows, way),
         tokens=way.tokens / way.samples,
         read_bytes=timed.read_bytes / rows,
         kept_bytes=timed.kept_bytes / rows,
@@ -282,18 +288,18 @@ def _file_bytes(files: SourceFiles, order: SourceOrder) -> int:
     return listed + 8 * (_INDEX_ARRAYS + _ORDER_ARRAYS) * blocks
 
 
-def _buffer_bytes(source: Source, order: SourceOrder, row_bytes: float, way: TimedSource) -> int:
+def _buffer_bytes(order: SourceOrder, row_bytes: float, way: TimedSource) -> int:
     """Return what one worker holds at the end of the largest group of the first window.
 
     Its open readers (a group held whole, or k streams: the bytes of their rows, or what Arrow's pool grew by when they
     were opened, if that is more) and the rows that it has measured, by the bytes that the loader itself reports. The
     resident memory of this process would tell nothing: allocators keep what the source before has freed, and Python's
-    own tracing does not see Arrow. Rows kept ahead of the plan are bounded by shuffle_bytes, as a worker stops there.
+    own tracing does not see Arrow. A worker stops at `WORKER_BYTES` of rows kept ahead of the plan.
     """
     first = order.first_group(0)
     numbers = range(first, first + _MOST_GROUPS)
     groups = [order.group(0, number) for number in numbers if order.has_group(0, number)]
     largest = max(groups, key=lambda group: group.num_rows)
     held = largest.num_rows * row_bytes if largest.whole else len(largest.rows) * stream_bytes(largest.row_bytes)
-    kept = min(largest.num_rows * way.buffer_row_bytes, max(source.shuffle_bytes, way.buffer_row_bytes))
+    kept = min(largest.num_rows * way.buffer_row_bytes, max(WORKER_BYTES, way.buffer_row_bytes))
     return int(max(held, way.pool_bytes) + kept)
