@@ -255,10 +255,16 @@ class Profile:
             )
 
     def to_json(self) -> str:
-        """Return the profile as text for a file."""
+        """Return the profile as text for a file: one figure a line, so that two versions can be compared."""
         sources = {one.name: _without_name(one) for one in self.sources}
-        whole = {"version": PROFILE_VERSION, "checksum": _checksum(sources), "sources": sources}
-        return json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        parts = [
+            f"{_text(name)}: {{\n"
+            + ",\n".join(f"  {_text(key)}: {_text(value)}" for key, value in given.items())
+            + "\n }"
+            for name, given in sources.items()
+        ]
+        head = f'"version": {PROFILE_VERSION},\n"checksum": {_text(_checksum(sources))},\n'
+        return "{" + head + '"sources": {\n ' + ",\n ".join(parts) + "\n}}\n"
 
     @classmethod
     def from_json(cls, text: str, file: str) -> Profile:
@@ -308,6 +314,10 @@ def _damaged(file: str, why: str) -> SpecError:
         f"{file} is damaged: {why}; loaders would be sized by nonsense. {_REMEDY} for all sources, and do not edit the "
         "file by hand."
     )
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _checksum(sources: Mapping[str, Any]) -> str:
