@@ -113,6 +113,20 @@ def test_a_plan_by_a_profile_of_other_files_is_refused(job: Path) -> None:
     assert "Run `overlord profile` again" in outcome.stderr
 
 
+def test_a_plan_is_shown_by_the_profile_that_is_there(job: Path) -> None:
+    pytest.importorskip("overlord.cli.profile_plan")
+    first = call("profile", job, "--plan", "--cpus", 8, "--memory", "16GiB")  # there is none: it is measured first
+    assert first.exit_code == 0, first.stderr
+    path = job.with_name("job.profile.json")
+    before = path.read_bytes()
+    again = call("profile", job, "--plan", "--cpus", 8, "--memory", "16GiB", "--json")
+    assert again.exit_code == 0, again.stderr
+    assert "is used as it is" in again.stderr and path.read_bytes() == before
+    assert {"short", "long"} <= set(re.findall(r"\w+", json.dumps(json.loads(again.stdout)["plan"])))
+    scarce = call("profile", job, "--plan", "--cpus", 8, "--memory", "1MB")
+    assert scarce.exit_code == 2
+
+
 def test_a_damaged_profile_is_named(job: Path) -> None:
     path = job.with_name("job.profile.json")
     path.write_text("{}")

@@ -131,6 +131,20 @@ def test_time_is_kept_where_samples_are_slow(tmp_path: Path, cache: str) -> None
     assert found.measure_s >= 0.8 * NAP_S
 
 
+def test_no_row_is_read_twice(tmp_path: Path, cache: str) -> None:
+    """Rows so large that a loader takes few at a time: whoever pops them in disorder makes it read them again."""
+    path, seen = write_rows(tmp_path / "a.jsonl", [8000 + n for n in range(60)]), []
+
+    def counted(row: dict[str, Any]) -> dict[str, Any]:
+        seen.append(len(row["ids"]))
+        return {"tokens": row["ids"]}
+
+    source = ol.Source("large", path, sample=ol.Custom(counted, columns=["ids"], process=False))
+    found = by_name(profiled(job_of(source), cache, samples=60, seconds=20.0))["large"]
+    assert found.samples == 60
+    assert len(seen) == 60 + 2  # two are run before, and not counted
+
+
 def test_rows_that_are_passed_over_are_paid_by_the_others(tmp_path: Path, cache: str) -> None:
     path = write_rows(tmp_path / "a.jsonl", [3 + n % 2 for n in range(400)])
     few = ol.Source("few", path, sample=ol.Custom(odd_ones, columns=["ids"], process=False))

@@ -88,7 +88,13 @@ def profile(
             result = _kept(result, before, loaded, path)
     told = _show(screen, job, path, result, html)
     if resources is not None:
-        told |= {"plan": _show_plan(screen, result.profile, loaded, resources)}
+        from overlord.cli.profile_plan import show_plan  # noqa: PLC0415 - to the top once it is here
+
+        shown = show_plan(result.profile, loaded.job, loaded.launch, resources, as_json)
+        if isinstance(shown, dict):
+            told["plan"] = shown
+        else:
+            screen.show(shown)
     screen.give(told)
     for words in result.failed.values():
         show_error(SourceError(words), as_json=False)
@@ -169,12 +175,3 @@ def _resources(plan: bool, cpus: float | None, memory: str | None) -> Resources 
         raise SpecError(f"--memory is {memory!r:.80}: {fault}. Write it as 64GiB.") from None
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Resources(cpus=cpus or float(os.cpu_count() or 1), bytes=have if given is None else given)
-
-
-def _show_plan(screen: Screen, found: Profile, loaded: JobFile, resources: Resources) -> Any:
-    from overlord.cli.profile_plan import show_plan  # type: ignore[import-not-found]
-
-    shown = show_plan(found, loaded.job, loaded.launch, resources, screen.as_json)
-    if not screen.as_json:
-        screen.show(shown)
-    return shown

@@ -316,7 +316,8 @@ class TimedSource:
             self.finished.probe(self._hand_over(meta[drawn[:1]], keep=False)[0])
             self._deadline.put_off(clock.seconds())
             self.decode_s.clear()
-            self.finished.probe(self._hand_over(meta[drawn[-1:]], keep=False)[0])
+            # The same one again: behind a later one, the loader would let go of those before it.
+            self.finished.probe(self._hand_over(meta[drawn[:1]], keep=False)[0])
             self.finished.probed = True
         if not (self._timed.alone or self.finished.expensive):
             seconds, handing = self._hand_over(meta[drawn])
