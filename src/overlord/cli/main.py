@@ -1,4 +1,4 @@
-"""The command line: `overlord demo`, `explain`, `run`, `serve`, `status`, `sources`, `schema`, `version`.
+"""The command line: `overlord demo`, `explain`, `profile`, `run`, `serve`, `status`, `sources`, `schema`, `version`.
 
 Exit codes: 0 done; 1 the run failed, or lint found errors; 2 what was asked for cannot be done; 130 Ctrl-C.
 """
@@ -56,6 +56,7 @@ from overlord.cli.options import (
 from overlord.cli.output import Screen, check_writable, show_error
 from overlord.cli.planning_commands import explain
 from overlord.cli.preview import preview_page, preview_source, show_previews
+from overlord.cli.profile import profile
 from overlord.cli.report import media_tables, source_table, summary_table
 from overlord.cli.running import aside_notes, launch_for, run_job
 from overlord.cli.serving import announcement, find_status, serve_until_stopped, status_tables, trainer_hosts
@@ -98,6 +99,7 @@ app = typer.Typer(
 sources_app = typer.Typer(help="Look at the sources of a job.", no_args_is_help=True)
 app.add_typer(sources_app, name="sources")
 app.command()(explain)
+app.command()(profile)
 
 
 @app.command()

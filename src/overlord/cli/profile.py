@@ -1,0 +1,177 @@
+"""`overlord profile`: measure what every source costs, keep it beside the job, and show it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from overlord.cli.demo import write_text
+from overlord.cli.job_files import JobFile
+from overlord.cli.options import (
+    CACHE,
+    AsJson,
+    Cache,
+    JobPath,
+    PlacementOption,
+    folder_of,
+    load,
+)
+from overlord.cli.output import Screen, Tell, check_writable, show_error
+from overlord.cli.profile_report import headlines, profile_tables, ranked, render_profile
+from overlord.cli.sources import choose_sources
+from overlord.core.spec_errors import Fault
+from overlord.core.spec_model import as_bytes
+from overlord.errors import SourceError, SpecError
+from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.profiling import (
+    SAMPLES,
+    SECONDS,
+    Profiled,
+    check_profile,
+    profile_job,
+    read_profile,
+    write_profile,
+)
+from overlord.scaling.costs import Resources
+from overlord.scaling.profiles import Profile
+
+
+def profile(
+    job: JobPath,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples of each source, at most about.")] = SAMPLES,
+    seconds: Annotated[float, typer.Option("--seconds", help="Seconds for each source, at most about.")] = SECONDS,
+    source: Annotated[
+        list[str] | None,
+        typer.Option("--source", metavar="NAME", help="Only this one; may be repeated.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="Where the profile goes; else beside the job file, as its name.profile.json."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with plots to this file.")] = None,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Show how workers are given to the sources, by the profile that is there."),
+    ] = False,
+    cpus: Annotated[float | None, typer.Option("--cpus", help="With --plan: cores for loading.")] = None,
+    memory: Annotated[str | None, typer.Option("--memory", help="With --plan: memory for loading, as 64GiB.")] = None,
+    placement: PlacementOption = None,
+    cache: Cache = CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each source costs on real samples: latency, hand-over, memory, bytes; and keep it beside the job."""
+    screen = Screen(as_json=as_json)
+    if not seconds > 0:
+        raise SpecError(f"--seconds is {seconds:g}; nothing could be measured. Give seconds above 0.")
+    resources = _resources(plan, cpus, memory)
+    path = profile_path(job) if output is None else output
+    check_writable("--output", path)
+    if html is not None:
+        check_writable("--html", html)
+    loaded = load(job, screen, placement=placement)
+    options = LaunchOptions(mesh=loaded.launch.mesh, cache=folder_of(cache), placement=loaded.launch.placement)
+    named = None if source is None else [one.name for one in choose_sources(loaded.job, source)]
+    before = _before(screen, path, needed=plan or named is not None)
+    with screen.progress() as tell, screen.user_code():
+        if plan and before is not None and named is None:
+            check_profile(before, loaded.job, options, tell)
+            result = Profiled(before)
+            screen.note(f"{path} is used as it is; leave out --plan to measure again")
+        else:
+            result = _measured(loaded, options, named, samples, seconds, tell)
+            result = _kept(result, before, loaded, path)
+    told = _show(screen, job, path, result, html)
+    if resources is not None:
+        from overlord.cli.profile_plan import show_plan  # type: ignore[import-not-found]  # to the top once it is here
+
+        shown = show_plan(result.profile, loaded.job, loaded.launch, resources, as_json)
+        if isinstance(shown, dict):
+            told["plan"] = shown
+        else:
+            screen.show(shown)
+    screen.give(told)
+    for words in result.failed.values():
+        show_error(SourceError(words), as_json=False)
+    if result.failed:
+        raise typer.Exit(2)
+
+
+def profile_path(job: Path) -> Path:
+    """Return where the profile of a job file is kept.
+
+    Example:
+        >>> profile_path(Path("jobs/vlm.yaml")).as_posix()
+        'jobs/vlm.profile.json'
+    """
+    return job.with_name(f"{job.stem}.profile.json")
+
+
+def _before(screen: Screen, path: Path, *, needed: bool) -> Profile | None:
+    """Return the profile that is there; one that cannot be read is replaced, unless something of it is needed."""
+    try:
+        return read_profile(path)
+    except SpecError as error:
+        if needed:
+            raise
+        screen.note(f"the profile that is there is replaced: {error}")
+        return None
+
+
+def _measured(
+    loaded: JobFile, options: LaunchOptions, named: list[str] | None, samples: int, seconds: float, tell: Tell
+) -> Profiled:
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    result = profile_job(loaded.job, options, when=when, sources=named, samples=samples, seconds=seconds, progress=tell)
+    if not result.profile.sources:
+        first = next(iter(result.failed.values()))
+        others = f" {len(result.failed) - 1} other sources failed too." if len(result.failed) > 1 else ""
+        raise SpecError(f"nothing could be measured: {first}{others}")
+    return result
+
+
+def _kept(result: Profiled, before: Profile | None, loaded: JobFile, path: Path) -> Profiled:
+    """Write what was measured, with what was known before of other sources of the job."""
+    if before is not None:
+        known = Profile(tuple(one for one in before.sources if one.name in loaded.job.names))
+        result = Profiled(known.joined(result.profile), result.failed)
+    write_profile(path, result.profile)
+    return result
+
+
+def _show(screen: Screen, job: Path, path: Path, result: Profiled, html: Path | None) -> dict[str, Any]:
+    screen.show(*profile_tables(str(job), result.profile))
+    screen.show(Text.assemble(("profile  ", "dim"), str(path)))
+    if html is not None:
+        write_text(html, render_profile(str(job), result.profile, result.failed))
+        screen.show(Text.assemble(("page     ", "dim"), str(html)))
+    return {
+        "job": str(job),
+        "profile": str(path),
+        "html": None if html is None else str(html),
+        "headlines": headlines(result.profile),
+        "sources": [dataclasses.asdict(one) for one in ranked(result.profile)],
+        "failed": dict(result.failed),
+    }
+
+
+def _resources(plan: bool, cpus: float | None, memory: str | None) -> Resources | None:
+    """Return what there is for loading, if it is to be planned: by default, what this host has."""
+    if not plan:
+        for name, value in (("--cpus", cpus), ("--memory", memory)):
+            if value is not None:
+                raise SpecError(f"{name} is {value} and --plan is not given; it would have no effect. Add --plan.")
+        return None
+    if cpus is not None and not cpus > 0:
+        raise SpecError(f"--cpus is {cpus:g}; nobody could load anything. Give the cores that loading may use.")
+    try:
+        given = None if memory is None else as_bytes(memory)
+    except Fault as fault:
+        raise SpecError(f"--memory is {memory!r:.80}: {fault}. Write it as 64GiB.") from None
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Resources(cpus=cpus or float(os.cpu_count() or 1), bytes=have if given is None else given)
