@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -140,6 +140,23 @@ class Payload:
         """Return some of the samples, with the bytes of the media of some of them."""
         media = self.media.take(samples, with_bytes) if self.media is not None else None
         return Payload(self.step, self.source, self.tokens.take(samples), self.loss.take(samples), media, samples)
+
+    @staticmethod
+    def joined(parts: Sequence[Payload]) -> Payload:
+        """Join what several loaders of one source have of a step; each says which samples it has."""
+        if len(parts) == 1:
+            return parts[0]
+        media = [part.media for part in parts if part.media is not None]
+        chosen = np.concatenate([part.chosen for part in parts if part.chosen is not None])
+        order = np.argsort(chosen, kind="stable")
+        whole = Payload(
+            parts[0].step,
+            parts[0].source,
+            Ragged.concat([part.tokens for part in parts]),
+            Ragged.concat([part.loss for part in parts]),
+            Media.concat(media) if media else None,
+        ).take(order, np.ones(len(order), np.bool_))
+        return replace(whole, chosen=chosen[order])
 
     @property
     def nbytes(self) -> int:

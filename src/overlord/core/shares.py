@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -55,13 +55,15 @@ class Share:
         return bool(self.samples[plan.draw.samples_of(source)].any())
 
     def cut(self, plan: LoadingPlan, payload: Payload) -> Payload:
-        """Return the host's part of a payload that holds all samples of its source."""
+        """Return the host's part of a payload: all samples of its source, or those that one of its loaders has."""
         if self.whole:
             return payload
         mine = plan.draw.samples_of(payload.source)
+        mine = mine if payload.chosen is None else mine[payload.chosen]
         chosen = np.flatnonzero(self.samples[mine])
         heard = payload.media is not None and payload.media.kind == "audio"  # sounds stay with their tokens
-        return payload.take(chosen, np.ones(len(chosen), np.bool_) if heard else self.media[mine[chosen]])
+        part = payload.take(chosen, np.ones(len(chosen), np.bool_) if heard else self.media[mine[chosen]])
+        return part if payload.chosen is None else replace(part, chosen=payload.chosen[chosen])
 
 
 def _of_bucket(plan: LoadingPlan, bucket: int) -> npt.NDArray[np.int32]:

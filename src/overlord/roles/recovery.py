@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from overlord.core.parts import Part
 from overlord.core.specs import Audio, Custom, Source, Video
 from overlord.errors import SpecError
 
@@ -31,15 +32,31 @@ _STREAMED = (".gz", ".zst", ".tar", ".tgz", ".bz2", ".xz")
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which loader host has each source, and which one shadows it."""
+    """Which loader hosts have each source, and which one shadows it."""
 
-    primary: tuple[int, ...]
+    primary: tuple[tuple[int, ...], ...]
+    """Of each source its hosts: the groups of its order are dealt to them in turn."""
     shadow: tuple[int, ...]
     """NOBODY for a source without a shadow."""
 
+    def host_of(self, source: int, part: Part) -> int:
+        """Return who is asked for a part of a source; also for one as it was dealt before."""
+        hosts = self.primary[source]
+        return hosts[part.number % len(hosts)]
+
+    def parts_of(self, source: int) -> list[Part]:
+        """Return the parts of a source, one for each of its hosts.
+
+        Example:
+            >>> Assignment(((0, 2),), (-1,)).parts_of(0)
+            [Part(number=0, of=2), Part(number=1, of=2)]
+        """
+        of = len(self.primary[source])
+        return [Part(number, of) for number in range(of)]
+
     def sources_of(self, host: int) -> list[int]:
         """Return the sources that a host is asked for."""
-        return [source for source, at in enumerate(self.primary) if at == host]
+        return [source for source, hosts in enumerate(self.primary) if host in hosts]
 
     def shadows_of(self, host: int) -> list[int]:
         """Return the sources that a host follows."""
@@ -47,28 +64,33 @@ class Assignment:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON."""
-        return {"primary": list(self.primary), "shadow": list(self.shadow)}
+        return {"primary": [list(hosts) for hosts in self.primary], "shadow": list(self.shadow)}
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Assignment:
         """Read what `to_json` wrote."""
-        return cls(tuple(given["primary"]), tuple(given["shadow"]))
+        return cls(tuple(tuple(hosts) for hosts in given["primary"]), tuple(given["shadow"]))
 
 
 def promote(now: Assignment, lost: Collection[int]) -> Assignment:
     """Return who has what after some loader hosts were lost.
 
     Example:
-        >>> promote(Assignment((0, 1), (1, -1)), {0})
-        Assignment(primary=(1, 1), shadow=(0, -1))
-        >>> promote(Assignment((0,), (1,)), {0, 1})
-        Assignment(primary=(0,), shadow=(1,))
+        >>> promote(Assignment(((0,), (1,)), (1, -1)), {0})
+        Assignment(primary=((1,), (1,)), shadow=(0, -1))
+        >>> promote(Assignment(((0,),), (1,)), {0, 1})
+        Assignment(primary=((0,),), shadow=(1,))
     """
-    swapped = [
-        (shadow, primary) if primary in lost and shadow not in lost and shadow != NOBODY else (primary, shadow)
-        for primary, shadow in zip(now.primary, now.shadow, strict=True)
-    ]
-    return Assignment(tuple(primary for primary, _ in swapped), tuple(shadow for _, shadow in swapped))
+    swapped = [_swap(hosts, shadow, lost) for hosts, shadow in zip(now.primary, now.shadow, strict=True)]
+    return Assignment(tuple(hosts for hosts, _ in swapped), tuple(shadow for _, shadow in swapped))
+
+
+def _swap(hosts: tuple[int, ...], shadow: int, lost: Collection[int]) -> tuple[tuple[int, ...], int]:
+    """Let a shadow take the place of the first of a source's hosts that is lost."""
+    gone = next((host for host in hosts if host in lost), None)
+    if gone is None or shadow in lost or shadow == NOBODY:
+        return hosts, shadow
+    return tuple(shadow if host == gone else host for host in hosts), gone
 
 
 def restart_cost_s(source: Source) -> float:

@@ -218,7 +218,7 @@ def deal(sites: Sequence[Site], options: ClusterOptions, num_sources: int) -> As
             # Taken in turn, so that those of one host are spread over the others.
             near = far or others
             shadow[source] = near[(source // count) % len(near)]
-    return Assignment(tuple(primary), tuple(shadow))
+    return Assignment(tuple((host,) for host in primary), tuple(shadow))
 
 
 def _loader_count(options: ClusterOptions, trainers: int, num_sources: int) -> int:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
+from overlord.core.parts import WHOLE, Part
 from overlord.core.samples import Cursor
 from overlord.roles.source_loader import SourceLoader, Staged, rows_at_once
 from overlord.runtimes.lanes import CrewWorkers, Lanes
@@ -43,23 +44,6 @@ FEW_ROWS = 32
 
 _Key = tuple[int, int]
 """(epoch, group)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The groups of a source's order that a host has: each `of`-th, from the `number`-th on."""
-
-    number: int = 0
-    of: int = 1
-
-    def has(self, group: int) -> bool:
-        """Whether a group is among them.
-
-        Example:
-            >>> [group for group in range(7) if Part(1, 3).has(group)]
-            [1, 4]
-        """
-        return max(group, 0) % self.of == self.number
 
 
 @dataclass(slots=True)
@@ -109,7 +93,7 @@ class Crew:
         self._running = 0
         self._scouting = self._spoiled = self._resting = False
         self._position: Cursor | None = None
-        self._part = Part()
+        self._part = WHOLE
         self._asked_rows = 0
         self._reach: list[_Reach] = []
         self._reading: set[_Key] = set()

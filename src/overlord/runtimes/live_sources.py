@@ -62,7 +62,7 @@ class LiveSources:
             opened = self._ask(loader_name(primary), "add_source", {"source": message["source"], "mine": True})
             self._added.append(message["source"])
             self.facts[opened["name"]] = opened["fact"]
-            self._assign(Assignment((*before.primary, primary), (*before.shadow, shadow)))
+            self._assign(Assignment((*before.primary, (primary,)), (*before.shadow, shadow)))
             try:
                 for site in self._sites:
                     if site.role != "planner":
@@ -84,7 +84,7 @@ class LiveSources:
     def _choose(self, now: Assignment) -> tuple[int, int]:
         """Return the loader host with the fewest sources; and another one, where sources have shadows."""
         hosts = [site.number for site in self._sites if site.role == "loader"]
-        held = Counter((*now.primary, *now.shadow))
+        held = Counter((*(host for each in now.primary for host in each), *now.shadow))
         primary, *others = sorted(hosts, key=lambda host: (held[host], host))
         return primary, others[0] if others and set(now.shadow) != {NOBODY} else NOBODY
 

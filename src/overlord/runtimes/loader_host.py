@@ -15,10 +15,11 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from overlord.core.messages import MetaDelta, MetaRequest, Payload
+from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
+from overlord.core.parts import WHOLE, Part
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.core.samples import Cursor
+from overlord.core.samples import Cursor, take_meta
 from overlord.core.shares import Share, known_early
 from overlord.roles.ports import Collect
 from overlord.runtimes.loader_fleet import LoaderFleet
@@ -27,8 +28,8 @@ KEPT = 64
 """Steps behind the newest that are kept at most for a host that has not asked: nobody may be attached there."""
 
 
-_Asked = tuple[int, tuple[int, ...]]
-"""A step, and the sources of it that were asked for together."""
+_Asked = tuple[int, tuple[tuple[int, Part], ...]]
+"""A step, and the parts of sources of it that were asked for together."""
 
 
 class _StagedStep:
@@ -75,14 +76,16 @@ class LoaderHost:
         self._fleet.follow(requests, passed)
 
     def hand_over(
-        self, plan: LoadingPlan, ranks: Collection[int], sources: Sequence[int] | None = None
+        self, plan: LoadingPlan, ranks: Collection[int], parts: Sequence[tuple[int, Part]] | None = None
     ) -> list[Payload]:
         """Return what some ranks need of some sources of a step, one payload a source; ask also where that is nothing.
 
-        Sources that were taken over in the middle of a step are asked for by themselves.
+        Sources that were taken over in the middle of a step are asked for by themselves. Any part of a source can be
+        asked for, whichever one is prepared here.
         """
         drawn = self._fleet.drawn(plan)
-        asked = (plan.step, tuple(source for source in drawn if sources is None or source in sources))
+        given = [(source, WHOLE) for source in drawn] if parts is None else parts
+        asked = (plan.step, tuple((source, part) for source, part in given if source in drawn))
         try:
             return self._cut_for(plan, ranks, asked)
         finally:
@@ -90,7 +93,7 @@ class LoaderHost:
 
     def _cut_for(self, plan: LoadingPlan, ranks: Collection[int], asked: _Asked) -> list[Payload]:
         share = Share.of(plan, ranks)
-        wanted = [source for source in asked[1] if share.needs(plan, source)]
+        wanted = [source for source, _ in asked[1] if share.needs(plan, source)]
         if not wanted:
             return []
         staged = self._stage(plan, asked)
@@ -128,11 +131,11 @@ class LoaderHost:
                 found = self._staged.get(asked)
             if found is not None:
                 return found
-            orders = [plan.order_of(source) for source in asked[1]]
+            orders = [_order_of(plan, source, part) for source, part in asked[1]]
             if self._hosts > 1:  # several hosts must know alike which media decode: they are told
                 early = set(plan.draw.source[known_early(plan)].tolist())
                 orders = [dataclasses.replace(order, open_media=order.source in early) for order in orders]
-            staged = _StagedStep(self._fleet.hand_over(orders))
+            staged = _StagedStep(_told(plan, asked[1], self._fleet.hand_over(orders)))
             with self._lock:
                 self._staged[asked] = staged
             return staged
@@ -149,6 +152,22 @@ class LoaderHost:
                 self._staged.pop(old, None)
             while len(self._staged) > 1 and sum(one.nbytes for one in self._staged.values()) > self._budget:
                 self._staged.popitem(last=False)
+
+
+def _order_of(plan: LoadingPlan, source: int, part: Part) -> LoaderOrder:
+    order = plan.order_of(source)
+    return order if part == WHOLE else dataclasses.replace(order, meta=take_meta(order.meta, part.rows(order.meta)))
+
+
+def _told(plan: LoadingPlan, parts: Sequence[tuple[int, Part]], collect: Collect) -> Collect:
+    """Let payloads of a part say which samples of their source they hold."""
+
+    def told(payload: Payload, part: Part) -> Payload:
+        if part == WHOLE:
+            return payload
+        return dataclasses.replace(payload, chosen=part.rows(plan.order_of(payload.source).meta))
+
+    return lambda: [told(payload, part) for payload, (_, part) in zip(collect(), parts, strict=True)]
 
 
 @functools.lru_cache(maxsize=16)

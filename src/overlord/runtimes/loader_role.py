@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from overlord.core.parts import Part
 from overlord.core.plan_blob import plan_from_bytes
 from overlord.core.samples import Cursor
 from overlord.core.specs import Source
@@ -74,7 +75,8 @@ class LoaderRole(ClusterRole):
     def hand_over(self, frame: Frame, blob: np.ndarray[Any, Any]) -> Frame:
         """Hand a constructor host its part of a step."""
         given, plan = open_frame(frame)[0], plan_from_bytes(memoryview(blob))  # type: ignore[arg-type]
-        payloads = self._host.hand_over(plan, given["ranks"], given["sources"])
+        parts = [(source, Part(number, of)) for source, number, of in given["parts"]]
+        payloads = self._host.hand_over(plan, given["ranks"], parts)
         return payloads_to_frame(payloads, buffer_bytes=self._host.buffer_bytes)
 
     def follow(self, frame: Frame) -> Frame:

@@ -8,7 +8,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -16,11 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.messages import MetaDelta, MetaRequest, Payload
+from overlord.core.parts import WHOLE, Part
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_from_bytes, plan_to_bytes
 from overlord.core.samples import Cursor
 from overlord.roles.ports import Collect
 from overlord.roles.recovery import NOBODY
+from overlord.roles.source_loader import Met
 from overlord.runtimes.frames import (
     Frame,
     deltas_from_frame,
@@ -34,6 +37,11 @@ from overlord.runtimes.planner_host import HostNews, Waiting
 from overlord.runtimes.switchboard import Call, PeerGone, Pending, Switchboard
 
 PLANNER = "planner"
+ADDED = frozenset(
+    ("workers", "samples_prepared", "busy_s", "waited_s", "handed_over_bytes", "buffer_bytes", "bad", "wrong_length",
+     "followed")
+)  # fmt: skip
+"""What is added up over the hosts of a source, where `status` tells of it."""
 MOST_UNFOLLOWED = 64
 """Requests of one source that a shadow is told of at most: the older ones lie behind its position."""
 
@@ -103,15 +111,19 @@ class RemotePlanner:
         open_frame(self._board.insist(PLANNER, "tell", frame_of({"host": self._host, "news": news_to_json(news)})))
 
 
+_Asked = tuple[int, Part]
+"""A part of a source."""
+
+
 class _Round:
-    """One message to all hosts that have some sources; what is lost goes to whoever has it by then."""
+    """One message to all hosts that have some parts of sources; what is lost goes to whoever has it by then."""
 
     def __init__(
         self,
         board: Switchboard,
         method: str,
-        sources: Sequence[int],
-        write: Callable[[Sequence[int]], Frame],
+        parts: Sequence[_Asked],
+        write: Callable[[Sequence[_Asked]], Frame],
         blob: Callable[[], Any] | None = None,
     ) -> None:
         self._board = board
@@ -119,23 +131,23 @@ class _Round:
         self._write = write
         self._blob = blob
         self.bytes_out = 0
-        self._calls: list[tuple[str, Sequence[int], Call]] = []
-        self._ask(sources)
+        self._calls: list[tuple[str, Sequence[_Asked], Call]] = []
+        self._ask(parts)
 
-    def _ask(self, sources: Sequence[int]) -> None:
-        book, parts = self._board.book, dict[str, list[int]]()
-        for source in sources:
-            parts.setdefault(loader_name(book.assignment.primary[source]), []).append(source)
-        for name in sorted(parts, key=lambda name: name not in book.peers):  # who is there does not wait for others
-            frame = self._write(parts[name])
+    def _ask(self, parts: Sequence[_Asked]) -> None:
+        book, of_host = self._board.book, dict[str, list[_Asked]]()
+        for asked in parts:
+            of_host.setdefault(loader_name(book.assignment.host_of(*asked)), []).append(asked)
+        for name in sorted(of_host, key=lambda name: name not in book.peers):  # who is there does not wait for others
+            frame = self._write(of_host[name])
             self.bytes_out += frame_bytes(frame)
             blob = None if self._blob is None else self._blob()
-            self._calls.append((name, parts[name], self._board.ask(name, self._method, frame, blob)))
+            self._calls.append((name, of_host[name], self._board.ask(name, self._method, frame, blob)))
 
     def answers(self) -> Iterator[tuple[str, Frame]]:
         """Wait for all of them: (name of the host, its answer)."""
         while self._calls:
-            lost: list[int] = []
+            lost: list[_Asked] = []
             for name, part, call in self._calls:
                 answer = call.get()
                 if answer is None:
@@ -166,8 +178,13 @@ class RemoteLoaders:
         """Ask every host that has some of the sources, at once."""
         asked = {request.source: request for request in requests}
         found: dict[int, MetaDelta] = {}
+        assignment = self._board.book.assignment
+        parts = [
+            next((r.source, part) for part in assignment.parts_of(r.source) if part.has(r.cursor.group))
+            for r in requests
+        ]
         for answer in self._ask_all(
-            "summary_buffer", list(asked), lambda part: requests_to_frame([asked[source] for source in part])
+            "summary_buffer", parts, lambda part: requests_to_frame([asked[source] for source, _ in part])
         ):
             found.update((delta.source, delta) for delta in deltas_from_frame(answer))
         shadow = self._board.book.assignment.shadow
@@ -182,12 +199,11 @@ class RemoteLoaders:
         """Ask every host that a plan draws from; the payloads come straight from there."""
         assert self._planner is not None, "only a constructor host asks for payloads"
         planner, asking = self._planner, sorted(ranks)
-        drawn = np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist()
         asked = _Round(
             self._board,
             "hand_over",
-            drawn,
-            lambda part: frame_of({"ranks": asking, "sources": list(part)}),
+            self._drawn(plan),
+            lambda part: frame_of({"ranks": asking, "parts": [[source, *which] for source, which in part]}),
             lambda: planner.blob_of(plan),
         )
 
@@ -197,9 +213,22 @@ class RemoteLoaders:
                 part, facts = payloads_from_frame(answer)
                 payloads += part
                 self._buffer_bytes[host] = facts["buffer_bytes"]
-            return sorted(payloads, key=lambda payload: payload.source)
+            by_source = groupby(sorted(payloads, key=lambda payload: payload.source), lambda payload: payload.source)
+            return [Payload.joined(list(parts)) for _, parts in by_source]
 
         return collect
+
+    def _drawn(self, plan: LoadingPlan) -> list[_Asked]:
+        """Return the parts of sources that a plan draws from."""
+        drawn = np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist()
+        parts = {source: self._board.book.assignment.parts_of(source) for source in drawn}
+        meta = {source: plan.draw.meta[plan.draw.samples_of(source)] for source in drawn if len(parts[source]) > 1}
+        return [(s, part) for s in drawn for part in parts[s] if s not in meta or len(part.rows(meta[s]))]
+
+    def _all_parts(self, sources: Iterable[int] | None = None) -> list[_Asked]:
+        assignment = self._board.book.assignment
+        chosen = range(len(assignment.primary)) if sources is None else sources
+        return [(source, part) for source in chosen for part in assignment.parts_of(source)]
 
     def follow(self, passed: Mapping[int, Cursor]) -> None:
         """Let shadows read what their primaries were asked for, and drop what every trainer has passed."""
@@ -218,45 +247,51 @@ class RemoteLoaders:
     def rest(self, cursors: Mapping[int, Cursor]) -> None:
         """Tell hosts that nothing is drawn from some of their sources for now."""
 
-        def write(part: Sequence[int]) -> Frame:
-            return frame_of({"cursors": [[source, list(cursors[source])] for source in part]})
+        def write(part: Sequence[_Asked]) -> Frame:
+            return frame_of({"cursors": [[source, list(cursors[source])] for source, _ in part]})
 
-        for answer in self._ask_all("rest", list(cursors), write):
+        for answer in self._ask_all("rest", self._all_parts(cursors), write):
             open_frame(answer)
 
     def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
         """Tell hosts of samples whose media do not decode."""
 
-        def write(part: Sequence[int]) -> Frame:
-            return frame_of({"faults": [fault for fault in faults if fault[0] in part]})
+        def write(part: Sequence[_Asked]) -> Frame:
+            sources = {source for source, _ in part}
+            return frame_of({"faults": [fault for fault in faults if fault[0] in sources]})
 
-        for answer in self._ask_all("note_faults", sorted({fault[0] for fault in faults}), write):
+        counted = [(source, WHOLE) for source in sorted({fault[0] for fault in faults})]  # by one of its hosts
+        for answer in self._ask_all("note_faults", counted, write):
             open_frame(answer)
 
     def status(self) -> dict[int, dict[str, Any]]:
         """Return what the loaders of every source hold and have met."""
         found: dict[int, dict[str, Any]] = {}
-        sources = range(len(self._board.book.assignment.primary))
-        for answer in self._ask_all("status", sources, lambda part: frame_of({"sources": list(part)})):
-            found.update((int(source), one) for source, one in open_frame(answer)[0]["sources"].items())
+        for answer in self._ask_all("status", self._all_parts(), _sources_of):
+            for source, one in open_frame(answer)[0]["sources"].items():
+                known = found.setdefault(int(source), one)
+                if known is not one:
+                    known |= {key: known[key] + one[key] for key in ADDED}
         return dict(sorted(found.items()))
 
     def snapshot(self) -> dict[str, Any]:
         """Return what the loaders of every source have met, by its name."""
         found: dict[str, Any] = {}
-        sources = range(len(self._board.book.assignment.primary))
-        for answer in self._ask_all("snapshot", sources, lambda part: frame_of({"sources": list(part)})):
-            found |= open_frame(answer)[0]["loaders"]
+        for answer in self._ask_all("snapshot", self._all_parts(), _sources_of):
+            for name, met in open_frame(answer)[0]["loaders"].items():
+                parts = [Met.from_json(one) for one in (found.get(name), met) if one is not None]
+                found[name] = Met.joined(parts).to_json()
         return found
 
     def restore(self, loaders: Mapping[str, Any]) -> None:
         """Tell every host what loaders had met; it takes what is of its sources."""
-        sources = range(len(self._board.book.assignment.primary))
-        for answer in self._ask_all("restore", sources, lambda _: frame_of({"loaders": dict(loaders)})):
+        for answer in self._ask_all("restore", self._all_parts(), lambda _: frame_of({"loaders": dict(loaders)})):
             open_frame(answer)
 
-    def _ask_all(self, method: str, sources: Sequence[int], write: Callable[[Sequence[int]], Frame]) -> Iterator[Frame]:
-        asked = _Round(self._board, method, sources, write)
+    def _ask_all(
+        self, method: str, parts: Sequence[_Asked], write: Callable[[Sequence[_Asked]], Frame]
+    ) -> Iterator[Frame]:
+        asked = _Round(self._board, method, parts, write)
         for _, answer in asked.answers():
             self.bytes_in += frame_bytes(answer)
             yield answer
@@ -284,6 +319,10 @@ class RemoteVerdicts:
     def reason(self, source: str, row: int) -> str:
         """Return why a row was given up."""
         return self._reasons[source][row]
+
+
+def _sources_of(part: Sequence[_Asked]) -> Frame:
+    return frame_of({"sources": sorted({source for source, _ in part})})
 
 
 def news_to_json(news: HostNews) -> dict[str, Any]:

@@ -35,4 +35,4 @@ def assignment_of(sites: Sequence[Site]) -> Assignment:
     primary = {source: site.number for site in sites for source in site.sources}
     shadow = {source: site.number for site in sites for source in site.shadows}
     numbers = range(len(primary))
-    return Assignment(tuple(primary[n] for n in numbers), tuple(shadow.get(n, -1) for n in numbers))
+    return Assignment(tuple((primary[n],) for n in numbers), tuple(shadow.get(n, -1) for n in numbers))
