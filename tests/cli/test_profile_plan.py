@@ -38,7 +38,8 @@ def printed(shown) -> str:
 
 def test_a_person_reads_what_each_source_got_and_why():
     text = " ".join(printed(show_plan(Known(), job_of(), LaunchOptions(), RESOURCES, False)).split())
-    for words in ("web", "photos", "audio", "160 ms", "keep", "busy", "samples/s", "all 16 CPUs are used", "are left"):
+    limit = "one more worker for 'audio' does not fit the 16 CPUs"
+    for words in ("web", "photos", "audio", "160 ms", "keep", "busy", "samples/s", limit, "are left"):
         assert words in text.replace("\u202f", " ")
 
 
