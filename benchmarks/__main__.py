@@ -268,6 +268,27 @@ BENCHMARKS = (
         steps="Wait for each step",
     ),
     Benchmark(
+        "scaling",
+        what="what a trainer waits for while a curriculum goes from text to images and back over 200 steps, on a "
+        "simulated clock with 64 CPUs: workers from `partition`, then `decide` in every interval, at no more memory",
+        against="two workers for each of 31 sources; also: all sized for the slowest source, and the partition alone",
+        figure="online_over_fixed_stall",
+        bar="bar",
+        at_least=False,
+        unit="×",
+        plot_title="Stall over 200 steps of a second",
+        plot_unit="seconds",
+        plotted=(
+            ("fixed, equal", "stall_s_fixed", ""),
+            ("auto-partition", "stall_s_partition", ""),
+            ("auto-partition + online", "stall_s_online", ""),
+            ("sized for the slowest", "stall_s_slowest", ""),
+        ),
+        quick=("--steps", "40"),
+        limit_of="stall_s_fixed",
+        steps="Wait for each step",
+    ),
+    Benchmark(
         "chaos",
         what="steps that differ from a run without faults, while 500 random faults hit the roles of a `ray` service",
         against="an inline run without faults: order, plan and bytes of every rank",

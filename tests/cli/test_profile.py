@@ -114,7 +114,6 @@ def test_a_plan_by_a_profile_of_other_files_is_refused(job: Path) -> None:
 
 
 def test_a_plan_is_shown_by_the_profile_that_is_there(job: Path) -> None:
-    pytest.importorskip("overlord.cli.profile_plan")
     first = call("profile", job, "--plan", "--cpus", 8, "--memory", "16GiB")  # there is none: it is measured first
     assert first.exit_code == 0, first.stderr
     path = job.with_name("job.profile.json")

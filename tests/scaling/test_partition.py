@@ -92,6 +92,12 @@ def test_tiny_sources_share_an_actor():
     assert "takes turns with 1 other source" in a.why
 
 
+def test_a_tiny_source_alone_is_taken_in_by_another():
+    video, text = partition([cost("video", 100), cost("text", 0.1)], [1, 1], plenty(8, per_actor=5)).allotments
+    assert video.workers_per_actor == (4, 3)
+    assert text.actors == (1,)
+
+
 def test_without_grouping_each_source_has_an_actor():
     costs = [cost("video", 100), cost("a", 0.1), cost("b", 0.1)]
     found = partition(costs, [1, 1, 1], plenty(8), group_tiny=False)
@@ -123,7 +129,7 @@ def test_306_sources_fit_16_cpus_and_few_processes():
     assert found.cpus <= 16
     # No fleet of 14 CPUs can do more work than 14 seconds a second.
     bound = 14 / np.mean([one.transform_s for one in costs])
-    assert 0.75 * bound < found.samples_per_s <= bound
+    assert 0.75 * bound < found.samples_per_s <= bound * (1 + 1e-6)
 
 
 def test_short_memory_puts_more_sources_into_one_actor_before_it_slows_the_feed():

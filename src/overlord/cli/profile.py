@@ -23,6 +23,7 @@ from overlord.cli.options import (
     load,
 )
 from overlord.cli.output import Screen, Tell, check_writable, show_error
+from overlord.cli.profile_plan import show_plan
 from overlord.cli.profile_report import headlines, profile_tables, ranked, render_profile
 from overlord.cli.sources import choose_sources
 from overlord.core.spec_errors import Fault
@@ -88,8 +89,6 @@ def profile(
             result = _kept(result, before, loaded, path)
     told = _show(screen, job, path, result, html)
     if resources is not None:
-        from overlord.cli.profile_plan import show_plan  # type: ignore[import-not-found]  # to the top once it is here
-
         shown = show_plan(result.profile, loaded.job, loaded.launch, resources, as_json)
         if isinstance(shown, dict):
             told["plan"] = shown

@@ -83,12 +83,15 @@ def draft_fleet(
     workers = tuple(whole_workers(rate * load) for load in loads)
     busy = [rate * load if rate * load < TINY else float(n) for load, n in zip(loads, workers, strict=True)]
     grouped = [s for s in range(len(costs)) if rate * loads[s] < grouped_below]
+    lone = grouped[0] if len(grouped) == 1 < len(costs) else None
+    apart = set(grouped)
+    if lone is not None:
+        grouped = []
     members, most = _share_actors(grouped, busy, costs, workers, resources, grouped_below)
     places: list[tuple[tuple[int, int], ...]] = [()] * len(costs)
     for actor, sources in enumerate(members):
         for source in sources:
             places[source] = ((actor, workers[source]),)
-    apart = set(grouped)
     for source, cost in enumerate(costs):
         if source in apart:
             continue
@@ -97,12 +100,42 @@ def draft_fleet(
         places[source] = tuple((len(members) + number, there) for number, there in enumerate(each))
         members += [[source]] * degree
         most += each
+    if lone is not None:
+        actor = _guest_of(lone, places, most, costs, workers, resources)
+        places[lone] = ((actor, workers[lone]),)
+        if actor == len(members):
+            members, most = [*members, []], [*most, 0]
+        members[actor] = sorted([*members[actor], lone])
+        most[actor] += workers[lone]
     held = [resources.actor_bytes] * len(members)
     for cost, where in zip(costs, places, strict=True):
         for actor, there in where:
             held[actor] += cost.file_bytes + there * cost.buffer_bytes
     cpus = sum(cost.cpu_share * (there if n >= 1 else n) for cost, n, there in zip(costs, busy, workers, strict=True))
     return Draft(rate, workers, tuple(places), tuple(map(tuple, members)), tuple(most), tuple(held), cpus)
+
+
+def _guest_of(
+    lone: int,
+    places: Sequence[tuple[tuple[int, int], ...]],
+    most: Sequence[int],
+    costs: Sequence[SourceCost],
+    workers: Sequence[int],
+    resources: Resources,
+) -> int:
+    """Return the actor that takes in a source with nobody to share one with: the emptiest, or a new one."""
+    held = [resources.actor_bytes] * len(most)
+    for cost, where in zip(costs, places, strict=True):
+        for actor, there in where:
+            held[actor] += cost.file_bytes + there * cost.buffer_bytes
+    own = costs[lone].file_bytes + workers[lone] * costs[lone].buffer_bytes
+    limit = resources.bytes_per_actor
+    roomy = [
+        actor
+        for actor, there in enumerate(most)
+        if there + workers[lone] <= resources.per_actor and (limit is None or held[actor] + own <= limit)
+    ]
+    return min(roomy, key=lambda actor: (most[actor], actor), default=len(most))
 
 
 def _share_actors(

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from overlord.scaling.costs import TINY, Resources, SourceCost
-from overlord.scaling.fleets import Draft, cpus_of, draft_fleet, room_of
+from overlord.scaling.fleets import Draft, cpus_of, draft_fleet, room_of, whole_workers
 from overlord.scaling.shortfalls import check_asked, check_least, check_rate, written_bytes
 
 Parallelism = Literal["worker", "source", "data"]
@@ -199,7 +199,7 @@ def _fastest(
         most, limit = 1 / handover, f"planning and handing over take {handover * 1e6:,.0f} µs of each sample"
     rate = _largest(lambda rate: cpus_of(rate, loads, costs, group_tiny) <= resources.loader_cpus + 1e-9, most)
     if rate < most:
-        limit = f"all {resources.cpus:g} CPUs are used"
+        limit = f"{_next_worker(rate, loads, costs)} does not fit the {resources.cpus:g} CPUs"
     found: list[Draft] = []
     for below in _groupings(resources, group_tiny):
 
@@ -211,7 +211,15 @@ def _fastest(
         if fitting >= rate:
             return found[-1], limit
     best = max(found, key=lambda draft: draft.rate)
-    return best, f"all {written_bytes(resources.bytes)} of memory are used"
+    return best, f"{_next_worker(best.rate, loads, costs)} does not fit the {written_bytes(resources.bytes)} of memory"
+
+
+def _next_worker(rate: float, loads: Sequence[float], costs: Sequence[SourceCost]) -> str:
+    """Return in words what a faster feed would take first."""
+    busy = [rate * load for load in loads]
+    # Whose workers are all busy: it is nearest below a whole number of them.
+    first = min(range(len(busy)), key=lambda s: (whole_workers(busy[s]) / max(busy[s], 1e-12), s))
+    return f"one more worker for {costs[first].name!r}" if busy[first] >= TINY else "more work of tiny sources"
 
 
 def _draft(

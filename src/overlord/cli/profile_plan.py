@@ -1,0 +1,184 @@
+"""`overlord profile --plan`: the placement that a profile and some resources give, for a person and for a program."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from overlord.cli.launch_options import LaunchOptions
+from overlord.cli.summary import count, number, percent, seconds, size
+from overlord.core.specs import Job
+from overlord.scaling.costs import Resources, SourceCost, sample_shares
+from overlord.scaling.partition import Allotment, Partition, partition
+
+_MOST_ROWS = 40
+"""Sources that the table holds: those with the most workers."""
+_POINTS = 200
+"""Steps of a schedule that are looked at."""
+
+
+class Costs(Protocol):
+    """What is known of the sources: a profile."""
+
+    def cost(self, name: str) -> SourceCost:
+        """Return what a source costs."""
+        ...
+
+
+def show_plan(
+    profile: Costs, job: Job, launch: LaunchOptions, resources: Resources, as_json: bool
+) -> RenderableType | dict[str, Any]:
+    """Return how the sources of a job would be partitioned: something to print, or what JSON is made of.
+
+    Workers are sized for the mean of the mixture's schedule.
+
+    Args:
+        profile: What each source costs.
+        job: Whose sources are placed.
+        launch: How many trainer hosts, and so constructors, there are.
+        resources: What there is; its number of constructors is taken from the launch.
+        as_json: Whether a program reads it.
+
+    Raises:
+        SpecError: The resources do not suffice, or a source was not profiled.
+    """
+    costs = [profile.cost(name) for name in job.names]
+    resources = dataclasses.replace(resources, constructors=_constructors(launch, resources))
+    points = schedule_shares(job, launch.steps or job.max_steps, costs)
+    shares = [sum(column) / len(points) for column in zip(*(one for _, one in points), strict=True)]
+    found = partition(costs, shares, resources)
+    worst = _slowest_point(found, costs, points)
+    if as_json:
+        return _as_json(found, shares, resources, worst)
+    return _as_table(found, costs, shares, resources, worst)
+
+
+def schedule_shares(job: Job, steps: int | None, costs: Sequence[SourceCost]) -> list[tuple[int, list[float]]]:
+    """Return the share of each source in the samples, at steps spread over the schedule of a job.
+
+    Weights that are learned count as they begin. A temperature without weights goes by the sizes of files, which are
+    not looked at here: it counts as equal weights.
+    """
+    given = {source.name: source.weight for source in job.sources if source.weight is not None}
+    base = {name: given.get(name, 0.0) for name in job.names} if given else dict.fromkeys(job.names, 1.0)
+    mixture = job.mixture
+    if mixture.schedule == "static":
+        at = [0]
+    else:
+        last = steps or _last_point(job) + 1
+        at = sorted({round(n * (last - 1) / max(_POINTS - 1, 1)) for n in range(_POINTS)})
+    found = [(step, mixture.weights_at(float(step), job.names, base)) for step in at]
+    return [(step, sample_shares(weights, costs, mixture.level)) for step, weights in found if sum(weights) > 0]
+
+
+def _last_point(job: Job) -> int:
+    """Return the last step at which the schedule changes."""
+    mixture = job.mixture
+    if mixture.stage_weights is not None:
+        starts = [start for start, _ in mixture.stage_weights]
+        # The last stage goes on; it counts for as long as the ones before it.
+        return math.ceil(2 * max(starts)) if max(starts) else 1
+    curves = (mixture.linear_points or mixture.step_points or {}).values()
+    return math.ceil(max((float(at) for points in curves for at in points), default=0.0))
+
+
+def _constructors(launch: LaunchOptions, resources: Resources) -> int:
+    """Return how many constructors there are: one for each trainer host."""
+    if launch.runtime != "ray" or launch.ranks_per_host is None:
+        return resources.constructors
+    return max(1, math.ceil(launch.mesh.world_size / launch.ranks_per_host))
+
+
+def _slowest_point(
+    found: Partition, costs: Sequence[SourceCost], points: Sequence[tuple[int, list[float]]]
+) -> tuple[int, float, str]:
+    """Return the step of the schedule that the fleet feeds slowest: (step, samples/s, the source that holds it up)."""
+    rates = [
+        (n / (share * max(cost.transform_s, 1e-12)), step, cost.name)
+        for step, shares in points
+        for n, share, cost in zip(found.workers, shares, costs, strict=True)
+        if share > 0
+    ]
+    rate, step, name = min(rates)
+    return step, min(rate, found.samples_per_s) if len(points) == 1 else rate, name
+
+
+def _as_json(
+    found: Partition, shares: Sequence[float], resources: Resources, worst: tuple[int, float, str]
+) -> dict[str, Any]:
+    told = dataclasses.asdict(found)
+    for one, share in zip(told["allotments"], shares, strict=True):
+        one["share"] = share
+    step, rate, source = worst
+    return told | {
+        "resources": dataclasses.asdict(resources),
+        "cpus_left": resources.cpus - found.cpus,
+        "bytes_left": resources.bytes - found.bytes,
+        "slowest": {"step": step, "samples_per_s": rate, "source": source},
+    }
+
+
+def _as_table(
+    found: Partition,
+    costs: Sequence[SourceCost],
+    shares: Sequence[float],
+    resources: Resources,
+    worst: tuple[int, float, str],
+) -> RenderableType:
+    table = Table(title="workers and actors", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("source", style="bold")
+    for name in ("cluster", "P", "share", "workers", "actors"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("why", style="dim", ratio=1)
+    rows = sorted(
+        zip(found.allotments, costs, shares, strict=True), key=lambda row: (-row[0].workers, -row[0].busy, row[0].name)
+    )
+    for one, cost, share in rows[:_MOST_ROWS]:
+        table.add_row(
+            Text(one.name), str(one.cluster), seconds(cost.transform_s), percent(share), str(one.workers),
+            _actors(one), Text(one.why),
+        )  # fmt: skip
+    rest = rows[_MOST_ROWS:]
+    parts: list[RenderableType] = [table]
+    if rest:
+        workers = number(sum(one.workers for one, _, _ in rest), "worker")
+        parts.append(Text(f"and {number(len(rest), 'source')} more, {workers}", style="dim"))
+    return Group(*parts, *(Text(words) for words in plan_words(found, resources, worst)))
+
+
+def _actors(one: Allotment) -> str:
+    """Write the actors of a source, those of a long row as a range.
+
+    A source's own actors have numbers that follow each other.
+    """
+    first, last = one.actors[0], one.actors[-1]
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def plan_words(found: Partition, resources: Resources, worst: tuple[int, float, str]) -> list[str]:
+    """Return what matters most of a plan, in sentences."""
+    shared = sum(one.parallelism == "source" for one in found.allotments)
+    spread = sum(one.parallelism == "data" for one in found.allotments)
+    busy = number(sum(one.workers for one in found.allotments), "worker")
+    words = [
+        f"Expected: {count(found.samples_per_s)} samples/s; {found.limit}.",
+        f"{busy} in {number(len(found.actors), 'actor')}: {number(shared, 'source')} share actors, "
+        f"{spread} {'is' if spread == 1 else 'are'} spread over several.",
+        f"CPUs: {found.cpus:.3g} of {resources.cpus:g}, {resources.cpus - resources.loader_cpus:g} of them for the "
+        f"planner and {number(resources.constructors, 'constructor')}; {resources.cpus - found.cpus:.3g} are left.",
+        f"Memory: {size(found.bytes)} of {size(resources.bytes)}; {size(resources.bytes - found.bytes)} are left.",
+    ]
+    step, rate, source = worst
+    if rate < 0.99 * found.samples_per_s:
+        words.append(
+            f"The mixture changes: sized for its mean, the feed falls to {count(rate)} samples/s around step {step:,}, "
+            f"when {source} is drawn most. Online scaling follows the schedule."
+        )
+    return words
