@@ -99,7 +99,10 @@ def test_the_run_goes_on_and_a_resume_does_not_run_the_row(tmp_path, cache, capf
     assert [sample.row for sample, part in labels.items() if (part == -100).all()] == [AT]
     assert f"bad sample s:0:{AT}@0: {reason}" in capfd.readouterr().err
     assert calls_of(tmp_path) == 3, "with the rows beside it, and alone twice"
-    for number in (0, 2, 6):  # before the row, and behind it; inline, the row would kill this very process
+    # Before the row, where it was met by then, and behind it; inline, the row would kill this very process.
+    known = [number for number in (0, 2, 6) if "verdicts" in states[number]]
+    assert known == [0, 2, 6] or ("loaders_per_source" in options and 6 in known)
+    for number in known:
         state = json.loads(json.dumps(states[number]))
         assert state["verdicts"] == {"s": {str(AT): reason}}
         with ol.launch(job, cache=cache, state=state, runtime="inline") as service:

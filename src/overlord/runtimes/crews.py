@@ -95,6 +95,8 @@ class Crew:
         self._position: Cursor | None = None
         self._part = WHOLE
         self._asked_rows = 0
+        self._end_of: int | None = None
+        """The epoch in which there is no further group to work on."""
         self._reach: list[_Reach] = []
         self._reading: set[_Key] = set()
         self._taken: dict[_Key, list[tuple[int, int]]] = {}
@@ -119,7 +121,7 @@ class Crew:
         with self._changed:
             self._wanted = workers
             if part is not None and part != self._part:
-                self._part, self._reach = part, []
+                self._part, self._reach, self._end_of = part, [], None
             self._tell_loader()
             self._kick()
 
@@ -180,7 +182,7 @@ class Crew:
     def rest(self, cursor: Cursor) -> None:
         """Drop what is held, and work on nothing until somebody asks."""
         with self._changed:
-            self._position, self._reach, self._resting = None, [], True
+            self._position, self._reach, self._resting, self._end_of = None, [], True, None
             self.loader.rest(cursor)
 
     def work(self) -> dict[str, Any]:
@@ -211,7 +213,7 @@ class Crew:
         while self._reach and self._reach[0].key < key:
             self._reach.pop(0)
         if self._reach and self._reach[0].key != key and self._part.has(position.group) and position.group != BEGIN:
-            self._reach = []  # it went back
+            self._reach, self._end_of = [], None  # it went back
         if self._reach and self._reach[0].key == key:
             self._reach[0].next = max(self._reach[0].next, position.offset)
         self._kick()
@@ -285,6 +287,8 @@ class Crew:
                 same = self._position is not None and [one.key for one in self._reach] == [one.key for one in reach]
                 if same and found is not None:
                     self._reach.append(found)
+                elif same:
+                    self._end_of = position.epoch
         finally:
             with self._changed:
                 self._scouting = False
@@ -299,13 +303,20 @@ class Crew:
                 number = self._scout.first_group(epoch)
             elif not inclusive:
                 number, begin = self._scout.next_group(epoch, number), 0
-            if number == NO_GROUP:
+            if number == NO_GROUP and self._repeats(epoch):
                 epoch, number, begin, inclusive, empty = epoch + 1, BEGIN, 0, True, empty + 1
                 continue
+            if number == NO_GROUP:
+                return None
             if self._part.has(number):
                 return _Reach((epoch, number), self._scout.group(epoch, number), begin)
             inclusive = False
         return None
+
+    def _repeats(self, epoch: int) -> bool:
+        """Whether to work on beyond an epoch: not beyond the first, which may be the last."""
+        position = self._position
+        return position is not None and 0 < epoch <= position.epoch
 
     def _has_work(self) -> bool:
         if self._position is None or self._spoiled:
@@ -321,7 +332,11 @@ class Crew:
         return sum(here) + sum(one.next for one in self._reach[len(here) :])
 
     def _may_scout(self) -> bool:
-        return len(self._reach) < self._wanted and not self._scouting and self._position is not None
+        position = self._position
+        # The first epoch may be the last: the second one is begun when somebody asks for it.
+        begun = position is not None and (position.group != BEGIN or position.epoch != 1)
+        more = begun and self._end_of != (position and position.epoch)
+        return more and len(self._reach) < self._wanted and not self._scouting
 
     def _next_place(self) -> _Reach | None:
         """Return the first group that somebody could read on in."""
