@@ -188,7 +188,8 @@ class SourceLoader:
         parts: list[tuple[MetaArray, Chunk]] = []
         at = cursor.offset
         while at < stop:
-            chunk = self._chunk_at(Cursor(cursor.epoch, cursor.group, at), stop)
+            place = Cursor(cursor.epoch, cursor.group, at)
+            chunk = self._buffer.describing(place) or self._chunk_at(place, stop)
             parts.append((chunk.meta[at - chunk.offset : stop - chunk.offset], chunk))
             at = min(chunk.stop, stop)
         meta = np.concatenate([part for part, _ in parts])
@@ -209,7 +210,7 @@ class SourceLoader:
     def missing(self, cursor: Cursor, stop: int) -> int:
         """Return the first offset of a group from a cursor on that is not measured yet; `stop` where all are."""
         at = cursor.offset
-        while at < stop and (chunk := self._buffer.covering(Cursor(cursor.epoch, cursor.group, at))) is not None:
+        while at < stop and (chunk := self._buffer.describing(Cursor(cursor.epoch, cursor.group, at))) is not None:
             at = chunk.stop
         return min(at, stop)
 
