@@ -363,11 +363,12 @@ class SourceLoader:
         cursor, rows, numbers = stretch.cursor, stretch.rows, stretch.numbers
         lengths = self._lengths(rows, numbers) if self._lengths else None
         seeds = hash64(derive(self._seed, "augment", self._source.name, cursor.epoch), numbers)
-        given_up = self._give_up(rows, numbers)
+        given_up = self._give_up(rows, numbers, cursor.epoch)
         measured = self._transform.measure(rows, lengths, seeds)
         for row, reason in measured.killed:
             assert self._verdicts is not None, "only process workers are killed, and they come with verdicts"
-            self._verdicts.add(self._source.name, int(numbers[row]), reason)  # on disk before it counts
+            # on disk before it counts
+            self._verdicts.add(self._source.name, int(numbers[row]), reason, cursor.epoch)
         measured.faults = given_up + [fault for fault in measured.faults if fault[0] not in dict(given_up)]
         images, spans = media_items(measured)
         delivered, flags = apply_overlength(measured.tokens, spans, self._context_length, self._overlength)
@@ -388,11 +389,11 @@ class SourceLoader:
         chunk = Chunk(cursor.epoch, cursor.group, cursor.offset, meta, measured.kept, measured.margin)
         return chunk, measured.faults
 
-    def _give_up(self, rows: RowBatch, numbers: npt.NDArray[np.int64]) -> list[Fault]:
+    def _give_up(self, rows: RowBatch, numbers: npt.NDArray[np.int64], epoch: int) -> list[Fault]:
         """Mark rows with a verdict as bad, so that nobody runs them again; return them with the reasons."""
         if self._verdicts is None:
             return []
-        known = np.flatnonzero(self._verdicts.known(self._source.name, numbers))
+        known = np.flatnonzero(self._verdicts.known(self._source.name, numbers, epoch))
         if len(known):
             rows[BAD_COLUMN] = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
             rows[BAD_COLUMN][known] = True  # type: ignore[index]
