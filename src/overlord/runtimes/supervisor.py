@@ -90,6 +90,7 @@ class Supervisor:
         self._failed: str | None = None
         self._facts: dict[str, Any] = {}
         self._stands: dict[str, Any] = {}
+        self._seen: dict[str, Any] = {}
         self.first_step = 0
         """The step that the stream was launched at."""
         self._board = Switchboard(("service", 0), clock, idle)
@@ -132,8 +133,11 @@ class Supervisor:
             return {}
         if message.get("op") == "add_source":
             return {"step": self._live.add(message)}
+        if message.get("op") == "status" and self._seen and (self._failed or self.peer(PLANNER) is None):
+            return {"status": self._seen | self.describe()}  # what the planner last told, and that it is away
         answer = open_frame(self._board.insist(PLANNER, "ask", frame_of(message)))[0]["answer"]
         if message.get("op") == "status":
+            self._seen = answer["status"]
             answer["status"] |= self.describe()
         return answer
 
@@ -151,6 +155,7 @@ class Supervisor:
                 "hosts": [_describe(one, self._assignment) for one in self._roles.values()],
                 "shadows": sum(host != NOBODY for host in self._assignment.shadow),
                 "faults": list(self.faults),
+                "failed": self._failed,
             }
 
     def close(self) -> None:
