@@ -5,10 +5,12 @@ seconds, where capacity is what the slower setup (with shadows) delivers when no
 steps:
 
     planner killed (SIGKILL) every 15 steps after 5 steps of warm-up, prefetch 2, and prefetch 4
-    a loader host (5 to 10 of the 64 loaders) killed at step 35 and every 15 steps from there, with shadows and without
+    a loader host (5 to 10 of the 64 loaders) killed at step 35 and every 30 steps from there, with shadows and without
 
-Stall of a fault: what the steps up to the next fault were waited for beyond the median wait of all steps before the
-first fault. The digests of all runs must be those of a run without faults.
+A loader host is killed only when its shadow has been there for as long: a primary that is lost with its shadow is
+another fault. Stall of a fault: what the 15 steps from it on were waited for beyond the median wait of all steps before
+the first fault, less what 15 steps of the same setup are waited for beyond it when nobody is killed (steps in which all
+sources read at once are waited for without any fault). The digests of all runs must be those of a run without faults.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ import overlord as ol
 from benchmarks.measuring import arguments, publish
 
 SOURCES, HOSTS = 64, 8
-WARM_UP, EVERY, LOADERS_AT = 5, 15, 35
+WARM_UP, EVERY, LOADERS_EVERY, LOADERS_AT = 5, 15, 30, 35
 BAR = 0.1
+CALM = 160
+"""Steps of each setup without faults, at most."""
 
 
 def job_of(folder: Path, tokens: int) -> ol.Job:
@@ -59,24 +63,35 @@ class Run:
     """(step, time of day) of each kill."""
     status: dict = field(default_factory=dict)
 
-    def stalls(self) -> list[float]:
-        """Return the stall of each fault."""
-        usual = statistics.median(self.waits[1 : self.faults[0][0]])
-        ends = [*(step for step, _ in self.faults[1:]), len(self.waits)]
-        return [
-            sum(max(0.0, wait - usual) for wait in self.waits[begin:end])
-            for (begin, _), end in zip(self.faults, ends, strict=True)
-        ]
+    def stalls(self, calm: Run) -> list[float]:
+        """Return the stall of each fault, by a run of the same setup without any."""
+        first = self.faults[0][0]
+        usual = statistics.fmean(calm.excess(begin) for begin in range(first, len(calm.waits) - EVERY + 1, EVERY))
+        return [self.excess(begin) - usual for begin, _ in self.faults]
+
+    def excess(self, begin: int) -> float:
+        """Return what some steps were waited for beyond the median wait."""
+        usual = statistics.median(self.waits[1 : self.faults[0][0] if self.faults else len(self.waits)])
+        return sum(max(0.0, wait - usual) for wait in self.waits[begin : begin + EVERY])
 
 
-def train(job: ol.Job, folder: str, steps: int, pace_s: float, victim: str | None, first: int, **options) -> Run:
+def train(
+    job: ol.Job,
+    folder: str,
+    steps: int,
+    pace_s: float,
+    victim: str | None = None,
+    first: int = 0,
+    every: int = EVERY,
+    **options,
+) -> Run:
     """Take steps at a pace while somebody is killed now and then."""
     run, luck = Run(), random.Random(0)
     with ol.launch(job, cache=f"{folder}/cache", loader_hosts=HOSTS, threads=1, **options) as service:
         client = service.client()
         next_at = 0.0
         for number in range(steps):
-            if victim is not None and number >= first and (number - first) % EVERY == 0:
+            if victim is not None and number >= first and (number - first) % every == 0:
                 pid = choose(service.status()["hosts"], victim, luck)
                 run.faults.append((number, time.time()))
                 os.kill(pid, signal.SIGKILL)
@@ -106,28 +121,31 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only see that it works")
     options = parser.parse_args()
     count, tokens = (2, 1 << 17) if options.quick else (options.faults, 1 << 17)
-    steps = LOADERS_AT + EVERY * count
+    steps = LOADERS_AT + LOADERS_EVERY * count
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(Path(folder), tokens)
-        free = train(job, folder, steps, 0.0, None, 0, shadows=True)
+        free = train(job, folder, steps, 0.0, shadows=True)
         usual = statistics.median(free.waits[WARM_UP:])
         pace = 2 * usual
         setups = {
             "planner_prefetch_2": {"victim": "planner", "first": WARM_UP, "prefetch": 2},
             "planner_prefetch_4": {"victim": "planner", "first": WARM_UP, "prefetch": 4},
-            "loaders_with_shadows": {"victim": "loader", "first": LOADERS_AT, "shadows": True},
-            "loaders_without_shadows": {"victim": "loader", "first": LOADERS_AT, "shadows": False},
+            "loaders_with_shadows": {"victim": "loader", "first": LOADERS_AT, "every": LOADERS_EVERY, "shadows": True},
+            "loaders_without_shadows": {"victim": "loader", "first": LOADERS_AT, "every": LOADERS_EVERY},
         }
-        runs = {
-            name: train(job, folder, setup["first"] + EVERY * count, pace, **setup) for name, setup in setups.items()
-        }
-    stalls = {name: run.stalls() for name, run in runs.items()}
+        runs, calm = {}, {}
+        for name, setup in setups.items():
+            length = setup["first"] + setup.get("every", EVERY) * count
+            runs[name] = train(job, folder, length, pace, **setup)
+            options_of = {key: value for key, value in setup.items() if key in ("prefetch", "shadows")}
+            calm[name] = train(job, folder, min(length, CALM), pace, **options_of)
+    stalls = {name: run.stalls(calm[name]) for name, run in runs.items()}
     mean = {name: statistics.fmean(values) for name, values in stalls.items()}
     shadowed = runs["loaders_with_shadows"]
     told = shadowed.status["faults"]
     promote = [max(0.0, fault["at"] - at) for fault, (_, at) in zip(told, shadowed.faults, strict=False)]
     figures: dict[str, object] = {
-        "ratio": mean["loaders_with_shadows"] / max(mean["loaders_without_shadows"], 1e-9),
+        "ratio": max(0.0, mean["loaders_with_shadows"]) / max(mean["loaders_without_shadows"], 1e-9),
         "bar": BAR,
         "same_digests": all(run.digests == free.digests[: len(run.digests)] for run in runs.values()),
         "capacity_steps_per_s": 1 / usual,

@@ -121,8 +121,7 @@ def test_nothing_read_is_evaluated_or_unpickled():
                 "local_service.py",
                 "worker_main.py",
                 "cluster_role.py",
-                "ray_cluster.py",
-                "process_cluster.py",
+                "supervising.py",
             )
             assert path.name in launched, "code goes from the launcher to its own roles"
 

@@ -210,6 +210,24 @@ def test_a_cluster_shows_its_roles_and_its_traffic(cluster_status: dict[str, Any
         assert line.split() in shown
 
 
+def test_roles_and_faults_are_shown(ids_job: ol.Job, cache: str) -> None:
+    with ol.launch(ids_job, runtime="inline", cache=cache) as service:
+        status = service.status()
+    role = {"pid": 7, "generation": 2, "restarts": 1, "up": False}
+    fault = {"role": "planner", "why": "ended (gone)", "generation": 2, "promoted": 0, "at": 0.0}
+    status |= {
+        "hosts": [{"role": "planner", **role}, {"role": "loader host 0", **role, "pid": 8, "up": True}],
+        "faults": [fault | {"role": f"loader host {n}", "took_s": 0.25} for n in range(20)] + [fault],
+        "failed": "the planner ended, and so did its successors",
+    }
+    shown = [" ".join(words) for words in words_of(*status_tables(status))]
+    assert "planner 7 no 2 1" in shown and "loader host 0 8 yes 2 1" in shown
+    assert any("the loader host 19 ended (gone); back after 0.25 s" in line for line in shown)
+    assert any("the planner ended (gone); being replaced" in line for line in shown)
+    assert not any("loader host 3 ended" in line for line in shown), "only the newest are shown"
+    assert "the planner ended, and so did its successors" in shown
+
+
 def test_before_the_first_plan_there_is_no_traffic(cluster_status: dict[str, Any]) -> None:
     planner = cluster_status["planner"]
     planner |= {"next_step": planner["first_step"], "traffic": dict.fromkeys(planner["traffic"], 0)}

@@ -14,6 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import overlord as ol
 from overlord.core.ragged import BAD_COLUMN, num_rows, take_rows
+from overlord.core.samples import META, Cursor
+from overlord.roles.buffer import KNOWN_BYTES, Chunk, ReadBuffer
+from overlord.roles.source_loader import SourceLoader
 from overlord.testing import (
     Fault,
     FaultScript,
@@ -95,6 +98,42 @@ WINDOWS = {
 @pytest.mark.parametrize("window", WINDOWS)
 def test_killed_in_a_known_window(job, cache, expected, window, shadows):
     assert run_with_faults(job, WINDOWS[window], mesh=MESH, steps=STEPS, shadows=shadows, cache=cache) == expected
+
+
+def test_a_lost_planner_has_nothing_read_again(tmp_path, cache, monkeypatch):
+    """Its successor plans the steps since the last snapshot again, by what the loaders know of their rows."""
+    write_ids(tmp_path / "a.jsonl", np.full(600, 30), 0)
+    job = ol.Job(
+        sources=[ol.Source("a", str(tmp_path / "a.jsonl"), sample=ol.Text("ids", tokenized=True))],
+        batch=ol.Batch(32, global_samples=20),
+    )
+    read: list[int] = []
+    read_rows = SourceLoader.read
+
+    def counted(self, cursor, group, count):
+        read.append(cursor.offset)
+        return read_rows(self, cursor, group, count)
+
+    monkeypatch.setattr(SourceLoader, "read", counted)
+    script = FaultScript().kill("planner", 11)
+    found = run_with_faults(job, script, mesh=MESH, steps=14, shadows=False, cache=cache)
+    assert len(read) == len(set(read)) == 5
+    assert found == stream_digests(job, mesh=MESH, steps=14)
+
+
+def test_what_is_known_of_rows_is_bounded_and_the_same():
+    """Chunks that were let go of are described as before, the newest of them; their rows are gone."""
+    buffer = ReadBuffer()
+    meta = np.zeros(64, META)
+    for number in range(200):
+        meta["row"] = np.arange(64) + 64 * number
+        buffer.add(Chunk(0, 0, 64 * number, meta.copy(), {"ids": np.zeros(64)}))
+        buffer.release(Cursor(0, 0, 64 * number + 70))
+    assert buffer.covering(Cursor(0, 0, 64 * 190)) is None
+    known = [offset for offset in range(0, 64 * 199, 64) if buffer.describing(Cursor(0, 0, offset))]
+    assert 64 * 198 in known and sum(meta.nbytes for _ in known) <= KNOWN_BYTES < 199 * meta.nbytes
+    found = buffer.describing(Cursor(0, 0, 64 * 190 + 3))
+    assert found.meta["row"][3] == 64 * 190 + 3 and not found.kept
 
 
 INPUTS = {

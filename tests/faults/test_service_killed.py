@@ -75,6 +75,22 @@ def test_the_stream_goes_on(ids_job, cache, how):
         assert service.status()["restarts"] == 1
 
 
+def test_the_status_tells_that_a_service_is_started_again(ids_job, cache):
+    with ol.launch(ids_job, cache=cache) as service:
+        next(service.client())
+        before = service.status()
+        assert before["service"]["state"] == "up"
+        hit(service, signal.SIGKILL)
+        told, until = [], time.monotonic() + 60
+        while not told or told[-1]["service"]["restarts"] == 0 or told[-1]["service"]["state"] != "up":
+            assert time.monotonic() < until
+            told.append(service.status())
+            time.sleep(0.01)
+        away = [one for one in told if one["service"]["state"] == "starting again"]
+        assert away and all(one["sources"] == before["sources"] for one in away)
+        assert told[-1]["service"] | {"pid": 0} == {"pid": 0, "restarts": 1, "state": "up", "why": None}
+
+
 @pytest.mark.slow
 def test_what_a_client_holds_and_asks_after_a_kill(ids_job, cache):
     """Arrays over the kill; microbatches, state and the step in hand after it."""

@@ -20,11 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ol
-from overlord.roles.verdicts import Verdicts, verdicts_from_json
+from overlord.core.ragged import BAD_COLUMN, take_rows
+from overlord.roles.verdicts import Verdict, Verdicts, verdicts_from_json
 from overlord.stores.journal import Journal
 from overlord.stores.places import open_place
 from overlord.stores.store import newest_lineage
-from overlord.testing import stream_digests
+from overlord.testing import FaultScript, digest_service, launch_for_faults, stream_digests
 from overlord.transforms.custom import CustomTransform
 
 # As the functions of a script travel: by value. A fresh worker would else import this file, and pytest with it.
@@ -227,20 +228,69 @@ def test_a_rollback_takes_no_verdict_of_the_future_it_leaves(tmp_path):
 ROW = st.integers(0, 2**63 - 1)
 
 
-@given(st.dictionaries(st.sampled_from(["a", "b", "c"]), st.dictionaries(ROW, st.text(min_size=1), min_size=1)), ROW)
+VERDICT = st.builds(Verdict, st.text(min_size=1), st.integers(0, 5))
+
+
+@given(st.dictionaries(st.sampled_from(["a", "b", "c"]), st.dictionaries(ROW, VERDICT, min_size=1)), ROW)
 def test_verdicts_survive_json(known, other):
     verdicts = Verdicts(None, known)  # type: ignore[arg-type]
     text = json.dumps(verdicts.to_json())
     assert verdicts_from_json(json.loads(text), ["a", "b", "c"]) == known
     for source, rows in known.items():
         asked = np.array([*rows, other], np.int64)
-        assert verdicts.known(source, asked).tolist() == [True] * len(rows) + [other in rows]
-        assert all(verdicts.reason(source, row) == reason for row, reason in rows.items())
+        for epoch in (0, 3, 9):
+            given_up = [row in rows and rows[row].epoch <= epoch for row in asked.tolist()]
+            assert verdicts.known(source, asked, epoch).tolist() == given_up
+        assert all(verdicts.reason(source, row) == verdict.reason for row, verdict in rows.items())
+
+
+@pytest.mark.parametrize("role", ["planner", "service"])
+def test_what_was_delivered_of_a_row_before_its_verdict_stays(tmp_path, cache, role):
+    """A row is fine in its first epoch and kills its worker in the second: the first is planned again as it was."""
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(12)))
+    runs: list[int] = []
+
+    def deadly(function, name, deadline_s):
+        def run(rows):
+            here = [int(n) == 5 and not bad for n, bad in zip(rows["n"], rows[BAD_COLUMN], strict=True)]
+            runs.extend([len(runs)] * any(here))
+            dies = np.flatnonzero(here) if any(here) and len(runs) == 2 else np.empty(0, np.int64)
+            alive = np.setdiff1d(np.arange(len(here)), dies)
+            return function(take_rows(rows, alive)), [(int(at), "signal 9") for at in dies]
+
+        return run
+
+    sample = ol.Custom(lambda row: {"tokens": [1000 + row["n"]] * 3}, columns=["n"], process=True)
+    source = ol.Source("s", str(tmp_path / "s.jsonl"), sample=sample, tolerance=1.0)
+    job = ol.Job(sources=[source], batch=ol.Batch(8, global_samples=4))
+
+    def stream(script):
+        runs.clear()
+        with launch_for_faults(job, script, isolate=deadly, cache=cache, shadows=False) as (service, storm):
+            found = digest_service(service, steps=9, before=lambda _, step: storm.pass_step(step))
+            return found, service.client(0).state_dict()["verdicts"]
+
+    expected = stream(FaultScript())
+    assert expected[1] == {"s": {"5": ["signal 9", 1]}}
+    assert stream(FaultScript().kill(role, 7)) == expected
 
 
 @pytest.mark.parametrize(
     "damaged",
-    [["s"], "s", 3, {"s": 3}, {"s": {"x": "why"}}, {"s": {"-1": "why"}}, {"s": {"01": "w"}}, {"t": {"1": "w"}}],
+    [
+        ["s"],
+        "s",
+        3,
+        {"s": 3},
+        {"s": {"x": "why"}},
+        {"s": {"-1": "why"}},
+        {"s": {"01": "w"}},
+        {"t": {"1": "w"}},
+        {"s": {"1": ["w", 0]}},
+        {"s": {"1": ["w", "1"]}},
+        {"s": {"1": ["w"]}},
+        {"s": {"1": None}},
+    ],
 )
 def test_damaged_verdicts_are_refused(damaged):
     with pytest.raises(ol.StateError, match="the state is damaged"):

@@ -117,3 +117,35 @@ def test_records_of_owners_do_not_grow_for_ever(place, tmp_path, monkeypatch):
 def test_a_damaged_record_is_nobodys(place):
     place.write("owner-000007", b"{")
     assert claim(place, "b").number == 8
+
+
+def test_who_stood_still_while_records_went_owns_nothing(place, monkeypatch):
+    """It saw owner 1, and creates the record of owner 2 when that one came and went."""
+    claim(place, "a")
+    create = place.create
+
+    def late(name, data):
+        monkeypatch.undo()
+        others = [claim(place, "a") for _ in range(owners.KEPT_OWNERS + 4)]
+        others[-1].close()
+        assert not place.exists(name), "otherwise it proves nothing"
+        return create(name, data)
+
+    monkeypatch.setattr(place, "create", late)
+    with pytest.raises(Fenced, match="another service has taken over"):
+        claim(place, "a")
+    newest = claim(place, "a")
+    newest.check()
+    kept = [name for name in place.names() if name.startswith("owner-")]
+    assert len(kept) == owners.KEPT_OWNERS and f"owner-{newest.number:06d}" in kept
+
+
+def test_an_owner_whose_record_is_gone_writes_none(place):
+    first = claim(place, "a")
+    for _ in range(owners.KEPT_OWNERS + 1):
+        newest = claim(place, "a")
+    first.close()
+    assert not place.exists("owner-000001")
+    with pytest.raises(Fenced):
+        first.check()
+    newest.check()

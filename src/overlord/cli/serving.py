@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from overlord.runtimes.local import status_of
 from overlord.session import Service
 
 _LOOK_EVERY_S = 1.0
+SHOWN_FAULTS = 8
+"""The newest ones."""
 
 
 def serve_until_stopped(
@@ -141,6 +144,27 @@ def _cluster_parts(status: Mapping[str, Any]) -> list[RenderableType]:
     return [f"\n{escape(cluster_line(status['ray']))}", table, _traffic(status["planner"])]
 
 
+def _role_parts(status: Mapping[str, Any]) -> list[RenderableType]:
+    """Return who plays which role, what was lost last, and why a service cannot go on."""
+    parts: list[RenderableType] = []
+    if status.get("hosts"):
+        table = Table(title="roles", title_justify="left")
+        table.add_column("role", style="bold")
+        for name in ("pid", "up", "generation", "restarts"):
+            table.add_column(name, justify="right")
+        for one in status["hosts"]:
+            up = "yes" if one["up"] else "[red]no[/red]"
+            table.add_row(one["role"], str(one["pid"]), up, str(one["generation"]), str(one["restarts"]))
+        parts.append(table)
+    for fault in list(status.get("faults", ()))[-SHOWN_FAULTS:]:
+        then = f"back after {fault['took_s']:.2f} s" if "took_s" in fault else "being replaced"
+        at = time.strftime("%H:%M:%S", time.localtime(fault["at"]))
+        parts.append(f"{at} the {fault['role']} {escape(fault['why'])}; {then}")
+    if status.get("failed"):
+        parts.append(f"[red]{escape(status['failed'])}[/red]")
+    return parts
+
+
 def _traffic(planner: Mapping[str, Any]) -> str:
     traffic, steps = planner["traffic"], planner["next_step"] - planner["first_step"]
     sent = f"a plan of {size(traffic['plan_bytes'] / traffic['plans'])}" if traffic["plans"] else "no plan sent so far"
@@ -180,6 +204,7 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
         ranks = ", ".join(rank for rank, at in status["clients"].items() if at == step)
         clients.add_row(str(step), ranks)
     hosts = _cluster_parts(status) if "ray" in status else []
+    hosts += _role_parts(status)
     return [sources, *media_tables(media_of(status["sources"])), *hosts, *([clients] if status["clients"] else [])]
 
 
@@ -208,7 +233,10 @@ def _look_aside(service: Service) -> Future[dict[str, Any]]:
 
 def _status_or_lost(service: Service) -> dict[str, Any]:
     try:
-        return service.status()
+        status = service.status()
+        if status.get("failed"):
+            raise ServiceLost(status["failed"])
+        return status
     except ServiceLost as error:
         raise ServiceLost(
             f"the service at {service.address} is gone; attached trainers get no more data "

@@ -2,18 +2,26 @@
 
 Rules of this file:
 1. A chunk never crosses a group. Chunks are a cache: what is missing is read again.
-2. Rows before `release` will not be asked for by a later step and are dropped chunk by chunk.
+2. Rows before `release` will not be asked for by a later step and are dropped chunk by chunk. What is known of the last
+   of them stays: a planner in the place of another plans the steps since the last snapshot again, and groups would be
+   read anew for lengths that were measured a moment ago.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from overlord.core.ragged import RowBatch, concat_rows, num_bytes, take_rows
 from overlord.core.samples import Cursor, MetaArray
+
+KNOWN_BYTES = 128 << 10
+"""What is remembered of rows that were let go of, of each loader."""
+ITEM_COLUMNS = ("media_start", "media_length")
+"""Columns of a chunk that belong to what is known of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,8 @@ class ReadBuffer:
 
     def __init__(self) -> None:
         self._chunks: dict[tuple[int, int], list[Chunk]] = {}
+        self._known: deque[Chunk] = deque()
+        self._known_bytes = 0
         self.nbytes = 0
 
     def add(self, chunk: Chunk) -> None:
@@ -68,17 +78,36 @@ class ReadBuffer:
             if key > cursor[:2] or chunk.stop > cursor.offset
         )
 
+    def describing(self, cursor: Cursor) -> Chunk | None:
+        """Return a chunk with what is known of the row at a cursor; the row itself may be gone from it."""
+        found = self.covering(cursor)
+        if found is None:
+            for chunk in self._known:
+                if (chunk.epoch, chunk.group) == cursor[:2] and chunk.offset <= cursor.offset < chunk.stop:
+                    return chunk
+        return found
+
     def release(self, before: Cursor) -> None:
         """Drop the chunks that lie wholly before a cursor."""
         for key in list(self._chunks):
             if key > before[:2]:
                 continue
             keep = [c for c in self._chunks[key] if key == before[:2] and c.stop > before.offset]
-            self.nbytes -= sum(c.nbytes for c in self._chunks[key]) - sum(c.nbytes for c in keep)
+            for chunk in self._chunks[key]:
+                if not any(chunk is one for one in keep):
+                    self.nbytes -= chunk.nbytes
+                    self._remember(chunk)
             if keep:
                 self._chunks[key] = keep
             else:
                 del self._chunks[key]
+
+    def _remember(self, chunk: Chunk) -> None:
+        items = {name: chunk.kept[name] for name in ITEM_COLUMNS if name in chunk.kept}
+        self._known.append(replace(chunk, kept=items))
+        self._known_bytes += self._known[-1].nbytes
+        while self._known_bytes > KNOWN_BYTES:
+            self._known_bytes -= self._known.popleft().nbytes
 
 
 def gather(picks: list[tuple[Chunk, npt.NDArray[np.int64]]]) -> RowBatch:

@@ -188,7 +188,8 @@ class SourceLoader:
         parts: list[tuple[MetaArray, Chunk]] = []
         at = cursor.offset
         while at < stop:
-            chunk = self._chunk_at(Cursor(cursor.epoch, cursor.group, at), stop)
+            place = Cursor(cursor.epoch, cursor.group, at)
+            chunk = self._buffer.describing(place) or self._chunk_at(place, stop)
             parts.append((chunk.meta[at - chunk.offset : stop - chunk.offset], chunk))
             at = min(chunk.stop, stop)
         meta = np.concatenate([part for part, _ in parts])
@@ -209,7 +210,7 @@ class SourceLoader:
     def missing(self, cursor: Cursor, stop: int) -> int:
         """Return the first offset of a group from a cursor on that is not measured yet; `stop` where all are."""
         at = cursor.offset
-        while at < stop and (chunk := self._buffer.covering(Cursor(cursor.epoch, cursor.group, at))) is not None:
+        while at < stop and (chunk := self._buffer.describing(Cursor(cursor.epoch, cursor.group, at))) is not None:
             at = chunk.stop
         return min(at, stop)
 
@@ -362,11 +363,12 @@ class SourceLoader:
         cursor, rows, numbers = stretch.cursor, stretch.rows, stretch.numbers
         lengths = self._lengths(rows, numbers) if self._lengths else None
         seeds = hash64(derive(self._seed, "augment", self._source.name, cursor.epoch), numbers)
-        given_up = self._give_up(rows, numbers)
+        given_up = self._give_up(rows, numbers, cursor.epoch)
         measured = self._transform.measure(rows, lengths, seeds)
         for row, reason in measured.killed:
             assert self._verdicts is not None, "only process workers are killed, and they come with verdicts"
-            self._verdicts.add(self._source.name, int(numbers[row]), reason)  # on disk before it counts
+            # on disk before it counts
+            self._verdicts.add(self._source.name, int(numbers[row]), reason, cursor.epoch)
         measured.faults = given_up + [fault for fault in measured.faults if fault[0] not in dict(given_up)]
         images, spans = media_items(measured)
         delivered, flags = apply_overlength(measured.tokens, spans, self._context_length, self._overlength)
@@ -387,11 +389,11 @@ class SourceLoader:
         chunk = Chunk(cursor.epoch, cursor.group, cursor.offset, meta, measured.kept, measured.margin)
         return chunk, measured.faults
 
-    def _give_up(self, rows: RowBatch, numbers: npt.NDArray[np.int64]) -> list[Fault]:
+    def _give_up(self, rows: RowBatch, numbers: npt.NDArray[np.int64], epoch: int) -> list[Fault]:
         """Mark rows with a verdict as bad, so that nobody runs them again; return them with the reasons."""
         if self._verdicts is None:
             return []
-        known = np.flatnonzero(self._verdicts.known(self._source.name, numbers))
+        known = np.flatnonzero(self._verdicts.known(self._source.name, numbers, epoch))
         if len(known):
             rows[BAD_COLUMN] = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
             rows[BAD_COLUMN][known] = True  # type: ignore[index]

@@ -26,6 +26,9 @@ class LoaderFleet:
         self._crews: dict[int, Crew] = {}
         self._callers = callers
         self._patience = patience
+        self.followers = callers
+        """Who repeats what primaries elsewhere were asked for. Few: a new shadow reads its groups anew in the very
+        moment in which its primary has taken over, and must not take the machine away from it."""
         self._shadows: dict[int, ShadowLoader] = {}
         for source, crew in crews.items():
             self.add(source, crew)
@@ -86,7 +89,7 @@ class LoaderFleet:
             mine = [request for request in requests if request.source == source]
             self._crews[source].alone(lambda _: self._shadows[source].follow(mine, passed.get(source)))
 
-        self._callers.map(repeat, sorted({request.source for request in requests} | set(passed)))
+        self.followers.map(repeat, sorted({request.source for request in requests} | set(passed)))
 
     def rest(self, cursors: Mapping[int, Cursor]) -> None:
         """Let the loaders of some sources drop what they hold."""

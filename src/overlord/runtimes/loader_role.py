@@ -62,6 +62,7 @@ class LoaderRole(ClusterRole):
         index_first_windows(job, self._files, cursors, given["weights"], self._hands.callers, self._count)
         self._verdicts = RemoteVerdicts(self._board, verdicts_from_json(given["verdicts"], job.names))
         fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._hands)
+        fleet.followers = self._workers_for("shadows")
         fleet.restore(given["snapshots"])
         self._ends.callback(fleet.interrupt)
         self._host = LoaderHost(fleet, hosts=self._site["hosts"], budget_bytes=self._options.budget_bytes // 2)

@@ -24,6 +24,7 @@ from overlord.core.samples import Cursor
 from overlord.roles.ports import Collect
 from overlord.roles.recovery import NOBODY
 from overlord.roles.source_loader import Met
+from overlord.roles.verdicts import Verdict, rows_given_up
 from overlord.runtimes.frames import (
     Frame,
     deltas_from_frame,
@@ -301,24 +302,24 @@ class RemoteLoaders:
 class RemoteVerdicts:
     """The verdicts of some sources, which the planner writes down."""
 
-    def __init__(self, board: Switchboard, known: Mapping[str, Mapping[int, str]]) -> None:
+    def __init__(self, board: Switchboard, known: Mapping[str, Mapping[int, Verdict]]) -> None:
         self._board = board
-        self._reasons = {source: dict(rows) for source, rows in known.items()}
+        self._given_up = {source: dict(rows) for source, rows in known.items()}
 
-    def add(self, source: str, row: int, reason: str) -> None:
-        """Give up a row; the planner has it on disk when this returns."""
-        if row not in self._reasons.get(source, ()):
-            message = frame_of({"source": source, "row": row, "reason": reason})
+    def add(self, source: str, row: int, reason: str, epoch: int = 0) -> None:
+        """Give up a row from an epoch on; the planner has it on disk when this returns."""
+        if row not in self._given_up.get(source, ()):
+            message = frame_of({"source": source, "row": row, "reason": reason, "epoch": epoch})
             open_frame(self._board.insist(PLANNER, "verdict", message))
-            self._reasons.setdefault(source, {})[row] = reason
+            self._given_up[source] = {**self._given_up.get(source, {}), row: Verdict(reason, epoch)}
 
-    def known(self, source: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return which rows of a source are given up."""
-        return np.isin(rows, np.array(list(self._reasons.get(source, ())), np.int64))
+    def known(self, source: str, rows: npt.NDArray[np.int64], epoch: int = 0) -> npt.NDArray[np.bool_]:
+        """Return which rows of a source are given up in an epoch."""
+        return rows_given_up(self._given_up.get(source, {}), rows, epoch)
 
     def reason(self, source: str, row: int) -> str:
         """Return why a row was given up."""
-        return self._reasons[source][row]
+        return self._given_up[source][row].reason
 
 
 def _sources_of(part: Sequence[_Asked]) -> Frame:

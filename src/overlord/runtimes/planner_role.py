@@ -165,7 +165,7 @@ class PlannerRole(ClusterRole):
         """Write down a row that kills its workers, before it counts."""
         assert self._history is not None
         given = open_frame(frame)[0]
-        self._history.verdicts.add(given["source"], int(given["row"]), given["reason"])
+        self._history.verdicts.add(given["source"], int(given["row"]), given["reason"], int(given["epoch"]))
         return frame_of({})
 
     def _traffic(self) -> dict[str, int]:

@@ -223,10 +223,10 @@ class _Verdicts:
     def __init__(self) -> None:
         self._reasons: dict[int, str] = {}
 
-    def add(self, source: str, row: int, reason: str) -> None:
+    def add(self, source: str, row: int, reason: str, epoch: int = 0) -> None:
         self._reasons[row] = reason
 
-    def known(self, source: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def known(self, source: str, rows: npt.NDArray[np.int64], epoch: int = 0) -> npt.NDArray[np.bool_]:
         return np.isin(rows, list(self._reasons))
 
     def reason(self, source: str, row: int) -> str:

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import ray
@@ -36,14 +35,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from overlord.core.specs import Job
 from overlord.errors import AnswerLost, ServiceLost, SpecError
 from overlord.runtimes.cluster_placement import TRAINER, ClusterOptions, Node, Site, cpus_needed, place
-from overlord.runtimes.deployment import LaunchOptions, check_launch
+from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.frames import Frame
-from overlord.runtimes.history import peek
-from overlord.runtimes.numbering import canonical, with_newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.role_host import RoleHost
 from overlord.runtimes.service_main import run_service
-from overlord.runtimes.supervising import supervised
+from overlord.runtimes.supervising import supervised, unbundled
 from overlord.runtimes.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
 
 REACH_S = 10.0
@@ -288,11 +285,8 @@ def _attached(job: Job, options: LaunchOptions, folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     """Serve a job on a cluster."""
-    job, options = cloudpickle.loads(bundle)  # from the launching process to its own roles
-    options = dataclasses.replace(options, numbering=peek(options, options.store or str(folder / "store")))
-    bundle = cloudpickle.dumps((job, options))
-    job = with_newcomers(job, options.numbering)
-    check_launch(canonical(job, options.numbering), options)
+    job, options, bundle = unbundled(bundle, folder)
+    assert options.cluster is not None, "a launch on Ray says how"
     progress("starting Ray" if options.cluster.address is None else "attaching to Ray", 0, 1)
     with _attached(job, options, folder):
         sites = place(

@@ -11,9 +11,11 @@ import json
 import os
 import socket
 import threading
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
-from overlord.errors import OverlordError
+from overlord.runtimes.doors import open_door
 from overlord.runtimes.frame_wire import frame_from, receive_frame, send_frame
 from overlord.runtimes.frames import Frame, frame_of
 from overlord.runtimes.process_engine import InlineBlobs, ProcessPeer
@@ -28,16 +30,14 @@ END_S = 5.0
 def serve(connection: socket.socket) -> None:
     """Be a role: what it is comes first on the connection, whose end is the end of the service."""
     told, parts = receive_frame(connection)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(told["socket"])  # of a service that was killed, in whose folder this one goes on
+    coming: Future[_Desk] = Future()  # whoever comes early waits for it at the open door
+    with contextlib.ExitStack() as door:
         try:
-            listener.bind(told["socket"])
+            door.enter_context(open_door(Path(told["socket"]), lambda talk: coming.result().converse(talk)))
         except FileNotFoundError:
             return  # the service is gone, and its folder with it
-        listener.listen(128)
         desk = _Desk(RoleHost(parts[0].tobytes(), told["paths"], told["folder"], told["site"], InlineBlobs()))
-        threading.Thread(target=_accept, args=(listener, desk), daemon=True).start()
+        coming.set_result(desk)
         connection.recv(1)  # nothing ever comes
     hurry = threading.Timer(END_S, os._exit, (1,))
     hurry.daemon = True
@@ -53,6 +53,12 @@ class _Desk:
         self._host = host
         self._peers: dict[str, ProcessPeer] = {}
 
+    def converse(self, connection: socket.socket) -> None:
+        """Answer messages until whoever asked is gone."""
+        while True:
+            envelope, parts = receive_frame(connection)
+            send_frame(connection, {}, self.answer(envelope, frame_from(parts)))
+
     def answer(self, envelope: dict[str, Any], frame: Frame) -> Frame:
         """Answer one message."""
         if envelope["method"] == "learn":
@@ -66,25 +72,6 @@ class _Desk:
         peers = {name: self._peers.get(path) or ProcessPeer(path) for name, path in paths.items()}
         self._peers = {peer.path: peer for peer in peers.values()}
         return self._host.learn(json.loads(frame[0]), peers)
-
-
-def _accept(listener: socket.socket, desk: _Desk) -> None:
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return  # the service is gone
-        threading.Thread(target=_converse, args=(connection, desk), daemon=True).start()
-
-
-def _converse(connection: socket.socket, desk: _Desk) -> None:
-    with connection:
-        try:
-            while True:
-                envelope, parts = receive_frame(connection)
-                send_frame(connection, {}, desk.answer(envelope, frame_from(parts)))
-        except (OverlordError, OSError):
-            return  # whoever asked is gone
 
 
 if __name__ == "__main__":

@@ -84,6 +84,12 @@ class ServiceKeeper:
         """The process that serves now, or the last one that did."""
         return self._process.pid
 
+    @property
+    def starts_again(self) -> bool:
+        """Whether the process is gone, and another one is on its way."""
+        with self._changed:
+            return not self._up and not self._closing and self._ended is None
+
     def begin(self, progress: Progress | None) -> str:
         """Wait until the service is ready for the first time, and watch it from then on; return its address."""
         process = self._process

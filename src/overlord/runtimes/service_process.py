@@ -52,6 +52,7 @@ class ServiceProcess(OwnerAsks):
             module, dict(environment or {}), _bundle(job, options), _bundle(job, again), close_s, options.heartbeat_s
         )
         self._keeper = ServiceKeeper(order, _service_folder())
+        self._seen: dict[str, Any] | None = None
         self._finalizer = weakref.finalize(self, self._keeper.close)
         try:
             self.address = self._keeper.begin(progress)
@@ -75,9 +76,27 @@ class ServiceProcess(OwnerAsks):
         return connect_local(self.address, rank)
 
     def status(self) -> dict[str, Any]:
-        """Return what every role holds and has met."""
-        about = {"service": {"pid": self.pid, "restarts": self.restarts}, "restarts": self.restarts}
-        return {"hosts": [], "faults": []} | self._ask({"op": "status"})["status"] | about
+        """Return what every role holds and has met; while the service is started again, what was last seen of it.
+
+        `["service"]["state"]` is "up", "starting again", or "failed" where a role cannot be replaced (`["why"]`).
+
+        Raises:
+            ServiceLost: when the service does not come back.
+        """
+        state = "up"
+        while True:
+            if self._seen is not None and self._keeper.starts_again:
+                state = "starting again"
+                break
+            self._wait_up()
+            try:
+                self._seen = opened(ask_once(self.address, {"op": "status"}))["status"]
+                break
+            except ServiceLost:
+                time.sleep(ASK_AGAIN_S)
+        why = self._seen.get("failed")
+        about = {"pid": self.pid, "restarts": self.restarts, "state": "failed" if why else state, "why": why}
+        return {"hosts": [], "faults": []} | self._seen | {"service": about, "restarts": self.restarts}
 
     def close(self) -> None:
         """End the service and remove everything it had."""

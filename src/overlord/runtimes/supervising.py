@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import cloudpickle
+
+from overlord.core.specs import Job
 from overlord.roles.recovery import Assignment
 from overlord.runtimes.cluster_placement import Site
-from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.deployment import LaunchOptions, check_launch
 from overlord.runtimes.doors import CONTROL, answer_all, open_door
 from overlord.runtimes.engine import Engine
+from overlord.runtimes.history import peek
+from overlord.runtimes.numbering import canonical, with_newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.supervisor import Supervisor
+
+
+def unbundled(bundle: bytes, folder: Path) -> tuple[Job, LaunchOptions, bytes]:
+    """Read what the launcher sent: the job with the sources its store knows, the options, and the bundle for its roles.
+
+    Raises:
+        SpecError: for what cannot be launched.
+    """
+    job, options = cloudpickle.loads(bundle)  # from the launching process to its own roles
+    options = dataclasses.replace(options, numbering=peek(options, options.store or str(folder / "store")))
+    bundle = cloudpickle.dumps((job, options))
+    job = with_newcomers(job, options.numbering)
+    check_launch(canonical(job, options.numbering), options)
+    return job, options, bundle
 
 
 @contextlib.contextmanager

@@ -90,6 +90,7 @@ class Supervisor:
         self._failed: str | None = None
         self._facts: dict[str, Any] = {}
         self._stands: dict[str, Any] = {}
+        self._seen: dict[str, Any] = {}
         self.first_step = 0
         """The step that the stream was launched at."""
         self._board = Switchboard(("service", 0), clock, idle)
@@ -132,8 +133,11 @@ class Supervisor:
             return {}
         if message.get("op") == "add_source":
             return {"step": self._live.add(message)}
+        if message.get("op") == "status" and self._seen and (self._failed or self.peer(PLANNER) is None):
+            return {"status": self._seen | self.describe()}  # what the planner last told, and that it is away
         answer = open_frame(self._board.insist(PLANNER, "ask", frame_of(message)))[0]["answer"]
         if message.get("op") == "status":
+            self._seen = answer["status"]
             answer["status"] |= self.describe()
         return answer
 
@@ -145,13 +149,9 @@ class Supervisor:
     def describe(self) -> dict[str, Any]:
         """Return who plays which role, and what was lost so far."""
         with self._lock:
-            sites = [(one.site, one.pid) for one in self._roles.values()]
-            return {
-                **self._engine.describe(sites),
-                "hosts": [_describe(one, self._assignment) for one in self._roles.values()],
-                "shadows": sum(host != NOBODY for host in self._assignment.shadow),
-                "faults": list(self.faults),
-            }
+            found = _describe_all(list(self._roles.values()), self._assignment)
+            found |= self._engine.describe([(one.site, one.pid) for one in self._roles.values()])
+            return found | {"faults": list(self.faults), "failed": self._failed}
 
     def close(self) -> None:
         """End the roles: constructors tell the planner how far they came, the planner may ask loaders once more."""
@@ -378,6 +378,11 @@ class Supervisor:
 
 def _in_a_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="overlord-replace", daemon=True).start()
+
+
+def _describe_all(roles: Sequence[Incarnation], assignment: Assignment) -> dict[str, Any]:
+    shadows = sum(host != NOBODY for host in assignment.shadow)
+    return {"hosts": [_describe(one, assignment) for one in roles], "shadows": shadows}
 
 
 def _describe(one: Incarnation, assignment: Assignment) -> dict[str, Any]:

@@ -5,7 +5,9 @@ Rules of this file:
    `owner-(N+1)`; the file can be created once.
 2. Nothing is promised before the owner has looked whether it still is the owner: a process that was stopped, and wakes
    up when another one has taken over, finds out here.
-3. A service that lives keeps its store. The same service may always take it: that is how it recovers.
+3. Records of old owners are removed, never the newest. Who finds its own gone was fenced; who created one late, behind
+   others whose records are gone, is not the owner.
+4. A service that lives keeps its store. The same service may always take it: that is how it recovers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ BEAT_S = 20.0
 """An owner says that it is alive at least this often."""
 SILENT_S = 60.0
 """An owner on another host that has said nothing for so long is taken for dead."""
-KEPT_OWNERS = 64
+KEPT_OWNERS = 8
 """Records of owners that stay; one whose own record is gone was fenced long ago."""
 TRIES = 20
 
@@ -67,9 +69,18 @@ class Claim:
         Raises:
             Fenced: Somebody has taken it over.
         """
-        if not self._place.exists(f"owner-{self.number + 1:06d}") and self._place.exists(self._name):
-            return
+        if not self._is_newest():
+            self.check_newest()
+
+    def check_newest(self) -> None:
+        """Find out by all records whether the store is still owned here.
+
+        Raises:
+            Fenced: Somebody has taken it over.
+        """
         newest = _newest(self._place)
+        if newest is not None and newest[0] == self.number and self._name in dict(newest[1]):
+            return
         if newest is None:
             raise StoreError(
                 f"the store {self._place.name!r} is gone: it holds no word of its owners; nothing can be promised "
@@ -90,8 +101,11 @@ class Claim:
 
     def close(self) -> None:
         """Leave the store in peace: anybody may have it."""
-        if not self._place.exists(f"owner-{self.number + 1:06d}"):
+        if self._is_newest():
             self._place.write(self._name, json.dumps(asdict(replace(self._owner, closed=True))).encode())
+
+    def _is_newest(self) -> bool:
+        return not self._place.exists(f"owner-{self.number + 1:06d}") and self._place.exists(self._name)
 
 
 def claim(place: Place, service: str) -> Claim:
@@ -123,8 +137,11 @@ def claim(place: Place, service: str) -> Claim:
         )  # fmt: skip
         created = place.create(f"owner-{number + 1:06d}", json.dumps(asdict(own)).encode())
         if created is not None:
+            mine = Claim(place, number + 1, created, own)
+            if not place.exists(f"owner-{number + 2:06d}"):  # else its first check tells it
+                mine.check_newest()  # it may have stood still while others came, and the records of some went
             _forget_old(place, number + 1)
-            return Claim(place, number + 1, created, own)
+            return mine
         time.sleep(random.uniform(0.02, 0.2))  # so that two that met do not meet again
     raise StoreError(
         f"the store {place.name!r} could not be claimed: others claimed it {TRIES} times meanwhile, and two services "
@@ -171,7 +188,7 @@ def _read(place: Place, name: str) -> Owner | None:
 
 
 def _forget_old(place: Place, number: int) -> None:
-    for name in place.names():
+    for name in sorted(place.names()):  # nobody's own record outlives that of his successor
         head = name.removeprefix("owner-").split(".")[0]
         if name.startswith("owner-") and head.isdecimal() and int(head) <= number - KEPT_OWNERS:
             place.delete(name)
