@@ -65,5 +65,7 @@ class Incarnation:
     young: int = 0
     """Successors in a row that died young."""
     restarts: int = 0
+    asleep: bool = False
+    """Whether nobody is to play it at the moment."""
     told: Pending | None = field(default=None, repr=False)
     """The last introduction: who drops it may drop the message with it."""

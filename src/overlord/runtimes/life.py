@@ -1,12 +1,13 @@
-"""Whether a role that comes up lives: opening its sources may take long, saying that it lives may not."""
+"""Whether a role lives: what it does may take long, saying that it lives may not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from overlord.errors import ServiceLost
-from overlord.runtimes.frames import frame_of
-from overlord.runtimes.switchboard import Peer, Pending
+from overlord.errors import AnswerLost, ServiceLost
+from overlord.runtimes.engine import Incarnation
+from overlord.runtimes.frames import frame_of, open_frame
+from overlord.runtimes.switchboard import Peer, PeerGone, Pending
 
 LEAST_S = 10.0
 """How long nothing may be heard at least of a role that comes up."""
@@ -45,3 +46,38 @@ class Life:
         silent = now - (self._since if self._heard is None else self._heard)
         if silent > (self._first_s if self._heard is None else self._heartbeat_s):
             raise ServiceLost(f"nothing was heard of it for {silent:.1f} s while it came up")
+
+
+def look_at(
+    one: Incarnation, now: float, heartbeat_s: float, version: int, introduce: Callable[[Peer], Pending]
+) -> tuple[str | None, float]:
+    """Look once after an incarnation; who has missed the newest book is told again.
+
+    Args:
+        one: Who is looked after.
+        now: The time.
+        heartbeat_s: How long nothing may be heard of it.
+        version: Of the newest book.
+        introduce: Tells somebody who is who.
+
+    Returns:
+        What is wrong with it, and for how long it has been busy with one call.
+    """
+    if one.peer is None:
+        return None, 0.0
+    try:
+        answer = one.beat.poll(0) if one.beat is not None else frame_of({"version": 0, "busy_s": 0.0})
+        if answer is None:  # judged after looking: a supervisor that was stopped itself finds answers waiting
+            silent = now - one.heard
+            return None if silent <= heartbeat_s else f"did not answer for {silent:.1f} s", 0.0
+        head = open_frame(answer)[0]
+        one.heard = now
+        one.beat = one.peer.ask("beat", frame_of({}))
+        if head["version"] < version:
+            one.told = introduce(one.peer)
+        return None, float(head["busy_s"])
+    except PeerGone as error:
+        return f"ended ({error})", 0.0
+    except AnswerLost:
+        one.beat = None  # it is asked again with the next look
+    return None, 0.0

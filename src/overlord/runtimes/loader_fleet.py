@@ -48,6 +48,13 @@ class LoaderFleet:
             if source in self._crews:
                 self._crews[source].resize(count, (parts or {}).get(source))
 
+    def leave(self, sources: Sequence[int]) -> None:
+        """Let go of what is held of sources that others have now; whoever asks late is answered, and waits."""
+        for source in sources:
+            if source in self._crews:
+                self._crews[source].resize(0)
+                self._crews[source].rest(Cursor(-1, -1, -1))
+
     def interrupt(self) -> None:
         """Let nobody wait any longer for a source that cannot be read."""
         if self._patience is not None:

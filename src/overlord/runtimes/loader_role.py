@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from overlord.roles.verdicts import verdicts_from_json
 from overlord.runtimes.cluster_role import ClusterRole
 from overlord.runtimes.deployment import (
     SourceFacts,
+    make_crew,
     make_fleet,
     open_files,
     prepare,
@@ -31,6 +34,7 @@ from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.newcomers import open_newcomer, prepare_newcomer, without_newcomer
 from overlord.runtimes.opening import index_first_windows
 from overlord.runtimes.peers import RemoteVerdicts
+from overlord.runtimes.successors import check_same_files
 
 
 class LoaderRole(ClusterRole):
@@ -59,6 +63,7 @@ class LoaderRole(ClusterRole):
         """Index the files that the first step reaches, and make the loaders."""
         given, job = open_frame(frame)[0], self._prepared.job
         cursors = [Cursor(*cursor) for cursor in given["cursors"]]
+        self._known, self._opening = given["facts"], threading.Lock()
         index_first_windows(job, self._files, cursors, given["weights"], self._hands.callers, self._count)
         self._verdicts = RemoteVerdicts(self._board, verdicts_from_json(given["verdicts"], job.names))
         fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._hands)
@@ -69,30 +74,55 @@ class LoaderRole(ClusterRole):
         give_back_freed_memory()
         return frame_of({})
 
+    def take_sources(self, frame: Frame) -> Frame:
+        """Open sources that come here from other hosts; whoever is asked for one that is not open does so anyway."""
+        self._have(open_frame(frame)[0]["sources"])
+        return frame_of({})
+
+    def resize(self, frame: Frame) -> Frame:
+        """Change how many workers sources have here, and which of their groups they prepare."""
+        given = open_frame(frame)[0]
+        sizes = {source: (count, Part(number, of)) for source, count, number, of in given["sizes"]}
+        self._have(sizes)
+        self._fleet.resize({s: n for s, (n, _) in sizes.items()}, {s: part for s, (_, part) in sizes.items()})
+        self._fleet.leave(given["left"])
+        return frame_of({})
+
+    def workload(self, frame: Frame) -> Frame:
+        """Tell what the workers of each source have done."""
+        return frame_of({"sources": self._fleet.workload()})
+
     def summary_buffer(self, frame: Frame) -> Frame:
         """Tell what is known of some samples."""
-        return deltas_to_frame(self._host.summary_buffer(requests_from_frame(frame)))
+        requests = requests_from_frame(frame)
+        self._have([request.source for request in requests])
+        return deltas_to_frame(self._host.summary_buffer(requests))
 
     def hand_over(self, frame: Frame, blob: np.ndarray[Any, Any]) -> Frame:
         """Hand a constructor host its part of a step."""
         given, plan = open_frame(frame)[0], plan_from_bytes(memoryview(blob))  # type: ignore[arg-type]
         parts = [(source, Part(number, of)) for source, number, of in given["parts"]]
+        self._have([source for source, _ in parts])
         payloads = self._host.hand_over(plan, given["ranks"], parts)
         return payloads_to_frame(payloads, buffer_bytes=self._host.buffer_bytes)
 
     def follow(self, frame: Frame) -> Frame:
         """Keep up with the primaries of sources that are shadowed here."""
         passed = {int(source): Cursor(*cursor) for source, cursor in open_frame(frame)[0]["passed"].items()}
-        self._host.follow(requests_from_frame(frame), passed)
+        requests = requests_from_frame(frame)
+        self._have([*passed, *(request.source for request in requests)])
+        self._host.follow(requests, passed)
         return frame_of({})
 
     def rest(self, frame: Frame) -> Frame:
         """Drop what is held of sources that are not drawn from."""
-        self._host.rest({source: Cursor(*cursor) for source, cursor in open_frame(frame)[0]["cursors"]})
+        given, here = open_frame(frame)[0]["cursors"], self._fleet.sources
+        self._host.rest({source: Cursor(*cursor) for source, cursor in given if source in here})
         return frame_of({})
 
     def note_faults(self, frame: Frame) -> Frame:
         """Count samples whose media do not decode."""
+        self._have({fault[0] for fault in open_frame(frame)[0]["faults"]})
         self._host.note_faults([tuple(fault) for fault in open_frame(frame)[0]["faults"]])
         return frame_of({})
 
@@ -140,6 +170,21 @@ class LoaderRole(ClusterRole):
         """Take over what other loaders had met."""
         self._host.restore(open_frame(frame)[0]["loaders"])
         return frame_of({})
+
+    def _have(self, sources: Iterable[int]) -> None:
+        """Open those of some sources that are not open here: one may have come here a moment ago."""
+        if all(source in self._files for source in sources):
+            return
+        with self._opening:
+            missing = [source for source in sources if source not in self._files]
+            opened = open_files(self._prepared, missing, self._hands.callers)
+            names = self._prepared.job.names
+            facts = {names[number]: SourceFacts.of(files) for number, files in opened.items()}
+            told = {name: [fact.format, fact.listing, fact.total_bytes] for name, fact in facts.items()}
+            check_same_files({**told, **self._known}, told)
+            for number, files in opened.items():
+                self._fleet.add(number, make_crew(self._prepared, number, files, self._verdicts, self._hands))
+                self._files[number] = files
 
     def _count(self, what: str, done: int, of: int) -> None:
         self._done = [done, of]

@@ -62,7 +62,11 @@ class PlannerRole(ClusterRole):
         except BaseException:
             store.close()
             raise
-        met = {"verdicts": self._history.verdicts.to_json(), "snapshots": beginning.loaders}
+        met = {
+            "verdicts": self._history.verdicts.to_json(),
+            "snapshots": beginning.loaders,
+            "facts": self._told_facts(),
+        }
         return frame_of({**met, "cursors": cursors, "weights": weights})
 
     def where(self, frame: Frame) -> Frame:
@@ -71,7 +75,12 @@ class PlannerRole(ClusterRole):
         passed = self._planner_host.passed_cursors()
         weights = self._planner_host.latest_weights or [1.0] * len(passed)
         met = {"verdicts": self._history.verdicts.to_json(), "snapshots": self._planner_host.loaders_met}
+        met["facts"] = self._told_facts()
         return frame_of({**met, "cursors": passed, "weights": weights})
+
+    def _told_facts(self) -> dict[str, Any]:
+        """Return what loaders must find where they open a source that others had open."""
+        return {name: [fact.format, fact.listing, fact.total_bytes] for name, fact in self._facts.items()}
 
     def begin(self, frame: Frame) -> Frame:
         """Plan the first step, so that what is wrong shows before anything runs; a successor plans when it is asked."""

@@ -36,8 +36,8 @@ _OLD = 0.5
 Watch = Callable[[Sequence[int]], Mapping[str, Any]]
 """Tells how a service does, and its weights so many steps ahead: what `planner_answers.workload` says, "waited_s" of
 its trainers, and under "sources" what the workers of each source did."""
-Act = Callable[[Mapping[str, int]], None]
-"""Gives sources so many workers."""
+Act = Callable[[Mapping[str, int], Mapping[str, float]], None]
+"""Gives sources so many workers, of which they keep so many busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,8 @@ class Scaler:
             for change in decision.changes:
                 self._events.append({"step": seen.step, **change._asdict()})
                 logger.info("%s: %d -> %d workers: %s", *change)
-            self._act(dict(zip(names, decision.workers, strict=True)))
+            busy = demand(history[-1], costs, self._wanted)
+            self._act(dict(zip(names, decision.workers, strict=True)), dict(zip(names, busy, strict=True)))
 
     def _run(self) -> None:
         while not self._ended.wait(self._scaling.interval_s):
@@ -209,6 +210,17 @@ class Scaler:
         self._bottleneck = None if found is None else str(found)
 
 
+def scaler_of(options: LaunchOptions, watch: Watch, act: Act) -> Scaler:
+    """Make the Scaler of a service; where it does not scale, it only looks."""
+    return Scaler(
+        watch,
+        act if options.scaling is not None else None,
+        options.scaling or Scaling(interval_s=LOOK_S),
+        cpus=options.lanes,
+        memory=options.memory,
+    )
+
+
 def local_scaler(options: LaunchOptions, fleet: LoaderFleet, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> Scaler:
     """Make the Scaler of a service whose loaders are all here."""
 
@@ -217,14 +229,8 @@ def local_scaler(options: LaunchOptions, fleet: LoaderFleet, ask: Callable[[dict
         done = fleet.workload()
         return {**facts, "sources": {name: done[number] for number, name in enumerate(facts["names"])}}
 
-    def act(workers: Mapping[str, int]) -> None:
+    def act(workers: Mapping[str, int], loads: Mapping[str, float]) -> None:
         numbers = {name: number for number, name in fleet.names.items()}
         fleet.resize({numbers[name]: count for name, count in workers.items() if name in numbers})
 
-    return Scaler(
-        watch,
-        act if options.scaling is not None else None,
-        options.scaling or Scaling(interval_s=LOOK_S),
-        cpus=options.lanes,
-        memory=options.memory,
-    )
+    return scaler_of(options, watch, act)

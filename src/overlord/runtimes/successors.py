@@ -6,6 +6,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,14 @@ def show_opening(
         if clock() > until:
             raise ServiceLost(f"the sources were not open after {OPEN_S:g} s; look at the storage they are on.")
     progress("opening sources", count, count)
+
+
+def as_dealt(site: Site, assignment: Assignment) -> Site:
+    """Return the site of a loader host with the sources that it has by now."""
+    if site.role != "loader":
+        return site
+    sources, shadows = assignment.sources_of(site.number), assignment.shadows_of(site.number)
+    return dataclasses.replace(site, sources=tuple(sources), shadows=tuple(shadows))
 
 
 def can_do_without(one: Incarnation, assignment: Assignment, loaders: Sequence[Incarnation]) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 
@@ -16,9 +17,16 @@ from overlord.runtimes.deployment import LaunchOptions, check_launch
 from overlord.runtimes.doors import CONTROL, answer_all, open_door
 from overlord.runtimes.engine import Engine
 from overlord.runtimes.history import peek
+from overlord.runtimes.host_changes import spare_sites
 from overlord.runtimes.numbering import canonical, with_newcomers
 from overlord.runtimes.opening import Progress
+from overlord.runtimes.scaler import Scaler, scaler_of
 from overlord.runtimes.supervisor import Supervisor
+
+WORKERS_PER_HOST = 8
+"""w_actor: workers that a loader host has room for, unless there are to be more than all hosts have."""
+IDLE = {"workers": 0, "samples_prepared": 0, "busy_s": 0.0, "waited_s": 0.0, "buffer_bytes": 0}
+"""What is known of the workers of a source while nobody tells."""
 
 
 def unbundled(bundle: bytes, folder: Path) -> tuple[Job, LaunchOptions, bytes]:
@@ -40,14 +48,46 @@ def supervised(
     engine: Engine, sites: Sequence[Site], options: LaunchOptions, folder: Path, progress: Progress
 ) -> Iterator[str]:
     """Bring up the roles of a service, look after them, and end them with the context; gives the address."""
-    supervisor = Supervisor(engine, sites, assignment_of(sites), heartbeat_s=options.heartbeat_s)
+    hosts = sum(site.role == "loader" for site in sites)
+    # As many hosts as it takes for all workers there may be: what is not needed at first sleeps.
+    spares = 0 if options.scaling is None else max(0, -(-options.lanes // WORKERS_PER_HOST) - hosts)
+    supervisor = Supervisor(
+        engine, sites, assignment_of(sites), heartbeat_s=options.heartbeat_s, spares=spare_sites(sites, spares),
+        per_host=max(WORKERS_PER_HOST, -(-options.lanes // (hosts + spares))),
+    )  # fmt: skip
+    scaler = cluster_scaler(options, supervisor)
+
+    def answer(message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        found = supervisor.ask(message)
+        if "status" in found:
+            found["status"]["scaling"] = scaler.describe()
+        return found, []
+
     try:
         supervisor.begin(progress)
         supervisor.watch()
-        with open_door(folder / CONTROL, lambda talk: answer_all(talk, lambda message: (supervisor.ask(message), []))):
+        scaler.start()
+        with open_door(folder / CONTROL, lambda talk: answer_all(talk, answer)):
             yield f"unix://{folder}"
     finally:
+        scaler.close()
         supervisor.close()
+
+
+def cluster_scaler(options: LaunchOptions, supervisor: Supervisor) -> Scaler:
+    """Make the Scaler of a service of several hosts."""
+    names: list[str] = []
+
+    def watch(ahead: Sequence[int]) -> Mapping[str, Any]:
+        facts = supervisor.ask({"op": "workload", "ahead": list(ahead)})["workload"]
+        names[:] = facts["names"]
+        done = supervisor.hosts.workload()
+        return {**facts, "sources": {name: done.get(number, IDLE) for number, name in enumerate(names)}}
+
+    def act(workers: Mapping[str, int], loads: Mapping[str, float]) -> None:
+        supervisor.hosts.resize([workers[name] for name in names], [loads[name] for name in names])
+
+    return scaler_of(options, watch, act)
 
 
 def assignment_of(sites: Sequence[Site]) -> Assignment:

@@ -25,16 +25,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from overlord.errors import AnswerLost, ClosedError, Fenced, ServiceLost, StoreError
+from overlord.errors import ClosedError, Fenced, ServiceLost, StoreError
 from overlord.roles.recovery import NOBODY, Assignment, promote
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.engine import OPEN_S, Engine, Incarnation
 from overlord.runtimes.frames import Frame, frame_of, open_frame
-from overlord.runtimes.life import Life
+from overlord.runtimes.host_changes import HostChanges, sizes_to_json
+from overlord.runtimes.life import Life, look_at
 from overlord.runtimes.live_sources import LiveSources
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.peers import PLANNER
 from overlord.runtimes.successors import (
+    as_dealt,
     can_do_without,
     check_same_files,
     did_not_start,
@@ -64,6 +66,8 @@ class Supervisor:
         sites: Where they go.
         assignment: Which loader host has which sources, and shadows which.
         heartbeat_s: How long nothing may be heard of anybody.
+        spares: Where loader hosts go that are not up at first.
+        per_host: Workers that one loader host has room for.
         clock: Seconds that never go back.
         spawn: Starts work beside this; in the caller where there are no threads.
     """
@@ -75,16 +79,20 @@ class Supervisor:
         assignment: Assignment,
         *,
         heartbeat_s: float,
+        spares: Sequence[Site] = (),
+        per_host: int = 8,
         clock: Callable[[], float] = time.monotonic,
         spawn: Callable[[Callable[[], None]], None] | None = None,
         idle: Callable[[float], None] | None = None,
     ) -> None:
         self._engine = engine
         self._heartbeat_s = heartbeat_s
-        self._clock = clock
+        self.clock = clock
         self._spawn = spawn or _in_a_thread
         self._idle = idle
-        self._roles = {site.name: Incarnation(site) for site in sites}
+        self.roles = {site.name: Incarnation(site) for site in sites}
+        """Every role, and who plays it."""
+        self.roles |= {site.name: Incarnation(site, asleep=True) for site in spares}
         self._assignment = assignment
         self._version = 0
         self._failed: str | None = None
@@ -94,8 +102,11 @@ class Supervisor:
         self.first_step = 0
         """The step that the stream was launched at."""
         self._board = Switchboard(("service", 0), clock, idle)
-        self._lock = threading.RLock()
-        self._live = LiveSources(self._board, sites, len(assignment.primary), self._assign)
+        self.lock = threading.RLock()
+        """Held while roles change hands."""
+        self.hosts = HostChanges(self._board, engine, self, per_host)
+        """Deals workers to loader hosts."""
+        self._live = LiveSources(self._board, sites, len(assignment.primary), self.assign)
         self._closing = False
         self._watcher = threading.Thread(target=self._watch, name="overlord-supervisor", daemon=True)
         self.faults: deque[dict[str, Any]] = deque(maxlen=KEPT_FAULTS)
@@ -103,25 +114,26 @@ class Supervisor:
 
     def begin(self, progress: Progress) -> None:
         """Bring all roles up, side by side; what is wrong with the job shows here."""
-        for one in self._roles.values():
+        awake = self._of()
+        for one in awake:
             one.peer = self._engine.start(one.site, one.generation)
-        self._publish()
-        for one in self._roles.values():
+        self.publish()
+        for one in awake:
             self._started(one)
         # What takes time on each host goes on while the sources are opened.
-        ready = [(one, self._send(one, "prepare")) for one in self._roles.values() if one.site.role != "loader"]
+        ready = [(one, self._send(one, "prepare")) for one in awake if one.site.role != "loader"]
         self._facts = self._open_sources(progress)
         for one, pending in ready:
             self._answer(one, pending)
-        self._stands = self._call(self._roles[PLANNER], "open_store", {"facts": self._facts})
+        self._stands = self._call(self.roles[PLANNER], "open_store", {"facts": self._facts})
         progress("indexing files", 0, 1)
         self._call_all("loader", "begin", self._stands)
         progress("planning the first step", 0, 1)
-        self.first_step = int(self._call(self._roles[PLANNER], "begin", {})["first_step"])
+        self.first_step = int(self._call(self.roles[PLANNER], "begin", {})["first_step"])
         self._call_all("constructor", "begin", {"first_step": self.first_step})
-        for one in self._roles.values():
+        for one in awake:
             one.pid = self._call(one, "pid", {})["pid"]
-            one.heard = one.born = self._clock()
+            one.heard = one.born = self.clock()
 
     def watch(self) -> None:
         """Look after the roles from now on, in a thread."""
@@ -143,14 +155,14 @@ class Supervisor:
 
     def peer(self, name: str) -> Peer | None:
         """Return who plays a role now; None while nobody does."""
-        with self._lock:
-            return self._roles[name].peer
+        with self.lock:
+            return self.roles[name].peer
 
     def describe(self) -> dict[str, Any]:
         """Return who plays which role, and what was lost so far."""
-        with self._lock:
-            found = _describe_all(list(self._roles.values()), self._assignment)
-            found |= self._engine.describe([(one.site, one.pid) for one in self._roles.values()])
+        with self.lock:
+            found = _describe_all(self._of(), self._assignment)
+            found |= self._engine.describe([(one.site, one.pid) for one in self._of()])
             return found | {"faults": list(self.faults), "failed": self._failed}
 
     def close(self) -> None:
@@ -167,8 +179,8 @@ class Supervisor:
             for pending in asked:
                 with contextlib.suppress(PeerGone):  # which is what we want; who does not end is killed
                     pending.poll(max(0.0, until - time.monotonic()))
-        with self._lock:
-            for one in self._roles.values():
+        with self.lock:
+            for one in self.roles.values():
                 if one.peer is not None:
                     self._engine.kill(one.peer, one.site, one.pid)
         self._engine.close()
@@ -177,16 +189,16 @@ class Supervisor:
 
     def tick(self) -> None:
         """Look once after everybody."""
-        now = self._clock()
-        with self._lock:
-            lost = [(one, why) for one in self._roles.values() if (why := self._health(one, now)) is not None]
+        now = self.clock()
+        with self.lock:
+            lost = [(one, why) for one in self.roles.values() if (why := self._health(one, now)) is not None]
             if lost and not self._closing:
                 self._lose(lost)
 
     def _watch(self) -> None:
         while not self._closing:
-            with self._lock:
-                beats = [one.beat for one in self._roles.values() if one.beat is not None]
+            with self.lock:
+                beats = [one.beat for one in self.roles.values() if one.beat is not None]
             self._engine.wait(beats, 0.1)
             try:
                 self.tick()
@@ -196,25 +208,13 @@ class Supervisor:
 
     def _health(self, one: Incarnation, now: float) -> str | None:
         """Return what is wrong with an incarnation, or None."""
-        if one.peer is None:
-            return None
-        try:
-            answer = one.beat.poll(0) if one.beat is not None else frame_of({"version": 0, "busy_s": 0.0})
-            if answer is None:  # judged after looking: a supervisor that was stopped itself finds answers waiting
-                silent = now - one.heard
-                return None if silent <= self._heartbeat_s else f"did not answer for {silent:.1f} s"
-            head = open_frame(answer)[0]
-            one.heard = now
-            one.beat = one.peer.ask("beat", frame_of({}))
-            if head["version"] < self._version:
-                one.told = self._engine.introduce(one.peer, self._board.book)
-            if head["busy_s"] > SLOW_S and can_do_without(one, self._assignment, self._of("loader")):
-                return f"was busy with one call for {head['busy_s']:.0f} s"
-        except PeerGone as error:
-            return f"ended ({error})"
-        except AnswerLost:
-            one.beat = None  # it is asked again with the next look
-        return None
+        wrong, busy_s = look_at(one, now, self._heartbeat_s, self._version, self._introduce)
+        if wrong is None and busy_s > SLOW_S and can_do_without(one, self._assignment, self._of("loader")):
+            return f"was busy with one call for {busy_s:.0f} s"
+        return wrong
+
+    def _introduce(self, peer: Peer) -> Pending:
+        return self._engine.introduce(peer, self._board.book)
 
     # -- losing and replacing ---------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class Supervisor:
         for one, why in lost:
             assert one.peer is not None
             self._engine.kill(one.peer, one.site, one.pid)
-            one.young = one.young + 1 if self._clock() - one.born < YOUNG_S else 0
+            one.young = one.young + 1 if self.clock() - one.born < YOUNG_S else 0
             one.peer, one.beat, one.told = None, None, None
             one.generation += 1
             one.restarts += 1
@@ -230,7 +230,7 @@ class Supervisor:
         hosts = {one.site.number for one, _ in lost if one.site.role == "loader"}
         before, self._assignment = self._assignment, promote(self._assignment, hosts)
         promoted = sum(a != b for a, b in zip(before.primary, self._assignment.primary, strict=True))
-        self._publish()
+        self.publish()
         for one, why in lost:
             fault = {"role": one.site.name, "why": why, "generation": one.generation, "promoted": promoted}
             fault["at"] = time.time()  # when everybody had been told whom to ask instead
@@ -239,17 +239,17 @@ class Supervisor:
 
     def _replace(self, one: Incarnation, fault: dict[str, Any]) -> None:
         """Start a successor, and another one where that does not come up."""
-        since, tries = self._clock(), 0
+        since, tries = self.clock(), 0
         while not self._closing:
             if one.young >= MOST_TRIES:
                 self._fail(f"{fault['why']}, and so did its successors, {MOST_TRIES} in a row", one)
                 return
             peer = None
             try:
-                with self._lock:
-                    one.site = self._engine.place_again(one.site)
+                with self.lock:
+                    one.site = self._engine.place_again(as_dealt(one.site, self._assignment))
                 peer = one.coming = self._engine.start(one.site, one.generation)
-                pid = self._bring_up(one, peer)
+                pid = self.bring_up(one, peer)
             except Exception as error:  # also what the host refuses, such as another process
                 one.coming = None
                 if peer is not None:
@@ -259,27 +259,27 @@ class Supervisor:
                 logger.warning("the successor of the %s did not come up: %s", one.site.name, error)
                 fault["why"] = str(error)
                 tries += 1
-                with self._lock:
+                with self.lock:
                     one.young += not isinstance(error, StoreError) or isinstance(error, Fenced)  # a store comes back
                     one.generation += 1
                 (self._idle or time.sleep)(min(4.0, 0.25 * 2**tries))
                 continue
-            with self._lock:
+            with self.lock:
                 if self._closing:
                     self._engine.kill(peer, one.site, 0)
                     return
                 one.peer, one.coming, one.pid = peer, None, pid
-                one.heard = one.born = self._clock()
-                self._publish()
-            fault["took_s"] = self._clock() - since
+                one.heard = one.born = self.clock()
+                self.publish()
+            fault["took_s"] = self.clock() - since
             return
 
-    def _bring_up(self, one: Incarnation, peer: Peer) -> int:
+    def bring_up(self, one: Incarnation, peer: Peer) -> int:
         """Take a successor through what all went through at the beginning; return its process id."""
-        until = self._clock() + OPEN_S
+        until = self.clock() + OPEN_S
         self._poll(self._engine.introduce(peer, self._board.book), until)
 
-        life = Life(peer, self._heartbeat_s, self._engine.first_sign_s, self._clock)
+        life = Life(peer, self._heartbeat_s, self._engine.first_sign_s, self.clock)
 
         def call(method: str, message: dict[str, Any]) -> Any:
             return open_frame(self._poll(peer.ask(method, frame_of(message)), until, life))[0]
@@ -288,6 +288,7 @@ class Supervisor:
         if one.site.role == "loader":
             check_same_files(facts, call("open", {"added": added})["facts"])
             call("begin", where_to_go_on(self._board, self._stands))
+            call("resize", sizes_to_json(self.hosts.sizes_of(one.site.number)))
         elif one.site.role == "planner":
             call("prepare", {})
             self._stands = call("open_store", {"facts": facts})
@@ -298,25 +299,26 @@ class Supervisor:
         return int(call("pid", {})["pid"])
 
     def _fail(self, why: str, one: Incarnation) -> None:
-        with self._lock:
+        with self.lock:
             self._failed = why_failed(one.site, why)
             logger.error("%s", self._failed)
-            self._publish()
+            self.publish()
 
-    def _assign(self, assignment: Assignment) -> None:
-        with self._lock:
+    def assign(self, assignment: Assignment) -> None:
+        """Let everybody know who has which source."""
+        with self.lock:
             self._assignment = assignment
-            self._publish()
+            self.publish()
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         """Give everybody the newest book; who misses it is found out by its beat."""
-        with self._lock:
+        with self.lock:
             self._version += 1
-            living = {name: one.peer for name, one in self._roles.items() if one.peer is not None}
-            generations = {name: one.generation for name, one in self._roles.items()}
+            living = {name: one.peer for name, one in self.roles.items() if one.peer is not None}
+            generations = {name: one.generation for name, one in self.roles.items()}
             book = Book(self._version, generations, living, self._assignment, self._failed)
             self._board.learn(book)
-            for one in self._roles.values():
+            for one in self.roles.values():
                 peer = one.peer or one.coming
                 try:
                     one.told = None if peer is None else self._engine.introduce(peer, book)
@@ -332,7 +334,7 @@ class Supervisor:
         def done() -> int:
             return sum(self._call(one, "progress", {})["done"] for one in loaders)
 
-        show_opening([pending for _, pending in opening], done, len(self._assignment.primary), progress, self._clock)
+        show_opening([pending for _, pending in opening], done, len(self._assignment.primary), progress, self.clock)
         facts: dict[str, Any] = {}
         for one, pending in opening:
             facts |= self._answer(one, pending)["facts"]
@@ -357,8 +359,8 @@ class Supervisor:
 
     def _answer(self, one: Incarnation, pending: Pending) -> Any:
         assert one.peer is not None
-        life = Life(one.peer, self._heartbeat_s, self._engine.first_sign_s, self._clock)
-        return open_frame(self._poll(pending, self._clock() + OPEN_S, life))[0]
+        life = Life(one.peer, self._heartbeat_s, self._engine.first_sign_s, self.clock)
+        return open_frame(self._poll(pending, self.clock() + OPEN_S, life))[0]
 
     def _poll(self, pending: Pending, until: float, life: Life | None = None) -> Frame:
         while True:
@@ -369,11 +371,11 @@ class Supervisor:
                 life.check()
             if answer is not None:
                 return answer
-            if self._clock() > until:
+            if self.clock() > until:
                 raise ServiceLost(f"a role did not come up within {OPEN_S:g} s; its host may be overloaded.")
 
-    def _of(self, role: str) -> list[Incarnation]:
-        return [one for one in self._roles.values() if one.site.role == role]
+    def _of(self, role: str | None = None) -> list[Incarnation]:
+        return [one for one in self.roles.values() if role in (None, one.site.role) and not one.asleep]
 
 
 def _in_a_thread(work: Callable[[], None]) -> None:
