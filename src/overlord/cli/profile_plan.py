@@ -15,13 +15,12 @@ from rich.text import Text
 from overlord.cli.launch_options import LaunchOptions
 from overlord.cli.summary import count, number, percent, seconds, size
 from overlord.core.specs import Job
-from overlord.scaling.costs import Resources, SourceCost, sample_shares
+from overlord.scaling.costs import Resources, SourceCost
 from overlord.scaling.partition import Allotment, Partition, partition
+from overlord.scaling.schedules import mean_shares, schedule_shares
 
 _MOST_ROWS = 40
 """Sources that the table holds: those with the most workers."""
-_POINTS = 200
-"""Steps of a schedule that are looked at."""
 
 
 class Costs(Protocol):
@@ -52,41 +51,12 @@ def show_plan(
     costs = [profile.cost(name) for name in job.names]
     resources = dataclasses.replace(resources, constructors=_constructors(launch, resources))
     points = schedule_shares(job, launch.steps or job.max_steps, costs)
-    shares = [sum(column) / len(points) for column in zip(*(one for _, one in points), strict=True)]
+    shares = mean_shares(points)
     found = partition(costs, shares, resources)
     worst = _slowest_point(found, costs, points)
     if as_json:
         return _as_json(found, shares, resources, worst)
     return _as_table(found, costs, shares, resources, worst)
-
-
-def schedule_shares(job: Job, steps: int | None, costs: Sequence[SourceCost]) -> list[tuple[int, list[float]]]:
-    """Return the share of each source in the samples, at steps spread over the schedule of a job.
-
-    Weights that are learned count as they begin. A temperature without weights goes by the sizes of files, which are
-    not looked at here: it counts as equal weights.
-    """
-    given = {source.name: source.weight for source in job.sources if source.weight is not None}
-    base = {name: given.get(name, 0.0) for name in job.names} if given else dict.fromkeys(job.names, 1.0)
-    mixture = job.mixture
-    if mixture.schedule == "static":
-        at = [0]
-    else:
-        last = steps or _last_point(job) + 1
-        at = sorted({round(n * (last - 1) / max(_POINTS - 1, 1)) for n in range(_POINTS)})
-    found = [(step, mixture.weights_at(float(step), job.names, base)) for step in at]
-    return [(step, sample_shares(weights, costs, mixture.level)) for step, weights in found if sum(weights) > 0]
-
-
-def _last_point(job: Job) -> int:
-    """Return the last step at which the schedule changes."""
-    mixture = job.mixture
-    if mixture.stage_weights is not None:
-        starts = [start for start, _ in mixture.stage_weights]
-        # The last stage goes on; it counts for as long as the ones before it.
-        return math.ceil(2 * max(starts)) if max(starts) else 1
-    curves = (mixture.linear_points or mixture.step_points or {}).values()
-    return math.ceil(max((float(at) for points in curves for at in points), default=0.0))
 
 
 def _constructors(launch: LaunchOptions, resources: Resources) -> int:

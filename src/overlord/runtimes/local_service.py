@@ -25,6 +25,7 @@ from overlord.runtimes.planner_host import PlannerHost
 from overlord.runtimes.process_workers import ProcessWorkers
 from overlord.runtimes.scaler import local_scaler
 from overlord.runtimes.service_main import SERVED, run_service
+from overlord.runtimes.sizing import check_sizes, refresh_profile
 from overlord.runtimes.status import describe_roles
 from overlord.runtimes.workers import Hands
 
@@ -38,12 +39,14 @@ class LocalHost:
     """Everything that runs in the service process."""
 
     def __init__(self, job: Job, options: LaunchOptions, folder: Path, tell: Progress) -> None:
+        self._options = options
         self._hands = Hands.of_threads(options.threads, options.lanes)
         self._processes = ProcessWorkers(options.threads)
         store = options.store or str(folder / "store")
         try:
             isolate = self._processes.isolate
             roles = deploy(job, options, store, self._hands, tell, isolate)
+            check_sizes(roles.prepared, roles.facts)
             plan_first_step(roles.planner)
         except BaseException:
             self._hands.close()
@@ -81,6 +84,7 @@ class LocalHost:
             hurry.start()
             ends.callback(hurry.cancel)
             self._scaler.close()
+            refresh_profile(self._options, lambda: self._planner.ask({"op": "status"})["status"])
             self._planner.interrupt()
             self._fleet.interrupt()
             self.constructor.close()

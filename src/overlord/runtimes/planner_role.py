@@ -31,6 +31,7 @@ from overlord.runtimes.history import History, open_store, read_history
 from overlord.runtimes.newcomers import admit, prepare_newcomer
 from overlord.runtimes.peers import RemoteLoaders, news_from_json
 from overlord.runtimes.planner_host import PlannerHost, Waiting
+from overlord.runtimes.sizing import check_sizes
 from overlord.runtimes.status import describe
 
 KEPT_BLOBS = 16
@@ -56,6 +57,7 @@ class PlannerRole(ClusterRole):
                 self._prepared = prepare(self._job, options, state=beginning.numbering)
             job = self._prepared.job
             self._facts = {name: facts[name] for name in job.names}
+            check_sizes(self._prepared, self._facts)
             self._standing = where_it_stands(self._prepared, self._facts, beginning)
             self._history = read_history(job, store, beginning, self._standing.given)
             cursors, weights = first_needs(job, self._facts, self._standing.state)

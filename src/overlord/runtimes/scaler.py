@@ -15,10 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.loader_fleet import LoaderFleet
+from overlord.runtimes.profiling import read_profile
 from overlord.scaling.autoscaler import Fleet, Scaling, decide
 from overlord.scaling.costs import SourceCost, demand, sample_shares
 from overlord.scaling.starvation import Waited, find_bottleneck
@@ -30,8 +32,10 @@ LOOK_S = 2.0
 """How often it is looked for a bottleneck where workers are left as they are."""
 FEW_SAMPLES = 8
 """So many samples of a source tell what one costs."""
-_OLD = 0.5
+_OLD = 0.7
 """How much of a cost stays as it was when an interval measured another."""
+_FALL = 0.1
+"""How fast the rate that trainers want falls, in an interval in which they took less."""
 
 Watch = Callable[[Sequence[int]], Mapping[str, Any]]
 """Tells how a service does, and its weights so many steps ahead: what `planner_answers.workload` says, "waited_s" of
@@ -188,7 +192,9 @@ class Scaler:
         first, last = self._seen[0], self._seen[-1]
         seconds = max(last.at - first.at, 1e-9)
         rate, waited = (last.samples - first.samples) / seconds, (last.waited_s - first.waited_s) / seconds
-        return rate * (1 + min(waited, 1.0)) if last.samples > first.samples else self._wanted
+        wanted = rate * (1 + min(waited, 1.0)) if last.samples > first.samples else self._wanted
+        # Up at once, down slowly: a trainer that pauses comes back.
+        return max(wanted, self._wanted + _FALL * (wanted - self._wanted))
 
     def _blame(
         self, names: Sequence[str], shares: Sequence[float], costs: Sequence[SourceCost], before: _Seen, now: _Seen
@@ -218,7 +224,13 @@ def scaler_of(options: LaunchOptions, watch: Watch, act: Act) -> Scaler:
         options.scaling or Scaling(interval_s=LOOK_S),
         cpus=options.lanes,
         memory=options.memory,
+        known=_known_costs(options),
     )
+
+
+def _known_costs(options: LaunchOptions) -> dict[str, SourceCost]:
+    profile = None if options.profile is None else read_profile(Path(options.profile))
+    return {} if profile is None else {name: profile.cost(name) for name in profile.names}
 
 
 def local_scaler(options: LaunchOptions, fleet: LoaderFleet, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> Scaler:

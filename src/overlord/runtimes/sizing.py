@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from overlord.core.spec_errors import did_you_mean
 from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job
-from overlord.errors import SpecError
+from overlord.errors import OverlordError, SpecError
+from overlord.runtimes.deployment import LaunchOptions, Prepared, SourceFacts
+from overlord.runtimes.profiling import digests_of, read_profile, refresh
 from overlord.scaling.autoscaler import Scaling
 from overlord.scaling.budgets import Budget
+from overlord.scaling.costs import Resources
+from overlord.scaling.partition import partition
+from overlord.scaling.schedules import mean_shares, schedule_shares
+
+logger = logging.getLogger("overlord")
 
 Loaders = int | Mapping[str, int] | Literal["auto"]
 """Workers of each source: one number, numbers by name, or what its profile asks for."""
@@ -58,8 +68,54 @@ def sizing_of(job: Job, loaders: object, scaling: object, budget: object, profil
     }
     if isinstance(loaders, Mapping):
         workers = _by_name(job, cast("Mapping[str, object]", loaders))
-        return Sizing(workers=workers, lanes=max(lanes, 1), **bounds)
+        return Sizing(workers=workers, lanes=lanes, **bounds)
+    if loaders == "auto":
+        return Sizing(
+            workers=_partitioned(job, profile, given, settings), lanes=given.cpus or os.cpu_count() or 1, **bounds
+        )
     return Sizing(loaders_per_source=_whole("loaders_per_source", loaders), lanes=lanes, **bounds)
+
+
+def _partitioned(job: Job, profile: str | None, budget: Budget, scaling: Scaling | None) -> dict[str, int]:
+    """Return the workers of the auto-partition: for the first step where they follow the mixture, else for its mean."""
+    known = None if profile is None else read_profile(Path(profile))
+    if known is None:
+        what = "there is no profile=" if profile is None else f"there is no file {profile!r}"
+        raise SpecError(
+            f"launch: loaders_per_source is 'auto' and {what}; nobody would know what sources cost. Run `overlord "
+            "profile JOB` and name the file it writes, or give numbers."
+        )
+    costs = [known.cost(name) for name in job.names]
+    points = schedule_shares(job, job.max_steps, costs)
+    shares = points[0][1] if scaling is not None else mean_shares(points)
+    # All workers are threads of the service here: nothing is taken off for the other roles.
+    resources = Resources(
+        cpus=float(budget.cpus or os.cpu_count() or 1), bytes=budget.memory or 1 << 62, planner_cpus=0.0,
+        planner_bytes=0, constructor_cpus=0.0, constructor_bytes=0, actor_bytes=0,
+        per_source=budget.cpus or os.cpu_count() or 1,
+    )  # fmt: skip
+    return {one.name: max(1, one.workers) for one in partition(costs, shares, resources).allotments}
+
+
+def check_sizes(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> None:
+    """Refuse a profile that was measured on other sources than those that were opened.
+
+    Raises:
+        SpecError: it names them.
+    """
+    path = prepared.options.profile
+    profile = None if path is None else read_profile(Path(path))
+    if profile is not None:
+        profile.check(digests_of(prepared, facts))
+
+
+def refresh_profile(options: LaunchOptions, status: Callable[[], Mapping[str, Any]]) -> None:
+    """Bring the profile of a launch up to date with what its workers did; a service that ends does not fail by it."""
+    if options.profile is not None:
+        try:
+            refresh(Path(options.profile), status(), datetime.now(UTC).isoformat(timespec="seconds"))
+        except (OverlordError, OSError) as error:
+            logger.warning("the profile %s could not be brought up to date: %s", options.profile, error)
 
 
 def _scaling_of(scaling: object) -> Scaling | None:

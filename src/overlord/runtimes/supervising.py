@@ -21,6 +21,7 @@ from overlord.runtimes.host_changes import spare_sites
 from overlord.runtimes.numbering import canonical, with_newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.scaler import Scaler, scaler_of
+from overlord.runtimes.sizing import refresh_profile
 from overlord.runtimes.supervisor import Supervisor
 
 WORKERS_PER_HOST = 8
@@ -69,6 +70,7 @@ def supervised(
         scaler.start()
         with open_door(folder / CONTROL, lambda talk: answer_all(talk, answer)):
             yield f"unix://{folder}"
+        refresh_profile(options, lambda: supervisor.ask({"op": "status"})["status"])
     finally:
         scaler.close()
         supervisor.close()
