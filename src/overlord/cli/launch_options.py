@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BeforeValidator, Field, InstanceOf, field_serializer, model_validator
 
 from overlord.cli.layout_options import AnyLayout, written_layout
+from overlord.cli.sizing_options import BudgetOptions, LoadersField
 from overlord.cli.strategy_specs import AnyStrategy, StrategyChoice
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
@@ -93,8 +94,14 @@ class LaunchOptions(Spec):
     """Processes that the sources are dealt to, or per_source; of ray by default one for each trainer host."""
     prefetch: Annotated[int, whole(1, "every step would wait for its data. Write 2 or more")] = 2
     """Steps a client asks ahead."""
-    loaders_per_source: Annotated[int, whole(1, "nobody would read the source. Write 1 or more")] = 1
-    """SourceLoaders of each source."""
+    loaders_per_source: LoadersField = 1
+    """Workers of each source that read and transform ahead: a number, numbers by source, or auto (by the profile)."""
+    scaling: bool = False
+    """Whether workers come and go with the mixture while the job runs."""
+    profile: Word | None = None
+    """File of what sources cost, as `overlord profile` writes it; by default the one beside the job."""
+    budget: BudgetOptions | None = None
+    """What a service may take: bytes held ahead, workers, memory of loaders."""
     threads: Annotated[int, whole(1, "nobody would decode. Leave it out")] | None = None
     """Threads for decoding; by default one per core, and 2 for each loader host of ray."""
     store: Word | None = None

@@ -28,6 +28,7 @@ from overlord.cli.options import (
     Address,
     AsJson,
     Cache,
+    Cpus,
     JobPath,
     LayoutName,
     LoaderHostsOption,
@@ -41,6 +42,7 @@ from overlord.cli.options import (
     ReconcileOption,
     Resume,
     Runtime,
+    ScalingOption,
     ServeRuntime,
     Shadows,
     State,
@@ -148,6 +150,8 @@ def run(  # noqa: PLR0913 - one for each option
     placement: PlacementOption = None,
     prefetch: Prefetch = None,
     loaders: Loaders = None,
+    scaling: ScalingOption = None,
+    cpus: Cpus = None,
     threads: Threads = None,
     store: Store = None,
     resume: Resume = False,
@@ -172,7 +176,7 @@ def run(  # noqa: PLR0913 - one for each option
     where = where_of(launch, runtime, address, ranks_per_host, loader_hosts)
     options = options_of(
         loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where, reconcile, on_source_failure,
-        shadows,
+        shadows, scaling, cpus, job,
     )  # fmt: skip
     options = dataclasses.replace(options, steps=chosen or DEFAULT_STEPS)
     with screen.progress() as tell, screen.user_code():
@@ -198,6 +202,8 @@ def serve(  # noqa: PLR0913 - one for each option
     placement: PlacementOption = None,
     prefetch: Prefetch = None,
     loaders: Loaders = None,
+    scaling: ScalingOption = None,
+    cpus: Cpus = None,
     threads: Threads = None,
     store: Store = None,
     resume: Resume = False,
@@ -224,7 +230,7 @@ def serve(  # noqa: PLR0913 - one for each option
         )
     options = options_of(
         loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where, reconcile, on_source_failure,
-        shadows,
+        shadows, scaling, cpus, job,
     )  # fmt: skip
     for note in aside_notes(options):
         screen.note(note)

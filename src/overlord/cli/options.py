@@ -15,6 +15,7 @@ from overlord.cli.launch_options import LaunchOptions, LoaderHosts, as_loader_ho
 from overlord.cli.layout_options import read_layout
 from overlord.cli.output import Screen
 from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, Where, read_state
+from overlord.cli.sizing_options import BudgetOptions, loaders_of, profile_path
 from overlord.cli.strategy_specs import StrategyChoice
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import Fault
@@ -112,7 +113,17 @@ Store = Annotated[str | None, typer.Option("--store", help="Folder or URL for th
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot in the store.")]
 Cache = Annotated[Path, typer.Option("--cache", envvar="OVERLORD_CACHE", help="Folder of indices and length sidecars.")]
 Prefetch = Annotated[int | None, typer.Option("--prefetch", help="Steps built ahead.", show_default=False)]
-Loaders = Annotated[int | None, typer.Option("--loaders", help="SourceLoaders of each source.", show_default=False)]
+Loaders = Annotated[
+    str | None,
+    typer.Option("--loaders", metavar="N|auto", help="Workers of each source, or auto.", show_default=False),
+]
+ScalingOption = Annotated[
+    bool | None,
+    typer.Option("--scaling/--no-scaling", help="Whether workers come and go with the mixture.", show_default=False),
+]
+Cpus = Annotated[
+    int | None, typer.Option("--cpus", help="Workers that all sources may have together.", show_default=False)
+]
 State = Annotated[
     Path | None,
     typer.Option(
@@ -255,12 +266,25 @@ def mesh_of(loaded: JobFile, mesh: str | None) -> ClientPlaceTree:
     return loaded.launch.mesh if mesh is None else ClientPlaceTree.parse(mesh)
 
 
+def sizes_of(
+    launch: LaunchOptions, loaders: str | None, scaling: bool | None, cpus: int | None, path: Path | None
+) -> dict[str, Any]:
+    """Return what the options of a run say of workers; `path` is the job file, beside which its profile lies."""
+    chosen = launch.loaders_per_source if loaders is None else loaders_of(loaders)
+    scales = launch.scaling if scaling is None else scaling
+    budget = (launch.budget or BudgetOptions()).budget()
+    budget = budget if cpus is None else dataclasses.replace(budget, cpus=cpus)
+    beside = profile_path(path) if path is not None and (chosen == "auto" or scales) else None
+    profile = launch.profile or (str(beside) if beside is not None and (chosen == "auto" or beside.exists()) else None)
+    return {"loaders_per_source": chosen, "scaling": scales, "budget": budget, "profile": profile}
+
+
 def options_of(  # noqa: PLR0913 - one for each option of two commands
     loaded: JobFile,
     mesh: str | None,
     cache: Path,
     prefetch: int | None,
-    loaders: int | None,
+    loaders: str | None,
     store: str | None,
     resume: bool,
     state: Path | None,
@@ -269,6 +293,9 @@ def options_of(  # noqa: PLR0913 - one for each option of two commands
     reconcile: ReconcileName,
     on_source_failure: FailureName | None,
     shadows: str | None = None,
+    scaling: bool | None = None,
+    cpus: int | None = None,
+    path: Path | None = None,
 ) -> RunOptions:
     """Return how to run: what stands in the job file, unless the command line says otherwise."""
     launch = loaded.launch
@@ -277,7 +304,7 @@ def options_of(  # noqa: PLR0913 - one for each option of two commands
         steps=launch.steps or DEFAULT_STEPS,
         cache=folder_of(cache),
         prefetch=launch.prefetch if prefetch is None else prefetch,
-        loaders_per_source=launch.loaders_per_source if loaders is None else loaders,
+        **sizes_of(launch, loaders, scaling, cpus, path),
         store=launch.store if store is None else store,
         resume=resume,
         state=None if state is None else int(str(state)) if str(state).isdecimal() else read_state(state),

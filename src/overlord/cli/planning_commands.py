@@ -29,6 +29,7 @@ from overlord.cli.options import (
 )
 from overlord.cli.output import Screen, check_writable
 from overlord.cli.running import DEFAULT_STRATEGY
+from overlord.cli.sizing_options import FileLoaders, loaders_of
 from overlord.cli.strategy_specs import Cost
 from overlord.errors import SpecError
 from overlord.planning.costs import CostModel, llama_12b, vit_2b
@@ -79,7 +80,7 @@ def explain(  # noqa: PLR0913 - one for each option
         layout=launch.layout,
         placement=launch.placement,
         prefetch=launch.prefetch,
-        loaders_per_source=launch.loaders_per_source if loaders is None else loaders,
+        loaders_per_source=_one_number(launch.loaders_per_source if loaders is None else loaders_of(loaders)),
         step_time_s=step_time,
         measure=measure,
         meets_once=loaded.function is None and launch.strategy is not None and launch.strategy.meets_once,
@@ -93,6 +94,11 @@ def explain(  # noqa: PLR0913 - one for each option
         screen.show(Text.assemble(("page  ", "dim"), str(html)))
     found = dataclasses.asdict(explained.facts)
     screen.give(found | {"headlines": headlines(explained.facts), "html": None if html is None else str(html)})
+
+
+def _one_number(loaders: FileLoaders) -> int:
+    """Return how many workers each source has here: a dry run plans with one where their number is not the same."""
+    return loaders if isinstance(loaders, int) else 1
 
 
 def _costs(loaded: JobFile, given: str | None) -> tuple[CostModel, CostModel]:

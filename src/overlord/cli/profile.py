@@ -25,6 +25,7 @@ from overlord.cli.options import (
 from overlord.cli.output import Screen, Tell, check_writable, show_error
 from overlord.cli.profile_plan import show_plan
 from overlord.cli.profile_report import headlines, profile_tables, ranked, render_profile
+from overlord.cli.sizing_options import profile_path
 from overlord.cli.sources import choose_sources
 from overlord.core.spec_errors import Fault
 from overlord.core.spec_model import as_bytes
@@ -99,16 +100,6 @@ def profile(
         show_error(SourceError(words), as_json=False)
     if result.failed:
         raise typer.Exit(2)
-
-
-def profile_path(job: Path) -> Path:
-    """Return where the profile of a job file is kept.
-
-    Example:
-        >>> profile_path(Path("jobs/vlm.yaml")).as_posix()
-        'jobs/vlm.profile.json'
-    """
-    return job.with_name(f"{job.stem}.profile.json")
 
 
 def _before(screen: Screen, path: Path, *, needed: bool) -> Profile | None:

@@ -33,6 +33,8 @@ from overlord.roles.client import Client
 from overlord.roles.placement import Placement
 from overlord.runtimes.parking import OnSourceFailure
 from overlord.runtimes.shapes import limits_of
+from overlord.runtimes.sizing import Loaders
+from overlord.scaling.budgets import Budget
 from overlord.session import Runtime, Service, launch
 from overlord.stores.places import open_place
 from overlord.stores.store import newest_lineage
@@ -62,7 +64,10 @@ class RunOptions:
     cache: str
     where: Where = field(default_factory=Where)
     prefetch: int = 2
-    loaders_per_source: int = 1
+    loaders_per_source: Loaders = 1
+    scaling: bool = False
+    profile: str | None = None
+    budget: Budget = field(default_factory=Budget)
     threads: int | None = None
     store: str | None = None
     resume: bool = False
@@ -202,6 +207,9 @@ def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = Fa
         placement=options.placement,
         prefetch=options.prefetch,
         loaders_per_source=options.loaders_per_source,
+        scaling=options.scaling,
+        profile=options.profile,
+        budget=options.budget,
         store=options.store,
         cache=options.cache,
         state="latest" if options.resume else options.state,

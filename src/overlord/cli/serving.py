@@ -165,6 +165,17 @@ def _role_parts(status: Mapping[str, Any]) -> list[RenderableType]:
     return parts
 
 
+def _scaling_parts(scaling: Mapping[str, Any]) -> list[RenderableType]:
+    """Return who holds up the trainers, and the newest changes of workers."""
+    parts: list[RenderableType] = []
+    if scaling.get("bottleneck"):
+        parts.append(f"[yellow]{escape(scaling['bottleneck'])}[/yellow]")
+    for event in list(scaling.get("events", ()))[-SHOWN_FAULTS:]:
+        change = f"{event['before']} -> {event['after']} workers"
+        parts.append(f"step {event['step']}: {escape(event['source'])} {change}: {escape(event['why'])}")
+    return parts
+
+
 def _traffic(planner: Mapping[str, Any]) -> str:
     traffic, steps = planner["traffic"], planner["next_step"] - planner["first_step"]
     sent = f"a plan of {size(traffic['plan_bytes'] / traffic['plans'])}" if traffic["plans"] else "no plan sent so far"
@@ -204,7 +215,7 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
         ranks = ", ".join(rank for rank, at in status["clients"].items() if at == step)
         clients.add_row(str(step), ranks)
     hosts = _cluster_parts(status) if "ray" in status else []
-    hosts += _role_parts(status)
+    hosts += _role_parts(status) + _scaling_parts(status.get("scaling") or {})
     return [sources, *media_tables(media_of(status["sources"])), *hosts, *([clients] if status["clients"] else [])]
 
 
