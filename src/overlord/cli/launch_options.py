@@ -95,7 +95,7 @@ class LaunchOptions(Spec):
     prefetch: Annotated[int, whole(1, "every step would wait for its data. Write 2 or more")] = 2
     """Steps a client asks ahead."""
     loaders_per_source: LoadersField = 1
-    """Workers of each source that read and transform ahead: a number, numbers by source, or auto (by the profile)."""
+    """Workers of each source that work ahead: a number, numbers by source, or auto (by the profile)."""
     scaling: bool = False
     """Whether workers come and go with the mixture while the job runs."""
     profile: Word | None = None
