@@ -32,6 +32,10 @@ from tests.conftest import write_ids
 
 MESH = ol.ClientPlaceTree(dp=2)
 STEPS = 8
+HOSTS = 4
+"""Loader hosts of a random schedule; two of them sleep at first."""
+WORKERS = 8 * HOSTS
+"""What all of them have room for."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,16 +50,18 @@ def quiet():
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> ol.Job:
-    """Three small sources, of which every one begins again within a few steps."""
+    """Three small sources, of which every one begins again within a few steps; two have groups to hand over."""
     folder = tmp_path_factory.mktemp("small")
     rng = np.random.default_rng(0)
-    for source, rows, files in (("a", 20, 2), ("b", 9, 1), ("c", 12, 2)):
+    for source, rows, files in (("a", 20, 5), ("b", 9, 1), ("c", 12, 4)):
         for number in range(files):
             write_ids(folder / source / f"{number}.jsonl", 1 + rng.integers(0, 40, rows // files), number * 1000)
     return ol.Job(
         sources=[
-            ol.Source(name, str(folder / name), sample=ol.Text("ids", tokenized=True), weight=weight)
-            for name, weight in (("a", 3), ("b", 1), ("c", 2))
+            ol.Source(
+                name, str(folder / name), sample=ol.Text("ids", tokenized=True), weight=weight, shuffle_bytes=shuffle
+            )
+            for name, weight, shuffle in (("a", 3, 0), ("b", 1, 1 << 20), ("c", 2, 0))
         ],
         batch=ol.Batch(32, global_samples=5),
         overlength="split",
@@ -204,12 +210,17 @@ def test_very_many_random_scripts(job, cache, expected, shadows):
     run_scripts(job, cache, expected, shadows, range(1000, 2500))
 
 
-ROLES = st.sampled_from(["planner", "constructor host 0", "loader host 0", "loader host 1"])
+ROLES = st.sampled_from(["planner", "constructor host 0", *(f"loader host {n}" for n in range(HOSTS))])
 SECONDS = st.sampled_from([1.0, 4.0, 7.0, 20.0, 45.0])
 TOUCHES = ("write", "append", "create", "open_append", "delete", "read")
 MESSAGES = st.sampled_from(
     [("planner", method) for method in ("plan", "ask", "tell", "where", "open_store", "begin")]
-    + [(f"loader host {n}", m) for n in range(2) for m in ("summary_buffer", "hand_over", "follow", "learn", "open")]
+    + [
+        (f"loader host {n}", m)
+        for n in range(HOSTS)
+        for m in ("summary_buffer", "hand_over", "follow", "learn", "open")
+    ]
+    + [(f"loader host {n}", m) for n in range(HOSTS) for m in ("take_sources", "resize", "begin")]
 )
 
 
@@ -280,7 +291,13 @@ class Schedule(RuleBasedStateMachine):
         self.ends = ExitStack()
         service, self.storm = self.ends.enter_context(
             launch_for_faults(
-                self.chosen, mesh=mesh, shadows=self.shadows, keep=self.keep, state=state, cache=self.cache
+                self.chosen,
+                mesh=mesh,
+                shadows=self.shadows,
+                keep=self.keep,
+                state=state,
+                cache=self.cache,
+                most_workers=WORKERS,
             )
         )
         self.run = Run(service, self.learns)
@@ -333,6 +350,13 @@ class Schedule(RuleBasedStateMachine):
         except ol.SpecError:
             return  # planned already, parked already, the last source: nothing has changed
         self.events.append(("change", name, argument, at))
+
+    # -- what the scaler does ---------------------------------------------------------------------
+
+    @rule(workers=st.lists(st.sampled_from([0, 1, 1, 3, 8, 12, 20]), min_size=3, max_size=3), later=st.booleans())
+    def resize(self, workers, later):
+        """Sources are split over hosts and moved, hosts are woken and put to sleep."""
+        self.storm.resize(workers, later=later)
 
     # -- what goes wrong --------------------------------------------------------------------------
 

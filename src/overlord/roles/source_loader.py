@@ -180,6 +180,12 @@ class SourceLoader:
         self._bad |= met.bad
         self._lies |= met.wrong_lengths
 
+    def give_away(self) -> Met:
+        """Return what was met so far, and count anew."""
+        met = self.met
+        self._seen, self._bad, self._lies = 0, set(), set()
+        return met
+
     def summary_buffer(self, request: MetaRequest) -> MetaDelta:
         """Tell what is known of the samples from a cursor on, reading and measuring them if need be."""
         cursor, group = self.wake(request.cursor)

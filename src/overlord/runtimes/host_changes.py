@@ -42,7 +42,7 @@ class _Supervisor(Protocol):
 
     def bring_up(self, one: Incarnation, peer: Any) -> int: ...
     def publish(self) -> None: ...
-    def assign(self, assignment: Assignment) -> None: ...
+    def assign(self, assignment: Assignment, was: Assignment) -> bool: ...
     def clock(self) -> float: ...
 
 
@@ -62,7 +62,8 @@ class HostChanges:
         self._supervisor = supervisor
         self._per_host = per_host
         self._spares = {one.site.number for one in supervisor.roles.values() if one.asleep}
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
+        """Held while sources change hands, or come: nobody else deals them meanwhile."""
         self._sizes: dict[int, dict[int, tuple[int, Part]]] = {}
 
     def sizes_of(self, host: int) -> Sizes:
@@ -87,29 +88,51 @@ class HostChanges:
             workers: Of every source.
             loads: How many of them each source keeps busy.
         """
-        with self._turn:
+        with self.turn:
             now = self._board.book.assignment
-            dealt = self._deal(workers, now, loads)
+            if len(workers) != len(now.primary):
+                return  # a source has come meanwhile
+            fixed = self._fixed(workers, now)
+            dealt = self._deal(workers, now, loads, fixed)
             if dealt.further:
-                dealt = self._deal(workers, now, loads) if self._wake(dealt.further) else dealt
+                dealt = self._deal(workers, now, loads, fixed) if self._wake(dealt.further) else dealt
             wanted = self._assignment(now, dealt)
             for host in self._awake():
                 new = [source for source in wanted.sources_of(host) if source not in now.sources_of(host)]
                 if new:
                     self._ask(host, "take_sources", {"sources": new})
-            if wanted != now:
-                self._supervisor.assign(wanted)
-            self._sizes = self._dealt_sizes(wanted, dealt, workers)
+            if wanted != now and not self._supervisor.assign(wanted, now):
+                return  # a shadow was promoted meanwhile
+            self._sizes = self._dealt_sizes(wanted, dealt, fixed)
             for host in self._awake():
                 left = [source for source in now.sources_of(host) if source not in wanted.sources_of(host)]
-                self._ask(host, "resize", sizes_to_json(self._sizes.get(host, {}), left))
+                met = self._ask(host, "resize", sizes_to_json(self._sizes.get(host, {}), left))["met"]
+                self._pass_on(met, wanted)
             for host in dealt.drained:
                 if host in self._spares and not wanted.sources_of(host) and not wanted.shadows_of(host):
                     self._put_to_sleep(host)
 
-    def _deal(self, workers: Sequence[int], now: Assignment, loads: Sequence[float]) -> Deal:
+    def _fixed(self, workers: Sequence[int], now: Assignment) -> dict[int, int]:
+        """Return the workers of the sources that stay where they are: rule 2, within the room that there is."""
+        fixed: dict[int, int] = {}
+        free = dict.fromkeys((host for hosts in now.primary for host in hosts), self._per_host)
+        for source in (source for source, shadow in enumerate(now.shadow) if shadow != NOBODY):
+            host = now.primary[source][0]
+            fixed[source] = min(workers[source], max(free[host], 1))
+            free[host] -= fixed[source]
+        return fixed
+
+    def _deal(self, workers: Sequence[int], now: Assignment, loads: Sequence[float], fixed: Mapping[int, int]) -> Deal:
         hosts = dict.fromkeys(self._awake(), self._per_host)
-        return deal(workers, now.primary, hosts, self._per_host, loads=loads)
+        for source, count in fixed.items():
+            hosts[now.primary[source][0]] = max(0, hosts.get(now.primary[source][0], 0) - count)
+        free = [0 if source in fixed else count for source, count in enumerate(workers)]
+        return deal(free, now.primary, hosts, self._per_host, loads=loads)
+
+    def _pass_on(self, met: Mapping[str, Any], wanted: Assignment) -> None:
+        """Let somebody count on what was met of sources by a host that has left them."""
+        for source, loaders in met.items():
+            self._ask(wanted.primary[int(source)][0], "restore", {"loaders": loaders})
 
     def _assignment(self, now: Assignment, dealt: Deal) -> Assignment:
         """Return who has what: hosts that stay keep their place, so that few groups change hands."""
@@ -122,13 +145,11 @@ class HostChanges:
         return Assignment(tuple(primary), now.shadow)
 
     def _dealt_sizes(
-        self, wanted: Assignment, dealt: Deal, workers: Sequence[int]
+        self, wanted: Assignment, dealt: Deal, fixed: Mapping[int, int]
     ) -> dict[int, dict[int, tuple[int, Part]]]:
         sizes: dict[int, dict[int, tuple[int, Part]]] = {}
         for source, hosts in enumerate(wanted.primary):
-            given = (
-                dict(dealt.places[source]) if set(dealt.hosts(source)) == set(hosts) else {hosts[0]: workers[source]}
-            )
+            given = {hosts[0]: fixed[source]} if source in fixed else dict(dealt.places[source])
             for number, host in enumerate(hosts):
                 sizes.setdefault(host, {})[source] = (given.get(host, 0), Part(number, len(hosts)))
         return sizes

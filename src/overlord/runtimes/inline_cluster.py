@@ -21,7 +21,7 @@ import numpy.typing as npt
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.spec_model import is_whole
-from overlord.core.specs import Job
+from overlord.core.specs import Job, Source
 from overlord.errors import ClosedError, OverlordError, ReportMissing, ServiceLost
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
@@ -32,12 +32,13 @@ from overlord.runtimes.deployment import LaunchOptions, check_launch, make_const
 from overlord.runtimes.frames import Frame, frame_of, open_frame
 from overlord.runtimes.inline_engine import InlineEngine, InlinePeer
 from overlord.runtimes.inline_messages import Clock, Gone, Weather
+from overlord.runtimes.newcomers import prepare_newcomer
 from overlord.runtimes.numbering import canonical
 from overlord.runtimes.owner_asks import OwnerAsks
 from overlord.runtimes.peers import RemoteLoaders, RemotePlanner
 from overlord.runtimes.planner_host import STORE_DOWN, HostNews, Waiting
 from overlord.runtimes.process_engine import InlineBlobs
-from overlord.runtimes.supervising import assignment_of
+from overlord.runtimes.supervising import assignment_of, spares_of
 from overlord.runtimes.supervisor import Supervisor
 from overlord.runtimes.switchboard import PeerGone, Switchboard
 from overlord.transforms.isolation import Isolate
@@ -67,6 +68,14 @@ class InlineConstructor(ClusterRole):
         self._samples: OrderedDict[int, StepSamples] = OrderedDict()
         self._packed: OrderedDict[tuple[int, int, int], PackedMicrobatch] = OrderedDict()
         self._reached: dict[int, int] = {}
+        return frame_of({})
+
+    def add_source(self, frame: Frame) -> Frame:
+        """Learn of a source that comes: how its media are decoded."""
+        source = Source.from_mapping(open_frame(frame)[0]["source"])
+        if source.name not in self._prepared.job.names:  # else it was told before
+            self._prepared = prepare_newcomer(self._prepared, source)
+            self._constructor.add_source(self._prepared.transforms[-1].decoder)
         return frame_of({})
 
     def open_step(self, rank: int, step: int) -> StepHeader | None:
@@ -238,12 +247,15 @@ class InlineCluster(OwnerAsks):
         world, count = options.mesh.world_size, len(self._job.sources)
         here = Node("here", "this process", cpus=1e6, here=True)
         self.sites = place([here], cluster, world_size=world, num_sources=count, loader_cpus=1)
+        spares, per_host = spares_of(options, self.sites)
         self.engine = InlineEngine(self._clock, self._weather, self._make_role, isolate=self._isolate)
         self.supervisor = Supervisor(
             self.engine,
             self.sites,
             assignment_of(self.sites),
             heartbeat_s=options.heartbeat_s,
+            spares=spares,
+            per_host=per_host,
             clock=self._clock.now,
             spawn=self.engine.later,
             idle=self.engine.pass_time,

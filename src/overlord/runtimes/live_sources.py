@@ -26,19 +26,25 @@ class LiveSources:
 
     Args:
         board: Who is who.
-        sites: Where the roles are.
+        sites: Returns where the roles are that are awake.
         first: The number that the first newcomer will have.
-        assign: Tells everybody who has which source.
+        assign: Tells everybody who has which source, unless somebody else has meanwhile.
+        turn: Held while sources come, or change hands: hosts neither come nor go meanwhile.
     """
 
     def __init__(
-        self, board: Switchboard, sites: Sequence[Site], first: int, assign: Callable[[Assignment], None]
+        self,
+        board: Switchboard,
+        sites: Callable[[], Sequence[Site]],
+        first: int,
+        assign: Callable[[Assignment, Assignment], bool],
+        turn: threading.Lock,
     ) -> None:
         self._board = board
         self._sites = sites
         self._first = first
         self._assign = assign
-        self._turn = threading.Lock()
+        self._turn = turn
         self._added: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
         """What is known of their files."""
@@ -57,33 +63,38 @@ class LiveSources:
             made = self._ask(PLANNER, "check_source", message)["step"]
             if made is not None:
                 return int(made)
-            before = self._board.book.assignment
-            primary, shadow = self._choose(before)
+            primary, shadow = self._choose(self._board.book.assignment)
             opened = self._ask(loader_name(primary), "add_source", {"source": message["source"], "mine": True})
             self._added.append(message["source"])
             self.facts[opened["name"]] = opened["fact"]
-            self._assign(Assignment((*before.primary, (primary,)), (*before.shadow, shadow)))
+            self._change(lambda now: Assignment((*now.primary, (primary,)), (*now.shadow, shadow)))
             try:
-                for site in self._sites:
+                for site in self._sites():
                     if site.role != "planner":
                         mine = site.role == "loader" and site.number in (primary, shadow)
                         self._ask(site.name, "add_source", {"source": message["source"], "mine": mine})
                 return int(self._ask(PLANNER, "add_source", {**message, "fact": opened["fact"]})["step"])
             except SpecError:
-                self._take_back(opened["name"], before)
+                self._take_back(opened["name"])
                 raise
 
-    def _take_back(self, name: str, before: Assignment) -> None:
+    def _take_back(self, name: str) -> None:
         self._added.pop()
         del self.facts[name]
-        self._assign(before)
-        for site in self._sites:
+        self._change(lambda now: Assignment(now.primary[:-1], now.shadow[:-1]))
+        for site in self._sites():
             if site.role != "planner":
                 self._ask(site.name, "drop_source", {"name": name})
 
+    def _change(self, change: Callable[[Assignment], Assignment]) -> None:
+        """Change who has what; a shadow may be promoted at the same moment."""
+        now = self._board.book.assignment
+        while not self._assign(change(now), now):
+            now = self._board.book.assignment
+
     def _choose(self, now: Assignment) -> tuple[int, int]:
         """Return the loader host with the fewest sources; and another one, where sources have shadows."""
-        hosts = [site.number for site in self._sites if site.role == "loader"]
+        hosts = [site.number for site in self._sites() if site.role == "loader"]
         held = Counter((*(host for each in now.primary for host in each), *now.shadow))
         primary, *others = sorted(hosts, key=lambda host: (held[host], host))
         return primary, others[0] if others and set(now.shadow) != {NOBODY} else NOBODY

@@ -48,12 +48,19 @@ class LoaderFleet:
             if source in self._crews:
                 self._crews[source].resize(count, (parts or {}).get(source))
 
-    def leave(self, sources: Sequence[int]) -> None:
-        """Let go of what is held of sources that others have now; whoever asks late is answered, and waits."""
+    def leave(self, sources: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Let go of what is held of sources that others have now; whoever asks late is answered, and waits.
+
+        Returns:
+            What was met of each of them, which is counted elsewhere from now on.
+        """
+        met: dict[int, dict[str, Any]] = {}
         for source in sources:
             if source in self._crews:
                 self._crews[source].resize(0)
                 self._crews[source].rest(Cursor(-1, -1, -1))
+                met[source] = self._crews[source].alone(lambda loader: loader.give_away()).to_json()
+        return met
 
     def interrupt(self) -> None:
         """Let nobody wait any longer for a source that cannot be read."""

@@ -80,13 +80,16 @@ class LoaderRole(ClusterRole):
         return frame_of({})
 
     def resize(self, frame: Frame) -> Frame:
-        """Change how many workers sources have here, and which of their groups they prepare."""
+        """Change how many workers sources have here, and which of their groups they prepare.
+
+        Tells what was met of sources that have left: from now on others count that.
+        """
         given = open_frame(frame)[0]
         sizes = {source: (count, Part(number, of)) for source, count, number, of in given["sizes"]}
         self._have(sizes)
         self._fleet.resize({s: n for s, (n, _) in sizes.items()}, {s: part for s, (_, part) in sizes.items()})
-        self._fleet.leave(given["left"])
-        return frame_of({})
+        met = self._fleet.leave(given["left"])
+        return frame_of({"met": {source: {self._prepared.job.names[source]: one} for source, one in met.items()}})
 
     def workload(self, frame: Frame) -> Frame:
         """Tell what the workers of each source have done."""

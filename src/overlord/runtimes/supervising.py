@@ -49,13 +49,10 @@ def supervised(
     engine: Engine, sites: Sequence[Site], options: LaunchOptions, folder: Path, progress: Progress
 ) -> Iterator[str]:
     """Bring up the roles of a service, look after them, and end them with the context; gives the address."""
-    hosts = sum(site.role == "loader" for site in sites)
-    # As many hosts as it takes for all workers there may be: what is not needed at first sleeps.
-    spares = 0 if options.scaling is None else max(0, -(-options.lanes // WORKERS_PER_HOST) - hosts)
+    spares, per_host = spares_of(options, sites)
     supervisor = Supervisor(
-        engine, sites, assignment_of(sites), heartbeat_s=options.heartbeat_s, spares=spare_sites(sites, spares),
-        per_host=max(WORKERS_PER_HOST, -(-options.lanes // (hosts + spares))),
-    )  # fmt: skip
+        engine, sites, assignment_of(sites), heartbeat_s=options.heartbeat_s, spares=spares, per_host=per_host
+    )
     scaler = cluster_scaler(options, supervisor)
 
     def answer(message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
@@ -90,6 +87,13 @@ def cluster_scaler(options: LaunchOptions, supervisor: Supervisor) -> Scaler:
         supervisor.hosts.resize([workers[name] for name in names], [loads[name] for name in names])
 
     return scaler_of(options, watch, act)
+
+
+def spares_of(options: LaunchOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:
+    """Return loader hosts that sleep at first, and how many workers one has room for: all workers there may be fit."""
+    hosts = sum(site.role == "loader" for site in sites)
+    spares = 0 if options.scaling is None else max(0, -(-options.lanes // WORKERS_PER_HOST) - hosts)
+    return spare_sites(sites, spares), max(WORKERS_PER_HOST, -(-options.lanes // (hosts + spares)))
 
 
 def assignment_of(sites: Sequence[Site]) -> Assignment:

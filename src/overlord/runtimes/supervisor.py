@@ -106,7 +106,9 @@ class Supervisor:
         """Held while roles change hands."""
         self.hosts = HostChanges(self._board, engine, self, per_host)
         """Deals workers to loader hosts."""
-        self._live = LiveSources(self._board, sites, len(assignment.primary), self.assign)
+        self._live = LiveSources(
+            self._board, lambda: [one.site for one in self._of()], len(assignment.primary), self.assign, self.hosts.turn
+        )
         self._closing = False
         self._watcher = threading.Thread(target=self._watch, name="overlord-supervisor", daemon=True)
         self.faults: deque[dict[str, Any]] = deque(maxlen=KEPT_FAULTS)
@@ -239,8 +241,8 @@ class Supervisor:
 
     def _replace(self, one: Incarnation, fault: dict[str, Any]) -> None:
         """Start a successor, and another one where that does not come up."""
-        since, tries = self.clock(), 0
-        while not self._closing:
+        since, tries, generation = self.clock(), 0, int(fault["generation"])
+        while not self._closing and one.generation == generation:  # else it was put to sleep meanwhile
             if one.young >= MOST_TRIES:
                 self._fail(f"{fault['why']}, and so did its successors, {MOST_TRIES} in a row", one)
                 return
@@ -261,11 +263,13 @@ class Supervisor:
                 tries += 1
                 with self.lock:
                     one.young += not isinstance(error, StoreError) or isinstance(error, Fenced)  # a store comes back
-                    one.generation += 1
+                    if one.generation == generation:
+                        one.generation = generation = generation + 1
                 (self._idle or time.sleep)(min(4.0, 0.25 * 2**tries))
                 continue
             with self.lock:
-                if self._closing:
+                if self._closing or one.generation != generation:
+                    one.coming = None if one.coming is peer else one.coming
                     self._engine.kill(peer, one.site, 0)
                     return
                 one.peer, one.coming, one.pid = peer, None, pid
@@ -304,11 +308,14 @@ class Supervisor:
             logger.error("%s", self._failed)
             self.publish()
 
-    def assign(self, assignment: Assignment) -> None:
-        """Let everybody know who has which source."""
+    def assign(self, assignment: Assignment, was: Assignment) -> bool:
+        """Let everybody know who has which source, unless that has changed meanwhile: a shadow may be promoted."""
         with self.lock:
+            if self._assignment != was:
+                return False
             self._assignment = assignment
             self.publish()
+            return True
 
     def publish(self) -> None:
         """Give everybody the newest book; who misses it is found out by its beat."""

@@ -23,6 +23,8 @@ from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.inline_cluster import InlineCluster
 from overlord.runtimes.numbering import canonical
 from overlord.runtimes.shapes import limits_of
+from overlord.runtimes.sizing import MOST_LANES
+from overlord.scaling.autoscaler import Scaling
 from overlord.session import DEFAULT_CACHE, Runtime, Service, launch
 from overlord.testing.clock import FakeClock
 from overlord.testing.digests import Before, Report, StreamDigests, digest_service, digests_of
@@ -50,6 +52,7 @@ def launch_for_faults(  # noqa: PLR0913 - as `launch`
     prefetch: int = 2,
     shadows: Shadows = True,
     loader_hosts: int = 2,
+    most_workers: int = 0,
     heartbeat: float = HEARTBEAT_S,
     keep: int = 256,
     store: str | os.PathLike[str] | None = None,
@@ -60,6 +63,7 @@ def launch_for_faults(  # noqa: PLR0913 - as `launch`
     """Launch a supervised service in this process, on a clock of its own; gives it and what goes wrong with it.
 
     One process and one thread, as on the inline runtime, but with the roles, messages and the supervisor of a cluster.
+    With `most_workers` of all sources `Storm.resize` deals them out, and there are loader hosts that sleep at first.
     """
     tree = mesh or ClientPlaceTree()
     storm = Storm(script or FaultScript(), FakeClock())
@@ -68,6 +72,7 @@ def launch_for_faults(  # noqa: PLR0913 - as `launch`
         store=None if store is None else str(Path(store).absolute()), state=state,
         cache=str(Path(cache).expanduser().absolute()),
         service=uuid.uuid4().hex,
+        scaling=Scaling() if most_workers else None, lanes=most_workers or MOST_LANES,
         cluster=ClusterOptions(loader_hosts=loader_hosts, shadows=shadowed(canonical(job).sources, shadows)),
     )  # fmt: skip
     cluster = storm.cluster = InlineCluster(job, options, storm.clock, storm, isolate)

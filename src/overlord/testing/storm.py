@@ -6,11 +6,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from overlord.errors import SpecError
+from overlord.errors import OverlordError, SpecError
 from overlord.runtimes.inline_cluster import InlineCluster
 from overlord.runtimes.inline_engine import InlineEngine, InlinePeer
 from overlord.runtimes.inline_messages import DELIVERED, Fate, Gone
@@ -41,6 +41,7 @@ class Storm:
         self._armed: list[Fault] = []
         self._cuts: list[tuple[str, str, float]] = []
         self._hanging: list[tuple[InlinePeer, float]] = []
+        self._resizing = False
 
     def pass_step(self, step: int) -> None:
         """Let the time of a step pass, and what comes before the next one happen."""
@@ -73,6 +74,25 @@ class Storm:
                 self.engine.pass_time(seconds)
             except Gone:
                 pass  # the service was killed meanwhile; whoever asks next finds it launched again
+
+    def resize(self, workers: Sequence[int], *, later: bool = False) -> None:
+        """Give sources so many workers, as the scaler of a service does: groups change hands, hosts come and go.
+
+        Args:
+            workers: Of every source.
+            later: When somebody waits the next time, so in the middle of something; else at once.
+        """
+        if later:
+            self.engine.later(lambda: self.resize(workers))
+        elif not self._resizing and not self.engine.crashed:  # there is one scaler, which does one thing at a time
+            self._resizing = True
+            try:
+                assert self.cluster is not None
+                self.cluster.supervisor.hosts.resize(workers, [float(count) for count in workers])
+            except (Gone, OverlordError):
+                pass  # as the scaler does: what did not come about is taken up the next time
+            finally:
+                self._resizing = False
 
     @property
     def engine(self) -> InlineEngine:
@@ -124,7 +144,7 @@ class Storm:
 
     def _peer(self, role: str) -> InlinePeer | None:
         assert self.cluster is not None
-        names = [site.name for site in self.cluster.sites]
+        names = list(self.cluster.supervisor.roles)
         if role not in names:
             raise SpecError(
                 f"FaultScript: no role is called {role!r}; nothing would happen to it. There are {', '.join(names)} "

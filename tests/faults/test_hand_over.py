@@ -1,0 +1,269 @@
+"""Groups of sources change hands while hosts are killed and stopped: the trainers get the very same stream."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+import overlord as ol
+from overlord.testing import Fault, FaultScript, StreamDigests, digest_service, launch_for_faults, stream_digests
+from tests.conftest import write_ids
+
+MESH = ol.ClientPlaceTree(dp=2)
+STEPS = 10
+WORKERS = 32
+"""Of two loader hosts that are up at first, and two that sleep."""
+SPLIT = {2: [12, 1, 8], 3: [3, 1, 20], 4: [20, 0, 8], 5: [1, 1, 1], 7: [8, 8, 12], 8: [1, 12, 1]}
+"""Workers at some steps: sources are split over hosts and moved, hosts are woken and put to sleep."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    """What goes wrong here is told a thousand times."""
+    logger = logging.getLogger("overlord")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> ol.Job:
+    """Three small sources; each of two has a group a file."""
+    folder = tmp_path_factory.mktemp("groups")
+    rng = np.random.default_rng(0)
+    for source, rows, files in (("a", 20, 5), ("b", 9, 1), ("c", 24, 8)):
+        for number in range(files):
+            write_ids(folder / source / f"{number}.jsonl", 1 + rng.integers(0, 40, rows // files), number * 1000)
+    sample = ol.Text("ids", tokenized=True)
+    return ol.Job(
+        sources=[
+            ol.Source(name, str(folder / name), sample=sample, weight=weight, shuffle_bytes=shuffle)
+            for name, weight, shuffle in (("a", 3, 0), ("b", 1, 1 << 20), ("c", 3, 0))
+        ],
+        batch=ol.Batch(32, global_samples=6),
+        overlength="split",
+        seed=3,
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(job, cache) -> StreamDigests:
+    return stream_digests(job, mesh=MESH, steps=STEPS, cache=cache)
+
+
+def run_handing_over(job, cache, script=None, sizes=SPLIT, *, later=False, shadows=False, seen=None) -> StreamDigests:
+    """Run a job whose workers are dealt anew at some steps, while a script lets things go wrong."""
+    with launch_for_faults(
+        job, script, mesh=MESH, shadows=shadows, most_workers=WORKERS, cache=cache
+    ) as (service, storm):  # fmt: skip
+
+        def before(service, step):
+            storm.reach(step)
+            if step in sizes:
+                storm.resize(sizes[step], later=later)
+            storm.wait(0.5)
+            if seen is not None:
+                supervisor = storm.cluster.supervisor
+                up = [name for name, one in supervisor.roles.items() if one.peer is not None and "loader" in name]
+                seen.append((supervisor._assignment.primary, up))
+
+        return digest_service(service, steps=STEPS, before=before)
+
+
+def test_sources_are_split_and_moved_and_hosts_come_and_go(job, cache, expected):
+    """Else all of these tests would pass for nothing."""
+    seen: list = []
+    assert run_handing_over(job, cache, seen=seen) == expected
+    assert max(len(hosts) for primary, _ in seen for hosts in primary) >= 3
+    assert len({primary for primary, _ in seen}) >= 4
+    counts = [len(up) for _, up in seen]
+    assert (counts[0], max(counts), min(counts[counts.index(4) :])) == (2, 4, 2)
+
+
+WINDOWS = {
+    "who gains, when it opens": FaultScript().kill("loader host 2", 2, on="take_sources"),
+    "who gains, when it has opened": FaultScript().kill("loader host 1", 2, on="take_sources", after=True),
+    "who was woken, while it comes up": FaultScript().kill("loader host 2", 3, on="begin").kill("loader host 3", 3, on="open"),
+    "who was woken, before the new book": FaultScript().kill("loader host 2", 3, on="take_sources", after=True),
+    "who learns of the new book": FaultScript().kill("loader host 0", 3, on="learn", after=True),
+    "the planner with the new book": FaultScript().kill("planner", 3, on="learn").kill("planner", 5, on="learn", after=True),
+    "the constructor with the new book": FaultScript().kill("constructor host 0", 3, on="learn", after=True),
+    "who loses, before it is told": FaultScript().kill("loader host 0", 3, on="resize").kill("loader host 1", 5, on="resize"),
+    "who loses, when it was told": FaultScript().kill("loader host 2", 5, on="resize", after=True),
+    "the planner, when somebody goes on": FaultScript().kill("loader host 0", 3, on="take_sources").kill("planner", 3, on="where"),
+    "all loaders": FaultScript().kill("loader host 0", 4).kill("loader host 1", 4).kill("loader host 2", 4).kill("loader host 3", 4),
+    "the service, before the new book": FaultScript().kill("service", 3, on="take_sources", after=True),
+    "the service, after it": FaultScript().kill("service", 3, on="resize").kill("service", 5, on="resize", after=True),
+    "a host that hangs and comes back": FaultScript().stop("loader host 2", 4, for_s=20.0).stop("loader host 0", 7, for_s=9.0),
+    "messages that are lost": FaultScript()
+    .drop("loader host 0", "resize", 3).drop("loader host 2", "take_sources", 3, answers=True).drop("loader host 1", "resize", 5),
+    "messages that come twice, and late": FaultScript()
+    .duplicate("loader host 0", "resize", 3, late_s=20.0).duplicate("loader host 2", "take_sources", 2, late_s=9.0),
+    "a book that comes late": FaultScript().delay("planner", 3, 8.0, method="learn").delay("constructor host 0", 5, 8.0, method="learn"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("later", "shadows"), [(False, False), (True, ["b"])], ids=["", "in between, one shadow"])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_killed_in_a_known_window(job, cache, expected, window, later, shadows):
+    assert run_handing_over(job, cache, WINDOWS[window], later=later, shadows=shadows) == expected
+
+
+LOADER_MESSAGES = ("summary_buffer", "hand_over", "learn", "take_sources", "resize", "begin", "open")
+PLANNER_MESSAGES = ("plan", "ask", "tell", "where")
+
+
+def random_script(luck: random.Random) -> FaultScript:
+    faults = []
+    for _ in range(luck.randint(1, 6)):
+        role = luck.choice(["planner", "constructor host 0", *(f"loader host {n}" for n in range(4))])
+        messages = {"p": PLANNER_MESSAGES, "l": LOADER_MESSAGES, "c": ("learn",)}[role[0]]
+        kind, about = luck.choice(["kill", "kill", "kill", "stop", "drop", "duplicate", "delay", "partition"]), {}
+        if kind in ("drop", "duplicate", "delay") or (kind == "kill" and luck.random() < 0.6):
+            about = {"method": luck.choice(messages)}
+        if kind in ("kill", "drop"):
+            about["after"] = luck.random() < 0.5
+        else:
+            about["seconds"] = luck.choice([1.0, 4.0, 7.0, 20.0])
+        if kind == "partition":
+            about["other"] = luck.choice(["service", "planner", "loader host 0"])
+        faults.append(Fault(kind=kind, at_step=luck.randrange(STEPS), role=role, **about))
+    return FaultScript(tuple(sorted(faults, key=lambda fault: fault.at_step)))
+
+
+def run_random(job, cache, expected, seeds):
+    for seed in seeds:
+        luck = random.Random(seed)
+        script, shadows, later = random_script(luck), luck.choice([False, False, ["b"]]), luck.random() < 0.5
+        sizes = {step: [luck.choice([0, 1, 1, 3, 8, 12, 20]) for _ in range(3)] for step in range(STEPS)}
+        found = run_handing_over(job, cache, script, sizes, later=later, shadows=shadows)
+        assert found == expected, f"seed {seed}: {script}"
+
+
+def test_random_hand_overs(job, cache, expected):
+    run_random(job, cache, expected, range(15))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_very_many_random_hand_overs(job, cache, expected):
+    run_random(job, cache, expected, range(1000, 2000))
+
+
+# -- what once went wrong -------------------------------------------------------------------------------
+
+
+def test_a_host_that_is_lost_when_it_is_put_to_sleep_stays_asleep(job, cache, monkeypatch):
+    with launch_for_faults(job, mesh=MESH, shadows=False, most_workers=WORKERS, cache=cache) as (service, storm):
+        supervisor = storm.cluster.supervisor
+        storm.resize([20, 1, 8])
+        one = supervisor.roles["loader host 2"]
+        assert not one.asleep
+        put_to_sleep = supervisor.hosts._put_to_sleep
+
+        def lost_just_then(host):
+            storm.happen(Fault(kind="kill", at_step=0, role=f"loader host {host}"))
+            supervisor.tick()
+            put_to_sleep(host)
+
+        monkeypatch.setattr(supervisor.hosts, "_put_to_sleep", lost_just_then)
+        storm.resize([1, 1, 1])
+        storm.wait(30.0)
+        assert one.asleep and one.peer is None and storm.engine.newest("loader host 2") is None
+        digest_service(service, steps=2)
+
+
+def test_a_source_that_comes_can_go_to_a_host_that_was_woken(job, cache, tmp_path):
+    rows = write_ids(tmp_path / "new" / "0.jsonl", [7] * 20)
+    newcomer = ol.Source("new", str(rows), sample=ol.Text("ids", tokenized=True), shuffle_bytes=0)
+
+    def add(service, step):
+        if step == 2:
+            service.add_source(newcomer, weight=5.0, at_step=5)
+
+    with launch_for_faults(job, mesh=MESH, shadows=False, most_workers=WORKERS, cache=cache) as (service, storm):
+        seen = set()
+
+        def before(service, step):
+            if step == 1:
+                storm.resize([20, 1, 8])
+            add(service, step)
+            if step >= 3:
+                storm.resize([1, 1, 1, 20] if step % 2 else [8, 1, 1, 20])
+            seen.update(storm.cluster.supervisor._assignment.primary[3:])
+
+        found = digest_service(service, steps=STEPS, before=before)
+        assert any(host >= 2 for hosts in seen for host in hosts)
+    with ol.launch(job, mesh=MESH, runtime="inline", cache=cache) as service:
+        assert found == digest_service(service, steps=STEPS, before=add)
+
+
+def test_a_promotion_is_not_undone_by_a_deal(job, cache, monkeypatch):
+    """A shadow that is promoted while sources are opened elsewhere stays what it is."""
+    with launch_for_faults(job, mesh=MESH, shadows=["b"], most_workers=WORKERS, cache=cache) as (service, storm):
+        supervisor = storm.cluster.supervisor
+        (host,) = supervisor._assignment.primary[1]
+        ask = supervisor.hosts._ask
+
+        def lost_just_then(to, method, message):
+            if method == "take_sources" and supervisor._assignment.primary[1] == (host,):
+                storm.happen(Fault(kind="kill", at_step=0, role=f"loader host {host}"))
+                supervisor.tick()
+            return ask(to, method, message)
+
+        monkeypatch.setattr(supervisor.hosts, "_ask", lost_just_then)
+        storm.resize([20, 1, 8])
+        assert supervisor._assignment.primary[1] != (host,) and supervisor._assignment.shadow[1] == host
+        monkeypatch.undo()
+        storm.resize([20, 1, 8])
+        assert len(supervisor._assignment.primary[0]) > 1, "the next interval takes it up"
+        digest_service(service, steps=2)
+
+
+def test_nobody_is_woken_for_sources_that_stay_where_they_are(job, cache):
+    with launch_for_faults(job, mesh=MESH, shadows=True, most_workers=WORKERS, cache=cache) as (_, storm):
+        storm.resize([20, 20, 20])
+        assert [one.asleep for one in storm.cluster.supervisor.roles.values()].count(True) == 2
+        assert all(
+            sum(count for count, _ in storm.cluster.supervisor.hosts.sizes_of(host).values()) <= 8 + 1
+            for host in range(2)
+        )
+
+
+def test_what_is_bad_is_counted_wherever_its_source_goes(tmp_path, cache):
+    """Its tolerance is judged by all that was met, not by what the newest host has met."""
+    rows = [json.dumps({"ids": [5] * 4 if at % 4 < 3 else "none"}) for at in range(48)]
+    for number in range(6):
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(rows[8 * number : 8 * number + 8]) + "\n")
+    sample = ol.Text("ids", tokenized=True)
+    job = ol.Job(
+        sources=[
+            ol.Source(name, str(tmp_path), sample=sample, shuffle_bytes=0, tolerance=1.0, weight=1) for name in "abc"
+        ],
+        batch=ol.Batch(16, global_samples=9),
+    )
+    found = []
+    for moves in ({}, {2: [12, 1, 1], 4: [20, 1, 8], 6: [1, 1, 1], 8: [3, 1, 20]}):
+        with launch_for_faults(job, mesh=MESH, shadows=False, most_workers=WORKERS, cache=cache) as (service, storm):
+
+            def before(service, step, storm=storm, moves=moves):
+                if step in moves:
+                    storm.resize(moves[step])
+
+            digest_service(service, steps=12, before=before)
+            found.append([source["bad"] for source in service.status()["sources"].values()])
+    stayed, moved = found
+    assert min(stayed) > 8
+    # Nothing is forgotten; what two hosts had prepared ahead both of them have met.
+    assert all(one <= other <= one + 4 for one, other in zip(stayed, moved, strict=True)), found
