@@ -1,0 +1,248 @@
+"""Workers that come and go change nothing of the stream, stay within their budget, and leave nothing behind."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import overlord as ol
+from overlord.core.plan import chain_digest
+from overlord.testing import StreamDigests, digest_service
+from overlord.testing.digests import Trainers, digests_of
+from tests.conftest import write_ids
+
+MESH = ol.ClientPlaceTree(dp=2)
+STEPS = 90
+SWITCH, BACK = 20, 45
+STEP_S = 0.03
+CPUS = 16
+SCALED = {"scaling": ol.Scaling(interval_s=0.1, patience=2, window=2), "budget": ol.Budget(cpus=CPUS)}
+PROCESSES = {"runtime": "local", "loader_hosts": 1}
+
+
+def source_of(folder: Path, name: str, seconds: float) -> ol.Source:
+    """A source of several groups, of which each sample takes a while."""
+
+    def slowly(row, seconds=seconds):
+        time.sleep(seconds)
+        return {"tokens": row["ids"]}
+
+    for number in range(0 if (folder / name).exists() else 12):
+        write_ids(folder / name / f"{number}.jsonl", [5 + (7 * at + number) % 19 for at in range(40)], 1000 * number)
+    sample = ol.Custom(slowly, columns=["ids"], process=False, name=name, code_digest=name)
+    return ol.Source(name, str(folder / name), sample=sample, shuffle_bytes=0 if name == "photos" else 1 << 15)
+
+
+def job_of(folder: Path, *, photo_s: float = 0.0, text_s: float = 0.0) -> ol.Job:
+    """Mostly text, then mostly photos, then text again; the stream is the same however long they take."""
+    cheap, dear = {"text": 0.97, "photos": 0.03}, {"text": 0.4, "photos": 0.6}
+    return ol.Job(
+        sources=[source_of(folder, "text", text_s), source_of(folder, "photos", photo_s)],
+        mixture=ol.Mixture.stages([(0, cheap), (SWITCH, dear), (BACK, cheap)]),
+        batch=ol.Batch(64, global_samples=16),
+        seed=5,
+        lag=8,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("scaling")
+
+
+@pytest.fixture(scope="module")
+def quick(folder) -> ol.Job:
+    return job_of(folder)
+
+
+@pytest.fixture(scope="module")
+def slow(folder) -> ol.Job:
+    return job_of(folder, photo_s=0.03, text_s=0.0005)
+
+
+@dataclass
+class Seen:
+    """What came, and how the service did meanwhile."""
+
+    steps: list[list[str]] = field(default_factory=list)
+    workers: list[dict[str, int]] = field(default_factory=list)
+    loaders: list[dict[str, int]] = field(default_factory=list)
+    """Processes of loader hosts that are up."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    state: dict[str, Any] | None = None
+
+    def digest(self) -> str:
+        return chain_digest([one for step in self.steps for one in step])
+
+
+def train(
+    service, steps: int, *, state_at: int = -1, pause_s: float = STEP_S, before=lambda service, step: None
+) -> Seen:
+    """Take steps on all ranks, at some pace."""
+    seen, trainers = Seen(), Trainers(service)
+    for _ in range(steps):
+        at = trainers.next_step
+        before(service, at)
+        if at == state_at:
+            seen.state = trainers.first.state_dict()
+        began = time.monotonic()
+        opened = trainers.step()
+        seen.steps.append([opened[0].order_digest, opened[0].plan_digest])
+        seen.steps[-1] += [one for step in opened for one in digests_of(step)]
+        if pause_s and at % 4 == 0:
+            note(service, seen)
+        time.sleep(max(0.0, pause_s - (time.monotonic() - began)))
+    trainers.close()
+    return seen
+
+
+def note(service, seen: Seen) -> None:
+    status = service.status()
+    seen.workers.append({name: source["workers"] for name, source in status["sources"].items()})
+    hosts = status.get("hosts", ())
+    seen.loaders.append({one["role"]: one["pid"] for one in hosts if one["role"].startswith("loader") and one["up"]})
+    seen.events = status["scaling"]["events"]
+
+
+@pytest.fixture(scope="module")
+def expected(quick, cache) -> Seen:
+    with ol.launch(quick, mesh=MESH, runtime="inline", cache=cache) as service:
+        return train(service, STEPS, pause_s=0.0, state_at=30)
+
+
+def until(holds, seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.1)
+    return holds()
+
+
+# -- a number of workers that stays ---------------------------------------------------------------------
+
+
+@pytest.mark.slow_on_ray
+@pytest.mark.parametrize("loaders", [1, 2, 5, {"photos": 3}, {"text": 2, "photos": 4}], ids=str)
+def test_any_number_of_workers(quick, cache, expected, where, loaders):
+    with ol.launch(quick, mesh=MESH, **where, loaders_per_source=loaders, cache=cache) as service:
+        found = train(service, 40, pause_s=0.0)
+        if where["runtime"] != "inline":
+            note(service, found)
+            wanted = {"text": 1, "photos": 1} | (
+                loaders if isinstance(loaders, dict) else dict.fromkeys(("text", "photos"), loaders)
+            )
+            assert found.workers[-1] == wanted
+    assert found.steps == expected.steps[:40]
+
+
+# -- workers that come and go ---------------------------------------------------------------------------
+
+
+def check_scaled(seen: Seen) -> None:
+    """There were several changes; the photos got workers and gave them back; nobody had more than there are."""
+    photos = [event for event in seen.events if event["source"] == "photos"]
+    assert any(event["after"] > event["before"] for event in photos), seen.events
+    assert any(event["after"] < event["before"] for event in photos), seen.events
+    peak = max(workers["photos"] for workers in seen.workers)
+    assert peak >= 3 and seen.workers[-1]["photos"] < peak, [workers["photos"] for workers in seen.workers]
+    for workers in seen.workers:
+        # The only worker of a source that is hardly busy takes no CPU of its own.
+        singles = sum(count == 1 for count in workers.values())
+        assert sum(workers.values()) <= CPUS + singles, workers
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        {"runtime": "local"},
+        PROCESSES,
+        pytest.param({"runtime": "ray"}, marks=[pytest.mark.ray, pytest.mark.slow]),
+    ],
+    ids=["local", "processes", "ray"],
+)
+def test_the_stream_is_the_same_with_scaling_and_resumes(slow, cache, expected, runs, request):
+    if runs["runtime"] == "ray":
+        runs = {**runs, "address": request.getfixturevalue("ray_address")}
+    with ol.launch(slow, mesh=MESH, **runs, **SCALED, cache=cache) as service:
+        found = train(service, STEPS, state_at=30)
+    assert found.steps == expected.steps
+    check_scaled(found)
+    assert found.state == expected.state
+    with ol.launch(slow, mesh=MESH, **runs, **SCALED, state=found.state, cache=cache) as service:
+        assert train(service, 30).steps == expected.steps[30:60]
+
+
+def test_hosts_are_woken_and_end_when_nobody_needs_them(slow, cache, expected):
+    with ol.launch(slow, mesh=MESH, **PROCESSES, **SCALED, cache=cache) as service:
+        before = {child.pid for child in psutil.Process(service.pid).children(recursive=True)}
+        found = train(service, STEPS)
+        woken = {pid for hosts in found.loaders for pid in hosts.values()} - set(found.loaders[0].values())
+        assert woken, found.workers
+
+        def calm() -> bool:
+            note(service, found)
+            return len(found.loaders[-1]) == 1
+
+        assert until(calm), found.events
+        assert until(lambda: not any(psutil.pid_exists(pid) for pid in woken))
+        children = psutil.Process(service.pid).children(recursive=True)
+        assert until(lambda: {one.pid for one in children if one.is_running()} <= before)
+    assert found.steps == expected.steps
+
+
+def change(newcomer: ol.Source):
+    """A source comes, another one is parked, returns, and one goes; each at a step of its own."""
+
+    def before(service, step):
+        if step == 5:
+            assert service.add_source(newcomer, weight=0.5, at_step=28) == 28
+        if step == 8:
+            service.park_source("photos", at_step=34)
+        if step == 10:
+            service.return_source("photos", at_step=40)
+        if step == 30:
+            service.remove_source("new", at_step=64)
+
+    return before
+
+
+@pytest.mark.parametrize("runs", [{"runtime": "local"}, PROCESSES], ids=["local", "processes"])
+def test_sources_come_and_go_while_workers_do(quick, slow, cache, tmp_path, runs):
+    for number in range(4):
+        write_ids(tmp_path / "new" / f"{number}.jsonl", [9] * 60, 1000 * number)
+    newcomer = ol.Source("new", str(tmp_path / "new"), sample=ol.Text("ids", tokenized=True), shuffle_bytes=0)
+    before = change(newcomer)
+    with ol.launch(quick, mesh=MESH, runtime="inline", cache=cache) as service:
+        alone = train(service, 75, pause_s=0.0, before=before)
+    with ol.launch(slow, mesh=MESH, **runs, **SCALED, cache=cache) as service:
+        found = train(service, 75, before=before)
+    assert found.steps == alone.steps
+    assert {event["source"] for event in found.events} >= {"photos"}
+    assert any("new" in workers for workers in found.workers)
+
+
+# -- who is waited for ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runs", [{"runtime": "local"}, PROCESSES], ids=["local", "processes"])
+def test_the_source_that_everybody_waits_for_is_named(folder, cache, runs):
+    job = job_of(folder, photo_s=0.05).replace(mixture=ol.Mixture({"text": 0.5, "photos": 0.5}))
+    with ol.launch(job, **runs, cache=cache) as service, service.client() as client:
+        assert not service.status()["scaling"]["on"]
+        end = time.monotonic() + 30
+        while (found := service.status()["scaling"]["bottleneck"]) is None and time.monotonic() < end:
+            next(client)
+    assert found is not None and found.startswith("source 'photos' is the bottleneck: it has 1 worker"), found
+
+
+def test_digests_of_the_whole_face(quick, cache):
+    """What a user would compare: `digest_service` with scaling and without."""
+    with ol.launch(quick, cache=cache, runtime="inline") as service:
+        alone = digest_service(service, steps=20)
+    with ol.launch(quick, cache=cache, scaling=True, budget=ol.Budget(cpus=4)) as service:
+        assert isinstance(found := digest_service(service, steps=20), StreamDigests)
+    assert found == alone
