@@ -76,7 +76,8 @@ def run_handing_over(job, cache, script=None, sizes=SPLIT, *, later=False, shado
             if seen is not None:
                 supervisor = storm.cluster.supervisor
                 up = [name for name, one in supervisor.roles.items() if one.peer is not None and "loader" in name]
-                seen.append((supervisor._assignment.primary, up))
+                sizes_of = [supervisor.hosts.sizes_of(host).values() for host in range(4)]
+                seen.append((supervisor._assignment.primary, up, [[count for count, _ in one] for one in sizes_of]))
 
         return digest_service(service, steps=STEPS, before=before)
 
@@ -85,36 +86,51 @@ def test_sources_are_split_and_moved_and_hosts_come_and_go(job, cache, expected)
     """Else all of these tests would pass for nothing."""
     seen: list = []
     assert run_handing_over(job, cache, seen=seen) == expected
-    assert max(len(hosts) for primary, _ in seen for hosts in primary) >= 3
-    assert len({primary for primary, _ in seen}) >= 4
-    counts = [len(up) for _, up in seen]
+    assert max(len(hosts) for primary, _, _ in seen for hosts in primary) >= 3
+    assert len({primary for primary, _, _ in seen}) >= 4
+    counts = [len(up) for _, up, _ in seen]
     assert (counts[0], max(counts), min(counts[counts.index(4) :])) == (2, 4, 2)
+    for _, _, dealt in seen:
+        assert max(sum(workers) for workers in dealt) <= WORKERS // 4, "no host has more than it has room for"
 
 
 WINDOWS = {
     "who gains, when it opens": FaultScript().kill("loader host 2", 2, on="take_sources"),
     "who gains, when it has opened": FaultScript().kill("loader host 1", 2, on="take_sources", after=True),
-    "who was woken, while it comes up": FaultScript().kill("loader host 2", 3, on="begin").kill("loader host 3", 3, on="open"),
+    "who was woken, while it comes up": FaultScript()
+    .kill("loader host 2", 3, on="begin").kill("loader host 3", 3, on="open"),
     "who was woken, before the new book": FaultScript().kill("loader host 2", 3, on="take_sources", after=True),
     "who learns of the new book": FaultScript().kill("loader host 0", 3, on="learn", after=True),
-    "the planner with the new book": FaultScript().kill("planner", 3, on="learn").kill("planner", 5, on="learn", after=True),
+    "the planner with the new book": FaultScript()
+    .kill("planner", 3, on="learn").kill("planner", 5, on="learn", after=True),
     "the constructor with the new book": FaultScript().kill("constructor host 0", 3, on="learn", after=True),
-    "who loses, before it is told": FaultScript().kill("loader host 0", 3, on="resize").kill("loader host 1", 5, on="resize"),
+    "who loses, before it is told": FaultScript()
+    .kill("loader host 0", 3, on="resize").kill("loader host 1", 5, on="resize"),
     "who loses, when it was told": FaultScript().kill("loader host 2", 5, on="resize", after=True),
-    "the planner, when somebody goes on": FaultScript().kill("loader host 0", 3, on="take_sources").kill("planner", 3, on="where"),
-    "all loaders": FaultScript().kill("loader host 0", 4).kill("loader host 1", 4).kill("loader host 2", 4).kill("loader host 3", 4),
+    "the planner, when somebody goes on": FaultScript()
+    .kill("loader host 0", 3, on="take_sources").kill("planner", 3, on="where"),
+    "all loaders": FaultScript()
+    .kill("loader host 0", 4).kill("loader host 1", 4).kill("loader host 2", 4).kill("loader host 3", 4),
     "the service, before the new book": FaultScript().kill("service", 3, on="take_sources", after=True),
-    "the service, after it": FaultScript().kill("service", 3, on="resize").kill("service", 5, on="resize", after=True),
-    "a host that hangs and comes back": FaultScript().stop("loader host 2", 4, for_s=20.0).stop("loader host 0", 7, for_s=9.0),
+    "the service, after it": FaultScript()
+    .kill("service", 3, on="resize").kill("service", 5, on="resize", after=True),
+    "a host that hangs and comes back": FaultScript()
+    .stop("loader host 2", 4, for_s=20.0).stop("loader host 0", 7, for_s=9.0),
     "messages that are lost": FaultScript()
-    .drop("loader host 0", "resize", 3).drop("loader host 2", "take_sources", 3, answers=True).drop("loader host 1", "resize", 5),
+    .drop("loader host 0", "resize", 3).drop("loader host 2", "take_sources", 3, answers=True)
+    .drop("loader host 1", "resize", 5),
     "messages that come twice, and late": FaultScript()
     .duplicate("loader host 0", "resize", 3, late_s=20.0).duplicate("loader host 2", "take_sources", 2, late_s=9.0),
-    "a book that comes late": FaultScript().delay("planner", 3, 8.0, method="learn").delay("constructor host 0", 5, 8.0, method="learn"),
+    "a book that comes late": FaultScript()
+    .delay("planner", 3, 8.0, method="learn").delay("constructor host 0", 5, 8.0, method="learn"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("later", "shadows"), [(False, False), (True, ["b"])], ids=["", "in between, one shadow"])
+@pytest.mark.parametrize(
+    ("later", "shadows"),
+    [(False, False), pytest.param(True, ["b"], marks=pytest.mark.slow)],
+    ids=["", "in between, one shadow"],
+)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_killed_in_a_known_window(job, cache, expected, window, later, shadows):
     assert run_handing_over(job, cache, WINDOWS[window], later=later, shadows=shadows) == expected
@@ -152,7 +168,7 @@ def run_random(job, cache, expected, seeds):
 
 
 def test_random_hand_overs(job, cache, expected):
-    run_random(job, cache, expected, range(15))
+    run_random(job, cache, expected, range(8))
 
 
 @pytest.mark.slow
@@ -267,3 +283,108 @@ def test_what_is_bad_is_counted_wherever_its_source_goes(tmp_path, cache):
     assert min(stayed) > 8
     # Nothing is forgotten; what two hosts had prepared ahead both of them have met.
     assert all(one <= other <= one + 4 for one, other in zip(stayed, moved, strict=True)), found
+
+
+# -- processes ------------------------------------------------------------------------------------------
+
+FAR = 70
+SCALED = {"scaling": ol.Scaling(interval_s=0.1, patience=2, window=2), "budget": ol.Budget(cpus=24)}
+
+
+def waving(folder: Path, seconds: float) -> ol.Job:
+    """A mixture that goes from text to photos and back, again and again: there is always somebody who moves."""
+
+    def source(name, wait_s):
+        def slowly(row, wait_s=wait_s):
+            time.sleep(wait_s)
+            return {"tokens": row["ids"]}
+
+        for number in range(0 if (folder / name).exists() else 10):
+            write_ids(folder / name / f"{number}.jsonl", [5 + at % 9 for at in range(30)], 1000 * number)
+        sample = ol.Custom(slowly, columns=["ids"], process=False, name=name, code_digest=name)
+        return ol.Source(name, str(folder / name), sample=sample, shuffle_bytes=0)
+
+    cheap, dear = {"text": 0.97, "photos": 0.03}, {"text": 0.4, "photos": 0.6}
+    return ol.Job(
+        sources=[source("text", 0.0), source("photos", seconds)],
+        mixture=ol.Mixture.stages([(0, cheap), (8, dear), (24, cheap), (40, dear), (56, cheap)]),
+        batch=ol.Batch(64, global_samples=16),
+        seed=5,
+        lag=8,
+    )
+
+
+@pytest.fixture(scope="module")
+def wave(tmp_path_factory, cache) -> tuple[ol.Job, StreamDigests]:
+    folder = tmp_path_factory.mktemp("wave")
+    return waving(folder, 0.03), stream_digests(waving(folder, 0.0), mesh=MESH, steps=FAR, cache=cache)
+
+
+class Hunter:
+    """Kills or stops somebody whenever a hand-over is under way, and at random moments."""
+
+    def __init__(self, service, luck: random.Random, roles: tuple[str, ...], signum: int, most: int) -> None:
+        self._service, self._luck, self._roles, self._signum, self._most = service, luck, roles, signum, most
+        self.struck: list[str] = []
+        self.deals: set[tuple] = set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._hunt, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _hunt(self) -> None:
+        while not self._ended.wait(0.02):
+            hosts = self._service.status()["hosts"]
+            deal = tuple((host["role"], host["sources"]) for host in hosts if host["role"].startswith("loader"))
+            moved = deal not in self.deals and len(self.deals) > 0
+            self.deals.add(deal)
+            prey = [host for host in hosts if host["up"] and host["role"].startswith(self._roles)]
+            if prey and len(self.struck) < self._most and (moved or self._luck.random() < 0.01):
+                self._ended.wait(self._luck.uniform(0.0, 0.15))
+                one = self._luck.choice(prey)
+                try:
+                    os.kill(one["pid"], self._signum)
+                    self.struck.append(one["role"])
+                except ProcessLookupError:
+                    pass  # it was put to sleep just now
+
+
+def hunt(wave, cache, roles, signum, *, seed=0, most=3, hosts=1, **where) -> Hunter:
+    job, expected = wave
+    with ol.launch(
+        job, mesh=MESH, loader_hosts=hosts, heartbeat=1.0, cache=cache, **where, **SCALED
+    ) as service:  # fmt: skip
+        with Hunter(service, random.Random(seed), roles, signum, most) as hunter:
+            found = digest_service(service, steps=FAR, before=lambda service, step: time.sleep(0.03))
+        pids = {host["pid"] for host in service.status()["hosts"]}
+    assert found == expected
+    assert hunter.struck and len(hunter.deals) > 1, (hunter.struck, hunter.deals)
+    if where.get("runtime") != "ray":
+        assert not psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 10)[1]
+    return hunter
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_loader_hosts_are_lost_while_groups_change_hands(wave, cache, signum):
+    hunt(wave, cache, ("loader",), signum)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "roles", [("loader host 1", "loader host 2"), ("loader host 0",), ("planner",), ("",)], ids=str
+)
+def test_anybody_is_lost_while_groups_change_hands(wave, cache, roles, seed):
+    hunt(wave, cache, roles, signal.SIGKILL, seed=seed, most=5, hosts=1 + seed % 2)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_actors_are_lost_while_groups_change_hands(wave, cache, ray_address):
+    hunt(wave, cache, ("loader",), signal.SIGKILL, runtime="ray", address=ray_address)

@@ -9,12 +9,11 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.conftest import write_ids
 
 import overlord as ol
 from overlord.core.plan import chain_digest
-from overlord.testing import StreamDigests, digest_service
 from overlord.testing.digests import Trainers, digests_of
-from tests.conftest import write_ids
 
 MESH = ol.ClientPlaceTree(dp=2)
 STEPS = 90
@@ -126,7 +125,7 @@ def until(holds, seconds: float = 20.0) -> bool:
 
 
 @pytest.mark.slow_on_ray
-@pytest.mark.parametrize("loaders", [1, 2, 5, {"photos": 3}, {"text": 2, "photos": 4}], ids=str)
+@pytest.mark.parametrize("loaders", [2, 5, {"text": 2, "photos": 4}], ids=str)
 def test_any_number_of_workers(quick, cache, expected, where, loaders):
     with ol.launch(quick, mesh=MESH, **where, loaders_per_source=loaders, cache=cache) as service:
         found = train(service, 40, pause_s=0.0)
@@ -210,7 +209,9 @@ def change(newcomer: ol.Source):
     return before
 
 
-@pytest.mark.parametrize("runs", [{"runtime": "local"}, PROCESSES], ids=["local", "processes"])
+@pytest.mark.parametrize(
+    "runs", [pytest.param({"runtime": "local"}, marks=pytest.mark.slow), PROCESSES], ids=["local", "processes"]
+)
 def test_sources_come_and_go_while_workers_do(quick, slow, cache, tmp_path, runs):
     for number in range(4):
         write_ids(tmp_path / "new" / f"{number}.jsonl", [9] * 60, 1000 * number)
@@ -228,21 +229,17 @@ def test_sources_come_and_go_while_workers_do(quick, slow, cache, tmp_path, runs
 # -- who is waited for ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runs", [{"runtime": "local"}, PROCESSES], ids=["local", "processes"])
+@pytest.mark.parametrize(
+    "runs", [{"runtime": "local"}, pytest.param(PROCESSES, marks=pytest.mark.slow)], ids=["local", "processes"]
+)
 def test_the_source_that_everybody_waits_for_is_named(folder, cache, runs):
     job = job_of(folder, photo_s=0.05).replace(mixture=ol.Mixture({"text": 0.5, "photos": 0.5}))
     with ol.launch(job, **runs, cache=cache) as service, service.client() as client:
         assert not service.status()["scaling"]["on"]
-        end = time.monotonic() + 30
-        while (found := service.status()["scaling"]["bottleneck"]) is None and time.monotonic() < end:
-            next(client)
+        found, end = None, time.monotonic() + 30
+        while found is None and time.monotonic() < end:
+            pause = time.monotonic() + 5.0
+            while time.monotonic() < pause:  # whoever asks for the status waits too, but trains nothing meanwhile
+                next(client)
+            found = service.status()["scaling"]["bottleneck"]
     assert found is not None and found.startswith("source 'photos' is the bottleneck: it has 1 worker"), found
-
-
-def test_digests_of_the_whole_face(quick, cache):
-    """What a user would compare: `digest_service` with scaling and without."""
-    with ol.launch(quick, cache=cache, runtime="inline") as service:
-        alone = digest_service(service, steps=20)
-    with ol.launch(quick, cache=cache, scaling=True, budget=ol.Budget(cpus=4)) as service:
-        assert isinstance(found := digest_service(service, steps=20), StreamDigests)
-    assert found == alone
