@@ -143,7 +143,8 @@ class SourceLoader:
         """Groups that may be open at once: one, unless several workers read ahead."""
         self._resting: Cursor | None = None
         self._popped = Cursor(-1, -1, -1)
-        self._seen = 0
+        self.seen = 0
+        """Samples measured so far, also by loaders before this one."""
         self._bad: set[tuple[int, int]] = set()
         self._lies: set[tuple[int, int]] = set()
         self._verdicts = verdicts
@@ -160,11 +161,6 @@ class SourceLoader:
         return self._buffer.bytes_from(cursor)
 
     @property
-    def met_count(self) -> int:
-        """Samples measured so far, also by loaders before this one."""
-        return self._seen
-
-    @property
     def name(self) -> str:
         """The name of its source."""
         return self._source.name
@@ -172,18 +168,18 @@ class SourceLoader:
     @property
     def met(self) -> Met:
         """What it has met so far: stand-ins, and samples cut or padded to their planned length."""
-        return Met(self._seen, set(self._bad), set(self._lies))
+        return Met(self.seen, set(self._bad), set(self._lies))
 
     def take_over(self, met: Met) -> None:
         """Count on from what a loader before this one had met."""
-        self._seen += met.seen
+        self.seen += met.seen
         self._bad |= met.bad
         self._lies |= met.wrong_lengths
 
     def give_away(self) -> Met:
         """Return what was met so far, and count anew."""
         met = self.met
-        self._seen, self._bad, self._lies = 0, set(), set()
+        self.seen, self._bad, self._lies = 0, set(), set()
         return met
 
     def summary_buffer(self, request: MetaRequest) -> MetaDelta:
@@ -237,7 +233,7 @@ class SourceLoader:
     def keep(self, measured: tuple[Chunk, list[Fault]]) -> Chunk:
         """Count what was found in measured rows, and take them into the read buffer."""
         chunk, faults = measured
-        self._seen += len(chunk.meta)
+        self.seen += len(chunk.meta)
         self._note(chunk.meta, faults, self._bad, self._telemetry.bad_sample)
         self._check_tolerance()
         self._buffer.add(chunk)
@@ -423,11 +419,11 @@ class SourceLoader:
             tell(SampleId(self._source.name, row, epoch), reason)
 
     def _check_tolerance(self) -> None:
-        allowed = self._source.tolerance * max(self._seen, FEW_SAMPLES)
+        allowed = self._source.tolerance * max(self.seen, FEW_SAMPLES)
         for what, found in (("bad samples", self._bad), ("samples of another length than promised", self._lies)):
             if len(found) > allowed:
                 raise ToleranceError(
-                    f"source {self._source.name!r} has {len(found)} {what} among {self._seen} read; its tolerance of "
+                    f"source {self._source.name!r} has {len(found)} {what} among {self.seen} read; its tolerance of "
                     f"{self._source.tolerance:g} allows {int(allowed)}. Training would go on with stand-ins. The log "
                     "names each sample: mend the files, or raise the source's tolerance."
                 )

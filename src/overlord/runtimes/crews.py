@@ -196,9 +196,9 @@ class Crew:
         }
 
     def _asked(self, request: MetaRequest) -> MetaDelta:
-        before = self.loader.met_count
+        before = self.loader.seen
         delta = self.loader.summary_buffer(request)
-        self.prepared += self.loader.met_count - before
+        self.prepared += self.loader.seen - before
         self._move_to(delta.next_cursor)
         return delta
 

@@ -16,6 +16,7 @@ from typing import Any
 from overlord.errors import SpecError
 from overlord.roles.recovery import NOBODY, Assignment
 from overlord.runtimes.cluster_placement import Site
+from overlord.runtimes.engine import Incarnation
 from overlord.runtimes.frames import frame_of, open_frame
 from overlord.runtimes.peers import PLANNER, loader_name
 from overlord.runtimes.switchboard import Switchboard
@@ -26,7 +27,7 @@ class LiveSources:
 
     Args:
         board: Who is who.
-        sites: Returns where the roles are that are awake.
+        awake: Returns who plays a role.
         first: The number that the first newcomer will have.
         assign: Tells everybody who has which source, unless somebody else has meanwhile.
         turn: Held while sources come, or change hands: hosts neither come nor go meanwhile.
@@ -35,13 +36,13 @@ class LiveSources:
     def __init__(
         self,
         board: Switchboard,
-        sites: Callable[[], Sequence[Site]],
+        awake: Callable[[], Sequence[Incarnation]],
         first: int,
         assign: Callable[[Assignment, Assignment], bool],
         turn: threading.Lock,
     ) -> None:
         self._board = board
-        self._sites = sites
+        self._awake = awake
         self._first = first
         self._assign = assign
         self._turn = turn
@@ -85,6 +86,9 @@ class LiveSources:
         for site in self._sites():
             if site.role != "planner":
                 self._ask(site.name, "drop_source", {"name": name})
+
+    def _sites(self) -> list[Site]:
+        return [one.site for one in self._awake()]
 
     def _change(self, change: Callable[[Assignment], Assignment]) -> None:
         """Change who has what; a shadow may be promoted at the same moment."""

@@ -106,9 +106,7 @@ class Supervisor:
         """Held while roles change hands."""
         self.hosts = HostChanges(self._board, engine, self, per_host)
         """Deals workers to loader hosts."""
-        self._live = LiveSources(
-            self._board, lambda: [one.site for one in self._of()], len(assignment.primary), self.assign, self.hosts.turn
-        )
+        self._live = LiveSources(self._board, self._of, len(assignment.primary), self.assign, self.hosts.turn)
         self._closing = False
         self._watcher = threading.Thread(target=self._watch, name="overlord-supervisor", daemon=True)
         self.faults: deque[dict[str, Any]] = deque(maxlen=KEPT_FAULTS)
@@ -269,7 +267,6 @@ class Supervisor:
                 continue
             with self.lock:
                 if self._closing or one.generation != generation:
-                    one.coming = None if one.coming is peer else one.coming
                     self._engine.kill(peer, one.site, 0)
                     return
                 one.peer, one.coming, one.pid = peer, None, pid
@@ -311,11 +308,10 @@ class Supervisor:
     def assign(self, assignment: Assignment, was: Assignment) -> bool:
         """Let everybody know who has which source, unless that has changed meanwhile: a shadow may be promoted."""
         with self.lock:
-            if self._assignment != was:
-                return False
-            self._assignment = assignment
-            self.publish()
-            return True
+            if self._assignment == was:
+                self._assignment = assignment
+                self.publish()
+            return self._assignment is assignment
 
     def publish(self) -> None:
         """Give everybody the newest book; who misses it is found out by its beat."""
