@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -95,6 +96,11 @@ class Crew:
         self._position: Cursor | None = None
         self._part = WHOLE
         self._asked_rows = 0
+        self._asked_at = self._every_s = 0.0
+        """When the last request came, and the seconds between two."""
+        self._calling = False
+        """Whether a worker was called that has not come yet: it calls the next one when it has found something to do."""
+        self._called: Future[None] | None = None
         self._end_of: int | None = None
         """The epoch in which there is no further group to work on."""
         self._reach: list[_Reach] = []
@@ -135,6 +141,9 @@ class Crew:
     def summary_buffer(self, request: MetaRequest) -> MetaDelta:
         """Tell what is known of some samples; waits until the workers have them."""
         began = time.perf_counter()
+        with self._changed:
+            self._every_s += (began - self._asked_at - self._every_s) / 4 if self._asked_at else 0.0
+            self._asked_at = began
         try:
             while True:
                 with self._changed:
@@ -149,6 +158,7 @@ class Crew:
                         return self._asked(request)
                     self._move_to(Cursor(cursor.epoch, cursor.group, at))
                     if self._comes(cursor[:2], at):
+                        self._hurry()
                         self._changed.wait(STRETCH_S)
                         continue
                     task = self._take(cursor[:2], group, at, stop)
@@ -219,13 +229,21 @@ class Crew:
         self._kick()
 
     def _kick(self) -> None:
-        """Call as many workers as there is room for."""
-        while self._lanes is not None and self._running < self._wanted and self._has_work():
-            self._running += 1
-            if self._lanes.submit(self._work) is None:
-                self._running -= 1
-                self._lanes = None  # the host is closing: whoever asks works
-                return
+        """Call a worker, if there is room for one and nobody is called already."""
+        if self._lanes is None or self._calling or self._running >= self._wanted or not self._has_work():
+            return
+        self._running += 1
+        self._calling = True
+        self._called = self._lanes.submit(self._work, self._due())
+        if self._called is None:
+            self._running -= 1
+            self._lanes = None  # the host is closing: whoever asks works
+
+    def _hurry(self) -> None:
+        """Somebody waits: the worker that was called goes before those of sources that nobody waits for."""
+        if self._calling and self._lanes is not None and self._called is not None:
+            self._lanes.hurry(self._called)
+            self._called = None
 
     def _work(self) -> None:
         """Do one stretch, or look for the next group; then give way to the workers of other sources."""
@@ -233,6 +251,8 @@ class Crew:
             task = self._next() if self._running <= self._wanted else None
             scouts = task is None and self._running <= self._wanted and self._may_scout()
             self._scouting |= scouts
+            self._calling = False
+            self._kick()
         try:
             if task is not None:
                 self._do(task)
@@ -321,10 +341,20 @@ class Crew:
     def _has_work(self) -> bool:
         if self._position is None or self._spoiled:
             return False
-        if self._rows_ahead() >= max(REQUESTS_AHEAD * self._asked_rows, 2 * FEW_ROWS * self._wanted):
+        if self._rows_ahead() >= max(REQUESTS_AHEAD * self._asked_rows, self._wanted * self._least_ahead()):
             return False
         room = self.loader.ahead_bytes(self._position) < self._wanted * WORKER_BYTES
         return room and (self._next_place() is not None or self._may_scout())
+
+    def _least_ahead(self) -> int:
+        """Return how many rows each worker has ahead at least, whatever is asked for: of slow ones, as many as it needs
+        some stretches for."""
+        few = 2 * FEW_ROWS if self.prepared < FEW_ROWS else int(8 * STRETCH_S * self.prepared / max(self.busy_s, 1e-9))
+        return max(4, min(2 * FEW_ROWS, few))
+
+    def _due(self) -> float:
+        """Return when the rows are used up that somebody has taken so far, if requests go on as they came."""
+        return self._asked_at + self._every_s * self._rows_ahead() / max(self._asked_rows, 1)
 
     def _rows_ahead(self) -> int:
         assert self._position is not None
