@@ -1,21 +1,26 @@
 """How fast 306 sources are fed, predicted from a profile, over how fast they are.
 
-A sample of a source waits for 0.1 ms to 100 ms: the spread of the paper's figure 5, three orders of magnitude, drawn
-lognormally over the sources. They are profiled on a few samples each, `partition` deals out 32 workers, and a launch
-with those workers is fed from as fast as it goes. Once with all sources alike, once with weights that fall off from
-source to source, so that some are drawn a hundred times as often as others.
+A sample of a source waits for 0.5 ms to 500 ms: the spread of the paper's figure 5, three orders of magnitude, drawn
+lognormally over the sources. It is that long so that some hundred samples a second keep all workers busy: waits decide
+then, and not what one interpreter can do. They are profiled on a few samples each, `partition` deals out 32 workers,
+and a launch with those is taken from as fast as it goes, after a warm-up in which what was read ahead is used up.
+Once with all sources alike, once with weights that fall off from source to source, so that some are drawn a hundred
+times as often as others.
 
 The figure is the larger of predicted / measured and measured / predicted, of the two mixtures.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 
 import overlord as ol
 from benchmarks.measuring import arguments, publish
@@ -26,9 +31,9 @@ from overlord.scaling.partition import Partition, partition
 SOURCES = 306
 WORKERS = 32
 BAR = 1.25
-LEAST_S, MOST_S = 0.0001, 0.1
-SAMPLES = 612
-"""Of a step: two of each source, where all are alike."""
+LEAST_S, MOST_S = 0.0005, 0.5
+SAMPLES = 306
+"""Of a step."""
 
 
 def latencies(count: int) -> list[float]:
@@ -53,21 +58,34 @@ def sized(costs: Sequence[SourceCost], weights: Sequence[float]) -> Partition:
     return partition(costs, list(weights), none)
 
 
-def fed(job: ol.Job, cache: str, workers: dict[str, int], warm_up_s: float, seconds: float) -> tuple[float, float]:
-    """Return the samples a second of a launch that is taken from as fast as it goes, and the steps that it took."""
+def fed(job: ol.Job, cache: str, workers: dict[str, int], warm_up_s: float, seconds: float) -> dict[str, float]:
+    """Take from a launch as fast as it goes; return the samples a second, and how busy workers and CPUs were."""
     limits = ol.Budget(cpus=WORKERS)
     with ol.launch(job, cache=cache, prefetch=2, loaders_per_source=workers, budget=limits) as service:
         client = service.client()
-        began, steps, taken = time.perf_counter(), 0, 0
+        began = time.perf_counter()
         while time.perf_counter() - began < warm_up_s:
             next(client)
-            taken += 1
-        began = time.perf_counter()
+        before, began, steps = _done(service.status()), time.perf_counter(), 0
         while time.perf_counter() - began < seconds:
             next(client)
             steps += 1
         took = time.perf_counter() - began
-    return steps * SAMPLES / took, steps
+        prepared, busy_s, cpu_s = (b - a for a, b in zip(before, _done(service.status()), strict=True))
+    return {
+        "measured_samples_per_s": steps * SAMPLES / took,
+        "prepared_samples_per_s": prepared / took,
+        "busy_workers": busy_s / took,
+        "busy_cpus": cpu_s / took,
+        "steps": steps,
+    }
+
+
+def _done(status: dict[str, Any]) -> tuple[float, float, float]:
+    """Return what a service has prepared, how long its workers were busy, and the CPU seconds of its process."""
+    times, sources = psutil.Process(status["pid"]).cpu_times(), status["sources"].values()
+    prepared, busy_s = sum(one["samples_prepared"] for one in sources), sum(one["busy_s"] for one in sources)
+    return float(prepared), busy_s, times.user + times.system
 
 
 def main() -> None:
@@ -75,12 +93,10 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--sources", type=int, default=SOURCES, help="how many")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each mixture")
-    parser.add_argument("--warm-up", type=float, default=8.0, help="seconds before, of each mixture")
+    parser.add_argument("--warm-up", type=float, default=20.0, help="seconds before, of each mixture")
     parser.add_argument("--quick", action="store_true", help="only see that it works")
     options = parser.parse_args()
-    count, seconds, warm_up = (
-        (40, 2.0, 1.0) if options.quick else (options.sources, options.seconds, options.warm_up)
-    )
+    count, seconds, warm_up = (40, 2.0, 1.0) if options.quick else (options.sources, options.seconds, options.warm_up)
     figures: dict[str, object] = {}
     ratios: list[float] = []
     with tempfile.TemporaryDirectory(prefix="overlord-sizing-") as folder:
@@ -88,20 +104,20 @@ def main() -> None:
         sources = [waiting_source(Path(folder), f"s{n:03d}", wait, 16, 400) for n, wait in enumerate(waits)]
         batch = ol.Batch(64, global_samples=SAMPLES)
         began = time.perf_counter()
-        costs = measured_costs(ol.Job(sources=sources, batch=batch), f"{folder}/cache", 12, 0.3)
+        costs = measured_costs(ol.Job(sources=sources, batch=batch), f"{folder}/cache", 8, 0.3)
         profiled_s = time.perf_counter() - began
         for name, skewed in (("uniform", False), ("skewed", True)):
             weights = weights_of(count, skewed)
             found = sized(costs, weights)
             mixture = ol.Mixture({cost.name: weight for cost, weight in zip(costs, weights, strict=True)})
             job = ol.Job(sources=sources, mixture=mixture, batch=batch)
-            rate, steps = fed(job, f"{folder}/cache", by_name(costs, found.workers), warm_up, seconds)
-            ratios.append(found.samples_per_s / rate)
+            run = fed(job, f"{folder}/cache", by_name(costs, found.workers), warm_up, seconds)
+            ratios.append(found.samples_per_s / run["measured_samples_per_s"])
+            print(f"sizing: {name} {ratios[-1]:.3f}", file=sys.stderr, flush=True)
             figures |= {
-                f"predicted_over_measured_{name}": found.samples_per_s / rate,
+                f"predicted_over_measured_{name}": ratios[-1],
                 f"predicted_samples_per_s_{name}": found.samples_per_s,
-                f"measured_samples_per_s_{name}": rate,
-                f"steps_{name}": steps,
+                **{f"{key}_{name}": value for key, value in run.items()},
                 f"sources_with_more_than_one_worker_{name}": sum(n > 1 for n in found.workers),
                 f"most_workers_of_a_source_{name}": max(found.workers),
                 f"limit_{name}": found.limit,

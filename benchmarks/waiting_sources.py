@@ -1,4 +1,4 @@
-"""Sources whose samples wait, as remote reads do: what they cost is bounded by workers, and not by this machine's cores."""
+"""Sources whose samples wait, as remote reads do: workers bound what they cost, and not this machine's cores."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def waiting_source(folder: Path, name: str, seconds: float, tokens: int, rows: i
     Args:
         folder: Where the file goes.
         name: Of the source.
-        seconds: What a sample waits for on average; single ones for half as long up to half as long again.
+        seconds: What a sample waits for on average; single ones for a fifth less up to a fifth more.
         tokens: Of a sample, on average.
         rows: Of the file.
     """
     path = folder / f"{name}.jsonl"
     luck = np.random.default_rng(len(name) + 1000 * rows)
     lengths = luck.integers(max(tokens // 2, 1), 3 * tokens // 2 + 1, rows).tolist()
-    pauses = (seconds * luck.uniform(0.5, 1.5, rows)).round(6).tolist()
+    pauses = (seconds * luck.uniform(0.8, 1.2, rows)).round(6).tolist()
     lines = [json.dumps({"ids": [7] * n, "pause": pause}) for n, pause in zip(lengths, pauses, strict=True)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     sample = ol.Custom(_waiting(), columns=["ids", "pause"], process=False, name="waits", code_digest="waits")

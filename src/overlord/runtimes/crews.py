@@ -99,7 +99,7 @@ class Crew:
         self._asked_at = self._every_s = 0.0
         """When the last request came, and the seconds between two."""
         self._calling = False
-        """Whether a worker was called that has not come yet: it calls the next one when it has found something to do."""
+        """Whether a worker was called that has not come yet: it calls the next one when it has found its work."""
         self._called: Future[None] | None = None
         self._end_of: int | None = None
         """The epoch in which there is no further group to work on."""
@@ -347,8 +347,7 @@ class Crew:
         return room and (self._next_place() is not None or self._may_scout())
 
     def _least_ahead(self) -> int:
-        """Return how many rows each worker has ahead at least, whatever is asked for: of slow ones, as many as it needs
-        some stretches for."""
+        """Return how many rows each worker has ahead at least, whatever is asked for: few, where they are slow."""
         few = 2 * FEW_ROWS if self.prepared < FEW_ROWS else int(8 * STRETCH_S * self.prepared / max(self.busy_s, 1e-9))
         return max(4, min(2 * FEW_ROWS, few))
 

@@ -116,7 +116,7 @@ class CallerLanes:
         return done
 
     def hurry(self, waited_for: Future[None]) -> None:
-        """It has run."""
+        """Do nothing: it has run."""
 
     def close(self) -> None:
         """Nothing runs here by itself."""
