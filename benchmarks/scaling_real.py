@@ -37,7 +37,6 @@ ALLOWED_S = 0.01
 """What a step may be waited for without being a stall: it is fetched and opened."""
 LOOK_S = 0.1
 """How often workers and memory are looked at."""
-BAR, MEMORY_BAR = 0.05, 1.0
 
 
 @dataclass
