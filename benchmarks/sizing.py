@@ -104,7 +104,7 @@ def main() -> None:
         sources = [waiting_source(Path(folder), f"s{n:03d}", wait, 16, 400) for n, wait in enumerate(waits)]
         batch = ol.Batch(64, global_samples=SAMPLES)
         began = time.perf_counter()
-        costs = measured_costs(ol.Job(sources=sources, batch=batch), f"{folder}/cache", 8, 0.3)
+        costs = measured_costs(ol.Job(sources=sources, batch=batch), f"{folder}/cache", 6, 0.15)
         profiled_s = time.perf_counter() - began
         for name, skewed in (("uniform", False), ("skewed", True)):
             weights = weights_of(count, skewed)
