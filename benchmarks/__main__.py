@@ -17,7 +17,7 @@ from benchmarks.measuring import machine
 from benchmarks.plots import Bar, draw_bars, draw_steps
 
 HERE = Path(__file__).parent
-_LONG = ("benchmark", "machine", "rows")
+_LONG = ("benchmark", "machine", "rows", "real_rows", "real_workers")
 """Not shown in a report's table."""
 
 
@@ -46,6 +46,8 @@ class Benchmark:
     """The figure that the bar is a share of in the plot; none where the bar is in the plot's unit."""
     steps: str = ""
     """Title of a second plot: the figure `rows`, step by step; none where it is empty."""
+    more_steps: tuple[tuple[str, str, str], ...] = ()
+    """Of each further plot of that kind: its title, its unit, and the figure that it shows."""
 
     def passed(self, figures: dict[str, Any]) -> bool:
         """Tell whether the bar is reached."""
@@ -269,10 +271,12 @@ BENCHMARKS = (
     ),
     Benchmark(
         "scaling",
-        what="what a trainer waits for while a curriculum goes from text to images and back over 200 steps, on a "
-        "simulated clock with 64 CPUs: workers from `partition`, then `decide` in every interval, at no more memory",
-        against="two workers for each of 31 sources; also: all sized for the slowest source, and the partition alone",
-        figure="online_over_fixed_stall",
+        what="what a trainer waits for while a curriculum goes from text to images and back over 200 steps, with "
+        "workers from `partition`, then `decide` in every interval, at no more memory; simulated with 64 CPUs, "
+        "and in a real run with sources that wait; the figure is the worse of the two",
+        against="the same workers for each source (two for each of 31, three for each of 12); also: all sized for the "
+        "slowest source, and the partition alone",
+        figure="worst_online_over_fixed_stall",
         bar="bar",
         at_least=False,
         unit="×",
@@ -283,10 +287,35 @@ BENCHMARKS = (
             ("auto-partition", "stall_s_partition", ""),
             ("auto-partition + online", "stall_s_online", ""),
             ("sized for the slowest", "stall_s_slowest", ""),
+            ("real: fixed, equal", "real_stall_s_fixed", ""),
+            ("real: auto-partition", "real_stall_s_partition", ""),
+            ("real: auto-partition + online", "real_stall_s_online", ""),
+            ("real: sized for the slowest", "real_stall_s_slowest", ""),
         ),
-        quick=("--steps", "40"),
+        quick=("--quick",),
         limit_of="stall_s_fixed",
-        steps="Wait for each step",
+        steps="Wait for each step, on the simulated clock",
+        more_steps=(
+            ("Wait for each step, real run", "ms, logarithmic", "real_rows"),
+            ("Workers of each kind of source, real run with online scaling", "workers, logarithmic", "real_workers"),
+        ),
+    ),
+    Benchmark(
+        "sizing",
+        what="feed rate of 306 sources whose costs spread over three orders of magnitude, predicted by `partition` "
+        "from a profile of a few samples; the figure is how far it is off, as a factor, in the worse of two mixtures",
+        against="samples/s of a launch with those workers, taken from as fast as it goes",
+        figure="off_by",
+        bar="bar",
+        at_least=False,
+        unit="×",
+        plot_title="Predicted over measured feed rate",
+        plot_unit="×",
+        plotted=(
+            ("all sources alike", "predicted_over_measured_uniform", ""),
+            ("skewed weights", "predicted_over_measured_skewed", ""),
+        ),
+        quick=("--quick",),
     ),
     Benchmark(
         "chaos",
@@ -361,10 +390,11 @@ def write_report(out: Path, found: dict[str, dict[str, Any] | None], quick: bool
             continue
         (plots / f"{benchmark.name}.svg").write_text(benchmark.plot(figures), encoding="utf-8")
         lines += ["", f"![{benchmark.plot_title}](plots/{benchmark.name}.svg)"]
-        if benchmark.steps:
-            drawn = draw_steps(benchmark.steps, "ms, logarithmic", figures["rows"])
-            (plots / f"{benchmark.name}-steps.svg").write_text(drawn, encoding="utf-8")
-            lines += ["", f"![{benchmark.steps}](plots/{benchmark.name}-steps.svg)"]
+        shown = (((benchmark.steps, "ms, logarithmic", "rows"),) if benchmark.steps else ()) + benchmark.more_steps
+        for title, unit, key in shown:
+            name = f"{benchmark.name}-{'steps' if key == 'rows' else key.replace('_', '-')}.svg"
+            (plots / name).write_text(draw_steps(title, unit, figures[key]), encoding="utf-8")
+            lines += ["", f"![{title}](plots/{name})"]
         lines += ["", "| figure | value |", "|---|---|"]
         lines += [f"| {key} | {_value(figures[key])} |" for key in figures if key not in _LONG]
     report = out / "REPORT.md"

@@ -169,3 +169,51 @@ def test_leaf_work_is_shared_and_what_fails_there_is_raised() -> None:
         workers.map(fails, range(3))
     lanes.close()
     assert workers.map(str, range(3)) == ["0", "1", "2"]
+
+
+def test_what_is_due_first_goes_first_and_what_is_waited_for_before_that() -> None:
+    lanes, gate, done = ThreadLanes(1, "test"), threading.Event(), list[str]()
+    lanes.submit(lambda: (gate.wait(5.0), None)[1])
+    calls = {name: lanes.submit(lambda name=name: done.append(name), due) for name, due in
+             (("late", 9.0), ("soon", 2.0), ("latest", 20.0), ("now", 0.0), ("as soon", 2.0))}  # fmt: skip
+    lanes.hurry(calls["latest"])
+    lanes.hurry(calls["latest"])
+    gate.set()
+    calls["late"].result(5.0)
+    lanes.close()
+    assert done == ["now", "latest", "soon", "as soon", "late"]
+
+
+def test_lanes_that_close_leave_nobody_waiting() -> None:
+    lanes, gate = ThreadLanes(1, "test"), threading.Event()
+    first = lanes.submit(lambda: (gate.wait(5.0), None)[1])
+    behind = lanes.submit(lambda: None)
+    threading.Timer(0.1, gate.set).start()
+    lanes.close()
+    assert first.done() and behind.cancelled()
+    lanes.hurry(behind)
+    assert lanes.submit(lambda: None) is None
+
+
+def test_a_source_that_is_waited_for_does_not_stand_behind_those_that_read_ahead(tmp_path: Path) -> None:
+    hands = Hands.of_threads(2, 1)
+    try:
+        for _ in range(300):  # far ahead: due in an hour
+            hands.lanes.submit(lambda: time.sleep(0.05), time.perf_counter() + 3600)
+        fleet = fleet_of(tmp_path, Slow(0.001), hands, 2)
+        began = time.perf_counter()
+        assert len(walk(fleet, 200)) == 200
+        assert time.perf_counter() - began < 5.0  # all that is queued takes 15 s
+    finally:
+        hands.close()
+
+
+def test_workers_are_called_for_work_and_not_for_nothing(tmp_path: Path, hands, monkeypatch) -> None:
+    calls, submit = [], hands.lanes.submit
+    monkeypatch.setattr(hands.lanes, "submit", lambda work, due=0.0: (calls.append(due), submit(work, due))[1])
+    slow = Slow(0.004)
+    fleet = fleet_of(tmp_path, slow, hands, 8)
+    walk(fleet, 400)
+    assert slow.most == 8
+    # A call for each stretch, of which none is longer than 0.1 s, for each of the groups, and some for nothing.
+    assert len(calls) < slow.calls

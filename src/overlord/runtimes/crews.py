@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -66,6 +67,27 @@ class _Task:
     stop: int
 
 
+@dataclass(slots=True)
+class _Pace:
+    """How requests come: how large, and how often."""
+
+    rows: int = 0
+    """Of a request."""
+    at: float = 0.0
+    """When the last one came."""
+    every_s: float = 0.0
+    """Seconds between two."""
+
+    def asked(self, count: int, now: float) -> None:
+        """Count a request."""
+        self.every_s += (now - self.at - self.every_s) / 4 if self.at else 0.0
+        self.rows, self.at = max(count, 7 * self.rows // 8), now
+
+    def due(self, ahead: int) -> float:
+        """Return when so many rows are used up, if requests go on as they came."""
+        return self.at + self.every_s * ahead / max(self.rows, 1)
+
+
 class Crew:
     """One SourceLoader with its workers, safe to be asked from several threads.
 
@@ -94,7 +116,9 @@ class Crew:
         self._scouting = self._spoiled = self._resting = False
         self._position: Cursor | None = None
         self._part = WHOLE
-        self._asked_rows = 0
+        self._pace = _Pace()
+        self._calling = False  # a worker was called that has not come yet; it calls the next one when it has its work
+        self._called: Future[None] | None = None
         self._end_of: int | None = None
         """The epoch in which there is no further group to work on."""
         self._reach: list[_Reach] = []
@@ -135,13 +159,14 @@ class Crew:
     def summary_buffer(self, request: MetaRequest) -> MetaDelta:
         """Tell what is known of some samples; waits until the workers have them."""
         began = time.perf_counter()
+        with self._changed:
+            self._pace.asked(request.count, began)
         try:
             while True:
                 with self._changed:
                     self._resting = False
                     if self._lanes is None:
                         return self._asked(request)
-                    self._asked_rows = max(request.count, 7 * self._asked_rows // 8)
                     cursor, group = self.loader.wake(request.cursor)
                     stop = min(cursor.offset + request.count, group.num_rows)
                     at = self.loader.missing(cursor, stop)
@@ -149,6 +174,9 @@ class Crew:
                         return self._asked(request)
                     self._move_to(Cursor(cursor.epoch, cursor.group, at))
                     if self._comes(cursor[:2], at):
+                        if self._calling and self._called is not None:
+                            self._lanes.hurry(self._called)  # before workers of sources that nobody waits for
+                            self._called = None
                         self._changed.wait(STRETCH_S)
                         continue
                     task = self._take(cursor[:2], group, at, stop)
@@ -219,13 +247,15 @@ class Crew:
         self._kick()
 
     def _kick(self) -> None:
-        """Call as many workers as there is room for."""
-        while self._lanes is not None and self._running < self._wanted and self._has_work():
-            self._running += 1
-            if self._lanes.submit(self._work) is None:
-                self._running -= 1
-                self._lanes = None  # the host is closing: whoever asks works
-                return
+        """Call a worker, if there is room for one and nobody is called already."""
+        if self._lanes is None or self._calling or self._running >= self._wanted or not self._has_work():
+            return
+        self._running += 1
+        self._calling = True
+        self._called = self._lanes.submit(self._work, self._pace.due(self._rows_ahead()))
+        if self._called is None:
+            self._running -= 1
+            self._lanes = None  # the host is closing: whoever asks works
 
     def _work(self) -> None:
         """Do one stretch, or look for the next group; then give way to the workers of other sources."""
@@ -233,6 +263,8 @@ class Crew:
             task = self._next() if self._running <= self._wanted else None
             scouts = task is None and self._running <= self._wanted and self._may_scout()
             self._scouting |= scouts
+            self._calling = False
+            self._kick()
         try:
             if task is not None:
                 self._do(task)
@@ -321,7 +353,9 @@ class Crew:
     def _has_work(self) -> bool:
         if self._position is None or self._spoiled:
             return False
-        if self._rows_ahead() >= max(REQUESTS_AHEAD * self._asked_rows, 2 * FEW_ROWS * self._wanted):
+        if self._rows_ahead() >= max(
+            REQUESTS_AHEAD * self._pace.rows, self._wanted * _least_ahead(self.prepared, self.busy_s)
+        ):
             return False
         room = self.loader.ahead_bytes(self._position) < self._wanted * WORKER_BYTES
         return room and (self._next_place() is not None or self._may_scout())
@@ -373,3 +407,9 @@ class Crew:
             return False
         reached = next((one for one in self._reach if one.key == key), None)
         return self._running > 0 and self._lanes is not None and (reached is None or reached.next <= at)
+
+
+def _least_ahead(prepared: int, busy_s: float) -> int:
+    """Return how many rows a worker has ahead at least, whatever is asked for: few, where they are slow."""
+    rows = 2 * FEW_ROWS if prepared < FEW_ROWS else int(8 * STRETCH_S * prepared / max(busy_s, 1e-9))
+    return max(4, min(2 * FEW_ROWS, rows))

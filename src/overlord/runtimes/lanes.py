@@ -1,7 +1,13 @@
-"""What the workers of a host's sources run on: a pool of threads that they share, or the caller."""
+"""What the workers of a host's sources run on: a pool of threads that they share, or the caller.
+
+Where there are more workers than threads, work that is due first goes first: a source that is nearly used up does not
+wait behind hundreds that have read far ahead.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 import time
 from collections import deque
@@ -15,8 +21,17 @@ T = TypeVar("T")
 class Lanes(Protocol):
     """What workers run on."""
 
-    def submit(self, work: Callable[[], None]) -> Future[None] | None:
-        """Run something beside the caller; None where that is not possible any more."""
+    def submit(self, work: Callable[[], None], due: float = 0.0) -> Future[None] | None:
+        """Run something beside the caller; None where that is not possible any more.
+
+        Args:
+            work: What is to be done.
+            due: When somebody needs it, by `time.perf_counter`; 0 where somebody waits for it now.
+        """
+        ...
+
+    def hurry(self, waited_for: Future[None]) -> None:
+        """Somebody waits now for what was submitted: it goes before all that nobody waits for."""
         ...
 
 
@@ -27,18 +42,56 @@ class ThreadLanes:
         self.most = most
         self._pool = ThreadPoolExecutor(most, thread_name_prefix=name)
         self._closed = False
+        self._lock = threading.Lock()
+        self._count = itertools.count()
+        self._waiting: list[tuple[float, int, Callable[[], None], Future[None]]] = []
+        """A heap: (due, number of the call, work, what tells of it); what is hurried is in it twice."""
 
-    def submit(self, work: Callable[[], None]) -> Future[None] | None:
-        """Run something in a thread."""
+    def submit(self, work: Callable[[], None], due: float = 0.0) -> Future[None] | None:
+        """Run something in a thread, behind what is due earlier."""
+        done: Future[None] = Future()
+        return done if self._add(work, due, done) else None
+
+    def hurry(self, waited_for: Future[None]) -> None:
+        """Let something go before all that nobody waits for, if it does not run yet."""
+        with self._lock:
+            work = next((one[2] for one in self._waiting if one[3] is waited_for and one[0] > 0), None)
+        if work is not None and not waited_for.running():
+            self._add(work, 0.0, waited_for)
+
+    def _add(self, work: Callable[[], None], due: float, done: Future[None]) -> bool:
+        with self._lock:
+            heapq.heappush(self._waiting, (due, next(self._count), work, done))
         try:
-            return None if self._closed else self._pool.submit(work)
+            if not self._closed:
+                self._pool.submit(self._first)
+                return True
         except RuntimeError:  # it was closed a moment ago
-            return None
+            pass
+        done.cancel()
+        return False
+
+    def _first(self) -> None:
+        """Do what is due first: there are as many calls of this as things that wait."""
+        with self._lock:
+            _, _, work, done = heapq.heappop(self._waiting)
+            begun = done.running() or done.done()
+            if begun or not done.set_running_or_notify_cancel():
+                return
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     def close(self) -> None:
         """End the threads when they have done what they are doing."""
         self._closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            for _, _, _, done in self._waiting:
+                done.cancel()
 
 
 class CallerLanes:
@@ -48,8 +101,8 @@ class CallerLanes:
         self._waiting: deque[Callable[[], None]] = deque()
         self._running = False
 
-    def submit(self, work: Callable[[], None]) -> Future[None] | None:
-        """Run something now, or behind what runs."""
+    def submit(self, work: Callable[[], None], due: float = 0.0) -> Future[None] | None:
+        """Run something now, or behind what runs, whenever it is due."""
         self._waiting.append(work)
         done: Future[None] = Future()
         done.set_result(None)
@@ -61,6 +114,9 @@ class CallerLanes:
             finally:
                 self._running = False
         return done
+
+    def hurry(self, waited_for: Future[None]) -> None:
+        """Do nothing: it has run."""
 
     def close(self) -> None:
         """Nothing runs here by itself."""

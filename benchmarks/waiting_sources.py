@@ -1,0 +1,58 @@
+"""Sources whose samples wait, as remote reads do: workers bound what they cost, and not this machine's cores."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import overlord as ol
+from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.profiling import profile_job
+from overlord.scaling.costs import SourceCost
+
+
+def waiting_source(folder: Path, name: str, seconds: float, tokens: int, rows: int) -> ol.Source:
+    """Write a file of rows, and return the source that waits for each of them.
+
+    Args:
+        folder: Where the file goes.
+        name: Of the source.
+        seconds: What a sample waits for on average; single ones for a fifth less up to a fifth more.
+        tokens: Of a sample, on average.
+        rows: Of the file.
+    """
+    path = folder / f"{name}.jsonl"
+    luck = np.random.default_rng(len(name) + 1000 * rows)
+    lengths = luck.integers(max(tokens // 2, 1), 3 * tokens // 2 + 1, rows).tolist()
+    pauses = (seconds * luck.uniform(0.8, 1.2, rows)).round(6).tolist()
+    lines = [json.dumps({"ids": [7] * n, "pause": pause}) for n, pause in zip(lengths, pauses, strict=True)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    sample = ol.Custom(_waiting(), columns=["ids", "pause"], process=False, name="waits", code_digest="waits")
+    return ol.Source(name, str(path), sample=sample, shuffle_bytes=1 << 20)
+
+
+def _waiting() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def wait(row: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(row["pause"])
+        return {"tokens": row["ids"]}
+
+    return wait
+
+
+def measured_costs(job: ol.Job, cache: str, samples: int, seconds: float) -> list[SourceCost]:
+    """Return what the sources cost, as `overlord profile` measures it."""
+    options = LaunchOptions(mesh=ol.ClientPlaceTree(), cache=cache)
+    found = profile_job(job, options, when="2030-01-01T00:00:00+00:00", samples=samples, seconds=seconds)
+    if found.failed:
+        raise RuntimeError(f"sources were not measured: {dict(found.failed)}")
+    return [found.profile.cost(name) for name in job.names]
+
+
+def by_name(costs: Sequence[SourceCost], counts: Sequence[int]) -> dict[str, int]:
+    """Return counts of workers as a launch takes them."""
+    return {cost.name: count for cost, count in zip(costs, counts, strict=True)}
