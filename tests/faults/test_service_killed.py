@@ -63,7 +63,9 @@ def all_ranks(service: ol.Service, ranks: int, steps: int, each: Any = train_slo
     return futures
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["kill", "stop"]
+)
 def test_the_stream_goes_on(ids_job, cache, how):
     steps, ranks = 60, 2
     expected = undisturbed(ids_job, cache, ranks, steps)

@@ -54,6 +54,7 @@ def rank_main(rank: int, world: int, folder: str, job: ol.Job, cache: str) -> No
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_save_and_four_go_on(ids_job, cache, tmp_path):
     found: dict[int, list[Any]] = {}
     for world in (2, 4):

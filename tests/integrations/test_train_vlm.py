@@ -151,11 +151,13 @@ def test_one_process_learns_from_text_and_images(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "runtime"), MESHES)
+@pytest.mark.slow
 def test_eight_ranks_train_as_one_process_does(mesh: str, runtime: str, runs: Runs, request: Request) -> None:
     assert_same_training(runs.train(mesh, where(runtime, request)), runs.train("dp=1"))
 
 
 @pytest.mark.parametrize(("before", "after", "runtime"), RESUMES)
+@pytest.mark.slow
 def test_a_checkpoint_is_resumed_on_another_mesh(
     before: str, after: str, runtime: str, runs: Runs, request: Request
 ) -> None:

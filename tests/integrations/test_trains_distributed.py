@@ -213,6 +213,7 @@ def one_by_one(demo_files, cache):
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.slow
 def test_ranks_train_as_one_process_does(name, trained, one_by_one):
     folder, spread = trained
     split = SCENARIOS[name].strategy.get("split", False)

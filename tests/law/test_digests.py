@@ -30,7 +30,7 @@ def reference(mixed_job, cache):
         {"runtime": "local", "prefetch": 8, "threads": 4, "loaders_per_source": 2},
         pytest.param({"runtime": "ray", "prefetch": 1, "threads": 1}, marks=[pytest.mark.ray, pytest.mark.slow]),
         pytest.param({"runtime": "ray", "loader_hosts": 3, "loaders_per_source": 2}, marks=pytest.mark.ray),
-        pytest.param({"runtime": "ray", "ranks_per_host": 2, "prefetch": 4}, marks=pytest.mark.ray),
+        pytest.param({"runtime": "ray", "ranks_per_host": 2, "prefetch": 4}, marks=[pytest.mark.ray, pytest.mark.slow]),
         pytest.param({"runtime": "ray", "loader_hosts": "per_source"}, marks=[pytest.mark.ray, pytest.mark.slow]),
     ],
     ids=str,
@@ -73,7 +73,7 @@ print(stream_digests(job, mesh=ol.ClientPlaceTree(dp=2, cp=2), steps=50, cache=s
 """
 
 
-@pytest.mark.parametrize("hash_seed", ["0", "1"])
+@pytest.mark.parametrize("hash_seed", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_python_hash_seed_changes_nothing(demo_files, cache, reference, hash_seed):
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(

@@ -37,6 +37,7 @@ SLOW = pytest.mark.slow_on_ray
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("dp=1", marks=SLOW), pytest.param("dp=4", marks=SLOW), "dp=3,cp=2"])
+@pytest.mark.slow_on_ray
 def test_one_epoch_delivers_every_sample_once(tmp_path, cache, where, mesh):
     spread = {"a": [[5, 70, 33], [1, 2, 3, 64]], "b": [list(range(1, 40))], "c": [[9] * 25]}
     sources, lengths = _corpus(tmp_path, spread)

@@ -27,6 +27,7 @@ def test_resumes_before_every_step_of_a_finite_stream(ids_job, cache, stopping, 
 
 @pytest.mark.slow_on_ray
 @pytest.mark.parametrize("where", ["local", pytest.param("ray", marks=pytest.mark.ray)], indirect=True)
+@pytest.mark.slow
 def test_resumes_before_every_step_in_a_fresh_service_process(ids_job, cache, where):
     steps = 3 if where["runtime"] == "ray" else 5
     assert_resumes_anywhere(ids_job, steps=steps, mesh=ol.ClientPlaceTree(dp=2), **where, cache=cache)

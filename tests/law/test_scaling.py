@@ -175,6 +175,7 @@ def test_the_stream_is_the_same_with_scaling_and_resumes(slow, cache, expected, 
         assert train(service, 30).steps == expected.steps[30:60]
 
 
+@pytest.mark.slow
 def test_hosts_are_woken_and_end_when_nobody_needs_them(slow, cache, expected):
     with ol.launch(slow, mesh=MESH, **PROCESSES, **SCALED, cache=cache) as service:
         before = {child.pid for child in psutil.Process(service.pid).children(recursive=True)}

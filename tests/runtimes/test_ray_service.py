@@ -190,7 +190,8 @@ def running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("signum", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.slow
 def test_a_loader_host_that_is_gone_or_silent_has_a_shadow(ids_job, cache, ray_address, signum):
     expected = stream_digests(ids_job, steps=30, cache=cache)
     options = {"runtime": "ray", "address": ray_address, "threads": 1, "shadows": True, "heartbeat": 2.0}

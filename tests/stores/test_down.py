@@ -15,7 +15,7 @@ from overlord.errors import Fenced
 from overlord.runtimes.deployment import LaunchOptions, deploy
 from overlord.runtimes.planner_host import STORE_DOWN, HostNews, PlannerHost, Waiting
 from overlord.runtimes.status import describe_roles
-from overlord.runtimes.workers import SerialWorkers
+from overlord.runtimes.workers import Hands
 from overlord.stores.owners import claim
 from overlord.stores.places import LocalPlace, open_place
 from overlord.stores.store import newest_lineage
@@ -33,8 +33,7 @@ class Host:
 
     def __init__(self, job, store, cache, **more):
         options = LaunchOptions(**{"mesh": ol.ClientPlaceTree()} | more, cache=cache, store=str(store), service="it")
-        workers = SerialWorkers()
-        self.roles = deploy(job, options, str(store), workers, workers)
+        self.roles = deploy(job, options, str(store), Hands.of_caller())
         picture = lambda positions, size: describe_roles(self.roles, "test", positions, size)  # noqa: E731
         self.host = PlannerHost(self.roles.planner, picture, self.roles.fleet, keep=options.keep)
 

@@ -30,6 +30,9 @@ from overlord.scaling.dealing import Deal, deal
 
 logger = logging.getLogger("overlord")
 
+ROOMY = 0.75
+"""A host that was woken ends when the workers of all fill the others no more than so far."""
+
 Sizes = Mapping[int, tuple[int, Part]]
 """Of some sources how many workers a host has, and which of the groups they prepare."""
 
@@ -108,7 +111,7 @@ class HostChanges:
                 left = [source for source in now.sources_of(host) if source not in wanted.sources_of(host)]
                 met = self._ask(host, "resize", sizes_to_json(self._sizes.get(host, {}), left))["met"]
                 self._pass_on(met, wanted)
-            for host in dealt.drained:
+            for host in self._awake():
                 if host in self._spares and not wanted.sources_of(host) and not wanted.shadows_of(host):
                     self._put_to_sleep(host)
 
@@ -127,7 +130,13 @@ class HostChanges:
         for source, count in fixed.items():
             hosts[now.primary[source][0]] = max(0, hosts.get(now.primary[source][0], 0) - count)
         free = [0 if source in fixed else count for source, count in enumerate(workers)]
-        return deal(free, now.primary, hosts, self._per_host, loads=loads)
+        dealt = deal(free, now.primary, hosts, self._per_host, loads=loads)
+        for spare in sorted(self._spares & set(hosts), reverse=True):  # whoever came last goes first
+            fewer = {host: room for host, room in hosts.items() if host != spare}
+            if not dealt.further and sum(free) <= ROOMY * sum(fewer.values()):
+                smaller = deal(free, now.primary, fewer, self._per_host, loads=loads)
+                dealt, hosts = (smaller, fewer) if not smaller.further else (dealt, hosts)
+        return dealt
 
     def _pass_on(self, met: Mapping[str, Any], wanted: Assignment) -> None:
         """Let somebody count on what was met of sources by a host that has left them."""

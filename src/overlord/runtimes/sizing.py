@@ -52,7 +52,8 @@ def sizing_of(job: Job, loaders: object, scaling: object, budget: object, profil
 
     Example:
         >>> from overlord.core.specs import Batch, Source, Text
-        >>> job = Job(sources=[Source("web", "web.jsonl", sample=Text("text", tokenized=True))], batch=Batch(8, 4))
+        >>> web = Source("web", "web.jsonl", sample=Text("text", tokenized=True))
+        >>> job = Job(sources=[web], batch=Batch(8, global_samples=4))
         >>> sizing_of(job, {"web": 4}, False, Budget(cpus=16), None).workers
         {'web': 4}
     """
