@@ -20,7 +20,7 @@ from benchmarks.measuring import arguments, publish
 from overlord.runtimes.deployment import LaunchOptions, deploy
 from overlord.runtimes.planner_host import HostNews, PlannerHost
 from overlord.runtimes.status import describe_roles
-from overlord.runtimes.workers import SerialWorkers
+from overlord.runtimes.workers import Hands
 from overlord.stores.journal import encode
 
 SOURCES, RANKS = 306, 256
@@ -46,9 +46,8 @@ class Hosted:
     def __init__(self, job: ol.Job, folder: Path, name: str, mesh: ol.ClientPlaceTree | None = None) -> None:
         tree = mesh or ol.ClientPlaceTree()
         options = LaunchOptions(mesh=tree, cache=str(folder / "cache"), store=str(folder / name), service=name)
-        workers = SerialWorkers()
         self.folder = folder / name
-        self.roles = deploy(job, options, str(self.folder), workers, workers)
+        self.roles = deploy(job, options, str(self.folder), Hands.of_caller())
         self.host = PlannerHost(
             self.roles.planner,
             lambda positions, size: describe_roles(self.roles, "benchmark", positions, size),
