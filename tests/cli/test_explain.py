@@ -262,6 +262,7 @@ def test_a_strategy_of_your_own_is_explained(ids_job: ol.Job, tmp_path: Path) ->
     assert axis(found, "ranks")["after"] < axis(found, "ranks")["before"]
 
 
+@pytest.mark.slow
 def test_hundreds_of_sources_are_quick(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for number in range(300):

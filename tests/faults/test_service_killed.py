@@ -324,6 +324,7 @@ def test_a_folder_that_goes_ends_the_wait(ids_job, cache, caplog, monkeypatch):
     assert "rank 0 (step, at step" in caplog.text and "waits for the service at" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_service_that_comes_back_late_does_not_look_for_its_first_steps(ids_job, cache):
     """Its first step is not kept any more, and nobody needs it; nor does one who asks for it stop the others."""
     with ol.launch(ids_job, cache=cache, keep=16) as service, service.client() as client:

@@ -138,6 +138,7 @@ def assert_same_training(run: Run, one: Run, first: int = 0) -> None:
         assert off < 1e-3, name
 
 
+@pytest.mark.slow
 def test_one_process_learns_from_text_and_images(runs: Runs) -> None:
     one = runs.train("dp=1")
     assert sorted(one.steps) == list(range(STEPS))

@@ -213,6 +213,7 @@ def change(newcomer: ol.Source):
 @pytest.mark.parametrize(
     "runs", [pytest.param({"runtime": "local"}, marks=pytest.mark.slow), PROCESSES], ids=["local", "processes"]
 )
+@pytest.mark.slow
 def test_sources_come_and_go_while_workers_do(quick, slow, cache, tmp_path, runs):
     for number in range(4):
         write_ids(tmp_path / "new" / f"{number}.jsonl", [9] * 60, 1000 * number)

@@ -174,7 +174,11 @@ def wait_removed(address: str) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], ids=["Ctrl-C", "SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL, signal.SIGTERM],
+    ids=["Ctrl-C", "SIGKILL", "SIGTERM"],
+)
 def test_launcher_is_stopped(ids_job, cache, nothing_left, how):
     launcher, address, pid = started_launcher(ids_job, cache)
     launcher.send_signal(how)

@@ -38,6 +38,7 @@ def trainer(address: str, rank: int, steps: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_trainers_of_one_data_parallel_group_on_two_nodes(mixed_job, cache, ray_address):
     tree, steps = ol.ClientPlaceTree(dp=1, cp=2, tp=2), 6
     expected = []
