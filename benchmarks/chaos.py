@@ -7,6 +7,7 @@ rank gets, step by step, is compared with an inline run without faults. What was
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -31,19 +32,20 @@ HEARTBEAT_S = 2.0
 class Trouble(threading.Thread):
     """Makes faults until there are enough."""
 
-    def __init__(self, service: ol.Service, count: int, seed: int) -> None:
+    def __init__(self, service: ol.Service, count: int, seed: int, most_s: float) -> None:
         super().__init__(daemon=True)
         self._service = service
         self._luck = random.Random(seed)
         self._count = count
+        self._until = time.monotonic() + most_s
         self.made: Counter[str] = Counter()
         self.failed: BaseException | None = None
 
     def run(self) -> None:
         """Make them."""
         try:
-            while self.made.total() < self._count:
-                time.sleep(self._luck.uniform(0.05, 0.9))
+            while self.made.total() < self._count and time.monotonic() < self._until:
+                time.sleep(self._luck.uniform(0.02, 0.4))
                 self._strike()
         except BaseException as error:  # seen by whoever waits for this thread
             self.failed = error
@@ -65,7 +67,8 @@ class Trouble(threading.Thread):
                 continue  # it went before
             if kind == "pause":
                 time.sleep(self._luck.uniform(0.05, HEARTBEAT_S / 4))
-                os.kill(pid, signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):  # it was taken for dead meanwhile
+                    os.kill(pid, signal.SIGCONT)
             self.made[kind] += 1
 
 
@@ -81,6 +84,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--pace", type=float, default=0.2, help="seconds of one training step")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=20.0, help="no fault is made after so long")
     parser.add_argument("--quick", action="store_true", help="only see that it works")
     options = parser.parse_args()
     count = 4 if options.quick else options.faults
@@ -94,7 +98,7 @@ def main() -> None:
             job, runtime="ray", threads=1, loader_hosts=4, shadows=True, heartbeat=HEARTBEAT_S, **launched
         ) as service:
             clients = [service.client(rank) for rank in range(MESH.world_size)]
-            trouble = Trouble(service, count, options.seed)
+            trouble = Trouble(service, count, options.seed, 60 * options.minutes)
             trouble.start()
             while trouble.is_alive() or len(found) < 10:
                 since = time.perf_counter()
