@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import signal
@@ -19,22 +18,14 @@ import overlord as ol
 from overlord.testing import Fault, FaultScript, StreamDigests, digest_service, launch_for_faults, stream_digests
 from tests.conftest import write_ids
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 MESH = ol.ClientPlaceTree(dp=2)
 STEPS = 10
 WORKERS = 32
 """Of two loader hosts that are up at first, and two that sleep."""
 SPLIT = {2: [12, 1, 8], 3: [3, 1, 20], 4: [20, 0, 8], 5: [1, 1, 1], 7: [8, 8, 12], 8: [1, 12, 1]}
 """Workers at some steps: sources are split over hosts and moved, hosts are woken and put to sleep."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    """What goes wrong here is told a thousand times."""
-    logger = logging.getLogger("overlord")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from contextlib import ExitStack
 
@@ -30,22 +29,14 @@ from overlord.testing import (
 from overlord.testing.digests import Trainers
 from tests.conftest import write_ids
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 MESH = ol.ClientPlaceTree(dp=2)
 STEPS = 8
 HOSTS = 4
 """Loader hosts of a random schedule; two of them sleep at first."""
 WORKERS = 8 * HOSTS
 """What all of them have room for."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    """What goes wrong here is told a thousand times."""
-    logger = logging.getLogger("overlord")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(before)
 
 
 @pytest.fixture(scope="module")

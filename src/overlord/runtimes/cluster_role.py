@@ -99,6 +99,14 @@ class ClusterRole:
             prepared = prepare_newcomer(prepared, Source.from_mapping(added["source"]))
         return prepared
 
+    def _learn_source(self, frame: Frame) -> bool:
+        """Learn that a source comes; return whether nobody had told so before."""
+        source = Source.from_mapping(open_frame(frame)[0]["source"])
+        if source.name in self._prepared.job.names:
+            return False
+        self._prepared = prepare_newcomer(self._prepared, source)
+        return True
+
     def work_beside(self) -> None:
         """Do what threads do elsewhere: called between two messages where there are none."""
 

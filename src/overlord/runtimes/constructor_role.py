@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from overlord.core.specs import Source
 from overlord.runtimes.cluster_placement import ranks_of_host
 from overlord.runtimes.cluster_role import ClusterRole
 from overlord.runtimes.constructor_host import ConstructorHost
@@ -15,7 +14,7 @@ from overlord.runtimes.frames import (
     frame_of,
     open_frame,
 )
-from overlord.runtimes.newcomers import prepare_newcomer, without_newcomer
+from overlord.runtimes.newcomers import without_newcomer
 from overlord.runtimes.peers import RemoteLoaders, RemotePlanner
 
 
@@ -46,9 +45,7 @@ class ConstructorRole(ClusterRole):
 
     def add_source(self, frame: Frame) -> Frame:
         """Learn of a source that comes: how its media are decoded."""
-        source = Source.from_mapping(open_frame(frame)[0]["source"])
-        if source.name not in self._prepared.job.names:  # else it was told before
-            self._prepared = prepare_newcomer(self._prepared, source)
+        if self._learn_source(frame):
             self._constructor.add_source(self._prepared.transforms[-1].decoder)
         return frame_of({})
 

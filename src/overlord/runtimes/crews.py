@@ -135,11 +135,6 @@ class Crew:
         """Samples measured."""
         self._tell_loader()
 
-    @property
-    def workers(self) -> int:
-        """How many workers there are to be."""
-        return self._wanted
-
     def resize(self, workers: int, part: Part | None = None) -> None:
         """Change the number of workers, and which groups they work on ahead."""
         with self._changed:

@@ -24,7 +24,7 @@ from overlord.roles.recovery import NOBODY, Assignment
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.engine import Engine, Incarnation
 from overlord.runtimes.frames import frame_of, open_frame
-from overlord.runtimes.peers import ADDED, loader_name
+from overlord.runtimes.peers import add_up, loader_name
 from overlord.runtimes.switchboard import Switchboard
 from overlord.scaling.dealing import Deal, deal
 
@@ -79,9 +79,7 @@ class HostChanges:
         for host in self._awake():
             answer = self._board.ask(loader_name(host), "workload", frame_of({})).get()
             for source, one in (open_frame(answer)[0]["sources"] if answer is not None else {}).items():
-                known = found.setdefault(int(source), one)
-                if known is not one:
-                    known |= {key: known[key] + one[key] for key in one if key in ADDED}
+                add_up(found, int(source), one)
         return found
 
     def resize(self, workers: Sequence[int], loads: Sequence[float]) -> None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.spec_model import is_whole
-from overlord.core.specs import Job, Source
+from overlord.core.specs import Job
 from overlord.errors import ClosedError, OverlordError, ReportMissing, ServiceLost
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
@@ -32,7 +32,6 @@ from overlord.runtimes.deployment import LaunchOptions, check_launch, make_const
 from overlord.runtimes.frames import Frame, frame_of, open_frame
 from overlord.runtimes.inline_engine import InlineEngine, InlinePeer
 from overlord.runtimes.inline_messages import Clock, Gone, Weather
-from overlord.runtimes.newcomers import prepare_newcomer
 from overlord.runtimes.numbering import canonical
 from overlord.runtimes.owner_asks import OwnerAsks
 from overlord.runtimes.peers import RemoteLoaders, RemotePlanner
@@ -72,9 +71,7 @@ class InlineConstructor(ClusterRole):
 
     def add_source(self, frame: Frame) -> Frame:
         """Learn of a source that comes: how its media are decoded."""
-        source = Source.from_mapping(open_frame(frame)[0]["source"])
-        if source.name not in self._prepared.job.names:  # else it was told before
-            self._prepared = prepare_newcomer(self._prepared, source)
+        if self._learn_source(frame):
             self._constructor.add_source(self._prepared.transforms[-1].decoder)
         return frame_of({})
 

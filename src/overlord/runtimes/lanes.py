@@ -39,7 +39,6 @@ class ThreadLanes:
     """A pool of threads for the workers of all sources of a host."""
 
     def __init__(self, most: int, name: str) -> None:
-        self.most = most
         self._pool = ThreadPoolExecutor(most, thread_name_prefix=name)
         self._closed = False
         self._lock = threading.Lock()

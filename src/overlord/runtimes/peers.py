@@ -270,9 +270,7 @@ class RemoteLoaders:
         found: dict[int, dict[str, Any]] = {}
         for answer in self._ask_all("status", self._all_parts(), _sources_of):
             for source, one in open_frame(answer)[0]["sources"].items():
-                known = found.setdefault(int(source), one)
-                if known is not one:
-                    known |= {key: known[key] + one[key] for key in ADDED}
+                add_up(found, int(source), one)
         return dict(sorted(found.items()))
 
     def snapshot(self) -> dict[str, Any]:
@@ -320,6 +318,20 @@ class RemoteVerdicts:
     def reason(self, source: str, row: int) -> str:
         """Return why a row was given up."""
         return self._given_up[source][row].reason
+
+
+def add_up(found: dict[int, dict[str, Any]], source: int, one: dict[str, Any]) -> None:
+    """Add what one of a source's hosts tells to what the others told.
+
+    Example:
+        >>> found = {3: {"workers": 2, "format": "jsonl"}}
+        >>> add_up(found, 3, {"workers": 1, "format": "jsonl"})
+        >>> found
+        {3: {'workers': 3, 'format': 'jsonl'}}
+    """
+    known = found.setdefault(source, one)
+    if known is not one:
+        known |= {key: known[key] + one[key] for key in one if key in ADDED}
 
 
 def _sources_of(part: Sequence[_Asked]) -> Frame:
