@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import overlord as ol
-from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.profiling import profile_job
 from overlord.scaling.costs import SourceCost
 

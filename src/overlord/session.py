@@ -24,10 +24,10 @@ from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.inputs import FIXED_WHILE_RUNNING
 from overlord.roles.placement import PLACEMENTS, Placement
-from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.inline import InlineService
 from overlord.runtimes.inline_cluster import InlineCluster
 from overlord.runtimes.launch_checks import check_numbers, cluster_of, shadows_of
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.local import connect_local
 from overlord.runtimes.numbering import canonical
 from overlord.runtimes.opening import Progress

@@ -17,8 +17,9 @@ from overlord.core.parts import Part
 from overlord.core.samples import Cursor
 from overlord.errors import OverlordError
 from overlord.roles.verdicts import Verdicts
-from overlord.runtimes.deployment import LaunchOptions, make_fleet, open_files, prepare
+from overlord.runtimes.deployment import make_fleet, open_files, prepare
 from overlord.runtimes.lanes import CrewWorkers, ThreadLanes
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.loader_fleet import LoaderFleet
 from overlord.runtimes.workers import Hands
 from overlord.stores.journal import Journal

@@ -17,7 +17,6 @@ from overlord.core.ragged import Ragged
 from overlord.core.samples import META, Cursor
 from overlord.roles.recovery import Assignment
 from overlord.runtimes.cluster_roles import ConstructorRole, LoaderRole, PlannerRole
-from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.frames import (
     deltas_from_frame,
     deltas_to_frame,
@@ -28,6 +27,7 @@ from overlord.runtimes.frames import (
     payloads_from_frame,
     payloads_to_frame,
 )
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.leftovers import remove_when_gone
 from overlord.runtimes.local import connect_local
 from overlord.runtimes.switchboard import SERVICE, Book, Switchboard

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import overlord as ol
-from overlord.runtimes.deployment import LaunchOptions, SourceFacts, prepare
+from overlord.runtimes.deployment import SourceFacts, prepare
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.profiling import (
     Profiled,
     check_profile,

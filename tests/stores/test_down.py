@@ -12,7 +12,8 @@ import pytest
 
 import overlord as ol
 from overlord.errors import Fenced
-from overlord.runtimes.deployment import LaunchOptions, deploy
+from overlord.runtimes.deployment import deploy
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.planner_host import STORE_DOWN, HostNews, PlannerHost, Waiting
 from overlord.runtimes.status import describe_roles
 from overlord.runtimes.workers import Hands

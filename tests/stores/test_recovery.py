@@ -14,8 +14,8 @@ from tests.conftest import write_ids
 import overlord as ol
 from overlord.errors import Fenced
 from overlord.roles.client import Client
-from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.inline import InlineService, _InlineFeed
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.numbering import with_changes
 from overlord.stores.places import open_place
 from overlord.stores.store import Store, newest_lineage

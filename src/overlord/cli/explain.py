@@ -26,8 +26,9 @@ from overlord.errors import SpecError
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
 from overlord.roles.placement import Placement
-from overlord.runtimes.deployment import LaunchOptions, Roles, deploy
+from overlord.runtimes.deployment import Roles, deploy
 from overlord.runtimes.lanes import CallerLanes
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.shapes import limits_of
 from overlord.runtimes.workers import Hands, SerialWorkers, ThreadWorkers
 

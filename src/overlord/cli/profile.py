@@ -30,7 +30,7 @@ from overlord.cli.sources import choose_sources
 from overlord.core.spec_errors import Fault
 from overlord.core.spec_model import as_bytes
 from overlord.errors import SourceError, SpecError
-from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.profiling import (
     SAMPLES,
     SECONDS,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.conversation import Conversation, Desk
-from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.doors import open_door
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.planner_host import Plans
 from overlord.runtimes.shared_memory import Arena
 from overlord.runtimes.step_server import RanksOf, StepServer

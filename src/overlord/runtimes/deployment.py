@@ -11,37 +11,35 @@ from pathlib import Path
 from typing import Any
 
 from overlord.core.draw import Limits
-from overlord.core.layout_specs import Layout
 from overlord.core.order import BEGIN
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.reconcile import Reconcile, reconcile_state, unweighted
+from overlord.core.reconcile import reconcile_state, unweighted
 from overlord.core.samples import Cursor, SampleId
 from overlord.core.specs import Job, Source, stream_parts
 from overlord.core.states import StreamState, restricted_parts
 from overlord.errors import NothingToDraw, SpecError
-from overlord.planning.checking import Strategy, run_strategy
+from overlord.planning.checking import run_strategy
 from overlord.planning.strategies import backbone_balance
 from overlord.readers.index import IndexCache
 from overlord.readers.sidecars import LengthSidecars
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.data_constructor import DataConstructor
-from overlord.roles.placement import Placement, PlacementChoice
+from overlord.roles.placement import PlacementChoice
 from overlord.roles.planner import Planner
 from overlord.roles.ports import Loaders
 from overlord.roles.source_loader import SourceLoader
 from overlord.roles.verdicts import VerdictBook
-from overlord.runtimes.cluster_placement import ClusterOptions
 from overlord.runtimes.crews import Crew
 from overlord.runtimes.history import Beginning, History, draw_again, earlier_states, open_store, read_history
 from overlord.runtimes.lanes import CrewWorkers
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.loader_fleet import LoaderFleet
 from overlord.runtimes.numbering import canonical, names_to_come, with_newcomers
 from overlord.runtimes.opening import Progress, index_first_windows, known_lengths, open_sources, order_of
-from overlord.runtimes.parking import OnSourceFailure, Patience
+from overlord.runtimes.parking import Patience
 from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
 from overlord.runtimes.warming import warm_job
 from overlord.runtimes.workers import Hands
-from overlord.scaling.autoscaler import Scaling
 from overlord.transforms.chat import inline_templates
 from overlord.transforms.isolation import Isolate
 from overlord.transforms.per_microbatch import PackingJob
@@ -51,66 +49,6 @@ from overlord.transforms.step_samples import Opening
 from overlord.transforms.tokenize import TextTokenizer
 
 logger = logging.getLogger("overlord")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchOptions:
-    """Everything of a launch that does not change which samples are drawn."""
-
-    mesh: ClientPlaceTree
-    """The mesh of the first step; while the service runs, `reshard` may give others."""
-    prefetch: int = 2
-    loaders_per_source: int = 1
-    """Workers of each source that prepare its samples ahead; one works only when it is asked."""
-    workers: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Workers of sources for which that number does not hold; they all work ahead."""
-    lanes: int = 64
-    """Workers of all sources of a host that may run at the same time."""
-    scaling: Scaling | None = None
-    """When workers come and go while the service runs; None leaves them as they are."""
-    memory: int = 1 << 62
-    """Bytes that files and read buffers of all sources may take."""
-    profile: str | None = None
-    """The file of what sources cost; it is refreshed when the service ends."""
-    budget_bytes: int = 512 << 20
-    """Most bytes of payloads and views held ahead of the trainers."""
-    threads: int = 2
-    """Threads for decoding and other heavy work."""
-    store: str | None = None
-    """Where the journal and the snapshots go: a folder, or a URL of a filesystem that pyarrow knows."""
-    store_options: Mapping[str, str | int | float | bool] = field(default_factory=dict[str, str | int | float | bool])
-    """Credentials and the like of a store that is a URL."""
-    keep: int = 256
-    """Steps behind the newest snapshot that stay resumable."""
-    service: str = ""
-    """The id of the service, the same over restarts; nobody else with another id may take its store while it lives."""
-    recover: bool = False
-    """Go on in the store's newest lineage after a crash, instead of beginning a lineage."""
-    cache: str
-    """Folder of indices and length sidecars."""
-    state: Mapping[str, Any] | None = None
-    latest: bool = False
-    """Go on from the newest snapshot of the store."""
-    before_step: int | None = None
-    """Go on before this step of the store's newest lineage."""
-    numbering: Mapping[str, Any] | None = None
-    """A state that knows all sources by number, where the store does and roles are on several hosts."""
-    strategy: Strategy | None = None
-    """Where samples go; `backbone_balance()` by default."""
-    skip_steps: int = 0
-    """Global batches to pass over before the first step."""
-    layout: Layout = field(default_factory=Layout)
-    """Keys and shapes of the batches."""
-    placement: Placement = "auto"
-    """Where media are decoded."""
-    cluster: ClusterOptions | None = None
-    """The cluster, of a service that runs on one, or in several processes."""
-    heartbeat_s: float = 5.0
-    """How long nothing may be heard of a role before it is taken for dead; of the service process, twice as long."""
-    reconcile: Reconcile = "strict"
-    """What of the job's sources may differ from the state's."""
-    on_source_failure: OnSourceFailure = "stop"
-    """What happens to a source that cannot be read any more."""
 
 
 class FaultLog:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from overlord.core.specs import Job
 from overlord.core.states import StreamState, restricted_parts
@@ -21,12 +21,10 @@ from overlord.roles.drawer import Drawer
 from overlord.roles.inputs import Change, InputLog, changes_from_json
 from overlord.roles.ports import Loaders
 from overlord.roles.verdicts import Verdicts
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.numbering import changes_of, with_changes, with_records
 from overlord.stores.places import OpenPlace, Place, open_place
 from overlord.stores.store import FoundLineage, Store, lineage_before, lineage_of, newest_lineage
-
-if TYPE_CHECKING:
-    from overlord.runtimes.deployment import LaunchOptions
 
 Record = Mapping[str, Any]
 

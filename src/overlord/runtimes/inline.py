@@ -22,7 +22,8 @@ from overlord.core.specs import Job, Mixture, Source
 from overlord.errors import ClosedError, Fenced, StoreError
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
-from overlord.runtimes.deployment import LaunchOptions, Roles, deploy, plan_first_step
+from overlord.runtimes.deployment import Roles, deploy, plan_first_step
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.newcomers import Newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.parking import ReturnWatch

@@ -28,10 +28,11 @@ from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.cluster_placement import ClusterOptions, Node, place
 from overlord.runtimes.cluster_role import ClusterRole, Means
 from overlord.runtimes.cluster_roles import ROLES
-from overlord.runtimes.deployment import LaunchOptions, check_launch, make_constructor
+from overlord.runtimes.deployment import check_launch, make_constructor
 from overlord.runtimes.frames import Frame, frame_of, open_frame
 from overlord.runtimes.inline_engine import InlineEngine, InlinePeer
 from overlord.runtimes.inline_messages import Clock, Gone, Weather
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.numbering import canonical
 from overlord.runtimes.owner_asks import OwnerAsks
 from overlord.runtimes.peers import RemoteLoaders, RemotePlanner

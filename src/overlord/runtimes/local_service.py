@@ -17,7 +17,8 @@ import cloudpickle
 
 from overlord.core.specs import Job
 from overlord.runtimes.constructor_host import ConstructorHost
-from overlord.runtimes.deployment import LaunchOptions, deploy, plan_first_step
+from overlord.runtimes.deployment import deploy, plan_first_step
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.newcomers import Newcomers
 from overlord.runtimes.opening import Progress

@@ -26,7 +26,8 @@ from overlord.core.specs import Job, Source
 from overlord.errors import OverlordError, SpecError
 from overlord.readers.source_files import SourceFiles
 from overlord.runtimes.crews import WORKER_BYTES
-from overlord.runtimes.deployment import LaunchOptions, Prepared, SourceFacts, make_crew, open_files, prepare
+from overlord.runtimes.deployment import Prepared, SourceFacts, make_crew, open_files, prepare
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.opening import Progress, order_of
 from overlord.runtimes.process_workers import ProcessWorkers
 from overlord.runtimes.timed_source import Deadline, TimedSource, TimedTransform, read_seconds

@@ -35,8 +35,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from overlord.core.specs import Job
 from overlord.errors import AnswerLost, ServiceLost, SpecError
 from overlord.runtimes.cluster_placement import TRAINER, ClusterOptions, Node, Site, cpus_needed, place
-from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.frames import Frame
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.role_host import RoleHost
 from overlord.runtimes.service_main import run_service

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.loader_fleet import LoaderFleet
 from overlord.runtimes.profiling import read_profile
 from overlord.scaling.autoscaler import Fleet, Scaling, decide

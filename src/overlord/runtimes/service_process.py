@@ -17,7 +17,7 @@ import cloudpickle
 from overlord.core.specs import Job
 from overlord.errors import ClosedError, ServiceLost, SpecError
 from overlord.roles.client import Client
-from overlord.runtimes.deployment import LaunchOptions
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.local import ask_once, connect_local, opened
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.owner_asks import OwnerAsks

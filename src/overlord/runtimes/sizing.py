@@ -14,7 +14,8 @@ from overlord.core.spec_errors import did_you_mean
 from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job
 from overlord.errors import OverlordError, SpecError
-from overlord.runtimes.deployment import LaunchOptions, Prepared, SourceFacts
+from overlord.runtimes.deployment import Prepared, SourceFacts
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.profiling import digests_of, read_profile, refresh
 from overlord.scaling.autoscaler import Scaling
 from overlord.scaling.budgets import Budget

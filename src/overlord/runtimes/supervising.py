@@ -13,11 +13,12 @@ import cloudpickle
 from overlord.core.specs import Job
 from overlord.roles.recovery import Assignment
 from overlord.runtimes.cluster_placement import Site
-from overlord.runtimes.deployment import LaunchOptions, check_launch
+from overlord.runtimes.deployment import check_launch
 from overlord.runtimes.doors import CONTROL, answer_all, open_door
 from overlord.runtimes.engine import Engine
 from overlord.runtimes.history import peek
 from overlord.runtimes.host_changes import spare_sites
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.numbering import canonical, with_newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.scaler import Scaler, scaler_of

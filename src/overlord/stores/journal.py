@@ -1,8 +1,9 @@
 """The journal of a lineage: segments of checksummed JSON records, one after the other.
 
 Rules of this file:
-1. A record is one line: crc32 of the rest in hex, a space, the record as JSON. A line without an end was torn by a
-   crash and is dropped; a damaged one is passed over and counted, for its neighbours have their own checksums.
+1. A record is one line: crc32 of the rest in hex, a space, the record as JSON. A line without an end, or with zeros
+   in it (a file's end is made ahead of its lines), was torn by a crash and is dropped; a damaged one is passed over
+   and counted, for its neighbours have their own checksums.
 2. Inputs (reports, changes, verdicts) are on disk, and the store is still ours, before `append` returns. Plan records
    can be derived again: they wait for `commit`, or for the next durable record, and go along with it.
 3. A write that failed may have left half a line, or a whole one that was never promised. What comes next goes to a new
@@ -25,6 +26,7 @@ from overlord.stores.places import Appender, Place
 VERSION = 1
 
 Record = dict[str, Any]
+_UNWRITTEN = bytes(2)
 _to_text = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` makes an encoder for every record
 
 
@@ -267,6 +269,9 @@ def _lines(data: bytes) -> Iterator[tuple[int, Record | None]]:
     """Yield where each line ends, with its record; None for a damaged one. What has no end was torn, and is nothing."""
     at = 0
     while (end := data.find(b"\n", at)) >= 0:
-        head, _, body = data[at:end].partition(b" ")
-        at = end + 1
-        yield at, json.loads(body) if head == b"%08x" % zlib.crc32(body) else None
+        line, at = data[at:end], end + 1
+        head, _, body = line.partition(b" ")
+        if head == b"%08x" % zlib.crc32(body):
+            yield at, json.loads(body)
+        elif _UNWRITTEN not in line:
+            yield at, None

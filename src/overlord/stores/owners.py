@@ -59,6 +59,7 @@ class Claim:
     def __init__(self, place: Place, number: int, name: str, owner: Owner) -> None:
         self._place = place
         self._name = name
+        self._next = f"owner-{number + 1:06d}"
         self._owner = owner
         self.number = number
         self._beaten = time.monotonic()
@@ -105,7 +106,7 @@ class Claim:
             self._place.write(self._name, json.dumps(asdict(replace(self._owner, closed=True))).encode())
 
     def _is_newest(self) -> bool:
-        return not self._place.exists(f"owner-{self.number + 1:06d}") and self._place.exists(self._name)
+        return not self._place.exists(self._next) and self._place.exists(self._name)
 
 
 def claim(place: Place, service: str) -> Claim:
@@ -113,6 +114,7 @@ def claim(place: Place, service: str) -> Claim:
 
     Raises:
         StoreError: A living service owns it.
+        Fenced: Another incarnation of this service came while this one claimed it.
 
     Example:
         >>> import tempfile

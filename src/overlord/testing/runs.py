@@ -19,8 +19,8 @@ from overlord.core.specs import Job
 from overlord.planning.checking import Strategy
 from overlord.roles.recovery import shadowed
 from overlord.runtimes.cluster_placement import ClusterOptions
-from overlord.runtimes.deployment import LaunchOptions
 from overlord.runtimes.inline_cluster import InlineCluster
+from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.numbering import canonical
 from overlord.runtimes.shapes import limits_of
 from overlord.runtimes.sizing import MOST_LANES
