@@ -11,6 +11,7 @@
     |-- ToleranceError    a source has more bad samples than its tolerance allows
     |-- StoreError        the journal or a snapshot cannot be written or read
     |   `-- Fenced        another service has taken the store over; this one can promise nothing any more
+    |       `-- Succeeded   it was a later incarnation of this one
     |-- ServiceLost       the service process is gone or does not answer
     |   |-- AnswerLost    an answer will not come from who was asked; it can be asked for again
     |   `-- Superseded    a message came from an incarnation of a role that has a successor
@@ -35,6 +36,7 @@ __all__ = [
     "SpecError",
     "StateError",
     "StoreError",
+    "Succeeded",
     "Superseded",
     "ToleranceError",
     "error_named",
@@ -86,6 +88,10 @@ class StoreError(OverlordError):
 
 class Fenced(StoreError):
     """Another service, or a later incarnation of this one, has taken the store over."""
+
+
+class Succeeded(Fenced):
+    """A later incarnation of this very service owns the store, and goes on there."""
 
 
 class ServiceLost(OverlordError):

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from overlord.core.draw import Buffer, Limits
 from overlord.core.layout_specs import Keys, Layout
@@ -41,6 +41,9 @@ from overlord.scaling.budgets import AHEAD_BYTES, Budget
 from overlord.storage import StorageOptions
 from overlord.stores.store import KEEP
 
+if TYPE_CHECKING:
+    from overlord.runtimes.metrics import MetricsDoor
+
 DEFAULT_CACHE = "~/.cache/overlord"
 LOADER_CPUS = 2
 """Threads of a loader host of a cluster, and the CPUs it reserves."""
@@ -56,9 +59,13 @@ class Service:
         runtime: InlineService | ServiceProcess | InlineCluster,
         mesh: ClientPlaceTree,
         limits: Callable[[ClientPlaceTree], Limits],
+        door: MetricsDoor | None = None,
     ) -> None:
         self._runtime = runtime
         self._limits = limits
+        self._door = door
+        if door is not None:
+            door.tell(runtime.status)
         self.mesh = mesh
         """The newest mesh: that of the launch, or of the last `reshard`; steps before that keep theirs."""
 
@@ -71,6 +78,11 @@ class Service:
     def pid(self) -> int:
         """The service's process id; on the inline runtime that of this process."""
         return self._runtime.pid
+
+    @property
+    def metrics(self) -> str | None:
+        """Where Prometheus asks for metrics; None where `launch` was not told to answer it."""
+        return None if self._door is None else self._door.url
 
     def __repr__(self) -> str:
         return f"Service(mesh={self.mesh}, address={self.address!r})"
@@ -174,7 +186,12 @@ class Service:
 
     def close(self) -> None:
         """End the service; nothing of it is left behind."""
-        self._runtime.close()
+        try:
+            self._runtime.close()
+        finally:
+            if self._door is not None:
+                self._door.close()
+                self._door = None
 
     def __enter__(self) -> Service:
         return self
@@ -212,6 +229,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     reconcile: Reconcile = "strict",
     skip_steps: int = 0,
     on_source_failure: OnSourceFailure = "stop",
+    metrics: int | str | None = None,
     progress: Progress | None = None,
 ) -> Service:
     r"""Start a service for a job and return it; everything that can be checked is checked first.
@@ -256,6 +274,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         skip_steps: Global batches to pass over before the first step, as after a loss spike.
         on_source_failure: What becomes of a source that cannot be read any more: "stop" ends the run; "park" goes on
             without it until it can be read again; "reweight" goes on without it until `service.return_source`.
+        metrics: A port of this host, or "HOST:PORT", where this process answers Prometheus (0: a free port).
         progress: Called with (what, done, of) while sources are opened.
 
     Raises:
@@ -301,7 +320,14 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         strategy=strategy, skip_steps=int(skip_steps), layout=chosen, placement=placement, cluster=cluster,
         reconcile=reconcile, on_source_failure=on_source_failure, service=uuid.uuid4().hex,
     )  # fmt: skip
-    return Service(_start(runtime, job, options, progress), tree, functools.partial(limits_of, canonical(job), chosen))
+    limits = functools.partial(limits_of, canonical(job), chosen)
+    door = None if metrics is None else _open_door(metrics, runtime)
+    try:
+        return Service(_start(runtime, job, options, progress), tree, limits, door)
+    except BaseException:
+        if door is not None:
+            door.close()
+        raise
 
 
 def connect(address: str, rank: int) -> Client:
@@ -312,6 +338,17 @@ def connect(address: str, rank: int) -> Client:
         rank: The trainer's global rank in the service's mesh.
     """
     return connect_local(address, rank)
+
+
+def _open_door(metrics: int | str, runtime: str) -> MetricsDoor:
+    if runtime == "inline":
+        raise SpecError(
+            f"launch: metrics is {metrics!r:.80} and runtime is 'inline', where nothing runs beside the caller; nobody "
+            "would answer. Use runtime='local' or 'ray', or leave metrics out."
+        )
+    from overlord.runtimes.metrics import MetricsDoor  # only who wants metrics needs Prometheus' client
+
+    return MetricsDoor(metrics)
 
 
 def _start(runtime: str, job: Job, options: LaunchOptions, progress: Progress | None) -> InlineService | ServiceProcess:

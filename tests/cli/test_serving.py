@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ def serve(job_file: Path, cache: str) -> Iterator[Serve]:
 
 
 def test_trainers_attach_and_ctrl_c_ends_it(serve: Serve, tmp_path: Path) -> None:
-    process, told = serve("--address-file", tmp_path / "address")
+    process, told = serve("--address-file", tmp_path / "address", "--metrics", 0)
+    with urllib.request.urlopen(told["metrics"], timeout=30) as answer:
+        assert "overlord_up 1.0" in answer.read().decode()
     with ol.connect(told["address"], rank=1) as client:
         assert next(client).index == 0
         for where in (told["address"], tmp_path / "address"):

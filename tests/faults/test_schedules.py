@@ -88,6 +88,10 @@ WINDOWS = {
     "the constructor host": FaultScript().kill("constructor host 0", 3),
     "the service": FaultScript().kill("service", 3),
     "the service while a loader is replaced": FaultScript().kill("loader host 0", 3).kill("service", 3, on="open"),
+    "the service, and in the next one the constructor host hears late of the others": FaultScript()
+    .delay("constructor host 0", 3, 20.0, method="learn", times=3).kill("service", 3),
+    "a planner that comes back from a pause, while a constructor host does not hear of its successor": FaultScript()
+    .stop("planner", 5, for_s=45.0).partition("constructor host 0", "service", 5, for_s=20.0),
 }  # fmt: skip
 
 

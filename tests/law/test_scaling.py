@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,7 @@ def test_sources_come_and_go_while_workers_do(quick, slow, cache, tmp_path, runs
 )
 def test_the_source_that_everybody_waits_for_is_named(folder, cache, runs):
     job = job_of(folder, photo_s=0.05).replace(mixture=ol.Mixture({"text": 0.5, "photos": 0.5}))
-    with ol.launch(job, **runs, cache=cache) as service, service.client() as client:
+    with ol.launch(job, **runs, cache=cache, metrics=0) as service, service.client() as client:
         assert not service.status()["scaling"]["on"]
         found, end = None, time.monotonic() + 30
         while found is None and time.monotonic() < end:
@@ -250,4 +251,8 @@ def test_the_source_that_everybody_waits_for_is_named(folder, cache, runs):
             while time.monotonic() < pause:  # whoever asks for the status waits too, but trains nothing meanwhile
                 next(client)
             found = service.status()["scaling"]["bottleneck"]
+        assert service.metrics is not None
+        with urllib.request.urlopen(service.metrics, timeout=30) as answer:
+            told = answer.read().decode()
+    assert 'overlord_bottleneck_workers_needed{source="photos"}' in told, told
     assert found is not None and found.startswith("source 'photos' is the bottleneck: it has 1 worker"), found

@@ -109,7 +109,7 @@ def test_who_has_lost_the_store_ends(ids_job, cache, tmp_path):
     with Host(ids_job, tmp_path, cache) as host:
         host.plan(0)
         claim(open_place(str(tmp_path)), "it")
-        with pytest.raises(Fenced, match="another service has taken over"):
+        with pytest.raises(Fenced, match="a successor has taken over"):
             host.host.ask({"op": "report", "step": 0, "metrics": {}})
         for _ in range(2):
             with pytest.raises(Fenced):

@@ -12,7 +12,7 @@ import time
 import pytest
 
 import overlord as ol
-from overlord.errors import Fenced
+from overlord.errors import Fenced, Succeeded
 from overlord.stores import owners
 from overlord.stores.owners import claim
 from overlord.stores.places import open_place
@@ -29,12 +29,21 @@ def test_numbers_grow_and_the_old_owner_is_fenced(place):
     first.check()
     second = claim(place, "a")
     assert (first.number, second.number) == (1, 2)
-    with pytest.raises(Fenced, match=r"another service has taken over .*pid"):
+    with pytest.raises(Succeeded, match=r"a successor has taken over .*pid"):
         first.check()
     second.check()
     first.close()  # it has nothing to close any more
     second.check()
     assert json.loads(place.read("owner-000002"))["generation"] == 2
+
+
+def test_a_service_that_lost_its_store_to_another_one_has_no_successor(place):
+    first = claim(place, "a")
+    first.close()
+    claim(place, "b")
+    with pytest.raises(Fenced, match="another service has taken over") as lost:
+        first.check()
+    assert not isinstance(lost.value, Succeeded)
 
 
 def test_a_fenced_store_promises_nothing(place):
@@ -136,7 +145,7 @@ def test_who_stood_still_while_records_went_owns_nothing(place, monkeypatch):
         return create(name, data)
 
     monkeypatch.setattr(place, "create", late)
-    with pytest.raises(Fenced, match="another service has taken over"):
+    with pytest.raises(Fenced, match="a successor has taken over"):
         claim(place, "a")
     newest = claim(place, "a")
     newest.check()

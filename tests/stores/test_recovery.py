@@ -110,7 +110,7 @@ def test_a_recovered_stream_begins_where_its_lineage_does(ids_job, cache, tmp_pa
     assert [next(fresh).order_digest for _ in range(3)] == [run.digests[step][0] for step in range(3)]
     for _ in range(3):
         run.advance()
-    with pytest.raises(Fenced, match="another service has taken over"):
+    with pytest.raises(Fenced, match="a successor has taken over"):
         run.dead.roles.planner.report(0, {"loss/a": 1.0})
     assert len(list(tmp_path.glob("lineage-*"))) == 1
 

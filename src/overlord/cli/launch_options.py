@@ -116,6 +116,8 @@ class LaunchOptions(Spec):
     """Seconds that nothing may be heard of a role before it is replaced."""
     on_source_failure: OnSourceFailure = "stop"
     """What becomes of a source that cannot be read any more: stop, park until it is back, or reweight for good."""
+    metrics: int | Word | None = None
+    """Where Prometheus may ask for metrics: a port of this host, or host:port."""
     steps: Annotated[int, whole(1, "nothing would run. Leave it out for no limit")] | None = None
     """Steps to run this time."""
 

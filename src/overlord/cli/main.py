@@ -34,6 +34,7 @@ from overlord.cli.options import (
     LoaderHostsOption,
     Loaders,
     Mesh,
+    Metrics,
     OnSourceFailureOption,
     PlacementOption,
     Prefetch,
@@ -159,6 +160,7 @@ def run(  # noqa: PLR0913 - one for each option
     reconcile: ReconcileOption = ReconcileName.strict,
     on_source_failure: OnSourceFailureOption = None,
     shadows: Shadows = None,
+    metrics: Metrics = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
     cache: Cache = CACHE,
     as_json: AsJson = False,
@@ -176,7 +178,7 @@ def run(  # noqa: PLR0913 - one for each option
     where = where_of(launch, runtime, address, ranks_per_host, loader_hosts)
     options = options_of(
         loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where, reconcile, on_source_failure,
-        shadows, scaling, cpus, job,
+        shadows, scaling, cpus, metrics, job,
     )  # fmt: skip
     options = dataclasses.replace(options, steps=chosen or DEFAULT_STEPS)
     with screen.progress() as tell, screen.user_code():
@@ -211,6 +213,7 @@ def serve(  # noqa: PLR0913 - one for each option
     reconcile: ReconcileOption = ReconcileName.strict,
     on_source_failure: OnSourceFailureOption = None,
     shadows: Shadows = None,
+    metrics: Metrics = None,
     address_file: Annotated[
         Path | None, typer.Option("--address-file", help="Write the address to this file while the service is up.")
     ] = None,
@@ -230,7 +233,7 @@ def serve(  # noqa: PLR0913 - one for each option
         )
     options = options_of(
         loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where, reconcile, on_source_failure,
-        shadows, scaling, cpus, job,
+        shadows, scaling, cpus, metrics, job,
     )  # fmt: skip
     for note in aside_notes(options):
         screen.note(note)
@@ -239,9 +242,10 @@ def serve(  # noqa: PLR0913 - one for each option
 
     def announce() -> None:
         told = service.status()
-        screen.show(*announcement(str(job), options, service.address or "", told))
-        hosts = {"hosts": trainer_hosts(told)} if "ray" in told else {}
-        screen.give({"address": service.address, "pid": told["pid"], "mesh": str(options.mesh)} | hosts)
+        screen.show(*announcement(str(job), options, service.address or "", told, service.metrics))
+        more: dict[str, Any] = {"hosts": trainer_hosts(told)} if "ray" in told else {}
+        more |= {} if service.metrics is None else {"metrics": service.metrics}
+        screen.give({"address": service.address, "pid": told["pid"], "mesh": str(options.mesh)} | more)
         ctx.meta[AS_JSON] = False  # the one object is out
 
     with service:

@@ -124,6 +124,10 @@ ScalingOption = Annotated[
 Cpus = Annotated[
     int | None, typer.Option("--cpus", help="Workers that all sources may have together.", show_default=False)
 ]
+Metrics = Annotated[
+    str | None,
+    typer.Option("--metrics", metavar="[HOST:]PORT", help="Where Prometheus may ask.", show_default=False),
+]
 State = Annotated[
     Path | None,
     typer.Option(
@@ -295,6 +299,7 @@ def options_of(  # noqa: PLR0913 - one for each option of two commands
     shadows: str | None = None,
     scaling: bool | None = None,
     cpus: int | None = None,
+    metrics: str | None = None,
     path: Path | None = None,
 ) -> RunOptions:
     """Return how to run: what stands in the job file, unless the command line says otherwise."""
@@ -316,6 +321,7 @@ def options_of(  # noqa: PLR0913 - one for each option of two commands
         keep=launch.keep,
         shadows=launch.shadows if shadows is None else shadows_of(shadows),
         heartbeat=launch.heartbeat,
+        metrics=launch.metrics if metrics is None else metrics,
         layout=launch.layout,
         placement=launch.placement,
         strategy=loaded.strategy,

@@ -79,6 +79,7 @@ class RunOptions:
     keep: int = 256
     shadows: bool | Literal["auto"] | Collection[str] = False
     heartbeat: float = 5.0
+    metrics: int | str | None = None
     layout: Layout = field(default_factory=Layout)
     placement: Placement = "auto"
     strategy: Strategy | None = None
@@ -219,6 +220,7 @@ def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = Fa
         keep=options.keep,
         shadows=options.shadows,
         heartbeat=options.heartbeat,
+        metrics=options.metrics,
         progress=tell,
     )
 

@@ -78,13 +78,17 @@ def find_status(address: str) -> dict[str, Any]:
         ) from error
 
 
-def announcement(job: str, options: RunOptions, address: str, status: Mapping[str, Any]) -> list[RenderableType]:
+def announcement(
+    job: str, options: RunOptions, address: str, status: Mapping[str, Any], metrics: str | None = None
+) -> list[RenderableType]:
     """Return what trainers must know of a service that has just begun."""
     ranks, layout = number(options.mesh.world_size, "rank"), layout_words(options.layout)
     lines: list[RenderableType] = [
         Text.assemble(("serving  ", "dim"), f"{job}, mesh {options.mesh} ({ranks}), layout {layout}"),
         Text.assemble(("address  ", "dim"), (address, "bold")),
     ]
+    if metrics is not None:
+        lines.append(Text.assemble(("metrics  ", "dim"), metrics))
     every = "every trainer"
     if "ray" in status:
         hosts = [f"{one['ranks']} on {one['host']}" for one in trainer_hosts(status)]

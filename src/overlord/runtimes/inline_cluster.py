@@ -22,7 +22,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job
-from overlord.errors import ClosedError, OverlordError, ReportMissing, ServiceLost
+from overlord.errors import ClosedError, Fenced, OverlordError, ReportMissing, ServiceLost
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.cluster_placement import ClusterOptions, Node, place
@@ -208,7 +208,7 @@ class InlineCluster(OwnerAsks):
                 self.engine.pass_time(0.25)
             except (PeerGone, Gone):
                 pass  # a successor comes, and is asked the same
-            except ServiceLost:
+            except (ServiceLost, Fenced):
                 if self.supervisor.peer(CONSTRUCTOR) is peer:
                     raise
                 self.engine.pass_time(0.25)  # it was cut off and ends, as its process would; a successor is there

@@ -23,7 +23,7 @@ from overlord.runtimes.loader_fleet import LoaderFleet
 from overlord.runtimes.profiling import read_profile
 from overlord.scaling.autoscaler import Fleet, Scaling, decide
 from overlord.scaling.costs import SourceCost, demand, sample_shares
-from overlord.scaling.starvation import Waited, find_bottleneck
+from overlord.scaling.starvation import Bottleneck, Waited, find_bottleneck
 
 logger = logging.getLogger("overlord")
 
@@ -88,7 +88,7 @@ class Scaler:
         self._seen: deque[_Seen] = deque(maxlen=scaling.window + 1)
         self._history: deque[Mapping[str, float]] = deque(maxlen=scaling.window + scaling.patience)
         self._wanted = 0.0
-        self._bottleneck: str | None = None
+        self._bottleneck: Bottleneck | None = None
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="overlord-scaler", daemon=True)
@@ -105,12 +105,14 @@ class Scaler:
 
     def describe(self) -> dict[str, Any]:
         """Return what was decided so far, for `status`."""
+        found = self._bottleneck
         return {
             "on": self._act is not None,
             "interval_s": self._scaling.interval_s,
             "most_workers": self._cpus,
             "wanted_samples_per_s": round(self._wanted, 2),
-            "bottleneck": self._bottleneck,
+            "bottleneck": None if found is None else str(found),
+            "needs": {} if found is None else {found.source: found.needs},
             "events": list(self._events),
         }
 
@@ -212,8 +214,7 @@ class Scaler:
             for name, load in zip(names, busy, strict=True)
         ]
         share = min((now.waited_s - before.waited_s) / interval, 1.0)
-        found = find_bottleneck(waited, interval, share, headroom=self._scaling.headroom)
-        self._bottleneck = None if found is None else str(found)
+        self._bottleneck = find_bottleneck(waited, interval, share, headroom=self._scaling.headroom)
 
 
 def scaler_of(options: LaunchOptions, watch: Watch, act: Act) -> Scaler:

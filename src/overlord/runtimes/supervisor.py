@@ -278,9 +278,8 @@ class Supervisor:
     def bring_up(self, one: Incarnation, peer: Peer) -> int:
         """Take a successor through what all went through at the beginning; return its process id."""
         until = self.clock() + OPEN_S
-        self._poll(self._engine.introduce(peer, self._board.book), until)
-
-        life = Life(peer, self._heartbeat_s, self._engine.first_sign_s, self.clock)
+        self._acquaint(peer, until)
+        life = self._life(peer)
 
         def call(method: str, message: dict[str, Any]) -> Any:
             return open_frame(self._poll(peer.ask(method, frame_of(message)), until, life))[0]
@@ -344,10 +343,25 @@ class Supervisor:
         return dict(sorted(facts.items()))
 
     def _started(self, one: Incarnation) -> None:
+        assert one.peer is not None
         try:
             self._call(one, "pid", {})
+            self._acquaint(one.peer, self.clock() + OPEN_S)
         except PeerGone as error:
             raise did_not_start(one.site, error) from error
+
+    def _acquaint(self, peer: Peer, until: float) -> None:
+        """Tell somebody who is who until it says that it knows: nobody must ask it anything before."""
+        life = self._life(peer)
+        while True:
+            told, again = self._introduce(peer), self.clock() + self._heartbeat_s
+            while self.clock() <= again:
+                if self._look(told, until) is not None:
+                    return
+                life.check()
+
+    def _life(self, peer: Peer) -> Life:
+        return Life(peer, self._heartbeat_s, self._engine.first_sign_s, self.clock)
 
     def _send(self, one: Incarnation, method: str, message: dict[str, Any] | None = None) -> Pending:
         assert one.peer is not None
@@ -362,20 +376,21 @@ class Supervisor:
 
     def _answer(self, one: Incarnation, pending: Pending) -> Any:
         assert one.peer is not None
-        life = Life(one.peer, self._heartbeat_s, self._engine.first_sign_s, self.clock)
-        return open_frame(self._poll(pending, self.clock() + OPEN_S, life))[0]
+        return open_frame(self._poll(pending, self.clock() + OPEN_S, self._life(one.peer)))[0]
 
-    def _poll(self, pending: Pending, until: float, life: Life | None = None) -> Frame:
-        while True:
-            if self._closing:
-                raise ClosedError("the service is closing.")
-            answer = pending.poll(0.5)
-            if life is not None and answer is None:
-                life.check()
-            if answer is not None:
-                return answer
-            if self.clock() > until:
-                raise ServiceLost(f"a role did not come up within {OPEN_S:g} s; its host may be overloaded.")
+    def _poll(self, pending: Pending, until: float, life: Life) -> Frame:
+        while (answer := self._look(pending, until)) is None:
+            life.check()
+        return answer
+
+    def _look(self, pending: Pending, until: float) -> Frame | None:
+        """Look for an answer, for a moment."""
+        if self._closing:
+            raise ClosedError("the service is closing.")
+        answer = pending.poll(0.5)
+        if answer is None and self.clock() > until:
+            raise ServiceLost(f"a role did not come up within {OPEN_S:g} s; its host may be overloaded.")
+        return answer
 
     def _of(self, role: str | None = None) -> list[Incarnation]:
         return [one for one in self.roles.values() if role in (None, one.site.role) and not one.asleep]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from overlord.errors import AnswerLost, ServiceLost, Superseded
+from overlord.errors import AnswerLost, ServiceLost, Succeeded, Superseded
 from overlord.roles.recovery import Assignment
 from overlord.runtimes.frames import Frame, error_in
 
@@ -218,6 +218,8 @@ class Call:
                     self._board.ended()
                 if isinstance(error, AnswerLost):
                     raise error
+                if isinstance(error, Succeeded):
+                    raise PeerGone(str(error))  # it came back from a pause; the book that says so is on its way
             except PeerGone:
                 self._until_replaced()
                 return None

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from overlord.errors import Fenced, StoreError
+from overlord.errors import Fenced, StoreError, Succeeded
 from overlord.stores.places import Place
 
 BEAT_S = 20.0
@@ -87,10 +87,12 @@ class Claim:
                 f"the store {self._place.name!r} is gone: it holds no word of its owners; nothing can be promised "
                 "there. Bring it back (is it mounted?), or launch with another store."
             )
-        who = f"{_shown(newest[1][0][1])} (owner {newest[0]})"
-        raise Fenced(
-            f"another service has taken over the store {self._place.name!r}: {who}. What this process (owner "
-            f"{self.number}) would promise could not be resumed, so it stops here. End it; its successor goes on."
+        who = newest[1][0][1]
+        same = who is not None and who.service == self._owner.service
+        raise (Succeeded if same else Fenced)(
+            f"{'a successor' if same else 'another service'} has taken over the store {self._place.name!r}: "
+            f"{_shown(who)} (owner {newest[0]}). What this process (owner {self.number}) would promise could not be "
+            "resumed, so it stops here. End it; its successor goes on."
         )
 
     def beat(self) -> None:
@@ -124,7 +126,7 @@ def claim(place: Place, service: str) -> Claim:
         >>> first.check()
         Traceback (most recent call last):
         ...
-        overlord.errors.Fenced: another service has taken over the store ...
+        overlord.errors.Succeeded: a successor has taken over the store ...
     """
     for _ in range(TRIES):
         newest = _newest(place)
