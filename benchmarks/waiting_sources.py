@@ -13,7 +13,7 @@ import numpy as np
 import overlord as ol
 from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.profiling import profile_job
-from overlord.scaling.costs import SourceCost
+from overlord.scaling.costs import SourceCost, counted_by_workers
 
 
 def waiting_source(folder: Path, name: str, seconds: float, tokens: int, rows: int) -> ol.Source:
@@ -45,12 +45,12 @@ def _waiting() -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def measured_costs(job: ol.Job, cache: str, samples: int, seconds: float) -> list[SourceCost]:
-    """Return what the sources cost, as `overlord profile` measures it."""
+    """Return what the sources cost, as `overlord profile` measures it; workers are what is bounded here."""
     options = LaunchOptions(mesh=ol.ClientPlaceTree(), cache=cache)
     found = profile_job(job, options, when="2030-01-01T00:00:00+00:00", samples=samples, seconds=seconds)
     if found.failed:
         raise RuntimeError(f"sources were not measured: {dict(found.failed)}")
-    return [found.profile.cost(name) for name in job.names]
+    return counted_by_workers(found.profile.cost(name) for name in job.names)
 
 
 def by_name(costs: Sequence[SourceCost], counts: Sequence[int]) -> dict[str, int]:

@@ -126,6 +126,46 @@ def test_a_plan_is_shown_by_the_profile_that_is_there(job: Path) -> None:
     assert scarce.exit_code == 2
 
 
+WAITING = """
+import time
+import overlord as ol
+
+def asks(row):
+    time.sleep(0.02)
+    return {"tokens": row["ids"]}
+
+def computes(row):
+    end = time.thread_time() + 0.002
+    while time.thread_time() < end:
+        pass
+    return {"tokens": row["ids"]}
+
+def source(function, name):
+    sample = ol.Custom(function, columns=["ids"], process=False)
+    return ol.Source(name, PATH, sample=sample)
+
+job = ol.Job([source(asks, "remote"), source(computes, "local")], batch=ol.Batch(64, global_samples=4))
+"""
+
+
+def test_a_source_that_waits_takes_workers_and_no_cpus(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "a.jsonl", [5] * 80)
+    job = tmp_path / "job.py"
+    job.write_text(WAITING.replace("PATH", repr(rows)))
+    asked = ("profile", job, "--plan", "--cpus", 4, "--memory", "16GiB")
+    told = json.loads(call(*asked, "--samples", 30, "--json").stdout)
+    assert {one["name"]: one["cpu_share"] < 0.5 for one in told["sources"]} == {"remote": True, "local": False}
+    assert any("Workers of 1 source mostly wait: those of remote need a CPU" in words for words in told["headlines"])
+    remote, local = told["plan"]["allotments"]
+    assert remote["workers"] > 4 > local["workers"] and remote["cpus"] < 1
+    assert "of the time with a CPU" in remote["why"] and "of the time with a CPU" not in local["why"]
+    assert told["plan"]["cpus"] <= 4
+    # Bounded by workers the two CPUs for loaders would give 50 to 100 of them in a second.
+    assert told["plan"]["samples_per_s"] > 400
+    text = " ".join(call(*asked).stdout.split())
+    assert "part of their time is waiting. A launch bounds workers, not CPUs" in text
+
+
 def test_a_damaged_profile_is_named(job: Path) -> None:
     path = job.with_name("job.profile.json")
     path.write_text("{}")

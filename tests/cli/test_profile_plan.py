@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 
 import pytest
 from rich.console import Console
@@ -61,6 +63,21 @@ def test_a_schedule_is_sized_for_its_mean_and_its_worst_is_told():
     told = show_plan(Known(), job_of(mixture), launch, RESOURCES, True)
     assert told["slowest"]["source"] == "audio" and told["slowest"]["step"] >= 100
     assert "The mixture changes" in printed(show_plan(Known(), job_of(mixture), launch, RESOURCES, False))
+
+
+def test_more_workers_than_cpus_are_told_only_where_somebody_waits():
+    words = "A launch bounds workers"
+    assert words not in printed(show_plan(Known(), job_of(), LaunchOptions(), RESOURCES, False))
+    costs = {name: dataclasses.replace(Known().cost(name), cpu_share=0.1) for name in MS}
+
+    class Waiting:
+        def cost(self, name: str) -> SourceCost:
+            return costs[name]
+
+    text = " ".join(printed(show_plan(Waiting(), job_of(), LaunchOptions(), RESOURCES, False)).split())
+    told = show_plan(Waiting(), job_of(), LaunchOptions(), RESOURCES, True)
+    at_once = math.ceil(sum(one["busy"] if one["busy"] < 0.5 else one["workers"] for one in told["allotments"]))
+    assert at_once > 14 and f"with --cpus {at_once} (budget=ol.Budget(cpus={at_once})) it has them all" in text
 
 
 def test_each_trainer_host_has_a_constructor_that_is_paid_first():

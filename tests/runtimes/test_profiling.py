@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,7 @@ from overlord.runtimes.profiling import (
     write_profile,
 )
 from overlord.runtimes.timed_source import Stage
+from overlord.runtimes.worker_clock import Clock
 from overlord.scaling.profiles import Profile, SourceProfile
 
 NAP_S = 0.005
@@ -31,6 +38,18 @@ NAP_S = 0.005
 
 def napping(row: dict[str, Any]) -> dict[str, Any]:
     time.sleep(NAP_S)
+    return {"tokens": row["ids"]}
+
+
+def napping_long(row: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(4 * NAP_S)
+    return {"tokens": row["ids"]}
+
+
+def computing(row: dict[str, Any]) -> dict[str, Any]:
+    end = time.thread_time() + NAP_S / 2
+    while time.thread_time() < end:
+        pass
     return {"tokens": row["ids"]}
 
 
@@ -120,6 +139,67 @@ def test_a_known_nap_is_found_and_ranks_first(process: bool, tmp_path: Path, cac
     assert one.transform_s > 10 * other.transform_s
     assert one.transform.p50 >= 0.8 * NAP_S
     assert other.tokens == pytest.approx(sum(lengths) / len(lengths), rel=0.2)
+
+
+@pytest.fixture
+def crowded() -> Iterator[None]:
+    """For each core, another process that computes."""
+    command = [sys.executable, "-c", "while True: pass"]
+    crowd = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for one in crowd:
+            one.kill()
+            one.wait()
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.parametrize("process", [False, True])
+def test_who_waits_needs_no_cpu_and_who_computes_needs_one_on_a_busy_host_too(
+    process: bool, tmp_path: Path, cache: str
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [3 + n % 9 for n in range(300)])
+    kinds = {"waits": napping_long, "computes": computing}
+    sources = [
+        ol.Source(name, path, sample=ol.Custom(function, columns=["ids"], process=process))
+        for name, function in kinds.items()
+    ]
+    found = by_name(profiled(job_of(*sources, ids_source("quick", path)), cache, samples=40))
+    assert found["waits"].cpu_share < 0.2
+    assert 0.8 <= found["computes"].cpu_share <= 1 and 0.8 <= found["quick"].cpu_share <= 1
+    assert found["waits"].transform_s == pytest.approx(4 * NAP_S, rel=0.25)
+    assert found["computes"].transform_s < 3 * NAP_S  # with a core of its own
+    assert found["waits"].cost.cpu_share == found["waits"].cpu_share
+
+
+def test_who_stops_in_time_does_not_pay_for_samples_it_did_not_finish(tmp_path: Path, cache: str) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [4] * 500)
+    slow = ol.Source("slow", path, sample=ol.Custom(napping, columns=["ids"], process=False))
+    found = by_name(profiled(job_of(slow), cache, samples=200, seconds=0.5))["slow"]
+    assert 0.8 * NAP_S <= found.measure_s < 1.3 * NAP_S
+
+
+def test_a_thread_that_ends_takes_no_time_along() -> None:
+    """Threads that waited for a core and end meanwhile: what they waited was before, and is nobody's."""
+    stop = threading.Event()
+    others = [threading.Thread(target=_spin, args=(stop,)) for _ in range(8)]
+    for other in others:
+        other.start()
+    time.sleep(0.3)
+    clock = Clock()
+    began = time.perf_counter()
+    stop.set()
+    for other in others:
+        other.join()
+    wall = time.perf_counter() - began
+    took = clock.took()
+    assert took.seconds <= max(1.5 * wall + 0.01, took.cpu_s)
+
+
+def _spin(stop: threading.Event) -> None:
+    while not stop.is_set():
+        hashlib.blake2b(bytes(1 << 20))  # lets go of the interpreter
 
 
 def test_time_is_kept_where_samples_are_slow(tmp_path: Path, cache: str) -> None:

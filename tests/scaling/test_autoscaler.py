@@ -47,6 +47,16 @@ def events(decisions) -> list[int]:
     return [number for number, one in enumerate(decisions) if one.changes]
 
 
+@given(st.floats(0.0, 1.0), st.integers(3, 40))
+def test_a_running_fleet_is_bounded_by_workers_also_where_they_wait(cpu_share: float, cpus: int):
+    shares, fleet = [[0.2, 0.5, 0.3]] * 8, fleet_of(1, 1, 1, cpus=cpus)
+    waiting, computing = (
+        simulate(shares, costs_of(10, 80, 160, cpu_share=part), fleet, known=True) for part in (cpu_share, 1.0)
+    )
+    assert waiting == computing
+    assert sum(waiting[-1].workers) <= cpus
+
+
 # still
 
 

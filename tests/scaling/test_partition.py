@@ -159,6 +159,32 @@ def test_work_that_waits_is_bounded_by_workers_not_by_cpus():
     remote = cost("remote", 100, cpu_share=0.05)
     found = partition([remote], [1], plenty(1, per_source=64))
     assert found.workers == (20,)
+    assert found.allotments[0].cpus == pytest.approx(1)
+    assert "20 workers busy, 5 % of the time with a CPU (1 in all)" in found.allotments[0].why
+
+
+def test_who_takes_the_cpus_is_named_and_not_who_waits():
+    costs = [cost("remote", 100, cpu_share=0.01), cost("video", 50)]
+    with pytest.raises(SpecError, match="source 'video' alone needs 10 workers"):
+        partition(costs, [1, 1], plenty(8, per_source=64), samples_per_s=400)
+
+
+def test_who_only_waits_is_not_what_does_not_fit_the_cpus():
+    costs = [cost("remote", 20, cpu_share=0.02), cost("local", 2)]
+    assert "one more worker for 'local' does not fit the 4 CPUs" in partition(costs, [1, 1], plenty(2)).limit
+    assert "a whole worker for 'local' does not fit the 3 CPUs" in partition(costs, [1, 1], plenty(1)).limit
+
+
+@given(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(1, 40))
+def test_less_need_of_a_cpu_never_slows_the_feed(one: float, other: float, cpus: float):
+    less, more = sorted((one, other))
+    quick, slow = (
+        partition([cost("a", 20, cpu_share=part), cost("b", 4)], [1, 1], plenty(cpus)) for part in (less, more)
+    )
+    assert quick.samples_per_s >= slow.samples_per_s * (1 - 1e-9)
+    for found in (quick, slow):
+        assert sum(one.cpus for one in found.allotments) <= cpus + 1e-6
+        assert found.samples_per_s <= feed_of(found, [cost("a", 20), cost("b", 4)], [1, 1]) * (1 + 1e-6)
 
 
 def test_the_hand_over_bounds_the_rate():

@@ -18,6 +18,7 @@ from overlord.scaling.profiles import (
     Running,
     SourceProfile,
     Spread,
+    _checksum,
     cost_digest,
 )
 
@@ -53,6 +54,7 @@ def sources(draw: st.DrawFn) -> SourceProfile:
         transform=Spread.of(draw(st.lists(amounts, min_size=1, max_size=6))),
         file_bytes=draw(st.integers(0, 2**50)),
         tokens=draw(amounts),
+        cpu_share=draw(st.floats(0.0, 1.0)),
         decoded_in=draw(st.sampled_from(["", "loader", "constructor"])),
     )
 
@@ -77,8 +79,16 @@ def test_a_cost_is_what_the_partition_takes() -> None:
     cost = profile.cost("code")
     assert (cost.name, cost.transform_s, cost.tokens) == ("code", pytest.approx(0.003), 7.0)
     assert (cost.file_bytes, cost.buffer_bytes, cost.handover_s) == (4000, 1 << 20, 1e-5)
+    assert cost.cpu_share == 1.0 and source(cpu_share=0.25).cost.cpu_share == 0.25
     with pytest.raises(ol.SpecError, match=r"'books' is not in the profile.*overlord profile"):
         profile.cost("books")
+
+
+def test_a_file_of_before_cpu_shares_is_read_as_one_that_only_computes() -> None:
+    whole = json.loads(Profile((source("web"),)).to_json())
+    del whole["sources"]["web"]["cpu_share"]
+    whole["checksum"] = _checksum(whole["sources"])
+    assert Profile.from_json(json.dumps(whole), "x.profile.json") == Profile((source("web"),))
 
 
 # ---- damage
@@ -159,7 +169,7 @@ def test_a_source_that_was_never_measured_is_named() -> None:
 
 @given(st.integers(1, 10**7), st.integers(1, 10**6), amounts)
 def test_a_refresh_moves_toward_the_run_and_not_past_it(old: int, new: int, per_sample: float) -> None:
-    before = source(samples=old)
+    before = source(samples=old, cpu_share=0.25)
     after = Profile((before,)).refreshed({"web": Running(new, new * per_sample)}, "t", "refreshed at step 9").sources[0]
     low, high = sorted((before.transform_s, per_sample))
     assert low * (1 - 1e-9) <= after.transform_s <= high * (1 + 1e-9)
@@ -169,6 +179,7 @@ def test_a_refresh_moves_toward_the_run_and_not_past_it(old: int, new: int, per_
     assert after.transform.p99 / before.transform.p99 == pytest.approx(after.transform_s / before.transform_s)
     assert after.samples == old + new
     assert after.entries == (*before.entries, Entry("t", "refreshed at step 9", new, after.transform_s))
+    assert after.cpu_share == 0.25  # a run knows only how long it took
     assert (after.digest, after.buffer_bytes, after.handover_s) == (before.digest, before.buffer_bytes, 1e-5)
 
 

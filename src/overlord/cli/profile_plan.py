@@ -15,7 +15,7 @@ from rich.text import Text
 from overlord.cli.launch_options import LaunchOptions
 from overlord.cli.summary import count, number, percent, seconds, size
 from overlord.core.specs import Job
-from overlord.scaling.costs import Resources, SourceCost
+from overlord.scaling.costs import TINY, Resources, SourceCost
 from overlord.scaling.partition import Allotment, Partition, partition
 from overlord.scaling.schedules import mean_shares, schedule_shares
 
@@ -104,7 +104,7 @@ def _as_table(
 ) -> RenderableType:
     table = Table(title="workers and actors", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("source", style="bold")
-    for name in ("cluster", "P", "share", "workers", "actors"):
+    for name in ("cluster", "P", "share", "workers", "CPUs", "actors"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why", style="dim", ratio=1)
     rows = sorted(
@@ -113,7 +113,7 @@ def _as_table(
     for one, cost, share in rows[:_MOST_ROWS]:
         table.add_row(
             Text(one.name), str(one.cluster), seconds(cost.transform_s), percent(share), str(one.workers),
-            _actors(one), Text(one.why),
+            f"{one.cpus:.2g}", _actors(one), Text(one.why),
         )  # fmt: skip
     rest = rows[_MOST_ROWS:]
     parts: list[RenderableType] = [table]
@@ -145,6 +145,14 @@ def plan_words(found: Partition, resources: Resources, worst: tuple[int, float, 
         f"planner and {number(resources.constructors, 'constructor')}; {resources.cpus - found.cpus:.3g} are left.",
         f"Memory: {size(found.bytes)} of {size(resources.bytes)}; {size(resources.bytes - found.bytes)} are left.",
     ]
+    at_once = sum(one.busy if one.busy < TINY else one.workers for one in found.allotments)
+    if at_once > resources.loader_cpus + 1e-6:
+        most = math.ceil(at_once - 1e-6)
+        words.append(
+            f"{number(most, 'worker')} at once are more than the CPUs for them ({resources.loader_cpus:g}): part of "
+            f"their time is waiting. A launch bounds workers, not CPUs: with --cpus {most} "
+            f"(budget=ol.Budget(cpus={most})) it has them all."
+        )
     step, rate, source = worst
     if rate < 0.99 * found.samples_per_s:
         words.append(

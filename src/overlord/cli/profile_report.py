@@ -13,11 +13,13 @@ from rich.text import Text
 from overlord.cli import charts, page
 from overlord.cli.charts import Frame
 from overlord.cli.figures import OURS, THEIRS, Figure, short_name
-from overlord.cli.summary import count, number, seconds, size, without_zeros
+from overlord.cli.summary import count, number, percent, seconds, size, without_zeros
 from overlord.scaling.profiles import Profile, SourceProfile
 
 MOST_ROWS = 40
 """Sources that a table of the terminal and a figure hold, the most expensive ones."""
+_WAITING = 0.5
+"""Workers of a source mostly wait where less than this part of P needs a CPU."""
 _ROW = 20.0
 _COLUMNS = ("P mean", "p50", "p99", "T", "memory", "bytes in→out", "samples/s", "cost")
 
@@ -38,6 +40,13 @@ def headlines(profile: Profile) -> list[str]:
         words.append(
             f"That is {_times(first, last)} a sample of {last.name} ({seconds(last.transform_s)}), the cheapest of "
             f"{number(len(order), 'source')}."
+        )
+    waiting = [one for one in order if one.cpu_share < _WAITING]
+    if waiting:
+        most = min(waiting, key=lambda one: one.cpu_share)
+        words.append(
+            f"Workers of {number(len(waiting), 'source')} mostly wait: those of {most.name} need a CPU for "
+            f"{percent(most.cpu_share)} of their time."
         )
     behind = [one for one in order if one.decoded_in == "constructor" and one.decode_s > 0]
     if behind:
@@ -194,10 +203,11 @@ def _left_out(order: Sequence[SourceProfile]) -> str:
 
 
 def _html_table(order: Sequence[SourceProfile]) -> str:
-    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in ("source", *_COLUMNS, "samples"))
+    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in ("source", *_COLUMNS, "CPU", "samples"))
     rows: list[str] = []
     for one in order:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in (*_cells(one, order[-1]), count(one.samples)))
+        more = (percent(one.cpu_share), count(one.samples))
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in (*_cells(one, order[-1]), *more))
         rows.append(f'<tr><th scope="row">{escape(one.name)}</th>{cells}</tr>')
     return (
         '<section class="sources loaders" id="sources"><h2>All sources, the most expensive first</h2>'
@@ -213,5 +223,6 @@ _METHODS = {
     "memory": "What an actor holds of the files (names, indices), and one worker at the end of its largest group.",
     "bytes in→out": "Bytes of a row as read, and as handed over: encoded or decoded, as it travels.",
     "samples/s": "Samples that one worker prepares in a second.",
+    "CPU": "The part of P that needs a CPU: 100 % where a worker only computes, near 0 % where it waits for a server.",
     "cost": "P over that of the cheapest source.",
 }

@@ -142,6 +142,12 @@ class ProcessWorkers:
                 if not good:
                     worker.end()
 
+    @property
+    def resting(self) -> tuple[int, ...]:
+        """Process ids of the workers that are there and have nothing to do."""
+        with self._lock:
+            return tuple(worker.pid for worker in self._idle)
+
     def check_open(self) -> None:
         """Raise ClosedError once the pool is closed."""
         if self._closed:

@@ -31,6 +31,7 @@ from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.opening import Progress, order_of
 from overlord.runtimes.process_workers import ProcessWorkers
 from overlord.runtimes.timed_source import Deadline, TimedSource, TimedTransform, read_seconds
+from overlord.runtimes.worker_clock import Clock
 from overlord.runtimes.workers import Hands, SerialWorkers, ThreadWorkers
 from overlord.scaling.profiles import Entry, Profile, Running, SourceProfile, Spread, cost_digest
 
@@ -90,7 +91,7 @@ def profile_job(
         for done, (number, files) in enumerate(opened.items()):
             source = prepared.job.sources[number]
             try:
-                found.append(_measure(prepared, number, files, samples, seconds, when))
+                found.append(_measure(prepared, number, files, processes, samples, seconds, when))
             except OverlordError as error:
                 failed[source.name] = str(error)
             if progress is not None:
@@ -235,23 +236,29 @@ class _Verdicts:
 
 
 def _measure(
-    prepared: Prepared, number: int, files: SourceFiles, samples: int, seconds: float, when: str
+    prepared: Prepared,
+    number: int,
+    files: SourceFiles,
+    processes: ProcessWorkers,
+    samples: int,
+    seconds: float,
+    when: str,
 ) -> SourceProfile:
     source = prepared.job.sources[number]
     order = order_of(prepared.job, source, files)
     order.first_group(0)  # indexes what the first group needs, which happens once and is no sample's cost
     deadline = Deadline(seconds)
-    timed = TimedTransform(prepared.transforms[number], deadline)
+    timed = TimedTransform(prepared.transforms[number], deadline, lambda: Clock(lambda: processes.resting))
     transforms = [*prepared.transforms[:number], timed, *prepared.transforms[number + 1 :]]
     ready = dataclasses.replace(prepared, transforms=transforms)
     loader = make_crew(ready, number, files, _Verdicts(), Hands.of_caller()).loader
     way = TimedSource(number, loader, timed, deadline)
     before = pa.total_allocated_bytes()
     way.run(samples, lambda: pa.total_allocated_bytes() - before)
-    groups = {where: order.group(*where) for where, _, _ in way.read}
-    read_s = read_seconds(way.read, {where: _fetched(group) for where, group in groups.items()})
+    fetched = {where: _fetched(order.group(*where)) for where, _, _ in way.read}
+    read_s, read_cpu_s = read_seconds(way.read, fetched), read_seconds(way.read_cpu, fetched)
     seconds_of = way.transform_seconds(read_s)
-    per_sample, rows = way.rows / way.samples, len(timed.places)
+    per_sample, rows = way.rows_per_sample, len(timed.places)
     found = SourceProfile(
         name=source.name,
         digest=_digest(prepared, source, files.listing_digest()),
@@ -261,6 +268,7 @@ def _measure(
         read_s=per_sample * read_s,
         measure_s=per_sample * timed.stage.mean,
         finish_s=way.finished.mean,
+        cpu_share=way.cpu_share(read_s, read_cpu_s),
         decode_s=float(np.mean(way.decode_s)) if way.decode_s else 0.0,
         decoded_in="" if timed.decoder is None else loader.placement.where,
         handover_s=way.handed_over.mean,

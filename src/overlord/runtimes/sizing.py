@@ -19,7 +19,7 @@ from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.profiling import digests_of, read_profile, refresh
 from overlord.scaling.autoscaler import Scaling
 from overlord.scaling.budgets import Budget
-from overlord.scaling.costs import Resources
+from overlord.scaling.costs import Resources, counted_by_workers
 from overlord.scaling.partition import partition
 from overlord.scaling.schedules import mean_shares, schedule_shares
 
@@ -87,7 +87,7 @@ def _partitioned(job: Job, profile: str | None, budget: Budget, scaling: Scaling
             f"launch: loaders_per_source is 'auto' and {what}; nobody would know what sources cost. Run `overlord "
             "profile JOB` and name the file it writes, or give numbers."
         )
-    costs = [known.cost(name) for name in job.names]
+    costs = counted_by_workers(known.cost(name) for name in job.names)  # a budget here bounds workers
     points = schedule_shares(job, job.max_steps, costs)
     shares = points[0][1] if scaling is not None else mean_shares(points)
     # All workers are threads of the service here: nothing is taken off for the other roles.

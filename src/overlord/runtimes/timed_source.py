@@ -1,8 +1,8 @@
 """Times the samples of one source on their way through a real SourceLoader: read, measured, finished, handed over.
 
 Rules of this file:
-1. Seconds are those of one worker that has a core: time on the wall, less what it waited for a core; or of the
-   processor, where threads of a library share the work.
+1. Seconds are those of one worker that has a core, as `worker_clock` counts them; those of the processor are noted
+   beside them, of the same rows.
 2. The mean comes from rows that go together, as loaders take them. The spread comes from rows that go alone, less what
    a call costs that is made for one row only.
 3. What happens once (a file is indexed, a decoder is loaded, a process worker starts) is in no figure.
@@ -11,7 +11,6 @@ Rules of this file:
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from overlord.core.ragged import RowBatch, concat_rows, num_bytes, num_rows, sli
 from overlord.core.samples import SKIP, Cursor, MetaArray
 from overlord.errors import SourceError
 from overlord.roles.source_loader import AHEAD_ROWS, SourceLoader
+from overlord.runtimes.worker_clock import Clock, Took
 from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.media import decode_media
 from overlord.transforms.per_sample import (
@@ -40,6 +40,8 @@ from overlord.transforms.per_sample import (
 )
 
 Floats = npt.NDArray[np.float64]
+Reads = list[tuple[tuple[int, int], int, float]]
+"""((epoch, group), rows, seconds) of every run of rows."""
 
 _EXPENSIVE_S = 0.005
 """A row that takes so long goes alone always: what a call costs beside it does not matter, and time is short."""
@@ -48,35 +50,6 @@ _TOGETHER_EVERY = 4
 _TOGETHER, _COPY = -1, -2
 _PASSES = 2
 """A small source is not read more often than this."""
-
-
-class Clock:
-    """Seconds since it was made, as the rules of this file count them."""
-
-    def __init__(self) -> None:
-        self._queued = _queued_s()
-        self._cpu, self._wall = time.process_time(), time.perf_counter()
-
-    def seconds(self) -> float:
-        """Return how long it took."""
-        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
-        return max(wall - (_queued_s() - self._queued), cpu)
-
-
-def _queued_s() -> float:
-    """Return how long the threads of this process were ready and had no core, in all; 0 where the system does not tell.
-
-    A worker is sized as one that has its core: on a busy host it would otherwise look many times slower than it is.
-    Threads of a tokenizer wait beside one another, so this may be too much; time of the processor is the least then.
-    """
-    queued = 0
-    try:
-        for thread in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
-                queued += int(file.read().split()[1])
-    except (OSError, IndexError, ValueError):
-        pass  # no such file on this system, or a thread that has just ended
-    return 1e-9 * queued
 
 
 class Deadline:
@@ -101,16 +74,25 @@ class Stage:
 
     rows: int = 0
     together_s: float = 0.0
+    together_cpu_s: float = 0.0
     alone: list[float] = field(default_factory=list[float])
+    alone_cpu_s: float = 0.0
+    """Of the processor, of all rows alone."""
     first_s: float = 0.0
     """The very first row, which may have waited for what happens once."""
     probed: bool = False
     expensive: bool = False
 
-    def add(self, rows: int, seconds: float) -> None:
+    def add(self, rows: int, took: Took) -> None:
         """Note what some rows took together."""
         self.rows += rows
-        self.together_s += seconds
+        self.together_s += took.seconds
+        self.together_cpu_s += took.cpu_s
+
+    def add_alone(self, took: Took) -> None:
+        """Note what one row took alone."""
+        self.alone.append(took.seconds)
+        self.alone_cpu_s += took.cpu_s
 
     def probe(self, seconds: float) -> None:
         """Note what one row took that is not counted: the first, or the one after it, which tells what to expect."""
@@ -124,6 +106,13 @@ class Stage:
         if self.rows:
             return self.together_s / self.rows
         return float(np.mean(self.alone)) if self.alone else self.first_s
+
+    @property
+    def cpu_mean(self) -> float:
+        """Seconds of the processor a row, of the rows that `mean` is of; all of it where there are none."""
+        if self.rows:
+            return self.together_cpu_s / self.rows
+        return self.alone_cpu_s / len(self.alone) if self.alone else self.first_s
 
     def spread(self) -> Floats:
         """Return the seconds of every row that went alone, less what a call for one row costs."""
@@ -142,11 +131,13 @@ class TimedTransform:
     Args:
         inner: The transform.
         deadline: When to stop: rows behind it are stood in for by copies, and not counted.
+        clock: Makes a clock that starts now.
     """
 
-    def __init__(self, inner: SampleTransform, deadline: Deadline) -> None:
+    def __init__(self, inner: SampleTransform, deadline: Deadline, clock: Callable[[], Clock] = Clock) -> None:
         self._inner = inner
         self._deadline = deadline
+        self.clock = clock
         self.columns = inner.columns
         self.facts = inner.facts
         self.stage = Stage()
@@ -154,8 +145,9 @@ class TimedTransform:
         """Whether the rows that come now go one by one."""
         self.places: list[int] = []
         """Of every row so far, in order: its place among the rows that went alone, `_TOGETHER`, or `_COPY`."""
-        self.spent_s = 0.0
-        """Seconds in `measure` so far, whatever was counted of them."""
+        self.outside = Took()
+        """What was taken between `leave` and `enter`, which is outside of `measure`."""
+        self._since = clock()
         self.read_bytes = 0
         self.kept_bytes = 0
 
@@ -164,38 +156,50 @@ class TimedTransform:
         """What opens this kind's media."""
         return self._inner.decoder
 
+    def leave(self) -> None:
+        """Begin to count what is taken outside.
+
+        Taking what is inside off the whole would not do: where a process worker starts it is large, and its noise too.
+        """
+        self._since = self.clock()
+
+    def enter(self) -> None:
+        """Stop to count what is taken outside."""
+        self.outside = self.outside.and_also(self._since.took())
+
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
         """Measure rows, together or one by one."""
-        whole, count = Clock(), num_rows(rows)
+        self.enter()
+        count = num_rows(rows)
 
-        def run(start: int, stop: int) -> tuple[Measured, float]:
-            clock = Clock()
+        def run(start: int, stop: int) -> tuple[Measured, Took]:
+            clock = self.clock()
             known = None if lengths is None else lengths[start:stop]
             found = self._inner.measure(slice_rows(rows, start, stop), known, seeds[start:stop])
-            return found, clock.seconds()
+            return found, clock.took()
 
         if not self.stage.probed:
             for row in range(min(2, count)):
-                self.stage.probe(run(row, row + 1)[1])
+                self.stage.probe(run(row, row + 1)[1].seconds)
             self.stage.probed = True
             self._deadline.put_off(self.stage.first_s)
         if self.alone or self.stage.expensive:
             parts: list[Measured] = []
             while len(parts) < count and not (parts and self._deadline.passed):
-                found, seconds = run(len(parts), len(parts) + 1)
+                found, took = run(len(parts), len(parts) + 1)
                 parts.append(found)
-                self.stage.alone.append(seconds)
+                self.stage.add_alone(took)
             measured, last = _joined(parts), len(self.stage.alone)
             self.places += [*range(last - len(parts), last), *([_COPY] * (count - len(parts)))]
             if len(parts) < count:
                 measured = _repeated(measured, count)
         else:
-            measured, seconds = run(0, count)
-            self.stage.add(count, seconds)
+            measured, took = run(0, count)
+            self.stage.add(count, took)
             self.places += [_TOGETHER] * count
         self.read_bytes += num_bytes(rows)
         self.kept_bytes += num_bytes(measured.kept)
-        self.spent_s += whole.seconds()
+        self.leave()
         return measured
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
@@ -252,8 +256,9 @@ class TimedSource:
         self._timed = timed
         self._deadline = deadline
         self._seen = 0
-        self.read: list[tuple[tuple[int, int], int, float]] = []
-        """((epoch, group), rows, seconds) of every run of rows."""
+        self.read: Reads = []
+        self.read_cpu: Reads = []
+        """The same runs, their seconds of the processor."""
         self.finished = Stage()
         self.handed_over = Stage()
         self.decode_s: list[float] = []
@@ -261,7 +266,10 @@ class TimedSource:
         self.pairs: list[tuple[int, int]] = []
         """Places of samples among those measured alone, and finished alone; `_TOGETHER` where they were not."""
         self.rows = 0
+        self.drawn = 0
+        """Of the rows, those that are samples."""
         self.samples = 0
+        """Of these, those that were handed over before it was time to stop."""
         self.tokens = 0
         self.delivered_bytes = 0
         self.buffer_row_bytes = 0.0
@@ -284,12 +292,15 @@ class TimedSource:
             if runs and self._deadline.passed:
                 break
             self._timed.alone = runs % _TOGETHER_EVERY > 0
-            spent, clock = self._timed.spent_s, Clock()
+            self._timed.outside = Took()
             count = min(AHEAD_ROWS, samples - self.samples)
+            self._timed.leave()
             delta = self._loader.summary_buffer(MetaRequest(self._number, cursor, count))
-            reading = max(clock.seconds() - (self._timed.spent_s - spent), 0.0)
-            meta = delta.meta
-            self.read.append(((int(meta["epoch"][0]), int(meta["group"][0])), len(meta), reading))
+            self._timed.enter()
+            reading, meta = self._timed.outside, delta.meta
+            where = (int(meta["epoch"][0]), int(meta["group"][0]))
+            self.read.append((where, len(meta), reading.seconds))
+            self.read_cpu.append((where, len(meta), reading.cpu_s))
             if not runs:
                 self.pool_bytes = grown()
                 self.buffer_row_bytes = self._loader.buffer_bytes / len(self._timed.places)
@@ -309,56 +320,61 @@ class TimedSource:
         counted = places != _COPY
         self.rows += int(counted.sum())
         drawn = np.flatnonzero(counted & ((meta["flags"] & SKIP) == 0))
+        self.drawn += len(drawn)
         if not len(drawn):
             return
         if not self.finished.probed:
-            clock = Clock()
-            self.finished.probe(self._hand_over(meta[drawn[:1]], keep=False)[0])
-            self._deadline.put_off(clock.seconds())
+            clock = self._timed.clock()
+            self.finished.probe(self._hand_over(meta[drawn[:1]], keep=False)[0].seconds)
+            self._deadline.put_off(clock.took().seconds)
             self.decode_s.clear()
             # The same one again: behind a later one, the loader would let go of those before it.
-            self.finished.probe(self._hand_over(meta[drawn[:1]], keep=False)[0])
+            self.finished.probe(self._hand_over(meta[drawn[:1]], keep=False)[0].seconds)
             self.finished.probed = True
         if not (self._timed.alone or self.finished.expensive):
-            seconds, handing = self._hand_over(meta[drawn])
-            self.finished.add(len(drawn), seconds)
+            finishing, handing = self._hand_over(meta[drawn])
+            self.finished.add(len(drawn), finishing)
             self.handed_over.add(len(drawn), handing)
             self.pairs += [(int(place), _TOGETHER) for place in places[drawn] if place != _TOGETHER]
             return
         for row in drawn.tolist():
-            seconds, handing = self._hand_over(meta[row : row + 1])
+            finishing, handing = self._hand_over(meta[row : row + 1])
             self.pairs.append((int(places[row]), len(self.finished.alone)))
-            self.finished.alone.append(seconds)
-            self.handed_over.alone.append(handing)
+            self.finished.add_alone(finishing)
+            self.handed_over.add_alone(handing)
             if self._deadline.passed:
                 break
 
-    def _hand_over(self, meta: MetaArray, keep: bool = True) -> tuple[float, float]:
-        """Take planned samples to where they go; return the seconds of finishing them, and of all beside it."""
+    def _hand_over(self, meta: MetaArray, keep: bool = True) -> tuple[Took, Took]:
+        """Take planned samples to where they go; return what finishing them took, and all beside it."""
         end = Cursor(*(int(meta[-1][name]) for name in Cursor._fields))
-        clock = Clock()
+        clock = self._timed.clock()
         staged = self._loader.loader_do_plan(LoaderOrder(0, self._number, meta, end))
-        popping, clock = clock.seconds(), Clock()
+        popping, clock = clock.took(), self._timed.clock()
         done = self._loader.finish(staged)
-        finishing, clock = clock.seconds(), Clock()
+        finishing, clock = clock.took(), self._timed.clock()
         payload = self._loader.hand_over(staged, done)
         payload = payload.take(np.arange(len(meta)), np.ones(len(meta), np.bool_))  # the copy to who needs them
-        handing = popping + clock.seconds()
+        handing = popping.and_also(clock.took())
         if keep:
             self.samples += len(meta)
             self.tokens += int(meta["tokens"].sum())
             self.delivered_bytes += payload.nbytes
         decoder, media = self._timed.decoder, payload.media
         if len(meta) == 1 and decoder is not None and media is not None and media.encoded and len(media.start):
-            clock = Clock()
+            clock = self._timed.clock()
             decode_media(media, decoder, SerialWorkers())
-            self.decode_s.append(clock.seconds())
+            self.decode_s.append(clock.took().seconds)
         return finishing, handing
+
+    @property
+    def rows_per_sample(self) -> float:
+        """Rows that are read for a sample: those that are read for nothing are paid by the others."""
+        return self.rows / self.drawn
 
     def transform_seconds(self, read_s: float) -> Floats:
         """Return P of every sample that went alone; of the mean sample where none did."""
-        per_sample = self.rows / self.samples  # rows that are read for nothing are paid by the others
-        measure, finish = self._timed.stage, self.finished
+        per_sample, measure, finish = self.rows_per_sample, self._timed.stage, self.finished
         mean = per_sample * (read_s + measure.mean) + finish.mean
         if not self.pairs:
             return np.array([mean])
@@ -368,12 +384,24 @@ class TimedSource:
         found = per_sample * (read_s + measured) + np.append(finish.spread(), finish.mean)[ends]
         return found * (mean / float(found.mean()))
 
+    def cpu_share(self, read_s: float, read_cpu_s: float) -> float:
+        """Return the part of P that needs a CPU.
 
-def read_seconds(runs: list[tuple[tuple[int, int], int, float]], covered: dict[tuple[int, int], int]) -> float:
+        Args:
+            read_s: Seconds of reading a row.
+            read_cpu_s: Of them, seconds of the processor.
+        """
+        per_sample, measure, finish = self.rows_per_sample, self._timed.stage, self.finished
+        seconds = per_sample * (read_s + measure.mean) + finish.mean
+        cpu_s = per_sample * (read_cpu_s + measure.cpu_mean) + finish.cpu_mean
+        return min(cpu_s / seconds, 1.0) if seconds > 0 else 1.0
+
+
+def read_seconds(runs: Reads, covered: dict[tuple[int, int], int]) -> float:
     """Return the seconds of reading a row: those of a group's first run stand for all rows that it fetched.
 
     Args:
-        runs: (group, rows, seconds) of every run.
+        runs: Every run; or its seconds of the processor, which are shared out the same way.
         covered: Rows that the first run of each group fetched: all of a group that is held whole, a batch of every
             stream of another one.
 

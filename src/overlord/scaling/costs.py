@@ -6,8 +6,8 @@ ones. An actor is a loader host: it holds the files of some sources open, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 TINY = 0.5
@@ -74,6 +74,16 @@ class Resources:
     def loader_bytes(self) -> int:
         """Bytes that are left for actors when the planner and the constructors are paid."""
         return self.bytes - self.planner_bytes - self.constructors * self.constructor_bytes
+
+
+def counted_by_workers(costs: Iterable[SourceCost]) -> list[SourceCost]:
+    """Return costs for a budget of workers instead of CPUs: one that waits counts as much as one that computes.
+
+    Example:
+        >>> counted_by_workers([SourceCost(name="remote", transform_s=0.1, cpu_share=0.02)])[0].cpu_share
+        1.0
+    """
+    return [replace(cost, cpu_share=1.0) for cost in costs]
 
 
 def sample_shares(

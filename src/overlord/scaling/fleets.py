@@ -41,8 +41,13 @@ class Draft:
     actor_workers: tuple[int, ...]
     """Of each actor: how many of its workers are busy at once at most; tiny sources take turns."""
     actor_bytes: tuple[int, ...]
-    cpus: float
-    """CPUs of all workers."""
+    source_cpus: tuple[float, ...]
+    """Of each source: CPUs that its workers take; a tiny one takes what it keeps busy."""
+
+    @property
+    def cpus(self) -> float:
+        """CPUs of all workers."""
+        return sum(self.source_cpus)
 
     @property
     def bytes(self) -> int:
@@ -111,7 +116,7 @@ def draft_fleet(
     for cost, where in zip(costs, places, strict=True):
         for actor, there in where:
             held[actor] += cost.file_bytes + there * cost.buffer_bytes
-    cpus = sum(cost.cpu_share * (there if n >= 1 else n) for cost, n, there in zip(costs, busy, workers, strict=True))
+    cpus = tuple(cost.cpu_share * n for cost, n in zip(costs, busy, strict=True))
     return Draft(rate, workers, tuple(places), tuple(map(tuple, members)), tuple(most), tuple(held), cpus)
 
 

@@ -38,6 +38,8 @@ from overlord.scaling.shortfalls import check_asked, check_least, check_rate, wr
 Parallelism = Literal["worker", "source", "data"]
 """How a source is spread: workers of one actor of its own, an actor shared with other sources, or several actors."""
 
+_WAITING = 0.9
+"""A source of which less than this part of P needs a CPU is said to wait."""
 _HALVINGS = 90
 """Of the range in which the best rate is looked for; after them it is known to the last digit of a float."""
 
@@ -54,6 +56,8 @@ class Allotment:
     busy: float
     """Workers that it keeps busy at the expected feed rate."""
     workers: int
+    cpus: float
+    """CPUs that its workers take: few where they mostly wait."""
     actors: tuple[int, ...]
     """Numbers of the actors that hold it."""
     workers_per_actor: tuple[int, ...]
@@ -199,7 +203,7 @@ def _fastest(
         most, limit = 1 / handover, f"planning and handing over take {handover * 1e6:,.0f} µs of each sample"
     rate = _largest(lambda rate: cpus_of(rate, loads, costs, group_tiny) <= resources.loader_cpus + 1e-9, most)
     if rate < most:
-        limit = f"{_next_worker(rate, loads, costs)} does not fit the {resources.cpus:g} CPUs"
+        limit = f"{_next_cpu(rate, loads, costs, group_tiny)} does not fit the {resources.cpus:g} CPUs"
     found: list[Draft] = []
     for below in _groupings(resources, group_tiny):
 
@@ -212,6 +216,20 @@ def _fastest(
             return found[-1], limit
     best = max(found, key=lambda draft: draft.rate)
     return best, f"{_next_worker(best.rate, loads, costs)} does not fit the {written_bytes(resources.bytes)} of memory"
+
+
+def _next_cpu(rate: float, loads: Sequence[float], costs: Sequence[SourceCost], group_tiny: bool) -> str:
+    """Return in words who would take the CPUs of a slightly faster feed: not one whose next worker only waits."""
+    more = rate * (1 + 1e-6)
+    grown = [
+        cpus_of(more, [load], [cost], group_tiny) - cpus_of(rate, [load], [cost], group_tiny)
+        for load, cost in zip(loads, costs, strict=True)
+    ]
+    first = max(range(len(grown)), key=lambda s: (grown[s], -s))
+    if group_tiny and more * loads[first] < TINY:
+        return "more work of tiny sources"
+    own = group_tiny and rate * loads[first] < TINY  # it took turns, and would have to pay for a whole worker now
+    return f"a whole worker for {costs[first].name!r}" if own else f"one more worker for {costs[first].name!r}"
 
 
 def _next_worker(rate: float, loads: Sequence[float], costs: Sequence[SourceCost]) -> str:
@@ -299,6 +317,8 @@ def _allot(
         if share > 0
         else "it is not drawn"
     )
+    if share > 0 and cost.cpu_share < _WAITING:
+        need += f", {100 * cost.cpu_share:.2g} % of the time with a CPU ({draft.source_cpus[source]:.2g} in all)"
     if kind == "data":
         room = room_of(cost, resources)
         bound = "may have" if room == resources.per_actor else "has memory for"
@@ -314,6 +334,7 @@ def _allot(
         level=level,
         busy=busy,
         workers=workers,
+        cpus=draft.source_cpus[source],
         actors=tuple(actor for actor, _ in places),
         workers_per_actor=tuple(there for _, there in places),
         parallelism=kind,

@@ -110,6 +110,8 @@ class SourceProfile:
     """Of P: knowing the length, which tokenizes and runs custom functions."""
     finish_s: float
     """Of P: token ids, and media where the loader decodes them."""
+    cpu_share: float = 1.0
+    """The part of P that needs a CPU; the rest is waiting. All of it, where nobody has measured that."""
     decode_s: float = 0.0
     """Decoding media behind the hand-over, in the DataConstructor; not in P."""
     decoded_in: str = ""
@@ -146,6 +148,7 @@ class SourceProfile:
             file_bytes=self.file_bytes,
             buffer_bytes=self.buffer_bytes,
             tokens=self.tokens,
+            cpu_share=self.cpu_share,
         )
 
     def noted(self, entry: Entry) -> SourceProfile:
@@ -158,7 +161,8 @@ class SourceProfile:
     def refreshed(self, running: Running, when: str, what: str) -> SourceProfile:
         """Return it moved toward what a run measured: a mean weighted by samples, the old weight capped.
 
-        A run knows the mean of P and nothing of its shape or its parts: these keep their proportions.
+        A run knows the mean of P and nothing of its shape, its parts or what of it needs a CPU: these keep their
+        proportions.
         """
         old, new = min(self.samples, MOST_OLD_WEIGHT), running.samples
         mean = (old * self.transform_s + running.busy_s) / (old + new)

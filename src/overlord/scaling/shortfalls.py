@@ -110,6 +110,7 @@ def check_rate(
     if needed > resources.loader_cpus + 1e-9:
         missing = needed - resources.loader_cpus
         paid = resources.cpus - resources.loader_cpus
+        most = max(range(len(costs)), key=lambda s: (costs[s].cpu_share * workers[s], -s))
         raise SpecError(
             f"{what} need {needed:.4g} CPUs for workers, and beside the planner and the constructors there are "
             f"{resources.loader_cpus:g}: {missing:.3g} are missing; source {costs[most].name!r} alone needs "
