@@ -32,8 +32,8 @@ LOOK_S = 2.0
 """How often it is looked for a bottleneck where workers are left as they are."""
 FEW_SAMPLES = 8
 """So many samples of a source tell what one costs."""
-_OLD = 0.7
-"""How much of a cost stays as it was when an interval measured another."""
+REMEMBERED = 256
+"""What a source costs is the mean of about its last so many samples."""
 _FALL = 0.1
 """How fast the rate that trainers want falls, in an interval in which they took less."""
 
@@ -84,6 +84,10 @@ class Scaler:
         self._scaling = scaling
         self._cpus, self._memory = cpus, memory
         self._costs = dict(known or {})
+        # Seconds and samples are summed up apart, since workers may end their stretches all at once: few samples come
+        # in one interval of many busy seconds, many in the next. The mean of such quotients is far too high.
+        self._done = {name: (cost.transform_s * REMEMBERED / 4, REMEMBERED / 4) for name, cost in self._costs.items()}
+        self._counted: dict[str, tuple[float, int]] = {}
         self._clock = clock
         self._seen: deque[_Seen] = deque(maxlen=scaling.window + 1)
         self._history: deque[Mapping[str, float]] = deque(maxlen=scaling.window + scaling.patience)
@@ -132,10 +136,12 @@ class Scaler:
             self._seen.clear()  # a successor counts anew
             newest = None
         self._seen.append(seen)
+        for name, source in seen.sources.items():
+            self._counted.setdefault(name, (source["busy_s"], source["samples_prepared"]))
         if newest is None:
             return
         names = list(facts["names"])
-        costs = [self._cost(name, number, facts, newest) for number, name in enumerate(names)]
+        costs = [self._cost(name, number, facts) for number, name in enumerate(names)]
         shares = sample_shares(facts["weights"], costs, facts["level"])
         self._history.append(dict(zip(names, shares, strict=True)))
         self._wanted = self._rate_wanted()
@@ -163,17 +169,24 @@ class Scaler:
             except Exception as error:  # rule 3
                 logger.debug("looking at the workers failed: %s", error, exc_info=True)
 
-    def _cost(self, name: str, number: int, facts: Mapping[str, Any], before: _Seen) -> SourceCost:
+    def _seconds(self, name: str, busy_s: float, prepared: int) -> float:
+        """Return the seconds of one worker for a sample; 0 before that is known."""
+        busy, samples = self._done.get(name, (0.0, 0.0))
+        last_s, last = self._counted[name]
+        if prepared - last >= FEW_SAMPLES:
+            busy, samples = busy + max(busy_s - last_s, 0.0), samples + prepared - last
+            kept = min(1.0, REMEMBERED / samples)
+            self._done[name] = kept * busy, kept * samples
+        if prepared < last or prepared - last >= FEW_SAMPLES:  # less than before: a successor counts anew
+            self._counted[name] = busy_s, prepared
+        return busy / samples if samples else 0.0
+
+    def _cost(self, name: str, number: int, facts: Mapping[str, Any]) -> SourceCost:
         """Return what a source costs by now."""
-        now, then = facts["sources"][name], before.sources.get(name, {})
-        samples = now["samples_prepared"] - then.get("samples_prepared", 0)
-        old = self._costs.get(name)
+        now, old = facts["sources"][name], self._costs.get(name)
         drawn = facts["samples"][number]
         tokens = facts["tokens"][number] / drawn if drawn else 1.0 if old is None else old.tokens
-        seconds = 0.0 if old is None else old.transform_s
-        if samples >= FEW_SAMPLES:
-            measured = max(now["busy_s"] - then.get("busy_s", 0.0), 0.0) / samples
-            seconds = measured if not seconds else _OLD * seconds + (1 - _OLD) * measured
+        seconds = self._seconds(name, now["busy_s"], now["samples_prepared"])
         held = max(now["buffer_bytes"] // max(now["workers"], 1), 0 if old is None else old.buffer_bytes)
         cost = SourceCost(
             name=name, transform_s=seconds, tokens=max(tokens, 1e-6), buffer_bytes=held,
