@@ -119,6 +119,15 @@ def test_a_snapshot_of_a_later_version_is_refused():
         Snapshot.from_bytes(b"%08x\n%s" % (zlib.crc32(body), body), "here")
 
 
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+                    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters()), inner)))  # fmt: skip
+def test_any_record_comes_back(value):
+    record = {"kind": "report", "step": 3, "value": value}
+    line = encode(record)
+    assert line.count(b"\n") == 1 and line.endswith(b"\n")
+    assert repr(json.loads(line.partition(b" ")[2])) == repr(record)
+
+
 class Failing(LocalPlace):
     """A disk that is full in the middle of a write, when told so."""
 

@@ -206,11 +206,10 @@ class InputLog:
         return self._changes
 
     def add_report(self, step: int, metrics: Report) -> None:
-        """Take the report of a step; later ones of the same step are ignored."""
-        if self.report_of(step) is not None:
-            return
-        self._journal.append({"kind": "report", "step": step, "metrics": dict(metrics)}, durable=True)
-        self._reports[step] = dict(metrics)
+        """Take the report of a step that has none."""
+        report = dict(metrics)
+        self._journal.append({"kind": "report", "step": step, "metrics": report}, durable=True)
+        self._reports[step] = report
         self._newest_report = max(self._newest_report, step)
         if len(self._reports) > 2 * KEPT_REPORTS:  # now and then: to look through them takes as long as a write
             self._reports = {s: r for s, r in self._reports.items() if s >= self._newest_report - KEPT_REPORTS}

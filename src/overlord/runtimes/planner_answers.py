@@ -50,9 +50,10 @@ def answer(planner: Planner, message: dict[str, Any]) -> dict[str, Any]:
     if op == "state":
         return {"state": planner.state(int(message["step"]))}
     if op == "report":
-        if planner.next_step <= int(message["step"]) <= (message.get("at") or -1):
-            planner.plan_raw(int(message["step"]))  # handed out before this planner came in the place of another
-        planner.report(int(message["step"]), dict(message["metrics"]))
+        at, newest = int(message["step"]), message.get("at")
+        if newest is not None and planner.next_step <= at <= newest:
+            planner.plan_raw(at)  # handed out before this planner came in the place of another
+        planner.report(at, message["metrics"])
         return {}
     if op == "set_mixture":
         mixture = Mixture.from_mapping(message["mixture"])

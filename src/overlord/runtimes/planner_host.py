@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor
@@ -48,6 +48,7 @@ STATUS_S = 1.0
 logger = logging.getLogger("overlord")
 
 T = TypeVar("T")
+Given = TypeVarTuple("Given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,17 +255,17 @@ class PlannerHost:
             SpecError: for a message nobody knows.
             Fenced: when another service owns the store.
         """
-        op, step = message.get("op"), message.get("step")
+        op = message.get("op")
         if op == "status":
             return {"status": self._status()}
         if op == "workload":  # without the lock: a planner that waits for loaders is what the asker wants to know of
             waited = max((news.waited_s for news in self._news.values()), default=0.0)
             return {"workload": {**workload(self._planner, message["ahead"]), "waited_s": waited}}
         if op == "add_source":
-            return {"step": self._durably(lambda: self._add(message, step))}
+            return {"step": self._durably(self._add, message, message.get("step"))}
         with self._changed:
             try:
-                return self._durably(lambda: answer(self._planner, message))
+                return self._durably(answer, self._planner, message)
             finally:
                 self._changed.notify_all()  # a step may have waited for what was told
 
@@ -337,13 +338,13 @@ class PlannerHost:
             self._works()
         return 0.0
 
-    def _durably(self, work: Callable[[], T]) -> T:
+    def _durably(self, work: Callable[[*Given], T], *given: *Given) -> T:
         """Do what must be written down; where that fails, again and again. The lock is not held while it waits."""
         wait = RETRY_S[0]
         while True:
             self._check_owned()
             try:
-                return work()
+                return work(*given)
             except StoreError as error:
                 with self._changed:
                     self._failed(error)

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_json
+
 from overlord.errors import StoreError
 from overlord.stores.places import Appender, Place
 
@@ -27,7 +29,6 @@ VERSION = 1
 
 Record = dict[str, Any]
 _UNWRITTEN = bytes(2)
-_to_text = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` makes an encoder for every record
 
 
 @dataclass(slots=True)
@@ -182,11 +183,11 @@ class Journal:
     def _write(self, lines: list[tuple[int, bytes]], *, force: bool = False) -> None:
         with self._adding:
             waiting, self._waiting = self._waiting, []
-        chosen = waiting + lines
+        chosen = waiting + lines if waiting else lines
         if not chosen and not force:
             return
         try:
-            self._put(b"".join(line for _, line in chosen), max((step for step, _ in chosen), default=-1))
+            self._put(b"".join([line for _, line in chosen]), max([step for step, _ in chosen], default=-1))
         except StoreError:
             with self._adding:
                 self._waiting = waiting + self._waiting
@@ -223,7 +224,10 @@ class Journal:
 
 def encode(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line."""
-    body = _to_text(record).encode()
+    try:
+        body = to_json(record)  # a fifth of the time that `json` takes, which is a tenth of a durable report's
+    except ValueError:
+        body = json.dumps(record, separators=(",", ":")).encode()  # the name of a file that is not UTF-8
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 

@@ -1,12 +1,11 @@
 """Who owns a store. One service at a time, and one incarnation of it.
 
 Rules of this file:
-1. An owner has a number, one more than the owner before it. Who creates `owner-N` owns the store until somebody creates
-   `owner-(N+1)`; the file can be created once.
-2. Nothing is promised before the owner has looked whether it still is the owner: a process that was stopped, and wakes
-   up when another one has taken over, finds out here.
-3. Records of old owners are removed, never the newest. Who finds its own gone was fenced; who created one late, behind
-   others whose records are gone, is not the owner.
+1. An owner has a number, one more than the owner before it. Who creates `owner-N`, which only one can, removes the
+   records of those before it, and then owns the store: it reads nothing there before.
+2. Nothing is promised before the owner has looked whether its record is still there: a process that was stopped, and
+   wakes up when another one has taken over, finds out here. What it had promised until then, its successor reads.
+3. The newest record is never removed. Who created one late, behind others whose records are gone, is not the owner.
 4. A service that lives keeps its store. The same service may always take it: that is how it recovers.
 """
 
@@ -29,8 +28,6 @@ BEAT_S = 20.0
 """An owner says that it is alive at least this often."""
 SILENT_S = 60.0
 """An owner on another host that has said nothing for so long is taken for dead."""
-KEPT_OWNERS = 8
-"""Records of owners that stay; one whose own record is gone was fenced long ago."""
 TRIES = 20
 
 
@@ -59,7 +56,6 @@ class Claim:
     def __init__(self, place: Place, number: int, name: str, owner: Owner) -> None:
         self._place = place
         self._name = name
-        self._next = f"owner-{number + 1:06d}"
         self._owner = owner
         self.number = number
         self._beaten = time.monotonic()
@@ -70,7 +66,7 @@ class Claim:
         Raises:
             Fenced: Somebody has taken it over.
         """
-        if not self._is_newest():
+        if not self._place.exists(self._name):
             self.check_newest()
 
     def check_newest(self) -> None:
@@ -104,11 +100,8 @@ class Claim:
 
     def close(self) -> None:
         """Leave the store in peace: anybody may have it."""
-        if self._is_newest():
+        if self._place.exists(self._name):
             self._place.write(self._name, json.dumps(asdict(replace(self._owner, closed=True))).encode())
-
-    def _is_newest(self) -> bool:
-        return not self._place.exists(self._next) and self._place.exists(self._name)
 
 
 def claim(place: Place, service: str) -> Claim:
@@ -142,9 +135,8 @@ def claim(place: Place, service: str) -> Claim:
         created = place.create(f"owner-{number + 1:06d}", json.dumps(asdict(own)).encode())
         if created is not None:
             mine = Claim(place, number + 1, created, own)
-            if not place.exists(f"owner-{number + 2:06d}"):  # else its first check tells it
-                mine.check_newest()  # it may have stood still while others came, and the records of some went
-            _forget_old(place, number + 1)
+            _remove_older(place, number + 1)
+            mine.check_newest()  # it may have stood still while others came, and records went
             return mine
         time.sleep(random.uniform(0.02, 0.2))  # so that two that met do not meet again
     raise StoreError(
@@ -191,10 +183,10 @@ def _read(place: Place, name: str) -> Owner | None:
         return None  # torn by a crash: nobody lives who had not finished its claim
 
 
-def _forget_old(place: Place, number: int) -> None:
-    for name in sorted(place.names()):  # nobody's own record outlives that of his successor
+def _remove_older(place: Place, number: int) -> None:
+    for name in place.names():
         head = name.removeprefix("owner-").split(".")[0]
-        if name.startswith("owner-") and head.isdecimal() and int(head) <= number - KEPT_OWNERS:
+        if name.startswith("owner-") and head.isdecimal() and int(head) < number:
             place.delete(name)
 
 

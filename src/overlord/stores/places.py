@@ -341,7 +341,7 @@ class RemotePlace:
 
 
 def _write_all(descriptor: int, data: bytes, at: int) -> None:
-    done = 0
+    done = os.pwrite(descriptor, data, at)
     while done < len(data):
         done += os.pwrite(descriptor, memoryview(data)[done:], at + done)
 
