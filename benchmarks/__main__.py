@@ -232,8 +232,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "checkpoints",
-        what="a trainer's report made durable by the journal, and the planner's whole work on one; fsyncs of the thread "
-        "that plans without feedback; bytes of the store over 2,000 steps",
+        what="a trainer's report made durable by the journal, and the planner's whole work on one; fsyncs of the "
+        "thread that plans without feedback; bytes of the store over 2,000 steps",
         against="a bare write and fsync of the same bytes into the same folder, in turns",
         figure="ratio",
         bar="bar",

@@ -2,9 +2,8 @@
 
 An input, a trainer's report, is made durable by the journal of a store on a local folder; in turns with that a whole
 report goes through the planner's host, which also checks it, and the same bytes are written to a file and synced by a
-bare loop. Who waits for
-the disk while steps are planned without feedback is counted by thread. Sizes are those of 306 sources and 256
-data-parallel ranks, and of a store of small steps that runs on.
+bare loop. Who waits for the disk while steps are planned without feedback is counted by thread. Sizes are those of 306
+sources and 256 data-parallel ranks, and of a store of small steps that runs on.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from moto.server import ThreadedMotoServer
 import overlord as ol
 from overlord.errors import Fenced
 from overlord.stores.journal import Journal, read_journal
-from overlord.stores.owners import claim
+from overlord.stores.owners import Claim, claim
 from overlord.stores.places import open_place
 from overlord.stores.store import newest_lineage
 
@@ -113,12 +113,12 @@ def test_objects_are_written_listed_and_removed(store):
 
 def test_claims_are_exclusive_without_exclusive_creation(store):
     place = place_of(store)
-    numbers: list[int] = []
+    claims: list[Claim] = []
     fenced: list[Fenced] = []
 
     def take() -> None:
         try:
-            numbers.append(claim(place, "a").number)
+            claims.append(claim(place, "a"))
         except Fenced as error:  # another one came while it looked back at its own claim
             fenced.append(error)
 
@@ -127,8 +127,9 @@ def test_claims_are_exclusive_without_exclusive_creation(store):
         thread.start()
     for thread in threads:
         thread.join()
+    numbers = [one.number for one in claims]
     assert len(set(numbers)) == len(numbers) == 3 - len(fenced)
-    assert max(numbers) == 3
+    max(claims, key=lambda one: one.number).check()
     first = claim(place, "a")
     claim(place, "a")
     with pytest.raises(Fenced):

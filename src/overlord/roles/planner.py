@@ -199,14 +199,13 @@ class Planner:
         """Take the trainer's metrics of a step; the first report of a step counts."""
         if self._inputs.report_of(step) is not None:
             return
+        if self.next_step <= step < self._promised:
+            self.plan_raw(step)  # it may have been handed out before a crash, and is not planned again yet
         if step >= self.next_step:
-            if step < self._promised:
-                self.plan_raw(step)  # it may have been handed out before a crash, and is not planned again yet
-            if step >= self.next_step:
-                raise SpecError(
-                    f"report: step {step} has not been planned yet (the next one is {self.next_step}); it cannot have "
-                    "been trained on. Report `step.index` of a step that was handed out."
-                )
+            raise SpecError(
+                f"report: step {step} has not been planned yet (the next one is {self.next_step}); it cannot have been "
+                "trained on. Report `step.index` of a step that was handed out."
+            )
         self._drawer.mixer.check_report(step, metrics)
         self._inputs.add_report(step, metrics)
 

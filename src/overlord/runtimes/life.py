@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from overlord.errors import AnswerLost, ServiceLost
-from overlord.runtimes.engine import Incarnation
-from overlord.runtimes.frames import frame_of, open_frame
+from overlord.errors import AnswerLost, ClosedError, ServiceLost
+from overlord.runtimes.engine import OPEN_S, Incarnation
+from overlord.runtimes.frames import Frame, frame_of, open_frame
 from overlord.runtimes.switchboard import Peer, PeerGone, Pending
 
 LEAST_S = 10.0
@@ -21,16 +21,50 @@ class Life:
         heartbeat_s: How long nothing may be heard of it.
         first_s: How long its first sign of life may take.
         clock: Seconds that never go back.
+        closing: Tells whether nobody wants the answer any more.
     """
 
-    def __init__(self, peer: Peer, heartbeat_s: float, first_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, peer: Peer, heartbeat_s: float, first_s: float, clock: Callable[[], float], closing: Callable[[], bool]
+    ) -> None:
         self._peer = peer
+        self._closing = closing
+        self._again_s = heartbeat_s
         self._first_s = max(first_s, heartbeat_s)
         self._heartbeat_s = max(2 * heartbeat_s, LEAST_S)  # much is imported and parsed meanwhile
         self._clock = clock
         self._heard: float | None = None
         self._since = clock()
         self._beat: Pending | None = None
+
+    def answer(self, pending: Pending) -> Frame:
+        """Wait for an answer for as long as it lives.
+
+        Raises:
+            ServiceLost: when nothing was heard for too long, or it took too long all in all.
+            ClosedError: when nobody wants it any more.
+        """
+        while (answer := self._look(pending)) is None:
+            pass
+        return answer
+
+    def acquaint(self, introduce: Callable[[Peer], Pending]) -> None:
+        """Tell it who is who until it says that it knows: a message may be lost, and nobody must ask it before."""
+        while True:
+            told, again = introduce(self._peer), self._clock() + self._again_s
+            while self._clock() <= again:
+                if self._look(told) is not None:
+                    return
+
+    def _look(self, pending: Pending) -> Frame | None:
+        if self._closing():
+            raise ClosedError("the service is closing.")
+        answer = pending.poll(0.5)
+        if answer is None:
+            self.check()
+            if self._clock() > self._since + OPEN_S:
+                raise ServiceLost(f"a role did not come up within {OPEN_S:g} s; its host may be overloaded.")
+        return answer
 
     def check(self) -> None:
         """Look once.

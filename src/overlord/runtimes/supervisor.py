@@ -25,11 +25,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from overlord.errors import ClosedError, Fenced, ServiceLost, StoreError
+from overlord.errors import Fenced, StoreError
 from overlord.roles.recovery import NOBODY, Assignment, promote
 from overlord.runtimes.cluster_placement import Site
-from overlord.runtimes.engine import OPEN_S, Engine, Incarnation
-from overlord.runtimes.frames import Frame, frame_of, open_frame
+from overlord.runtimes.engine import Engine, Incarnation
+from overlord.runtimes.frames import frame_of, open_frame
 from overlord.runtimes.host_changes import HostChanges, sizes_to_json
 from overlord.runtimes.life import Life, look_at
 from overlord.runtimes.live_sources import LiveSources
@@ -277,12 +277,11 @@ class Supervisor:
 
     def bring_up(self, one: Incarnation, peer: Peer) -> int:
         """Take a successor through what all went through at the beginning; return its process id."""
-        until = self.clock() + OPEN_S
-        self._acquaint(peer, until)
         life = self._life(peer)
+        life.acquaint(self._introduce)
 
         def call(method: str, message: dict[str, Any]) -> Any:
-            return open_frame(self._poll(peer.ask(method, frame_of(message)), until, life))[0]
+            return open_frame(life.answer(peer.ask(method, frame_of(message))))[0]
 
         added, facts = self._live.told(one.site, self._assignment), self._facts | self._live.facts
         if one.site.role == "loader":
@@ -346,22 +345,12 @@ class Supervisor:
         assert one.peer is not None
         try:
             self._call(one, "pid", {})
-            self._acquaint(one.peer, self.clock() + OPEN_S)
+            self._life(one.peer).acquaint(self._introduce)
         except PeerGone as error:
             raise did_not_start(one.site, error) from error
 
-    def _acquaint(self, peer: Peer, until: float) -> None:
-        """Tell somebody who is who until it says that it knows: nobody must ask it anything before."""
-        life = self._life(peer)
-        while True:
-            told, again = self._introduce(peer), self.clock() + self._heartbeat_s
-            while self.clock() <= again:
-                if self._look(told, until) is not None:
-                    return
-                life.check()
-
     def _life(self, peer: Peer) -> Life:
-        return Life(peer, self._heartbeat_s, self._engine.first_sign_s, self.clock)
+        return Life(peer, self._heartbeat_s, self._engine.first_sign_s, self.clock, lambda: self._closing)
 
     def _send(self, one: Incarnation, method: str, message: dict[str, Any] | None = None) -> Pending:
         assert one.peer is not None
@@ -376,21 +365,7 @@ class Supervisor:
 
     def _answer(self, one: Incarnation, pending: Pending) -> Any:
         assert one.peer is not None
-        return open_frame(self._poll(pending, self.clock() + OPEN_S, self._life(one.peer)))[0]
-
-    def _poll(self, pending: Pending, until: float, life: Life) -> Frame:
-        while (answer := self._look(pending, until)) is None:
-            life.check()
-        return answer
-
-    def _look(self, pending: Pending, until: float) -> Frame | None:
-        """Look for an answer, for a moment."""
-        if self._closing:
-            raise ClosedError("the service is closing.")
-        answer = pending.poll(0.5)
-        if answer is None and self.clock() > until:
-            raise ServiceLost(f"a role did not come up within {OPEN_S:g} s; its host may be overloaded.")
-        return answer
+        return open_frame(self._life(one.peer).answer(pending))[0]
 
     def _of(self, role: str | None = None) -> list[Incarnation]:
         return [one for one in self.roles.values() if role in (None, one.site.role) and not one.asleep]
