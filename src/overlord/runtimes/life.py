@@ -14,7 +14,10 @@ LEAST_S = 10.0
 
 
 class Life:
-    """The beats of one incarnation while somebody waits for another answer of it.
+    """The signs of life of one incarnation while somebody waits for another answer of it.
+
+    It is not asked for its beat: whoever has heard one ends when no more come, and nobody sends them to all roles while
+    one of them takes long to come up.
 
     Args:
         peer: The incarnation.
@@ -35,7 +38,7 @@ class Life:
         self._clock = clock
         self._heard: float | None = None
         self._since = clock()
-        self._beat: Pending | None = None
+        self._sign: Pending | None = None
 
     def answer(self, pending: Pending) -> Frame:
         """Wait for an answer for as long as it lives.
@@ -73,10 +76,10 @@ class Life:
             ServiceLost: when nothing was heard for too long.
         """
         now = self._clock()
-        if self._beat is not None and self._beat.poll(0) is not None:
-            self._beat, self._heard = None, now
-        if self._beat is None:
-            self._beat = self._peer.ask("beat", frame_of({}))
+        if self._sign is not None and self._sign.poll(0) is not None:
+            self._sign, self._heard = None, now
+        if self._sign is None:
+            self._sign = self._peer.ask("pid", frame_of({}))
         silent = now - (self._since if self._heard is None else self._heard)
         if silent > (self._first_s if self._heard is None else self._heartbeat_s):
             raise ServiceLost(f"nothing was heard of it for {silent:.1f} s while it came up")

@@ -1,0 +1,87 @@
+"""Waiting for a role that comes up: for as long as it lives, and without any beat."""
+
+from __future__ import annotations
+
+import pytest
+
+from overlord.errors import ClosedError, ServiceLost
+from overlord.runtimes.engine import OPEN_S
+from overlord.runtimes.frames import frame_of
+from overlord.runtimes.life import Life
+
+HEARTBEAT_S = 5.0
+
+
+class Time:
+    """Goes on while somebody polls."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Pending:
+    def __init__(self, time, at):
+        self._time, self._at = time, at
+
+    def poll(self, timeout_s):
+        self._time.now += timeout_s
+        return frame_of({}) if self._time.now >= self._at else None
+
+
+class Peer:
+    """Answers what it is asked at once, until it hangs."""
+
+    def __init__(self, time, hangs_at=float("inf")):
+        self._time, self._hangs_at = time, hangs_at
+        self.asked = []
+
+    def ask(self, method, frame, blob=None, sender=None):
+        self.asked.append(method)
+        return Pending(self._time, self._time.now if self._time.now < self._hangs_at else float("inf"))
+
+
+def life_of(peer, time, closing=lambda: False):
+    return Life(peer, HEARTBEAT_S, 60.0, time, closing)
+
+
+def test_a_role_that_lives_is_waited_for_and_gets_no_beat():
+    """A beat would begin its lease: it would end before the others are up, if that takes longer than the lease."""
+    time = Time()
+    peer = Peer(time)
+    life_of(peer, time).answer(Pending(time, 200.0))
+    assert 200 <= time.now < 210
+    assert set(peer.asked) == {"pid"}
+
+
+def test_one_that_hangs_is_given_up():
+    time = Time()
+    with pytest.raises(ServiceLost, match="nothing was heard of it for"):
+        life_of(Peer(time, hangs_at=20.0), time).answer(Pending(time, 1e9))
+    assert 20 < time.now < 20 + 4 * HEARTBEAT_S
+
+
+def test_one_that_lives_for_ever_and_never_answers_is_given_up_too():
+    time = Time()
+    with pytest.raises(ServiceLost, match="did not come up within"):
+        life_of(Peer(time), time).answer(Pending(time, 1e9))
+    assert OPEN_S < time.now < OPEN_S + 10
+
+
+def test_who_is_who_is_told_until_it_is_heard():
+    time, told = Time(), []
+
+    def introduce(peer):
+        told.append(time.now)
+        return Pending(time, time.now + 1.0 if len(told) == 3 else 1e9)  # the first two were lost
+
+    life_of(Peer(time), time).acquaint(introduce)
+    assert len(told) == 3 and told[2] >= 2 * HEARTBEAT_S
+
+
+def test_nobody_waits_in_a_service_that_closes():
+    time = Time()
+    with pytest.raises(ClosedError):
+        life_of(Peer(time), time, closing=lambda: time.now > 3).answer(Pending(time, 1e9))
