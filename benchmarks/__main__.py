@@ -173,24 +173,6 @@ BENCHMARKS = (
         limit_of="loader_kb_per_sample",
     ),
     Benchmark(
-        "checkpoints",
-        what="a report of the trainer, from the call until it is on disk and the store is known to be ours",
-        against="a bare write and sync of the same bytes, in turns; also: who waits for the disk while steps are "
-        "planned without feedback, the store's size over 2,000 steps, the snapshot of 306 sources and 256 ranks",
-        figure="ratio",
-        bar="bar",
-        at_least=False,
-        unit="×",
-        plot_title="A durable report",
-        plot_unit="µs",
-        plotted=(
-            ("durable report", "durable_report_us", "durable_report_rounds"),
-            ("bare write and sync", "bare_write_and_sync_us", "bare_write_and_sync_rounds"),
-        ),
-        quick=("--quick",),
-        limit_of="bare_write_and_sync_us",
-    ),
-    Benchmark(
         "fetch",
         what="a client's wait for a prefetched step of 8 MB, until all of it is in its own memory; the figure is the "
         "worse of `local` and `ray`",
