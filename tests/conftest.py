@@ -30,6 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("ray") and item.get_closest_marker("slow_on_ray"):
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow_but_inline") and item.callspec.params["where"] != "inline":  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -250,7 +250,7 @@ def ids_file(ids_job: ol.Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
+@pytest.mark.parametrize("runtime", ["inline", pytest.param("local", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "strategy", ["hdp", "{hdp: {equal_counts: true}}", "{backbone_balance: {broadcast: [TP, CP]}}"]
 )

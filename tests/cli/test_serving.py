@@ -115,6 +115,7 @@ def test_a_service_that_dies_comes_back(serve: Serve) -> None:
     assert f"the service process {told['pid']} was killed by SIGKILL; it is started again (restart 1)" in err
 
 
+@pytest.mark.slow
 def test_a_service_that_cannot_come_back_is_told(tmp_path: Path, cache: str) -> None:
     rows = write_ids(tmp_path / "a.jsonl", [5] * 40)
     job = ol.Job(

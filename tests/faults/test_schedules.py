@@ -96,7 +96,9 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("shadows", [False, True])
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(
+    "window", [pytest.param(name, marks=pytest.mark.slow) if "comes back" in name else name for name in WINDOWS]
+)
 def test_killed_in_a_known_window(job, cache, expected, window, shadows):
     assert run_with_faults(job, WINDOWS[window], mesh=MESH, steps=STEPS, shadows=shadows, cache=cache) == expected
 

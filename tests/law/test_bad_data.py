@@ -208,7 +208,7 @@ def _launch_error(job, cache, **options) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow_on_ray
+@pytest.mark.slow_but_inline
 def test_unusable_sources_are_refused_before_anything_runs(tmp_path, tokenizer, cache, where):
     missing = text_job(tmp_path / "nothing" / "*.parquet", tokenizer)
     assert "nothing" in _launch_error(missing, cache, **where)

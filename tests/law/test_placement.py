@@ -46,7 +46,7 @@ def digests(job, cache, **options):
         return digest_service(service, steps=6), service.status()["sources"]
 
 
-@pytest.mark.slow_on_ray
+@pytest.mark.slow_but_inline
 @pytest.mark.parametrize("strategy", [None, ol.strategies.vlm_hybrid(split=True)], ids=["beside tokens", "routed"])
 def test_placement_never_changes_the_stream(pictures, cache, where, strategy):
     mesh = ol.ClientPlaceTree(dp=2, cp=2)

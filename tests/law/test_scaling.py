@@ -158,7 +158,7 @@ def check_scaled(seen: Seen) -> None:
 @pytest.mark.parametrize(
     "runs",
     [
-        {"runtime": "local"},
+        pytest.param({"runtime": "local"}, marks=pytest.mark.slow),
         PROCESSES,
         pytest.param({"runtime": "ray"}, marks=[pytest.mark.ray, pytest.mark.slow]),
     ],

@@ -124,7 +124,7 @@ def losing(buffer, tree):
     return graph.distribute("DP").cost(ol.costs.tokens).balance("greedy").plan()
 
 
-@pytest.mark.slow_on_ray
+@pytest.mark.slow_but_inline
 def test_a_wrong_strategy_is_explained_before_anything_runs(where, ids_job, cache):
     job = ids_job.replace(overlength="truncate")
     for strategy, message in (
