@@ -126,7 +126,7 @@ def until(holds, seconds: float = 20.0) -> bool:
 
 
 @pytest.mark.slow_on_ray
-@pytest.mark.parametrize("loaders", [2, 5, {"text": 2, "photos": 4}], ids=str)
+@pytest.mark.parametrize("loaders", [pytest.param(2, marks=pytest.mark.slow), 5, {"text": 2, "photos": 4}], ids=str)
 def test_any_number_of_workers(quick, cache, expected, where, loaders):
     with ol.launch(quick, mesh=MESH, **where, loaders_per_source=loaders, cache=cache) as service:
         found = train(service, 40, pause_s=0.0)

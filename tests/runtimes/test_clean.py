@@ -176,7 +176,11 @@ def wait_removed(address: str) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL, signal.SIGTERM],
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+    ],
     ids=["Ctrl-C", "SIGKILL", "SIGTERM"],
 )
 def test_launcher_is_stopped(ids_job, cache, nothing_left, how):
