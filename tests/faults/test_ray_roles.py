@@ -43,6 +43,10 @@ def test_the_service_process(ids_job, cache, expected, ray_address):  # noqa: F8
         assert consume(service, 0.05, at_step) == expected
 
 
+def moved_of(status, away):
+    return next(host for host in status["hosts"] if host["role"] == away["role"])
+
+
 def test_a_node_that_goes(ids_job, cache, expected, tmp_path):  # noqa: F811
     """Ray takes 12 s and more to notice; the beats of its roles stop at once."""
     owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -63,11 +67,13 @@ def test_a_node_that_goes(ids_job, cache, expected, tmp_path):  # noqa: F811
                 waits.append(time.monotonic())
 
             assert consume(service, 0.2, at_step) == expected
-            after = service.status()
+            end = time.monotonic() + 60  # shadows fed the stream; the successor may still be coming up
+            while not moved_of(after := service.status(), away)["up"] and time.monotonic() < end:
+                time.sleep(0.2)
         assert away["role"] in [fault["role"] for fault in after["faults"]]
         longest = max(b - a for a, b in itertools.pairwise(waits))
         assert longest < 12, "faster than Ray alone"
-        moved = next(host for host in after["hosts"] if host["role"] == away["role"])
+        moved = moved_of(after, away)
         assert moved["up"] and moved["node"] != away["node"]
     finally:
         owner.kill()
