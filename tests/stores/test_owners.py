@@ -160,6 +160,26 @@ def test_who_stood_still_while_records_went_owns_nothing(place, monkeypatch):
     assert kept == [f"owner-{newest.number:06d}"]
 
 
+def test_a_number_that_is_given_twice_wakes_nobody_up(place, monkeypatch):
+    """Owner 2 was stopped and replaced; somebody who had seen only owner 1 creates the record of owner 2 again."""
+    claim(place, "a")
+    create, stopped = place.create, []
+
+    def late(name, data):
+        monkeypatch.undo()
+        stopped.append(claim(place, "a"))
+        claim(place, "a")
+        assert stopped[0].number == 2 and name == "owner-000002" and not place.exists(name)
+        return create(name, data)
+
+    monkeypatch.setattr(place, "create", late)
+    with pytest.raises(Fenced):
+        claim(place, "a")
+    assert place.exists("owner-000002"), "otherwise it proves nothing"
+    with pytest.raises(Fenced):
+        stopped[0].check()
+
+
 def test_an_owner_whose_record_is_gone_writes_none(place):
     first = claim(place, "a")
     for _ in range(2):

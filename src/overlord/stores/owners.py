@@ -2,10 +2,11 @@
 
 Rules of this file:
 1. An owner has a number, one more than the owner before it. Who creates `owner-N`, which only one can, removes the
-   records of those before it, and then owns the store: it reads nothing there before.
-2. Nothing is promised before the owner has looked whether its record is still there: a process that was stopped, and
+   records and marks of those before it, and then owns the store: it reads nothing there before.
+2. Nothing is promised before the owner has looked whether its mark is still there: a process that was stopped, and
    wakes up when another one has taken over, finds out here. What it had promised until then, its successor reads.
-3. The newest record is never removed. Who created one late, behind others whose records are gone, is not the owner.
+3. The newest record is never removed. Who created one late, behind others whose records are gone, is not the owner; for
+   a number may so be given twice, and marks have names that nobody else has.
 4. A service that lives keeps its store. The same service may always take it: that is how it recovers.
 """
 
@@ -53,9 +54,10 @@ class Owner:
 class Claim:
     """The ownership of a store by this process."""
 
-    def __init__(self, place: Place, number: int, name: str, owner: Owner) -> None:
+    def __init__(self, place: Place, number: int, name: str, mark: str, owner: Owner) -> None:
         self._place = place
         self._name = name
+        self._mark = mark
         self._owner = owner
         self.number = number
         self._beaten = time.monotonic()
@@ -66,7 +68,7 @@ class Claim:
         Raises:
             Fenced: Somebody has taken it over.
         """
-        if not self._place.exists(self._name):
+        if not self._place.exists(self._mark):
             self.check_newest()
 
     def check_newest(self) -> None:
@@ -100,7 +102,7 @@ class Claim:
 
     def close(self) -> None:
         """Leave the store in peace: anybody may have it."""
-        if self._place.exists(self._name):
+        if self._place.exists(self._mark):
             self._place.write(self._name, json.dumps(asdict(replace(self._owner, closed=True))).encode())
 
 
@@ -134,7 +136,9 @@ def claim(place: Place, service: str) -> Claim:
         )  # fmt: skip
         created = place.create(f"owner-{number + 1:06d}", json.dumps(asdict(own)).encode())
         if created is not None:
-            mine = Claim(place, number + 1, created, own)
+            mark = f"held-{number + 1:06d}.{uuid.uuid4().hex}"
+            place.write(mark, b"")
+            mine = Claim(place, number + 1, created, mark, own)
             _remove_older(place, number + 1)
             mine.check_newest()  # it may have stood still while others came, and records went
             return mine
@@ -167,9 +171,9 @@ def _newest(place: Place) -> tuple[int, list[tuple[str, Owner | None]]] | None:
     """Return the newest owner's number, and what is written there: more than one where some lost at once and died."""
     numbers: dict[int, list[str]] = {}
     for name in place.names():
-        head = name.removeprefix("owner-").split(".")[0]
-        if name.startswith("owner-") and head.isdecimal():
-            numbers.setdefault(int(head), []).append(name)
+        kind, number = _kind_and_number(name)
+        if kind == "owner":
+            numbers.setdefault(number, []).append(name)
     if not numbers:
         return None
     newest = max(numbers)
@@ -185,9 +189,15 @@ def _read(place: Place, name: str) -> Owner | None:
 
 def _remove_older(place: Place, number: int) -> None:
     for name in place.names():
-        head = name.removeprefix("owner-").split(".")[0]
-        if name.startswith("owner-") and head.isdecimal() and int(head) < number:
+        kind, of = _kind_and_number(name)
+        if kind in ("owner", "held") and of < number:
             place.delete(name)
+
+
+def _kind_and_number(name: str) -> tuple[str, int]:
+    kind, _, rest = name.partition("-")
+    number = rest.split(".")[0]
+    return (kind, int(number)) if number.isdecimal() else ("", 0)
 
 
 def _silent_s(place: Place, name: str) -> float:

@@ -1,6 +1,6 @@
 """A store: the lineages of a job, of which one is being written.
 
-    owner-000001                          who owns the store
+    owner-000001, held-000001.id          who owns the store, and the mark that it still does
     alive                                 written again and again by the owner
     lineage-0001/snapshot-000000000016.json
     lineage-0001/journal-000001-00000001
