@@ -64,12 +64,12 @@ class Life:
             raise ClosedError("the service is closing.")
         answer = pending.poll(0.5)
         if answer is None:
-            self.check()
+            self._check()
             if self._clock() > self._since + OPEN_S:
                 raise ServiceLost(f"a role did not come up within {OPEN_S:g} s; its host may be overloaded.")
         return answer
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Look once.
 
         Raises:
