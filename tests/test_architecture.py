@@ -1,4 +1,4 @@
-"""The house: floors, purity, names, sizes, the face, and that figure 7 can be found in the tree."""
+"""The house: floors, purity, names, the face, what stands in the root, and that figure 7 can be found in the tree."""
 
 from __future__ import annotations
 
@@ -95,20 +95,27 @@ def test_pure_floors_are_pure_and_engines_stay_in_runtimes(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_modules_say_what_they_hold_and_stay_small(path):
+def test_modules_say_what_they_hold(path):
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree), "a module docstring says what lives here"
-    assert len(path.read_text().splitlines()) <= 450
     assert path.stem not in ("utils", "common", "helpers", "misc", "base")
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            told = node.body[0].end_lineno - node.lineno if ast.get_docstring(node) else 0  # words are not code
-            assert node.end_lineno - node.lineno - told <= 75, f"{node.name} is too long"
         if isinstance(node, ast.ClassDef):
-            assert node.end_lineno - node.lineno <= 320, f"{node.name} is too long"
             assert not re.search(r"(Manager|Helper|Impl|Mixin)$|^(Base|Default)[A-Z]", node.name)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             assert node.func.attr != "environ" or floor_of(path) == "cli"
+
+
+def test_the_root_holds_only_what_belongs_there():
+    """A store or a cache that a test writes relative to the working folder would be committed with the next change."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "--directory"]
+    listed = subprocess.run(command, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    found = {line.split("/")[0] for line in listed.stdout.splitlines() if (ROOT / line).exists()}
+    known = {".ci", ".git-blame-ignore-revs", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile"}
+    known |= {"README.md", "benchmarks", "deploy", "docs", "examples", "pyproject.toml", "src", "tests", "shared"}
+    assert found <= known
 
 
 def test_nothing_read_is_evaluated_or_unpickled():
