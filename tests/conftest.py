@@ -92,6 +92,10 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> str:
     return ray_started(file)
 
 
+RAY_START_S = 90.0
+"""How long the cluster may take to start: less than a test's own limit, which would hide the reason."""
+
+
 def start_ray(owner: int, file: Path) -> None:
     """Start a cluster of three nodes that lives as long as a process, and writes its address to a file."""
     command = [sys.executable, str(Path(__file__).parent / "ray_nodes.py"), str(owner), str(file)]
@@ -103,11 +107,15 @@ def start_ray(owner: int, file: Path) -> None:
 
 def ray_started(file: Path) -> str:
     """Wait until a cluster has written its address."""
-    for _ in range(600):
+    failed, log = file.with_suffix(".failed"), file.with_suffix(".log")
+    deadline = time.monotonic() + RAY_START_S
+    while time.monotonic() < deadline:
         if file.exists():
             return file.read_text()
+        if failed.exists():
+            raise RuntimeError(f"the Ray cluster did not start: {failed.read_text()[-2000:]}")
         time.sleep(0.2)
-    raise RuntimeError(f"the Ray cluster did not start: {file.with_suffix('.log').read_text()[-2000:]}")
+    raise RuntimeError(f"no Ray cluster after {RAY_START_S:.0f} s; its log ends with: {log.read_text()[-2000:]}")
 
 
 @pytest.fixture(params=["inline", "local", pytest.param("ray", marks=pytest.mark.ray)])

@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
@@ -28,6 +29,10 @@ def main() -> None:
 
     watched, file = int(sys.argv[1]), Path(sys.argv[2])
     folder = tempfile.mkdtemp(prefix="ovltest-", dir="/tmp")  # a test may have a TMPDIR of its own, which goes with it
+    # Cluster writes the address of the newest cluster below Ray's default folder, whatever temp_dir says, and expects
+    # that folder: /tmp/ray is there only where Ray ran before. This also keeps `ray.init("auto")` of others off ours.
+    os.environ["RAY_TMPDIR"] = folder
+    (Path(folder) / "ray").mkdir()
     common = {"num_cpus": CPUS, "object_store_memory": 200 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={**common, "temp_dir": folder})
     nodes = [cluster.add_node(**common) for _ in range(NODES - 1)]
@@ -55,4 +60,10 @@ def alive(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BaseException:
+        failed = Path(sys.argv[2]).with_suffix(".failed")  # told at once: a wait for a cluster that never comes is long
+        failed.with_suffix(".tmp2").write_text(traceback.format_exc())
+        failed.with_suffix(".tmp2").rename(failed)
+        raise

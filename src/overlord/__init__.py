@@ -40,8 +40,9 @@ from overlord.roles.client import Client
 from overlord.scaling.autoscaler import Scaling
 from overlord.scaling.budgets import Budget
 from overlord.session import Service, connect, launch
+from overlord.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Audio",

@@ -262,3 +262,10 @@ def test_a_store_that_cannot_be_made_is_explained(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ol.StoreError, match=r"cannot be written.*Free space"):
         open_place(str(tmp_path / "file" / "store"))
+
+
+def test_a_relative_path_is_refused_and_nothing_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ol.SpecError, match="relative path"):
+        open_place("0500e974ba1b45e1be0a85ef86e00945")
+    assert not list(tmp_path.iterdir())

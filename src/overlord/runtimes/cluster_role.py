@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from overlord.core.specs import Source
 from overlord.errors import SpecError
+from overlord.runtimes.bundle import unpack
 from overlord.runtimes.deployment import (
     Prepared,
     prepare,
@@ -77,7 +76,7 @@ class ClusterRole:
         blobs: Blobs,
         means: Means | None = None,
     ) -> None:
-        self._job, self._options = cloudpickle.loads(bundle)  # from the launching process to its own roles
+        self._job, self._options = unpack(bundle)
         self._folder = Path(folder)
         self._site = site
         self._board = board

@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
@@ -25,6 +24,7 @@ from overlord.core.specs import Job
 from overlord.errors import ClosedError, Fenced, OverlordError, ReportMissing, ServiceLost
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
+from overlord.runtimes.bundle import pack
 from overlord.runtimes.cluster_placement import ClusterOptions, Node, place
 from overlord.runtimes.cluster_role import ClusterRole, Means
 from overlord.runtimes.cluster_roles import ROLES
@@ -264,7 +264,7 @@ class InlineCluster(OwnerAsks):
     def _make_role(self, site: Mapping[str, Any], board: Switchboard, means: Means) -> ClusterRole:
         options = dataclasses.replace(self._options, recover=self.restarts > 0)
         kinds = {**ROLES, "constructor": InlineConstructor}
-        bundle = cloudpickle.dumps((self._job, options))  # a role of its own must not share anything
+        bundle = pack(self._job, options)  # a role of its own must not share anything
         return kinds[site["role"]](bundle, str(options.store), site, board, InlineBlobs(), means)
 
 

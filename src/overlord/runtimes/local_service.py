@@ -13,9 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import cloudpickle
-
 from overlord.core.specs import Job
+from overlord.runtimes.bundle import unpack
 from overlord.runtimes.constructor_host import ConstructorHost
 from overlord.runtimes.deployment import deploy, plan_first_step
 from overlord.runtimes.launch_options import LaunchOptions
@@ -110,7 +109,7 @@ class _Progress:
 @contextlib.contextmanager
 def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     """Serve a job on this host."""
-    job, options = cloudpickle.loads(bundle)  # from the launching process to its own roles
+    job, options = unpack(bundle)
     host = LocalHost(job, options, folder, progress)
     try:
         with host.constructor.open_door(folder / "socket"):

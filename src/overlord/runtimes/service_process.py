@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from overlord.core.specs import Job
 from overlord.errors import ClosedError, ServiceLost, SpecError
 from overlord.roles.client import Client
+from overlord.runtimes.bundle import pack
 from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.local import ask_once, connect_local, opened
 from overlord.runtimes.opening import Progress
@@ -49,7 +48,7 @@ class ServiceProcess(OwnerAsks):
     ) -> None:
         again = dataclasses.replace(options, recover=True)
         order = Order(
-            module, dict(environment or {}), _bundle(job, options), _bundle(job, again), close_s, options.heartbeat_s
+            module, dict(environment or {}), pack(job, options), pack(job, again), close_s, options.heartbeat_s
         )
         self._keeper = ServiceKeeper(order, _service_folder())
         self._seen: dict[str, Any] | None = None
@@ -134,17 +133,6 @@ def ray_service(job: Job, options: LaunchOptions, progress: Progress | None) -> 
     return ServiceProcess(
         "overlord.runtimes.ray_cluster", job, options, progress, close_s=RAY_CLOSE_S, environment=RAY_WORDS
     )
-
-
-def _bundle(job: Job, options: LaunchOptions) -> bytes:
-    try:
-        return cloudpickle.dumps((job, options))
-    except Exception as error:  # whatever a user's object raises when it is pickled
-        raise SpecError(
-            f"the job cannot be sent to the service process ({type(error).__name__}: {error}); nothing could run. "
-            "Let functions (Custom, strategy, learn) hold only what pickles (open files and locks do not), or use "
-            "runtime='inline'."
-        ) from error
 
 
 def _service_folder() -> Path:

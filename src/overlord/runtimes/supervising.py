@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from overlord.core.specs import Job
 from overlord.roles.recovery import Assignment
+from overlord.runtimes.bundle import pack, unpack
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.deployment import check_launch
 from overlord.runtimes.doors import CONTROL, answer_all, open_door
@@ -37,9 +36,9 @@ def unbundled(bundle: bytes, folder: Path) -> tuple[Job, LaunchOptions, bytes]:
     Raises:
         SpecError: for what cannot be launched.
     """
-    job, options = cloudpickle.loads(bundle)  # from the launching process to its own roles
+    job, options = unpack(bundle)
     options = dataclasses.replace(options, numbering=peek(options, options.store or str(folder / "store")))
-    bundle = cloudpickle.dumps((job, options))
+    bundle = pack(job, options)
     job = with_newcomers(job, options.numbering)
     check_launch(canonical(job, options.numbering), options)
     return job, options, bundle
