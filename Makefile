@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-all lint bench clean
+.PHONY: setup demo test test-slow test-all lint bench clean
 
 setup: $(READY)
 
@@ -31,8 +31,11 @@ lint: $(READY)
 test: lint
 	$(BIN)/python -m pytest -q -m "not slow" -n $(JOBS) --dist loadscope
 
-test-all: lint
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope
+# What takes more than a few seconds: real processes killed at every point, Ray, torchrun with eight ranks, long fuzzing.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -q -m slow -n $(JOBS) --dist loadscope
+
+test-all: test test-slow
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

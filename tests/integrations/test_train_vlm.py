@@ -25,7 +25,7 @@ LIMIT = 200
 
 pytestmark = pytest.mark.timeout(2 * LIMIT + 100)  # the first test of a module also waits for the run it compares with
 
-# Eight processes import torch for every run: those that show least are for `make test-all`.
+# Eight processes import torch for every run: those that show least are for `make test-slow`.
 MESHES = [
     pytest.param("dp=2,cp=2,tp=2", "local"),
     pytest.param("dp=2,cp=2,pp=2", "local", marks=pytest.mark.slow),
