@@ -167,6 +167,20 @@ def test_import_has_no_side_effect_and_needs_neither_torch_nor_ray():
     assert done.stdout.split(maxsplit=1) == ["1", "[]\n"]
 
 
+def test_a_trainer_that_attaches_loads_no_library_of_the_service():
+    heavy = "{'pyarrow', 'numba', 'tokenizers', 'PIL', 'jinja2', 'pydantic', 'yaml', 'cloudpickle', 'torch'}"
+    code = f"import sys, overlord.runtimes.local; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_lazy_face_is_complete():
+    assert set(overlord.__all__) == set(overlord._HOME_OF)
+    assert set(overlord.__all__) <= set(dir(overlord))
+    with pytest.raises(AttributeError, match="no attribute 'lunch'"):
+        overlord.lunch
+
+
 IMAGES = "patch merge temporal size resize min_pixels max_pixels image_token before after augment"
 
 

@@ -1,46 +1,51 @@
 """overlord: a disaggregated data loader for large-model training from many sources."""
 
-from overlord.core.layout_specs import Layout
-from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan
-from overlord.core.samples import SampleId
-from overlord.core.specs import (
-    Audio,
-    Augment,
-    Batch,
-    Chat,
-    Custom,
-    ImageText,
-    Interleaved,
-    Job,
-    Learn,
-    Mixture,
-    Source,
-    Text,
-    Video,
-)
-from overlord.errors import (
-    ClosedError,
-    OverlordError,
-    PlanError,
-    ReaderError,
-    ReportMissing,
-    ServiceLost,
-    SourceError,
-    SpecError,
-    StateError,
-    StoreError,
-    ToleranceError,
-)
-from overlord.planning import costs, strategies
-from overlord.planning.balancing.balance import balance
-from overlord.planning.dgraph import DGraph
-from overlord.planning.low_level import constructor_do_plan, loader_do_plan, plan_raw, summary_buffer
-from overlord.roles.client import Client
-from overlord.scaling.autoscaler import Scaling
-from overlord.scaling.budgets import Budget
-from overlord.session import Service, connect, launch
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from overlord.version import VERSION
+
+if TYPE_CHECKING:
+    from overlord.core.layout_specs import Layout
+    from overlord.core.place_tree import ClientPlaceTree
+    from overlord.core.plan import LoadingPlan
+    from overlord.core.samples import SampleId
+    from overlord.core.specs import (
+        Audio,
+        Augment,
+        Batch,
+        Chat,
+        Custom,
+        ImageText,
+        Interleaved,
+        Job,
+        Learn,
+        Mixture,
+        Source,
+        Text,
+        Video,
+    )
+    from overlord.errors import (
+        ClosedError,
+        OverlordError,
+        PlanError,
+        ReaderError,
+        ReportMissing,
+        ServiceLost,
+        SourceError,
+        SpecError,
+        StateError,
+        StoreError,
+        ToleranceError,
+    )
+    from overlord.planning import costs, strategies
+    from overlord.planning.balancing.balance import balance
+    from overlord.planning.dgraph import DGraph
+    from overlord.planning.low_level import constructor_do_plan, loader_do_plan, plan_raw, summary_buffer
+    from overlord.roles.client import Client
+    from overlord.scaling.autoscaler import Scaling
+    from overlord.scaling.budgets import Budget
+    from overlord.session import Service, connect, launch
 
 __version__ = VERSION
 
@@ -88,3 +93,72 @@ __all__ = [
     "strategies",
     "summary_buffer",
 ]
+
+_HOMES = {
+    "core.layout_specs": ("Layout",),
+    "core.place_tree": ("ClientPlaceTree",),
+    "core.plan": ("LoadingPlan",),
+    "core.samples": ("SampleId",),
+    "core.specs": (
+        "Audio",
+        "Augment",
+        "Batch",
+        "Chat",
+        "Custom",
+        "ImageText",
+        "Interleaved",
+        "Job",
+        "Learn",
+        "Mixture",
+        "Source",
+        "Text",
+        "Video",
+    ),
+    "errors": (
+        "ClosedError",
+        "OverlordError",
+        "PlanError",
+        "ReaderError",
+        "ReportMissing",
+        "ServiceLost",
+        "SourceError",
+        "SpecError",
+        "StateError",
+        "StoreError",
+        "ToleranceError",
+    ),
+    "planning.costs": ("costs",),
+    "planning.strategies": ("strategies",),
+    "planning.balancing.balance": ("balance",),
+    "planning.dgraph": ("DGraph",),
+    "planning.low_level": (
+        "constructor_do_plan",
+        "loader_do_plan",
+        "plan_raw",
+        "summary_buffer",
+    ),
+    "roles.client": ("Client",),
+    "scaling.autoscaler": ("Scaling",),
+    "scaling.budgets": ("Budget",),
+    "session": (
+        "Service",
+        "connect",
+        "launch",
+    ),
+}
+"""Where each name lives. It is imported when the name is first used (PEP 562): a trainer that only attaches loads
+numpy and a socket client, not the readers, kernels and specs of the service."""
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f"overlord.{_HOME_OF[name]}")
+    found = home if home.__name__.endswith(f".{name}") else getattr(home, name)  # `costs` and `strategies` are modules
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

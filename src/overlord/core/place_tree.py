@@ -425,3 +425,14 @@ def _follow(tree: ClientPlaceTree, world_size: int) -> dict[str, ClientPlaceTree
         except SpecError as error:
             raise SpecError(f"modules[{name!r}] would follow to {world_size} ranks: {error}") from None
     return meshes
+
+
+def ranks_of_host(number: int, hosts: int, world_size: int) -> range:
+    """Return the ranks of one of several trainer hosts: neighbours, and as many on each as it takes.
+
+    Example:
+        >>> [ranks_of_host(number, 3, 8) for number in range(3)]
+        [range(0, 3), range(3, 6), range(6, 8)]
+    """
+    per_host = -(-world_size // hosts)
+    return range(min(number * per_host, world_size), min((number + 1) * per_host, world_size))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, cast
 
 Loc = tuple[Any, ...]
@@ -168,3 +169,13 @@ def follow(data: Any, loc: Loc) -> Any:
         else:
             return None
     return data
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, of Python or of numpy.
+
+    Example:
+        >>> is_whole(3), is_whole(True), is_whole("3")
+        (True, False, False)
+    """
+    return isinstance(value, Integral) and not isinstance(value, bool)

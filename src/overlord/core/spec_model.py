@@ -13,12 +13,12 @@ import operator
 import os
 import re
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from overlord.core.spec_errors import Fault, Locate, conflict, did_you_mean, explain, follow, list_some
+from overlord.core.spec_errors import is_whole as is_whole
 from overlord.errors import SpecError
 
 _BYTE_UNITS = {"": 1, "b": 1} | {
@@ -178,16 +178,6 @@ def code_of(fn: Any) -> dict[str, str]:
     except (OSError, TypeError):
         code = f"{getattr(fn, '__module__', '')}.{name}"
     return {"name": name, "code_digest": hashlib.blake2b(code.encode(), digest_size=8).hexdigest()}
-
-
-def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, of Python or of numpy.
-
-    Example:
-        >>> is_whole(3), is_whole(True), is_whole("3")
-        (True, False, False)
-    """
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def whole(low: int | None, why: str, *, example: str = "") -> BeforeValidator:

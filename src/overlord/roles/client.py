@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from overlord.core.spec_model import is_whole
+from overlord.core.spec_errors import is_whole
 from overlord.errors import ClosedError, SpecError
-from overlord.roles.data_constructor import ENCODER
-from overlord.roles.ports import Feed
-from overlord.roles.views import Batch, Microbatches, Step
+from overlord.roles.views import ENCODER, Batch, Microbatches, Step
+
+if TYPE_CHECKING:  # it names every message between roles, and a trainer loads none of them
+    from overlord.roles.ports import Feed
 
 
 class Client:

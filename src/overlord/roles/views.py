@@ -13,10 +13,13 @@ import numpy.typing as npt
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.samples import SampleId
+from overlord.core.stage_keys import Stage, needs
 from overlord.errors import SpecError
-from overlord.transforms.per_rank import Stage, needs
 
 Array = npt.NDArray[Any]
+
+ENCODER = -1
+"""The number of the microbatch that holds what a rank encodes; its bucket is the rank itself."""
 
 _ORIGIN = ("source", "epoch", "row", "segment_offsets", "segment_lengths")
 

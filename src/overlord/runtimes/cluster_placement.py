@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from overlord.core.place_tree import ranks_of_host
 from overlord.errors import SpecError
 from overlord.roles.recovery import NOBODY, Assignment
 
@@ -95,17 +96,6 @@ class Site:
             found["ranks"] = f"{self.ranks[0]}-{self.ranks[-1]}"
         found |= {"sources": len(self.sources)} if self.sources else {}
         return found | ({"shadows": len(self.shadows)} if self.shadows else {})
-
-
-def ranks_of_host(number: int, hosts: int, world_size: int) -> range:
-    """Return the ranks of one of several trainer hosts: neighbours, and as many on each as it takes.
-
-    Example:
-        >>> [ranks_of_host(number, 3, 8) for number in range(3)]
-        [range(0, 3), range(3, 6), range(6, 8)]
-    """
-    per_host = -(-world_size // hosts)
-    return range(min(number * per_host, world_size), min((number + 1) * per_host, world_size))
 
 
 def place(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overlord.runtimes.cluster_placement import ranks_of_host
+from overlord.core.place_tree import ranks_of_host
 from overlord.runtimes.cluster_role import ClusterRole
 from overlord.runtimes.constructor_host import ConstructorHost
 from overlord.runtimes.deployment import (

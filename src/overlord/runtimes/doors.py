@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from overlord.core.place_tree import ranks_of_host
 from overlord.errors import OverlordError, ServiceLost, SpecError
-from overlord.runtimes.cluster_placement import ranks_of_host
 from overlord.runtimes.headers import mesh_from_text
 from overlord.runtimes.wire import receive, send
 

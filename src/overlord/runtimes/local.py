@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.core.spec_model import is_whole
+from overlord.core.spec_errors import is_whole
 from overlord.errors import ClosedError, ServiceLost, SpecError, error_named
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlord.core.plan import LoadingPlan
-from overlord.roles.data_constructor import ENCODER, DataConstructor
-from overlord.roles.views import StepHeader
+from overlord.roles.data_constructor import DataConstructor
+from overlord.roles.views import ENCODER, StepHeader
 from overlord.runtimes.shared_memory import Arena, Segment
 from overlord.runtimes.wire import to_text
 from overlord.transforms.packed import PackedMicrobatch
