@@ -32,6 +32,7 @@ from overlord.errors import (
     StoreError,
     ToleranceError,
 )
+from overlord.job.job_files import load_job
 from overlord.planning import costs, strategies
 from overlord.planning.balancing.balance import balance
 from overlord.planning.dgraph import DGraph
@@ -82,6 +83,7 @@ __all__ = [
     "constructor_do_plan",
     "costs",
     "launch",
+    "load_job",
     "loader_do_plan",
     "plan_raw",
     "strategies",
