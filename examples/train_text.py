@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import overlord as ol
-from overlord.cli.job_files import load_job_file
 from overlord.integrations.torch_loader import DataLoader, TorchBatch
+from overlord.job.job_files import load_job_file
 
 
 class TinyModel(nn.Module):

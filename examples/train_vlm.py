@@ -32,8 +32,8 @@ from vlm_model import Encoder, Shape, Stage, cut_part, make_whole, token_segment
 
 import overlord as ol
 from overlord.cli.demo_data import demo_job, write_demo
-from overlord.cli.job_files import load_job_file
 from overlord.integrations.torch_loader import DataLoader, TorchBatch, TorchStep, exchange_images
+from overlord.job.job_files import load_job_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

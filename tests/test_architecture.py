@@ -22,13 +22,14 @@ FLOORS = {
     "core": 1,
     "storage": 1,
     **dict.fromkeys(CRAFTS, 2),
-    "roles": 3,
-    "runtimes": 4,
-    "session": 5,
-    "testing": 6,
-    "cli": 7,
-    "integrations": 7,
-    "dashboard": 7,
+    "job": 3,
+    "roles": 4,
+    "runtimes": 5,
+    "session": 6,
+    "testing": 7,
+    "cli": 8,
+    "integrations": 8,
+    "dashboard": 8,
 }
 IMPURE = {
     "threading",
@@ -153,7 +154,8 @@ def test_the_face():
         "ImageText", "Interleaved", "Job", "Layout", "Learn", "LoadingPlan", "Mixture", "OverlordError", "PlanError",
         "ReaderError", "ReportMissing", "SampleId", "Scaling", "Service", "ServiceLost", "Source", "SourceError",
         "SpecError", "StateError", "StoreError", "Text", "ToleranceError", "Video", "balance", "connect",
-        "constructor_do_plan", "costs", "launch", "loader_do_plan", "plan_raw", "strategies", "summary_buffer",
+        "constructor_do_plan", "costs", "launch", "load_job", "loader_do_plan", "plan_raw", "strategies",
+        "summary_buffer",
     }  # fmt: skip
     assert all(getattr(overlord, name).__doc__ for name in overlord.__all__)
 

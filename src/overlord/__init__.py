@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         StoreError,
         ToleranceError,
     )
+    from overlord.job.job_files import load_job
     from overlord.planning import costs, strategies
     from overlord.planning.balancing.balance import balance
     from overlord.planning.dgraph import DGraph
@@ -88,6 +89,7 @@ __all__ = [
     "constructor_do_plan",
     "costs",
     "launch",
+    "load_job",
     "loader_do_plan",
     "plan_raw",
     "strategies",
@@ -127,6 +129,7 @@ _HOMES = {
         "StoreError",
         "ToleranceError",
     ),
+    "job.job_files": ("load_job",),
     "planning.costs": ("costs",),
     "planning.strategies": ("strategies",),
     "planning.balancing.balance": ("balance",),

@@ -16,14 +16,16 @@ from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.reconcile import Reconcile
+from overlord.core.spec_errors import name_choices
 from overlord.core.spec_model import as_number, is_whole
 from overlord.core.specs import Job, Mixture, Source
 from overlord.errors import SpecError, StateError
+from overlord.job.job_files import JobFile, load_job_file
+from overlord.job.launch_options import OnSourceFailure, Placement, Runtime
 from overlord.planning import strategies
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.inputs import FIXED_WHILE_RUNNING
-from overlord.roles.placement import PLACEMENTS, Placement
 from overlord.runtimes.inline import InlineService
 from overlord.runtimes.inline_cluster import InlineCluster
 from overlord.runtimes.launch_checks import check_numbers, cluster_of, shadows_of
@@ -31,15 +33,13 @@ from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.local import connect_local
 from overlord.runtimes.numbering import canonical
 from overlord.runtimes.opening import Progress
-from overlord.runtimes.parking import OnSourceFailure
 from overlord.runtimes.planner_answers import SourceChange
 from overlord.runtimes.service_process import ServiceProcess, ray_service
 from overlord.runtimes.shapes import limits_of
 from overlord.runtimes.sizing import Loaders, sizing_of
 from overlord.scaling.autoscaler import Scaling
-from overlord.scaling.budgets import AHEAD_BYTES, Budget
+from overlord.scaling.budgets import Budget
 from overlord.storage import StorageOptions
-from overlord.stores.store import KEEP
 
 if TYPE_CHECKING:
     from overlord.runtimes.metrics import MetricsDoor
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 DEFAULT_CACHE = "~/.cache/overlord"
 LOADER_CPUS = 2
 """Threads of a loader host of a cluster, and the CPUs it reserves."""
-
-Runtime = Literal["local", "ray", "inline"]
 
 
 class Service:
@@ -203,68 +201,74 @@ class Service:
 
 
 def launch(  # noqa: PLR0913 - the front door: everything has a default and a name
-    job: Job,
+    job: Job | JobFile | str | os.PathLike[str],
     *,
-    mesh: ClientPlaceTree | None = None,
-    strategy: Strategy | None = None,
-    runtime: Runtime = "local",
-    layout: Keys | Layout = "hf",
-    placement: Placement = "auto",
-    prefetch: int = 2,
-    shadows: bool | Literal["auto"] | Collection[str] = False,
-    heartbeat: float = 5.0,
-    loaders_per_source: Loaders = 1,
-    scaling: bool | Scaling = False,
+    mesh: ClientPlaceTree | Mapping[str, Any] | str | None = None,
+    strategy: Strategy | Mapping[str, Any] | str | None = None,
+    runtime: Runtime | None = None,
+    layout: Keys | Layout | Mapping[str, Any] | None = None,
+    placement: Placement | None = None,
+    prefetch: int | None = None,
+    shadows: bool | Literal["auto"] | Collection[str] | None = None,
+    heartbeat: float | None = None,
+    loaders_per_source: Loaders | None = None,
+    scaling: bool | Scaling | None = None,
     profile: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     address: str | None = None,
     ranks_per_host: int | None = None,
     loader_hosts: int | Literal["per_source"] | None = None,
-    budget: int | Budget = AHEAD_BYTES,
+    budget: int | Budget | None = None,
     store: str | os.PathLike[str] | None = None,
     store_options: StorageOptions | None = None,
-    keep: int = KEEP,
+    keep: int | None = None,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
     state: Mapping[str, Any] | Literal["latest"] | int | None = None,
     reconcile: Reconcile = "strict",
     skip_steps: int = 0,
-    on_source_failure: OnSourceFailure = "stop",
+    on_source_failure: OnSourceFailure | None = None,
     metrics: int | str | None = None,
     progress: Progress | None = None,
 ) -> Service:
     r"""Start a service for a job and return it; everything that can be checked is checked first.
 
+    The `launch` section of a job file gives the defaults of all arguments that it has keys for; arguments that are
+    given here override it. For a job built in Python, or a file without the key, the default is the one named below.
+
     Args:
-        job: What to read and how to mix it.
-        mesh: The trainer's mesh (default: one rank).
-        strategy: Where samples go: one of `ol.strategies`, or a function (buffer, tree) -> plan. By default
-            `ol.strategies.backbone_balance()`.
-        runtime: "local": one service process, trainers attach from any process of this host.
+        job: What to read and how to mix it: an `ol.Job`, or the path of a job file (YAML, JSON or Python).
+        mesh: The trainer's mesh, also as "dp=2,tp=4" or {"dp": 2, "tp": 4} (default: one rank).
+        strategy: Where samples go: one of `ol.strategies`, a function (buffer, tree) -> plan, or a name such as
+            "packed" or {"packed": {"method": "best_fit"}}, as in a job file (default: "backbone_balance").
+        runtime: "local" (default): one service process, trainers attach from any process of this host.
             "ray": the roles spread over the hosts of a Ray cluster, trainers attach on their own host and need no ray.
             "inline": everything in this process, single-threaded, for tests and debugging.
-        layout: The keys and shapes of a batch: "hf" (what Hugging Face models take), "megatron", "torchtitan", or an
-            `ol.Layout` with padding, slicing, alignment and positions.
+        layout: The keys and shapes of a batch: "hf" (default; what Hugging Face models take), "megatron", "torchtitan",
+            or an `ol.Layout` (or a mapping of its fields) with padding, slicing, alignment and positions.
         placement: Where images, clips and sounds are decoded: in the "loader", in the "constructor" (behind the
-            hand-over), or "auto", where fewer bytes travel. It never changes the stream.
-        prefetch: Steps built ahead of each trainer.
+            hand-over), or "auto" (default), where fewer bytes travel. It never changes the stream.
+        prefetch: Steps built ahead of each trainer (default: 2).
         shadows: Which sources have a shadow loader in another process, ready to take over: True, names of sources, or
-            "auto" for those whose loader takes long to come back.
+            "auto" for those whose loader takes long to come back (default: none).
         heartbeat: Seconds that nothing may be heard of a role before it is taken for dead and replaced; of the service
-            process, twice as long.
+            process, twice as long (default: 5).
         loaders_per_source: Workers of each source that read and transform ahead: a number, numbers by name, or "auto"
-            for what `profile` asks for. They share the groups of its order.
-        scaling: Whether workers come and go with the mixture while the service runs; `ol.Scaling` says when.
-        profile: What sources cost, as `overlord profile` measured it; kept up to date by the service.
+            for what `profile` asks for (default: 1). They share the groups of its order.
+        scaling: Whether workers come and go with the mixture while the service runs; `ol.Scaling` says when (default:
+            they do not).
+        profile: What sources cost, as `overlord profile` measured it; kept up to date by the service (default: the one
+            beside the job file, where `loaders_per_source` or `scaling` needs one).
         threads: Threads for decoding (default: one per core of this host; of each loader host of a cluster: 2).
         address: The Ray cluster to attach to, such as "auto" or "10.0.0.1:6379" (default: one is started here).
         ranks_per_host: Trainer processes of one host of the cluster, as torchrun's --nproc-per-node (default: what the
             hosts' accelerators say, else all on this host).
         loader_hosts: Processes that the sources are dealt to, or "per_source" (default: of a cluster, one for each
             trainer host; of "local", none: loaders are threads of the service, unless there are shadows).
-        budget: Bytes of samples and views held ahead of the trainers; `ol.Budget` also bounds workers and memory.
+        budget: Bytes of samples and views held ahead of the trainers (default: 512 MiB); `ol.Budget` also bounds
+            workers and memory.
         store: Folder for the journal and snapshots, or a URL such as "s3://bucket/run" (default: a temporary folder).
         store_options: Credentials and the like of a store that is a URL, as a Source's storage_options.
-        keep: Steps behind the newest snapshot that stay resumable with `state=STEP`.
+        keep: Steps behind the newest snapshot that stay resumable with `state=STEP` (default: 256).
         cache: Folder for the indices of files.
         state: What `client.state_dict()` returned; "latest" takes the newest snapshot of the store, a number the state
             before that step of the store's newest run.
@@ -272,8 +276,9 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
             begin at their start ("allow_add"); there may also be fewer ("allow_add_remove"). Their weights may then
             differ too.
         skip_steps: Global batches to pass over before the first step, as after a loss spike.
-        on_source_failure: What becomes of a source that cannot be read any more: "stop" ends the run; "park" goes on
-            without it until it can be read again; "reweight" goes on without it until `service.return_source`.
+        on_source_failure: What becomes of a source that cannot be read any more: "stop" (default) ends the run; "park"
+            goes on without it until it can be read again; "reweight" goes on without it until
+            `service.return_source`.
         metrics: A port of this host, or "HOST:PORT", where this process answers Prometheus (0: a free port).
         progress: Called with (what, done, of) while sources are opened.
 
@@ -293,37 +298,53 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         >>> step.index, step.global_samples
         (0, 8)
     """
-    _check_job(job, mesh, strategy)
-    check_numbers(prefetch=prefetch, threads=threads, keep=keep)
-    _check_folders(store=store, cache=cache)
-    sizing = sizing_of(job, loaders_per_source, scaling, budget, None if profile is None else os.fspath(profile))
+    loaded = _loaded(job)
+    said = loaded.arguments({
+        "mesh": mesh, "strategy": strategy, "runtime": runtime, "layout": layout, "placement": placement,
+        "prefetch": prefetch, "shadows": shadows, "heartbeat": heartbeat, "loaders_per_source": loaders_per_source,
+        "scaling": scaling, "profile": profile, "threads": threads, "address": address,
+        "ranks_per_host": ranks_per_host, "loader_hosts": loader_hosts, "budget": budget, "store": store,
+        "store_options": store_options, "keep": keep, "on_source_failure": on_source_failure, "metrics": metrics,
+    })  # fmt: skip
+    job, tree, where, kept = loaded.job, said["mesh"], said["runtime"], said["store"]
+    _check_mesh_and_strategy(tree, said["strategy"])
+    check_numbers(prefetch=said["prefetch"], threads=said["threads"], keep=said["keep"])
+    _check_folders(store=kept, cache=cache)
+    measured = None if said["profile"] is None else os.fspath(said["profile"])
+    sizing = sizing_of(job, said["loaders_per_source"], said["scaling"], said["budget"], measured)
     _step("launch: skip_steps", skip_steps)
-    _check_word("placement", placement, PLACEMENTS, "nobody would decode")
+    _check_word("placement", said["placement"], get_args(Placement), "nobody would decode")
     _check_word("reconcile", reconcile, get_args(Reconcile), "nobody could tell which sources may differ")
-    _check_word("on_source_failure", on_source_failure, get_args(OnSourceFailure), "nobody could tell what follows")
-    _check_word("runtime", runtime, get_args(Runtime), "nothing could run")
-    chosen_shadows = shadows_of(canonical(job), shadows, runtime)
-    cluster = cluster_of(runtime, address, ranks_per_host, loader_hosts, chosen_shadows)
-    if not isinstance(heartbeat, (int, float)) or isinstance(heartbeat, bool) or not 0.2 <= heartbeat < math.inf:
-        raise SpecError(f"launch: heartbeat is {heartbeat!r:.80}; nobody could keep to it. Give seconds, 0.2 or more.")
-    chosen = _layout_of(layout)
-    tree, given = mesh or ClientPlaceTree(), _check_state(state, store)
+    _check_word(
+        "on_source_failure", said["on_source_failure"], get_args(OnSourceFailure), "nobody could tell what follows"
+    )
+    _check_word("runtime", where, get_args(Runtime), "nothing could run")
+    chosen_shadows = shadows_of(canonical(job), said["shadows"], where)
+    cluster = cluster_of(where, said["address"], said["ranks_per_host"], said["loader_hosts"], chosen_shadows)
+    beat = said["heartbeat"]
+    if not isinstance(beat, (int, float)) or isinstance(beat, bool) or not 0.2 <= beat < math.inf:
+        raise SpecError(f"launch: heartbeat is {beat!r:.80}; nobody could keep to it. Give seconds, 0.2 or more.")
+    if not isinstance(said["layout"], Layout):
+        raise SpecError(
+            f"launch: layout is {said['layout']!r:.80}; batches would have unknown keys. Use "
+            f"{name_choices(get_args(Keys))}, or ol.Layout(..)."
+        )
     options = LaunchOptions(
-        mesh=tree, prefetch=int(prefetch), loaders_per_source=sizing.loaders_per_source, workers=sizing.workers,
-        lanes=sizing.lanes, scaling=sizing.scaling, memory=sizing.memory, budget_bytes=sizing.budget_bytes,
-        profile=sizing.profile,
-        threads=int(threads or (LOADER_CPUS if runtime == "ray" else os.cpu_count()) or 1),
-        heartbeat_s=float(heartbeat),
-        store=None if store is None else _store_of(store), store_options=dict(store_options or {}), keep=int(keep),
-        cache=str(Path(cache).expanduser().absolute()), state=given, latest=isinstance(state, str),
-        before_step=state if isinstance(state, int) else None,
-        strategy=strategy, skip_steps=int(skip_steps), layout=chosen, placement=placement, cluster=cluster,
-        reconcile=reconcile, on_source_failure=on_source_failure, service=uuid.uuid4().hex,
+        mesh=tree, prefetch=int(said["prefetch"]), loaders_per_source=sizing.loaders_per_source,
+        workers=sizing.workers, lanes=sizing.lanes, scaling=sizing.scaling, memory=sizing.memory,
+        budget_bytes=sizing.budget_bytes, profile=sizing.profile,
+        threads=int(said["threads"] or (LOADER_CPUS if where == "ray" else os.cpu_count()) or 1),
+        heartbeat_s=float(beat),
+        store=None if kept is None else _store_of(kept), store_options=dict(said["store_options"]),
+        keep=int(said["keep"]), cache=str(Path(cache).expanduser().absolute()), state=_check_state(state, kept),
+        latest=isinstance(state, str), before_step=state if isinstance(state, int) else None,
+        strategy=said["strategy"], skip_steps=int(skip_steps), layout=said["layout"], placement=said["placement"],
+        cluster=cluster, reconcile=reconcile, on_source_failure=said["on_source_failure"], service=uuid.uuid4().hex,
     )  # fmt: skip
-    limits = functools.partial(limits_of, canonical(job), chosen)
-    door = None if metrics is None else _open_door(metrics, runtime)
+    limits = functools.partial(limits_of, canonical(job), options.layout)
+    door = None if said["metrics"] is None else _open_door(said["metrics"], where)
     try:
-        return Service(_start(runtime, job, options, progress), tree, limits, door)
+        return Service(_start(where, job, options, progress), tree, limits, door)
     except BaseException:
         if door is not None:
             door.close()
@@ -360,10 +381,21 @@ def _start(runtime: str, job: Job, options: LaunchOptions, progress: Progress | 
     return ServiceProcess(f"overlord.runtimes.{module}", job, options, progress)
 
 
-def _check_job(job: object, mesh: object, strategy: object) -> None:
-    if not isinstance(job, Job):
-        raise SpecError(f"launch: job is a {type(job).__name__}, not an ol.Job; there is nothing to read. Build one.")
-    if mesh is not None and not isinstance(mesh, ClientPlaceTree):
+def _loaded(job: object) -> JobFile:
+    if isinstance(job, JobFile):
+        return job
+    if isinstance(job, Job):
+        return JobFile(job)
+    if isinstance(job, (str, os.PathLike)):
+        return load_job_file(cast("str | os.PathLike[str]", job))
+    raise SpecError(
+        f"launch: job is a {type(job).__name__}, not an ol.Job and not the path of a job file; there is nothing to "
+        "read. Build one."
+    )
+
+
+def _check_mesh_and_strategy(mesh: object, strategy: object) -> None:
+    if not isinstance(mesh, ClientPlaceTree):
         raise SpecError(f"launch: mesh is {mesh!r:.80}, not a mesh. Write ol.ClientPlaceTree(dp=2, tp=4).")
     names = strategies.__all__
     if any(strategy is getattr(strategies, name) for name in names if name != "Strategy"):
@@ -378,17 +410,9 @@ def _check_job(job: object, mesh: object, strategy: object) -> None:
         )
 
 
-def _layout_of(layout: object) -> Layout:
-    if isinstance(layout, Layout):
-        return layout
-    _check_word("layout", layout, (*get_args(Keys), "ol.Layout(..)"), "batches would have unknown keys")
-    return Layout(cast("Keys", layout))
-
-
 def _check_word(name: str, value: object, choices: tuple[str, ...], effect: str) -> None:
-    if not isinstance(value, str) or value not in choices or "(" in value:
-        shown = " or ".join(choice if "(" in choice else repr(choice) for choice in choices)
-        raise SpecError(f"launch: {name} is {value!r:.80}; {effect}. Use {shown}.")
+    if not isinstance(value, str) or value not in choices:
+        raise SpecError(f"launch: {name} is {value!r:.80}; {effect}. Use {' or '.join(map(repr, choices))}.")
 
 
 def _check_folders(**given: str | os.PathLike[str] | None) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from overlord.cli.job_files import LaunchOptions, load_job_file
 from overlord.cli.main import app
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.job.job_files import LaunchOptions, load_job_file
 
 
 @pytest.fixture(scope="module")

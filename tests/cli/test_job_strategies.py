@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import overlord as ol
-from overlord.cli.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
 from overlord.cli.main import app
-from overlord.cli.strategy_specs import Cost, StrategyChoice
 from overlord.errors import SpecError
+from overlord.job.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
+from overlord.job.strategy_specs import Cost, StrategyChoice
 
 JOB = """\
 sources:

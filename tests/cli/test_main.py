@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import overlord as ol
-from overlord.cli.job_files import LaunchOptions, dump_job_yaml, load_job_file
 from overlord.cli.main import app
-from overlord.cli.options import ServedRuntime, where_of
-from overlord.cli.running import MemoryWatch, Where, processes_of
+from overlord.cli.running import MemoryWatch, processes_of
+from overlord.job.job_files import LaunchOptions, dump_job_yaml, load_job_file
+from overlord.job.launch_options import CLUSTER_KEYS
 
 
 def call(*arguments: object) -> Any:
@@ -180,10 +180,9 @@ def test_what_a_file_says_of_a_cluster_waits_for_a_run_on_it(ids_job: ol.Job, tm
     path.write_text(dump_job_yaml(ids_job, launch))
     assert load_job_file(path).launch == launch
     assert result_of("run", path, "--runtime", "inline", "--steps", 1)["runtime"] == "inline"
-    assert where_of(launch, None, None, None, "3") == Where(
-        runtime="ray", address="10.0.0.1:6379", ranks_per_host=8, loader_hosts=3
-    )
-    assert where_of(launch, ServedRuntime.local, None, None, None) == Where()
+    there, here = launch.arguments({"loader_hosts": 3}), launch.arguments({"runtime": "local"})
+    assert [there[name] for name in CLUSTER_KEYS] == ["10.0.0.1:6379", 8, 3]
+    assert [here[name] for name in CLUSTER_KEYS] == [None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +270,7 @@ def test_what_a_python_job_prints_stays_out_of_the_result(ids_job: ol.Job, tmp_p
         (["run", "{job}", "--threads", "0"], "threads is 0"),
         (["run", "{job}", "--address", "auto"], "--address is 'auto' and the runtime is 'inline'"),
         (["run", "{job}", "--ranks-per-host", "2"], "--ranks-per-host is 2 and the runtime is 'inline'"),
-        (["serve", "{job}", "--loader-hosts", "2"], "--loader-hosts is '2' and the runtime is 'local'"),
+        (["run", "{job}", "--loader-hosts", "2"], "--loader-hosts is '2' and the runtime is 'inline'"),
         (["serve", "{job}", "--runtime", "ray", "--ranks-per-host", "0"], "--ranks-per-host is 0; no host would"),
         (["serve", "{job}", "--runtime", "ray", "--loader-hosts", "all"], "--loader-hosts is 'all': this must be a"),
         (["serve", "{job}", "--runtime", "ray", "--address", ""], "--address is empty"),

@@ -19,11 +19,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 import overlord as ol
-from overlord.cli.job_files import dump_job_yaml
 from overlord.cli.main import app
 from overlord.cli.preview import preview_source, show_previews
 from overlord.cli.preview_text import GAP, written_tokens
 from overlord.cli.sources import open_each
+from overlord.job.job_files import dump_job_yaml
 from overlord.transforms.tokenize import TextTokenizer
 
 SPECIAL = ["<s>", "</s>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>", "<|im_end|>"]

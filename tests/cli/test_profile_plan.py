@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 import overlord as ol
-from overlord.cli.launch_options import LaunchOptions
 from overlord.cli.profile_plan import schedule_shares, show_plan
 from overlord.errors import SpecError
+from overlord.job.launch_options import LaunchOptions
 from overlord.scaling.costs import Resources, SourceCost
 
 MS = {"web": 0.3, "photos": 40.0, "audio": 160.0}

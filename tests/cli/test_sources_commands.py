@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 import overlord as ol
 from overlord.cli.demo_data import DemoFiles
-from overlord.cli.job_files import LaunchOptions, dump_job_yaml
 from overlord.cli.lint import Finding, lint_job
 from overlord.cli.main import app
 from overlord.cli.preview import half_blocks, preview_source, show_previews
 from overlord.cli.sources import choose_sources, open_each
+from overlord.job.job_files import LaunchOptions, dump_job_yaml
 
 
 def call(*arguments: object) -> Any:

@@ -11,6 +11,8 @@ import torch
 
 import overlord as ol
 from overlord.integrations.torch_loader import DataLoader
+from overlord.job.job_files import LaunchOptions, dump_job_yaml
+from overlord.job.launch_options import CLUSTER_KEYS
 
 
 def _tokens(loader, steps):
@@ -112,7 +114,7 @@ def test_a_batch_of_tensors_has_what_a_batch_of_arrays_has(ids_job, cache):
 def test_words_for_a_cluster_are_passed_on_only_where_given(given, ids_job, monkeypatch):
     def launch(job, **options):
         assert {name: options[name] for name in given} == given
-        assert bool({"address", "ranks_per_host", "loader_hosts"} & set(options)) == bool(given)
+        assert all(options[name] is None for name in CLUSTER_KEYS if name not in given)
         raise ol.SpecError(f"launched on {options['runtime']}")
 
     monkeypatch.setattr("overlord.integrations.torch_loader.launch", launch)
@@ -120,9 +122,37 @@ def test_words_for_a_cluster_are_passed_on_only_where_given(given, ids_job, monk
         next(iter(DataLoader(ids_job, runtime="ray", **given)))
 
 
+def test_a_job_file_is_launched_with_its_launch_section(ids_job, cache, tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(dump_job_yaml(ids_job, LaunchOptions(mesh="dp=2", layout="torchtitan", runtime="inline")))
+    with DataLoader(str(path), rank=1, cache=cache) as loader:
+        assert "input" in next(iter(loader)).microbatches[0]
+    with DataLoader(path, mesh="tp=2", layout="hf", rank=1, cache=cache) as loader:
+        assert "input_ids" in next(iter(loader)).microbatches[0]
+
+
+def test_a_job_file_is_told_from_an_address_by_what_it_is(ids_job, cache, tmp_path):
+    file = tmp_path / "address.json"  # what it holds counts, not its name
+    with ol.launch(ids_job, cache=cache) as service:
+        file.write_text(f"{service.address}\n")
+        with DataLoader(file) as loader:
+            assert next(iter(loader)).index == 0
+        with pytest.raises(ol.SpecError, match=r"layout is 'hf', and unix://.* is a service that runs already"):
+            DataLoader(service.address, layout="hf")
+    for wrong in ("job", tmp_path / "no-address", 7):
+        with pytest.raises(ol.SpecError, match=r"is not an ol.Job, not a job file .* not the address of a running"):
+            DataLoader(wrong)
+    with pytest.raises(ol.SpecError, match=f"Write 'unix://{tmp_path}'"):
+        DataLoader(tmp_path)
+    with pytest.raises(ol.SpecError, match=r"none.yaml: there is no such file"):
+        DataLoader(tmp_path / "none.yaml")
+
+
 def test_a_mesh_or_rank_that_cannot_be(ids_job, cache):
-    with pytest.raises(ol.SpecError, match="'dp=2' is not a DeviceMesh"):
-        DataLoader(ids_job, mesh="dp=2")
+    with pytest.raises(ol.SpecError, match="2 is not a DeviceMesh"):
+        DataLoader(ids_job, mesh=2)
+    with pytest.raises(ol.SpecError, match="launch: mesh: mesh 'dq=2': unknown axis"):
+        DataLoader(ids_job, mesh="dq=2")
     with pytest.raises(ol.SpecError, match="rank 2 is not in the mesh"):
         DataLoader(ids_job, mesh=ol.ClientPlaceTree(dp=2), rank=2)
     with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2), cache=cache) as service:

@@ -15,6 +15,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from overlord.core.specs import Audio, Batch, ImageText, Interleaved, Job, Source, Text, Video, image_grid
 from overlord.errors import SpecError
+from overlord.runtimes.numbering import canonical
+from overlord.runtimes.shapes import media_shape
 from overlord.transforms.processor import ProcessorFacts, fill_from_processor, read_processor
 
 QWEN = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
@@ -199,3 +201,33 @@ def test_a_filled_job_counts_the_patches_of_the_processor_itself(tmp_path: Path)
         grid = theirs(image, return_tensors="np")["image_grid_thw"][0]
         rows, cols = image_grid(source.sample, [width], [height])
         assert (rows[0], cols[0]) == (grid[1], grid[2])
+
+
+# ---- what images and clips of a job share
+
+
+def patches_of(*samples: Any) -> list[tuple[int, int, int]]:
+    return [(s.sample.patch, s.sample.merge, s.sample.temporal) for s in canonical(job_of(*samples)).sources]
+
+
+def test_images_and_clips_of_a_job_have_the_same_patches_unless_they_are_told_otherwise() -> None:
+    assert patches_of(ImageText(), Interleaved()) == [(16, 1, 1)] * 2  # as without clips
+    assert patches_of(Video()) == [(14, 2, 2)]
+    assert patches_of(ImageText(), Video(), Interleaved()) == [(14, 2, 2)] * 3
+    assert patches_of(ImageText(patch=16), Video()) == [(16, 2, 2)] * 2
+    assert patches_of(Interleaved(), ImageText(patch=14, merge=2)) == [(14, 2, 1)] * 2
+    assert patches_of(ImageText(temporal=1), Video(temporal=2)) == [(14, 2, 1), (14, 2, 2)]
+    assert media_shape(canonical(job_of(ImageText(), Video(), Text()))).patch_bytes == 3 * 2 * 14 * 14
+    with pytest.raises(SpecError, match=r"image patches of different kinds .*temporal=1 in .*temporal=2 in"):
+        media_shape(canonical(job_of(ImageText(temporal=1), Video(temporal=2))))
+
+
+def test_shared_patches_do_not_change_again_when_a_source_comes() -> None:
+    running = canonical(job_of(ImageText()))
+    more = canonical(running.replace(sources=[*running.sources, Source("clips", "clips/*.tar", sample=Video())]))
+    assert {(s.sample.patch, s.sample.merge, s.sample.temporal) for s in more.sources} == {(16, 1, 1)}
+
+
+def test_a_size_that_does_not_fit_the_patches_of_the_clips_is_told() -> None:
+    with pytest.raises(SpecError, match=r"with what the images and clips of one job have in common \(.*merge=2.*size"):
+        canonical(job_of(ImageText(size=240), Video()))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from overlord.cli.demo_data import DemoFiles, demo_job, write_demo
 from overlord.cli.demo_media import media_job, write_media
-from overlord.cli.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
 from overlord.cli.output import Screen, Tell, check_writable
 from overlord.cli.report import render_report
 from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, Where, run_job
 from overlord.cli.summary import RunSummary
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
-from overlord.session import Runtime
+from overlord.job.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
+from overlord.job.launch_options import Runtime
 
 JOB_NAME = "job.yaml"
 MEDIA = 80

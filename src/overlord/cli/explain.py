@@ -23,9 +23,9 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.specs import Job, Video
 from overlord.errors import SpecError
+from overlord.job.launch_options import Placement
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
-from overlord.roles.placement import Placement
 from overlord.runtimes.deployment import Roles, deploy
 from overlord.runtimes.lanes import CallerLanes
 from overlord.runtimes.launch_options import LaunchOptions

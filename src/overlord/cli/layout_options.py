@@ -1,33 +1,13 @@
-"""Layouts as a job file or a command line writes them: a name, or a mapping of the fields of `ol.Layout`."""
+"""Layouts on the command line: as `--layout` writes them, and in a few words for a report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, get_args
-
-from pydantic import BeforeValidator
-
-from overlord.cli.cost_specs import mapping_or_name
-from overlord.core.layout_specs import Keys, Layout
-from overlord.core.spec_errors import Fault, did_you_mean, name_choices, show
+from overlord.core.layout_specs import Layout
+from overlord.core.spec_errors import Fault, show
 from overlord.core.specs import Job
 from overlord.errors import SpecError
-
-
-def _any_form(value: object) -> object:
-    if isinstance(value, (Layout, Mapping)):
-        return value
-    known = get_args(Keys)
-    if not isinstance(value, str) or value not in known:
-        raise Fault(
-            f"expected {name_choices(known)}, or a mapping such as {{keys: hf, rows: padded}}; batches would have "
-            f"unknown keys.{did_you_mean(value, known)}"
-        )
-    return {"keys": value}
-
-
-AnyLayout = Annotated[Layout, BeforeValidator(_any_form, json_schema_input_type=Layout | Keys)]
-"""A layout in any form that a file may hold."""
+from overlord.job.cost_specs import mapping_or_name
+from overlord.job.launch_options import as_layout
 
 
 def read_layout(text: str) -> Layout:
@@ -42,20 +22,9 @@ def read_layout(text: str) -> Layout:
     """
     given = mapping_or_name(text)
     try:
-        return Layout.from_mapping(_any_form(given), lambda _: "--layout")
+        return Layout.from_mapping(as_layout(given), lambda _: "--layout")
     except Fault as fault:
         raise SpecError(f"--layout is {show(given)}: {fault}{'' if str(fault).endswith(('.', '?')) else '.'}") from None
-
-
-def written_layout(layout: Layout) -> object:
-    """Return the short form that a file holds: the name, with the fields that differ from the defaults.
-
-    Example:
-        >>> written_layout(Layout("megatron")), written_layout(Layout(rows="padded"))
-        ('megatron', {'keys': 'hf', 'rows': 'padded'})
-    """
-    changed = layout.model_dump(mode="json", exclude_defaults=True)
-    return {"keys": layout.keys} | changed if set(changed) - {"keys"} else layout.keys
 
 
 def layout_words(layout: Layout) -> str:

@@ -19,7 +19,6 @@ from typer.core import TyperGroup
 
 from overlord import __version__
 from overlord.cli.demo import run_demo, write_report, write_text
-from overlord.cli.job_files import job_file_schema
 from overlord.cli.lint import count_errors, lint_job
 from overlord.cli.options import (
     AS_JSON,
@@ -54,7 +53,6 @@ from overlord.cli.options import (
     load,
     options_of,
     runtime_of,
-    where_of,
 )
 from overlord.cli.output import Screen, check_writable, show_error
 from overlord.cli.planning_commands import explain
@@ -75,6 +73,7 @@ from overlord.cli.sources import (
 from overlord.cli.summary import RunSummary, count, number
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, SpecError
+from overlord.job.job_files import job_file_schema
 
 
 class _Commands(TyperGroup):
@@ -174,11 +173,12 @@ def run(  # noqa: PLR0913 - one for each option
     if chosen is None:
         screen.note(f"neither --steps nor launch.steps is given; running {DEFAULT_STEPS} steps")
     # What the file says of trainer hosts is for trainers; here all ranks are in one process.
-    launch = loaded.launch.model_copy(update={"ranks_per_host": None})
-    where = where_of(launch, runtime, address, ranks_per_host, loader_hosts)
+    loaded = dataclasses.replace(loaded, launch=loaded.launch.model_copy(update={"ranks_per_host": None}))
     options = options_of(
-        loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where, reconcile, on_source_failure,
-        shadows, scaling, cpus, metrics, job,
+        loaded, mesh=mesh, runtime=runtime, address=address, ranks_per_host=ranks_per_host, loader_hosts=loader_hosts,
+        prefetch=prefetch, loaders=loaders, scaling=scaling, cpus=cpus, threads=threads, store=store,
+        on_source_failure=on_source_failure, shadows=shadows, metrics=metrics, cache=cache, resume=resume, state=state,
+        reconcile=reconcile,
     )  # fmt: skip
     options = dataclasses.replace(options, steps=chosen or DEFAULT_STEPS)
     with screen.progress() as tell, screen.user_code():
@@ -225,16 +225,17 @@ def serve(  # noqa: PLR0913 - one for each option
     if address_file is not None:
         check_writable("--address-file", address_file)
     loaded = load(job, screen, strategy, layout, placement)
-    where = where_of(loaded.launch, runtime, address, ranks_per_host, loader_hosts)
-    if where.runtime == "inline":
+    options = options_of(
+        loaded, mesh=mesh, runtime=runtime, address=address, ranks_per_host=ranks_per_host, loader_hosts=loader_hosts,
+        prefetch=prefetch, loaders=loaders, scaling=scaling, cpus=cpus, threads=threads, store=store,
+        on_source_failure=on_source_failure, shadows=shadows, metrics=metrics, cache=cache, resume=resume, state=state,
+        reconcile=reconcile,
+    )  # fmt: skip
+    if options.where.runtime == "inline":
         raise SpecError(
             f"{job}: launch.runtime is 'inline', and no other process can attach to that; trainers would have no data. "
             "Add --runtime local or --runtime ray."
         )
-    options = options_of(
-        loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where, reconcile, on_source_failure,
-        shadows, scaling, cpus, metrics, job,
-    )  # fmt: skip
     for note in aside_notes(options):
         screen.note(note)
     with screen.progress() as tell:

@@ -10,17 +10,18 @@ from typing import Annotated, Any, Literal, cast
 import typer
 
 from overlord import session
-from overlord.cli.job_files import JobFile, load_job_file
-from overlord.cli.launch_options import LaunchOptions, LoaderHosts, as_loader_hosts
 from overlord.cli.layout_options import read_layout
 from overlord.cli.output import Screen
 from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, Where, read_state
-from overlord.cli.sizing_options import BudgetOptions, loaders_of, profile_path
-from overlord.cli.strategy_specs import StrategyChoice
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import Fault
+from overlord.core.spec_model import as_number
 from overlord.core.specs import Job
 from overlord.errors import SpecError
+from overlord.job.job_files import JobFile, load_job_file
+from overlord.job.launch_options import CLUSTER_KEYS, BudgetOptions, LoaderHosts, as_loader_hosts
+from overlord.job.launch_options import Runtime as RuntimeWord
+from overlord.job.strategy_specs import StrategyChoice
 from overlord.runtimes.numbering import canonical
 
 DEFAULT_STEPS = 100
@@ -204,46 +205,9 @@ def folder_of(cache: Path) -> str:
     return str(cache.expanduser().absolute())
 
 
-def runtime_of(name: RuntimeName | ServedRuntime | None) -> session.Runtime:
+def runtime_of(name: RuntimeName | ServedRuntime | None) -> RuntimeWord:
     """Return the runtime as `launch` takes it."""
-    return "local" if name is None else cast("session.Runtime", name.value)
-
-
-def where_of(
-    launch: LaunchOptions,
-    runtime: RuntimeName | ServedRuntime | None,
-    address: str | None,
-    ranks_per_host: int | None,
-    loader_hosts: str | None,
-) -> Where:
-    """Return where the roles run: as the job file says, unless the command line says otherwise.
-
-    Raises:
-        SpecError: An option of a cluster was given for a runtime that has none.
-    """
-    chosen = launch.runtime if runtime is None else runtime_of(runtime)
-    given = {"--address": address, "--ranks-per-host": ranks_per_host, "--loader-hosts": loader_hosts}
-    if chosen != "ray":  # what the file says of a cluster waits for a run on it
-        for name, value in given.items():
-            if value is not None:
-                raise SpecError(
-                    f"{name} is {value!r:.80} and the runtime is {chosen!r}, which has no cluster; it would "
-                    "have no effect. Add --runtime ray, or leave it out."
-                )
-        return Where(runtime=chosen)
-    if ranks_per_host is not None and ranks_per_host < 1:
-        raise SpecError(
-            f"--ranks-per-host is {ranks_per_host}; no host would have a trainer. Give the number of trainer processes "
-            "of one host (torchrun's --nproc-per-node), or leave it out."
-        )
-    if address == "":
-        raise SpecError("--address is empty; no cluster could be reached. Give 'auto' or host:port, or leave it out.")
-    return Where(
-        runtime="ray",
-        address=launch.address if address is None else address,
-        ranks_per_host=launch.ranks_per_host if ranks_per_host is None else ranks_per_host,
-        loader_hosts=launch.loader_hosts if loader_hosts is None else _loader_hosts(loader_hosts),
-    )
+    return "local" if name is None else cast("RuntimeWord", name.value)
 
 
 def _loader_hosts(text: str) -> LoaderHosts:
@@ -270,60 +234,100 @@ def mesh_of(loaded: JobFile, mesh: str | None) -> ClientPlaceTree:
     return loaded.launch.mesh if mesh is None else ClientPlaceTree.parse(mesh)
 
 
-def sizes_of(
-    launch: LaunchOptions, loaders: str | None, scaling: bool | None, cpus: int | None, path: Path | None
-) -> dict[str, Any]:
-    """Return what the options of a run say of workers; `path` is the job file, beside which its profile lies."""
-    chosen = launch.loaders_per_source if loaders is None else loaders_of(loaders)
-    scales = launch.scaling if scaling is None else scaling
-    budget = (launch.budget or BudgetOptions()).budget()
-    budget = budget if cpus is None else dataclasses.replace(budget, cpus=cpus)
-    beside = profile_path(path) if path is not None and (chosen == "auto" or scales) else None
-    profile = launch.profile or (str(beside) if beside is not None and (chosen == "auto" or beside.exists()) else None)
-    return {"loaders_per_source": chosen, "scaling": scales, "budget": budget, "profile": profile}
+def loaders_of(text: str) -> int | Literal["auto"]:
+    """Read --loaders.
+
+    Raises:
+        SpecError: It is no number and not auto.
+
+    Example:
+        >>> loaders_of("4"), loaders_of("auto")
+        (4, 'auto')
+    """
+    if text == "auto":
+        return "auto"
+    number = as_number(text)
+    if not isinstance(number, int) or number < 1:
+        raise SpecError(
+            f"--loaders: loaders_per_source is {text!s:.80}; nothing could run with it. Give a whole number of at "
+            "least 1, or auto for what the profile asks for."
+        )
+    return number
 
 
 def options_of(  # noqa: PLR0913 - one for each option of two commands
     loaded: JobFile,
+    *,
     mesh: str | None,
-    cache: Path,
+    runtime: RuntimeName | ServedRuntime | None,
+    address: str | None,
+    ranks_per_host: int | None,
+    loader_hosts: str | None,
     prefetch: int | None,
     loaders: str | None,
+    scaling: bool | None,
+    cpus: int | None,
+    threads: int | None,
     store: str | None,
+    on_source_failure: FailureName | None,
+    shadows: str | None,
+    metrics: str | None,
+    cache: Path,
     resume: bool,
     state: Path | None,
-    threads: int | None,
-    where: Where,
     reconcile: ReconcileName,
-    on_source_failure: FailureName | None,
-    shadows: str | None = None,
-    scaling: bool | None = None,
-    cpus: int | None = None,
-    metrics: str | None = None,
-    path: Path | None = None,
 ) -> RunOptions:
-    """Return how to run: what stands in the job file, unless the command line says otherwise."""
+    """Return how to run: what stands in the job file, unless the command line says otherwise.
+
+    Raises:
+        SpecError: An option is wrong, or was given for a runtime that does not have it.
+    """
     launch = loaded.launch
+    budget = (launch.budget or BudgetOptions()).budget()
+    said = loaded.arguments(
+        {
+            "mesh": None if mesh is None else ClientPlaceTree.parse(mesh),
+            "runtime": None if runtime is None else runtime.value,
+            "address": address,
+            "ranks_per_host": ranks_per_host,
+            "loader_hosts": None if loader_hosts is None else _loader_hosts(loader_hosts),
+            "prefetch": prefetch,
+            "loaders_per_source": None if loaders is None else loaders_of(loaders),
+            "scaling": scaling,
+            "budget": None if cpus is None else dataclasses.replace(budget, cpus=cpus),
+            "threads": threads,
+            "store": store,
+            "on_source_failure": None if on_source_failure is None else on_source_failure.value,
+            "shadows": None if shadows is None else shadows_of(shadows),
+            "metrics": metrics,
+        }
+    )
+    _check_cluster(said["runtime"], address, ranks_per_host, loader_hosts)
     return RunOptions(
-        mesh=mesh_of(loaded, mesh),
+        where=Where(**{name: said.pop(name) for name in ("runtime", *CLUSTER_KEYS)}),
         steps=launch.steps or DEFAULT_STEPS,
         cache=folder_of(cache),
-        prefetch=launch.prefetch if prefetch is None else prefetch,
-        **sizes_of(launch, loaders, scaling, cpus, path),
-        store=launch.store if store is None else store,
         resume=resume,
         state=None if state is None else int(str(state)) if str(state).isdecimal() else read_state(state),
-        threads=launch.threads if threads is None else threads,
-        where=where,
         reconcile=reconcile.value,
-        on_source_failure=launch.on_source_failure if on_source_failure is None else on_source_failure.value,
-        store_options=launch.store_options,
-        keep=launch.keep,
-        shadows=launch.shadows if shadows is None else shadows_of(shadows),
-        heartbeat=launch.heartbeat,
-        metrics=launch.metrics if metrics is None else metrics,
-        layout=launch.layout,
-        placement=launch.placement,
-        strategy=loaded.strategy,
         strategy_name=loaded.strategy_name or DEFAULT_STRATEGY,
+        **said,
     )
+
+
+def _check_cluster(runtime: str, address: str | None, ranks_per_host: int | None, loader_hosts: str | None) -> None:
+    given = {"--address": address, "--ranks-per-host": ranks_per_host, "--loader-hosts": loader_hosts}
+    for name, value in given.items():
+        here = name == "--loader-hosts" and runtime == "local"  # processes of this host
+        if value is not None and runtime != "ray" and not here:
+            raise SpecError(
+                f"{name} is {value!r:.80} and the runtime is {runtime!r}, which has no cluster; it would "
+                "have no effect. Add --runtime ray, or leave it out."
+            )
+    if ranks_per_host is not None and ranks_per_host < 1:
+        raise SpecError(
+            f"--ranks-per-host is {ranks_per_host}; no host would have a trainer. Give the number of trainer processes "
+            "of one host (torchrun's --nproc-per-node), or leave it out."
+        )
+    if address == "":
+        raise SpecError("--address is empty; no cluster could be reached. Give 'auto' or host:port, or leave it out.")

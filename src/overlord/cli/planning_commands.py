@@ -12,7 +12,6 @@ from rich.text import Text
 from overlord.cli.demo import write_text
 from overlord.cli.explain import ExplainOptions, explain_job
 from overlord.cli.explain_report import explain_tables, headlines, render_explanation
-from overlord.cli.job_files import JobFile
 from overlord.cli.options import (
     CACHE,
     AsJson,
@@ -25,13 +24,15 @@ from overlord.cli.options import (
     StrategyName,
     folder_of,
     load,
+    loaders_of,
     mesh_of,
 )
 from overlord.cli.output import Screen, check_writable
 from overlord.cli.running import DEFAULT_STRATEGY
-from overlord.cli.sizing_options import FileLoaders, loaders_of
-from overlord.cli.strategy_specs import Cost
 from overlord.errors import SpecError
+from overlord.job.job_files import JobFile
+from overlord.job.launch_options import FileLoaders
+from overlord.job.strategy_specs import Cost
 from overlord.planning.costs import CostModel, llama_12b, vit_2b
 
 EXPLAIN_STEPS = 20

@@ -12,7 +12,6 @@ import typer
 from rich.text import Text
 
 from overlord.cli.demo import write_text
-from overlord.cli.job_files import JobFile
 from overlord.cli.options import (
     CACHE,
     AsJson,
@@ -25,11 +24,12 @@ from overlord.cli.options import (
 from overlord.cli.output import Screen, Tell, check_writable, show_error
 from overlord.cli.profile_plan import show_plan
 from overlord.cli.profile_report import headlines, profile_tables, ranked, render_profile
-from overlord.cli.sizing_options import profile_path
 from overlord.cli.sources import choose_sources
 from overlord.core.spec_errors import Fault
 from overlord.core.spec_model import as_bytes
 from overlord.errors import SourceError, SpecError
+from overlord.job.job_files import JobFile
+from overlord.job.launch_options import profile_path
 from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.profiling import (
     SAMPLES,

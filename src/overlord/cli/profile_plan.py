@@ -12,9 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from overlord.cli.launch_options import LaunchOptions
 from overlord.cli.summary import count, number, percent, seconds, size
 from overlord.core.specs import Job
+from overlord.job.launch_options import LaunchOptions
 from overlord.scaling.costs import TINY, Resources, SourceCost
 from overlord.scaling.partition import Allotment, Partition, partition
 from overlord.scaling.schedules import mean_shares, schedule_shares

@@ -16,9 +16,7 @@ import psutil
 
 from overlord.cli.collecting import Collector
 from overlord.cli.context_fit import context_notes
-from overlord.cli.launch_options import LoaderHosts
 from overlord.cli.layout_options import layout_advice, layout_words
-from overlord.cli.manifests import read_text
 from overlord.cli.output import Tell
 from overlord.cli.sources import indexed_rows, open_each
 from overlord.cli.summary import RunSummary, SourceSummary, media_of
@@ -28,14 +26,14 @@ from overlord.core.reconcile import Reconcile
 from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job
 from overlord.errors import SpecError, StateError
+from overlord.job.launch_options import LoaderHosts, OnSourceFailure, Placement, Runtime
+from overlord.job.manifests import read_text
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
-from overlord.roles.placement import Placement
-from overlord.runtimes.parking import OnSourceFailure
 from overlord.runtimes.shapes import limits_of
 from overlord.runtimes.sizing import Loaders
 from overlord.scaling.budgets import Budget
-from overlord.session import Runtime, Service, launch
+from overlord.session import Service, launch
 from overlord.stores.places import open_place
 from overlord.stores.store import newest_lineage
 

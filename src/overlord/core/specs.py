@@ -1,7 +1,7 @@
 """The job: `Source`, `Batch`, `Job`, and what of a job decides the stream (its fingerprint).
 
 All configuration is here and in the two files beside it (samples, mixture): frozen, checked when
-built. Reading job files is I/O and lives above, in `cli/job_files.py`.
+built. Reading job files is I/O and lives above, in `job/job_files.py`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _as_sources(value: object) -> object:
     if isinstance(value, (str, Mapping, Source)):
         raise Fault(
             "this must be a list of sources. Write sources=[ol.Source(..)]; a manifest belongs into a job "
-            "file, or is read with overlord.cli.job_files.read_manifest"
+            "file, or is read with overlord.job.job_files.read_manifest"
         )
     return value
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -14,12 +16,15 @@ import torch.distributed as dist
 
 from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.spec_errors import name_choices
 from overlord.core.specs import Job
 from overlord.errors import ClosedError, PlanError, ServiceLost, SpecError, StateError
 from overlord.integrations.torch_batches import TorchBatch, TorchMeta, TorchMicrobatches, TorchStep
 from overlord.integrations.torch_broadcast import Channel, Relay, Roster, open_channel, share_outcome
 from overlord.integrations.torch_copies import Ahead, Copies, Parcel, copies_to, device_of
 from overlord.integrations.torch_images import exchange_images, normalize_pixels
+from overlord.job.job_files import SUFFIXES, JobFile, load_job_file
+from overlord.job.launch_options import LaunchOptions
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.views import Step
@@ -39,7 +44,7 @@ __all__ = [
 class DataLoader:
     """The stream of this rank as torch tensors.
 
-    Give it a job, and the service is launched at the first step (by rank 0 of the process group, if there
+    Give it a job or a job file, and the service is launched at the first step (by rank 0 of the process group, if there
     is one); or give it the address of a running service (`overlord serve`), which `torchrun` ranks share.
 
     Where a strategy broadcasts (`broadcast_at`), the loader does it: all ranks of a group get the microbatches that one
@@ -61,15 +66,15 @@ class DataLoader:
 
     def __init__(  # noqa: PLR0913 - everything has a default and a name
         self,
-        job: Job | str,
+        job: Job | str | os.PathLike[str],
         *,
-        mesh: ClientPlaceTree | Any = None,
+        mesh: ClientPlaceTree | Mapping[str, Any] | str | Any = None,
         rank: int | None = None,
         device: torch.device | str | None = None,
-        strategy: Strategy | None = None,
-        layout: Keys | Layout = "hf",
-        runtime: str = "local",
-        prefetch: int = 2,
+        strategy: Strategy | Mapping[str, Any] | str | None = None,
+        layout: Keys | Layout | Mapping[str, Any] | None = None,
+        runtime: str | None = None,
+        prefetch: int | None = None,
         store: str | None = None,
         cache: str = DEFAULT_CACHE,
         address: str | None = None,
@@ -79,16 +84,18 @@ class DataLoader:
         """Say what to read; nothing is started yet.
 
         Args:
-            job: What to read and how to mix it, or the address of a service that runs.
-            mesh: The trainer's mesh: a ClientPlaceTree, or a DeviceMesh of all ranks with names (default: one rank, or
-                the mesh of the service).
+            job: What to read and how to mix it: an `ol.Job`, or the path of a job file, whose `launch` section gives
+                the defaults of all below. Or the address of a service that runs, or the file that `overlord serve
+                --address-file` wrote.
+            mesh: The trainer's mesh: a ClientPlaceTree, text such as "dp=2,tp=2", or a DeviceMesh of all ranks with
+                names (default: one rank, or the mesh of the service).
             rank: This process's rank in the mesh (default: its rank in the process group).
             device: Where batches go: "cpu" or a CUDA device. By default this process's CUDA device if the process group
                 speaks NCCL, else "cpu".
             strategy: Where samples go; as for `overlord.launch`, like all below.
-            layout: The keys and shapes of a batch.
-            runtime: "local", "ray" or "inline". Several processes share a "local" or a "ray" service.
-            prefetch: Steps built ahead of each trainer.
+            layout: The keys and shapes of a batch (default: "hf").
+            runtime: "local" (default), "ray" or "inline". Several processes share a "local" or a "ray" service.
+            prefetch: Steps built ahead of each trainer (default: 2).
             store: Folder for the journal and snapshots.
             cache: Folder for the indices of files.
             address: The Ray cluster of runtime="ray".
@@ -96,12 +103,22 @@ class DataLoader:
             loader_hosts: Where loaders run, for runtime="ray".
 
         Raises:
-            SpecError: for a mesh, rank or device that cannot be.
+            SpecError: for a job file, mesh, rank or device that cannot be.
         """
-        self._job = job
-        self._device_mesh = None if mesh is None or isinstance(mesh, ClientPlaceTree) else mesh
-        tree = mesh if self._device_mesh is None else ClientPlaceTree.from_device_mesh(mesh)
-        self._mesh: ClientPlaceTree | None = tree if isinstance(job, str) else tree or ClientPlaceTree()
+        self._job = _job_or_address(job)
+        plain = mesh is None or isinstance(mesh, (ClientPlaceTree, Mapping, str))
+        self._device_mesh = None if plain else mesh
+        given: dict[str, Any] = {"strategy": strategy, "layout": layout, "runtime": runtime, "prefetch": prefetch}
+        given |= {"store": store, "address": address, "ranks_per_host": ranks_per_host, "loader_hosts": loader_hosts}
+        tree = mesh if plain else ClientPlaceTree.from_device_mesh(mesh)
+        if isinstance(self._job, str):
+            _refuse_options(self._job, given)
+            self._options = LaunchOptions().arguments({"mesh": tree})
+        else:
+            self._options = self._job.arguments(given | {"mesh": tree})
+        self._mesh: ClientPlaceTree | None = self._options["mesh"]
+        if isinstance(self._job, str) and mesh is None:
+            self._mesh = None  # the service's, once attached
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
         self._shared = world > 1
         self._rank = rank if rank is not None else (dist.get_rank() if world else 0)
@@ -109,16 +126,13 @@ class DataLoader:
             if world:
                 self._mesh.check_world_size(world)
             self._mesh.coords(self._rank)
-        if self._shared and runtime == "inline" and not isinstance(job, str):
+        if self._shared and self._options["runtime"] == "inline" and not isinstance(self._job, str):
             raise SpecError(
                 "DataLoader: runtime is 'inline', which lives in one process, but the process group has "
                 f"{world}; they would each read a stream of their own. Use runtime='local' or 'ray'."
             )
         self._device = device_of(device)
-        self._options: dict[str, Any] = {"strategy": strategy, "layout": layout, "runtime": runtime}
-        self._options |= {"prefetch": prefetch, "store": store, "cache": cache}
-        ray = {"address": address, "ranks_per_host": ranks_per_host, "loader_hosts": loader_hosts}
-        self._options |= {name: value for name, value in ray.items() if value is not None}
+        self._cache = cache
         self._state: Mapping[str, Any] | None = None
         self._closed = False
         self._service: Service | None = None
@@ -208,8 +222,9 @@ class DataLoader:
         return self._service.client(self._rank)
 
     def _launch(self) -> str:
-        job = cast("Job", self._job)
-        self._service = launch(job, mesh=self._mesh, state=self._state, **self._options)
+        job = cast("JobFile", self._job).job
+        options = self._options | {"mesh": self._mesh, "state": self._state, "cache": self._cache}
+        self._service = launch(job, **options)
         return self._service.address or ""
 
     def _connect(self, address: str) -> Client:
@@ -312,6 +327,40 @@ class DataLoader:
             raise PlanError(
                 f"step {step.index} is broadcast along other axes than the first step, which was {first}; ranks would "
                 "wait for each other. Let the strategy call broadcast_at alike in every step."
+            )
+
+
+def _job_or_address(given: object) -> JobFile | str:
+    """Return the job, or the address of a running service, by what is given: a job, a path, or an address.
+
+    Raises:
+        SpecError: It is neither.
+    """
+    if isinstance(given, Job):
+        return JobFile(given)
+    if isinstance(given, str) and given.startswith("unix://"):
+        return given
+    path = Path(given) if isinstance(given, (str, os.PathLike)) else None
+    if path is not None and path.is_file():
+        with path.open("rb") as file:
+            if file.read(7) == b"unix://":  # what `overlord serve --address-file` wrote
+                return str(path)
+    if path is not None and path.suffix in SUFFIXES:
+        return load_job_file(path)
+    remedy = f" Write 'unix://{path.absolute()}' if it is the folder of a service." if path and path.is_dir() else ""
+    raise SpecError(
+        f"DataLoader: {given!r:.200} is not an ol.Job, not a job file (its name ends in {name_choices(SUFFIXES)}), and "
+        "not the address of a running service ('unix://..', or the file of `overlord serve --address-file`, which goes "
+        f"when the service ends); there is nothing to read.{remedy}"
+    )
+
+
+def _refuse_options(address: str, given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise SpecError(
+                f"DataLoader: {name} is {value!r:.80}, and {address} is a service that runs already; it would have no "
+                "effect. Give it where the service is launched (`overlord serve`, ol.launch), or leave it out."
             )
 
 

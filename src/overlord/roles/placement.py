@@ -7,10 +7,9 @@ choice changes what travels and where the work is done, and never the stream.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
-Placement = Literal["auto", "loader", "constructor"]
-PLACEMENTS: tuple[Placement, ...] = ("auto", "loader", "constructor")
+from overlord.job.launch_options import Placement
 
 
 class PlacementChoice:

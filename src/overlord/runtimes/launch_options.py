@@ -9,10 +9,9 @@ from typing import Any
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.reconcile import Reconcile
+from overlord.job.launch_options import OnSourceFailure, Placement
 from overlord.planning.checking import Strategy
-from overlord.roles.placement import Placement
 from overlord.runtimes.cluster_placement import ClusterOptions
-from overlord.runtimes.parking import OnSourceFailure
 from overlord.scaling.autoscaler import Scaling
 
 

@@ -10,17 +10,19 @@ from overlord.core.reconcile import number_names
 from overlord.core.specs import Job
 from overlord.core.states import check_form
 from overlord.roles.inputs import ROSTER_KINDS, roster_log
-from overlord.transforms.processor import fill_from_processor, read_processor
+from overlord.transforms.processor import fill_from_processor, read_processor, share_patches
 
 
 def canonical(job: Job, state: Mapping[str, Any] | None = None) -> Job:
-    """Return the job as its stream is made: what its processor folder says filled in, its sources by number.
+    """Return the job as its stream is made: what its processor folder says and what its images and clips share
+    filled in, its sources by number.
 
     A stream that begins numbers its sources by name: the order that they are written in must not matter. One that goes
     on keeps the numbers of its state, and those that are still to come stand last, in the order in which they come.
     """
     if job.tokenizer is not None and Path(job.tokenizer).is_dir():
         job = fill_from_processor(job, read_processor(job.tokenizer))
+    job = share_patches(job)
     named = {source.name: source for source in job.sources}
     coming = [name for name in names_to_come(state) if name in named]
     here = [name for name in named if name not in coming]

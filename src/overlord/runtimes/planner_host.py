@@ -24,9 +24,10 @@ from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor
 from overlord.core.specs import Source
 from overlord.errors import Fenced, NothingToDraw, SpecError, StoreError
+from overlord.job.launch_options import OnSourceFailure
 from overlord.roles.planner import Planner
 from overlord.roles.ports import Loaders
-from overlord.runtimes.parking import OnSourceFailure, ReturnWatch
+from overlord.runtimes.parking import ReturnWatch
 from overlord.runtimes.planner_answers import answer, workload
 from overlord.runtimes.saving import Saver
 

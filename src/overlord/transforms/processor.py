@@ -23,6 +23,9 @@ _KNOWN_TOKENS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """For each token: the keys that may name it, and how it is usually written."""
 
+_PATCHES = ("patch", "merge", "temporal")
+"""What all images and clips of a batch have in common."""
+
 _FRAME_LIMITS = "Qwen2"
 """How the video processors are called whose size bounds one frame, as a Video's does; others bound the whole clip."""
 
@@ -116,17 +119,54 @@ def fill_from_processor(job: Job, facts: ProcessorFacts) -> Job:
     Raises:
         SpecError: when what was given does not go with what the processor says.
     """
-    sources = tuple(_filled_source(source, facts) for source in job.sources)
+    said = "what the processor folder says"
+    return _with_sources(job, [_filled(one, _fields_for(one.sample, facts), said) for one in job.sources])
+
+
+def share_patches(job: Job) -> Job:
+    """Return the job with one patch, merge and temporal for all its images and clips, where they leave them open.
+
+    A batch holds patches of one kind, for one vision encoder. What one source gives holds for all that leave it open.
+    What none gives is the default of clips in a job that has clips, else that of images. Sources that were given
+    different values keep them; launching refuses the job.
+
+    Example:
+        >>> from overlord.core.specs import Batch, ImageText
+        >>> samples = {"photos": ImageText(patch=16), "clips": Video()}
+        >>> sources = [Source(name, f"{name}/*.tar", sample=sample) for name, sample in samples.items()]
+        >>> shared = share_patches(Job(sources, tokenizer="folder", batch=Batch(4096, global_samples=8)))
+        >>> [(one.sample.patch, one.sample.merge, one.sample.temporal) for one in shared.sources]
+        [(16, 2, 2), (16, 2, 2)]
+
+    Raises:
+        SpecError: when what was given of a source does not go with what the others say.
+    """
+    vision = [one.sample for one in job.sources if isinstance(one.sample, (ImageSpec, Video))]
+    kind = Video if any(isinstance(spec, Video) for spec in vision) else ImageSpec
+    shared: dict[str, Any] = {}
+    for name in _PATCHES:
+        given = {getattr(spec, name) for spec in vision if name in spec.model_fields_set}
+        if len(given) < 2:
+            shared[name] = given.pop() if given else kind.model_fields[name].default
+    said = "what the images and clips of one job have in common"
+    return _with_sources(
+        job,
+        [_filled(one, shared, said) if isinstance(one.sample, (ImageSpec, Video)) else one for one in job.sources],
+    )
+
+
+def _with_sources(job: Job, sources: list[Source]) -> Job:
     if all(new is old for new, old in zip(sources, job.sources, strict=True)):
         return job
-    return job.replace(sources=sources)
+    return job.replace(sources=tuple(sources))
 
 
-def _filled_source(source: Source, facts: ProcessorFacts) -> Source:
+def _filled(source: Source, values: Mapping[str, Any], whose: str) -> Source:
+    """Return a source with the fields that its sample leaves open; `whose` says in an error where they are from."""
     spec = source.sample
     given = spec.model_fields_set
     open_fields = type(spec).model_fields.keys() - given
-    changes = {n: v for n, v in _fields_for(spec, facts).items() if v is not None and n in open_fields}
+    changes = {n: v for n, v in values.items() if v is not None and n in open_fields}
     if not changes:
         return source
     try:
@@ -134,7 +174,7 @@ def _filled_source(source: Source, facts: ProcessorFacts) -> Source:
         filled = type(spec)(**{name: getattr(spec, name) for name in given}, **changes)
     except SpecError as error:
         said = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-        raise SpecError(f"source {source.name!r}, with what the processor folder says ({said}): {error}") from error
+        raise SpecError(f"source {source.name!r}, with {whose} ({said}): {error}") from error
     return source.model_copy(update={"sample": filled})
 
 

@@ -11,14 +11,6 @@ import cloudpickle
 import pytest
 import yaml
 
-from overlord.cli.job_files import (
-    JobFile,
-    LaunchOptions,
-    dump_job_yaml,
-    job_file_schema,
-    load_job_file,
-    write_job_schema,
-)
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_model import Spec
@@ -37,6 +29,14 @@ from overlord.core.specs import (
     Video,
 )
 from overlord.errors import SpecError
+from overlord.job.job_files import (
+    JobFile,
+    LaunchOptions,
+    dump_job_yaml,
+    job_file_schema,
+    load_job_file,
+    write_job_schema,
+)
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "job.schema.json"
 
@@ -473,7 +473,7 @@ def test_functions_cannot_be_written() -> None:
 def test_the_schema_in_the_docs_is_current(tmp_path: Path) -> None:
     write_job_schema(tmp_path / "schema.json")
     assert SCHEMA.read_text() == (tmp_path / "schema.json").read_text(), (
-        "docs/job.schema.json is old; write it again with overlord.cli.job_files.write_job_schema"
+        "docs/job.schema.json is old; write it again with overlord.job.job_files.write_job_schema"
     )
 
 

@@ -19,13 +19,13 @@ from typing import Any, cast
 
 import yaml
 
-from overlord.cli.launch_options import LaunchOptions
-from overlord.cli.manifests import read_manifest, read_manifest_lines, read_text, resolve_path, resolve_source
-from overlord.cli.strategy_specs import StrategyChoice
 from overlord.core.spec_errors import Loc, did_you_mean, follow
 from overlord.core.spec_model import Spec, describe_schema
 from overlord.core.specs import Custom, Interleaved, Job, Source
 from overlord.errors import SpecError
+from overlord.job.launch_options import LaunchOptions
+from overlord.job.manifests import read_manifest, read_manifest_lines, read_text, resolve_path, resolve_source
+from overlord.job.strategy_specs import StrategyChoice
 from overlord.planning.checking import Strategy
 
 __all__ = [
@@ -33,10 +33,14 @@ __all__ = [
     "LaunchOptions",
     "dump_job_yaml",
     "job_file_schema",
+    "load_job",
     "load_job_file",
     "read_manifest",
     "write_job_schema",
 ]
+
+SUFFIXES = (".yaml", ".yml", ".json", ".py")
+"""How the names of job files end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,11 @@ class JobFile:
     """What a job file says."""
 
     job: Job
-    launch: LaunchOptions
+    launch: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
     function: Strategy | None = None
     """The strategy of a Python file that is a function of its own."""
+    path: Path | None = dataclasses.field(default=None, compare=False)
+    """The file; None for a job that was built in Python."""
 
     @property
     def strategy(self) -> Strategy | None:
@@ -54,6 +60,15 @@ class JobFile:
         if self.function is not None or self.launch.strategy is None:
             return self.function
         return self.launch.strategy.build()
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `ol.launch`: what was given (not None), else what the file says.
+
+        Raises:
+            SpecError: for a mesh, strategy or layout that cannot be.
+        """
+        function = {} if self.function is None else {"strategy": self.function}
+        return self.launch.arguments(function | {k: v for k, v in given.items() if v is not None}, self.path)
 
     @property
     def strategy_name(self) -> str | None:
@@ -63,8 +78,19 @@ class JobFile:
         return None if self.launch.strategy is None else self.launch.strategy.name
 
 
+def load_job(path: str | os.PathLike[str]) -> Job:
+    """Return the job of a job file: YAML (.yaml, .yml, .json), or Python (.py) with a module-level `job`.
+
+    Relative paths in it are taken from its folder. Its `launch` section is used by `ol.launch(path)`, not here.
+
+    Raises:
+        SpecError: The file is missing or wrong; the message says where in it.
+    """
+    return load_job_file(path).job
+
+
 def load_job_file(path: str | os.PathLike[str]) -> JobFile:
-    """Read a job file: YAML (.yaml, .yml, .json) or Python (.py) with a module-level `job`.
+    """Read a job file with its launch section, as `load_job` reads the job.
 
     Raises:
         SpecError: The file is missing or wrong; the message says where in it.
@@ -72,7 +98,7 @@ def load_job_file(path: str | os.PathLike[str]) -> JobFile:
     file = Path(path)
     if file.suffix == ".py":
         found = _load_python(file)
-    elif file.suffix in (".yaml", ".yml", ".json"):
+    elif file.suffix in SUFFIXES:
         found = _load_yaml(file)
     else:
         raise SpecError(
@@ -85,7 +111,7 @@ def load_job_file(path: str | os.PathLike[str]) -> JobFile:
             "step would be asked for before the feedback it depends on can exist. Write a lag larger than "
             "prefetch."
         )
-    return found
+    return dataclasses.replace(found, path=file)
 
 
 def _load_yaml(file: Path) -> JobFile:

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, model_validator
 
-from overlord.cli.cost_specs import Cost, Preset, mapping_or_name
 from overlord.core.spec_errors import Fault, conflict, did_you_mean, show
 from overlord.core.spec_model import Spec, as_number, whole
 from overlord.errors import SpecError
+from overlord.job.cost_specs import Cost, Preset, mapping_or_name
 from overlord.planning import strategies
 from overlord.planning.balancing.balance import Level, Objective
 from overlord.planning.balancing.packing import PackMethod

@@ -1,28 +1,112 @@
-"""The `launch` section of a job file: how a job is run. Nothing in it changes the stream."""
+"""The `launch` section of a job file: how a job is run. Nothing in it changes the stream.
+
+`ol.launch` takes its defaults from here too, and the command line's flags override it by the same rule
+(`LaunchOptions.arguments`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, cast
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import BeforeValidator, Field, InstanceOf, field_serializer, model_validator
 
-from overlord.cli.layout_options import AnyLayout, written_layout
-from overlord.cli.sizing_options import BudgetOptions, LoadersField
-from overlord.cli.strategy_specs import AnyStrategy, StrategyChoice
-from overlord.core.layout_specs import Layout
+from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.spec_errors import Fault, conflict
-from overlord.core.spec_model import Spec, Word, as_number, whole
+from overlord.core.spec_errors import Fault, conflict, did_you_mean, name_choices
+from overlord.core.spec_model import Spec, Word, as_bytes, as_number, whole
 from overlord.errors import SpecError
-from overlord.roles.placement import Placement
-from overlord.runtimes.parking import OnSourceFailure
-from overlord.session import Runtime
+from overlord.job.cost_specs import mapping_or_name
+from overlord.job.strategy_specs import AnyStrategy, StrategyChoice
+from overlord.scaling.budgets import AHEAD_BYTES, Budget
 
+Runtime = Literal["local", "ray", "inline"]
+"""Where the roles run."""
+Placement = Literal["auto", "loader", "constructor"]
+"""Where the media of a source are decoded."""
+OnSourceFailure = Literal["stop", "park", "reweight"]
+"""What happens to a source that cannot be read: the run stops; it is parked until it is back; it is parked for good."""
 LoaderHosts = int | Literal["per_source"]
 """How many loader hosts a cluster service has."""
+FileLoaders = int | Literal["auto"] | dict[Word, Annotated[int, Field(ge=1)]]
+"""Workers of each source, as a file says it."""
+Bytes = Annotated[int, BeforeValidator(as_bytes, json_schema_input_type=int | str)]
 CLUSTER_KEYS = ("address", "ranks_per_host", "loader_hosts")
 """What only a cluster has."""
+
+
+def as_layout(value: object) -> object:
+    """Return a layout, or the mapping of its fields, of what a file or a command line writes.
+
+    Raises:
+        Fault: There is no such layout.
+    """
+    if isinstance(value, (Layout, Mapping)):
+        return value
+    known = get_args(Keys)
+    if not isinstance(value, str) or value not in known:
+        raise Fault(
+            f"expected {name_choices(known)}, or a mapping such as {{keys: hf, rows: padded}}; batches would have "
+            f"unknown keys.{did_you_mean(value, known)}"
+        )
+    return {"keys": value}
+
+
+AnyLayout = Annotated[Layout, BeforeValidator(as_layout, json_schema_input_type=Layout | Keys)]
+"""A layout in any form that a file may hold."""
+
+
+def as_loaders(value: object) -> object:
+    """Return workers of each source, as a file or a command line writes them.
+
+    Raises:
+        Fault: It is neither a number, nor auto, nor numbers by name.
+
+    Example:
+        >>> as_loaders("3"), as_loaders("auto"), as_loaders({"web": 2})
+        (3, 'auto', {'web': 2})
+    """
+    if value == "auto" or isinstance(value, dict):
+        return value
+    number = as_number(value)
+    if not isinstance(number, int) or isinstance(value, bool) or number < 1:
+        raise Fault("this must be a whole number of at least 1, auto, or numbers by source; nobody would read it")
+    return number
+
+
+LoadersField = Annotated[
+    FileLoaders,
+    BeforeValidator(
+        as_loaders,
+        json_schema_input_type=Annotated[int, Field(ge=1)] | Literal["auto"] | dict[Word, Annotated[int, Field(ge=1)]],
+    ),
+]
+
+
+class BudgetOptions(Spec):
+    """What a service may take of its hosts."""
+
+    ahead: Bytes = AHEAD_BYTES
+    """Bytes of samples and views held ahead of the trainers."""
+    cpus: Annotated[int, whole(1, "nobody would work. Leave it out")] | None = None
+    """Workers that all sources may have together; by default one for each core."""
+    memory: Bytes | None = None
+    """Bytes that the files and read buffers of all sources may take."""
+
+    def budget(self) -> Budget:
+        """Return it as `launch` takes it."""
+        return Budget(ahead=self.ahead, cpus=self.cpus, memory=self.memory)
+
+
+def profile_path(job: Path) -> Path:
+    """Return where the profile of a job file is kept.
+
+    Example:
+        >>> profile_path(Path("jobs/vlm.yaml")).as_posix()
+        'jobs/vlm.profile.json'
+    """
+    return job.with_name(f"{job.stem}.profile.json")
 
 
 def _as_tree(value: object) -> object:
@@ -119,7 +203,7 @@ class LaunchOptions(Spec):
     metrics: int | Word | None = None
     """Where Prometheus may ask for metrics: a port of this host, or host:port."""
     steps: Annotated[int, whole(1, "nothing would run. Leave it out for no limit")] | None = None
-    """Steps to run this time."""
+    """Steps that `overlord run` takes; the stream itself ends at the job's max_steps."""
 
     @model_validator(mode="after")
     def _cluster_of_ray(self) -> Self:
@@ -133,14 +217,50 @@ class LaunchOptions(Spec):
                 )
         return self
 
+    def arguments(self, given: Mapping[str, Any], job: Path | None = None) -> dict[str, Any]:
+        """Return the arguments of `launch`: what was given by the caller, else what this section says.
+
+        An argument that is None was not given. Where the caller chooses a runtime without a cluster instead of the
+        one that stands here, what stands here of a cluster is for another run. A profile beside the job file is taken
+        where workers are counted by one.
+
+        Args:
+            given: Arguments of `ol.launch`; mesh, strategy and layout may be text or mappings, as in a file.
+            job: The job file, beside which a profile may lie.
+
+        Raises:
+            SpecError: for a mesh, strategy or layout that cannot be.
+        """
+        found = {name: getattr(self, name) for name in type(self).model_fields if name != "steps"}
+        found["budget"] = (self.budget or BudgetOptions()).budget()
+        if given.get("runtime") not in (None, "ray", self.runtime):
+            found |= dict.fromkeys(CLUSTER_KEYS)
+        found |= {name: _as_written(name, value) for name, value in given.items() if value is not None}
+        if isinstance(found["strategy"], StrategyChoice):
+            found["strategy"] = found["strategy"].build()
+        if job is not None and found["profile"] is None and (found["loaders_per_source"] == "auto" or found["scaling"]):
+            beside = profile_path(job)
+            if found["loaders_per_source"] == "auto" or beside.exists():
+                found["profile"] = str(beside)
+        return found
+
     @field_serializer("mesh")
     def _mesh_sizes(self, tree: ClientPlaceTree) -> dict[str, Any]:
         return tree.sizes()
 
     @field_serializer("layout")
     def _short_layout(self, layout: Layout) -> object:
-        return written_layout(layout)
+        changed = layout.model_dump(mode="json", exclude_defaults=True)
+        return {"keys": layout.keys} | changed if set(changed) - {"keys"} else layout.keys
 
     @field_serializer("strategy")
     def _short_strategy(self, strategy: StrategyChoice | None) -> object:
         return None if strategy is None else strategy.written()
+
+
+def _as_written(name: str, value: object) -> object:
+    """Return an argument of `launch` as its own type, where it is text or a mapping as a file has it."""
+    if name not in ("mesh", "strategy", "layout") or not isinstance(value, (str, Mapping)):
+        return value
+    given = mapping_or_name(value) if isinstance(value, str) and name != "mesh" else value
+    return getattr(LaunchOptions.from_mapping({name: given}, lambda _: "launch"), name)

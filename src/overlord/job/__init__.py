@@ -1,0 +1,1 @@
+"""What a person writes: job files, manifests, and how a job is launched, as files and command lines say it."""
