@@ -345,6 +345,7 @@ def test_a_lease_is_longer_than_what_the_heartbeat_allows(ids_job, cache):
     """The launcher waits for two heartbeats before it takes a service for dead; its roles must not end before."""
     with ol.launch(ids_job, cache=cache, loader_hosts=2, heartbeat=20.0) as service, service.client() as client:
         consume(client, 3)
+        time.sleep(2)  # a lease begins with the first beat
         before = {host["role"]: host["pid"] for host in service.status()["hosts"]}
         hit(service, signal.SIGSTOP)
         time.sleep(34)  # longer than the lease that holds for short heartbeats
