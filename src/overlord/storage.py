@@ -5,9 +5,12 @@ Sources are read and stores are written through it, so it lies below both.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +21,21 @@ from overlord.errors import SourceError, SpecError
 
 StorageOptions = Mapping[str, str | int | float | bool]
 """Credentials and the like, as pyarrow's filesystems name them."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Replace a local file atomically: yields a scratch path in the same folder, which is renamed at the end.
+
+    The scratch name is unique, so that threads, processes and hosts can write the same file at the same time: each
+    renames a complete file of its own, and the last one wins.
+    """
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield scratch
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)  # half a file on a full disk is room that is needed
 
 
 def filesystem_of(url: str, options: StorageOptions, *, attempts: int | None = None) -> tuple[fs.FileSystem, str, str]:

@@ -218,11 +218,15 @@ MESSAGES = st.sampled_from(
         for m in ("summary_buffer", "hand_over", "follow", "learn", "open")
     ]
     + [(f"loader host {n}", m) for n in range(HOSTS) for m in ("take_sources", "resize", "begin")]
+    + [("planner", "check_source"), ("planner", "add_source"), ("constructor host 0", "add_source")]
+    + [(f"loader host {n}", m) for n in range(HOSTS) for m in ("add_source", "drop_source")]
 )
 
 
-CHANGES = ("set_mixture", "skip_steps", "park_source", "return_source", "remove_source", "reshard")
+CHANGES = ("set_mixture", "skip_steps", "park_source", "return_source", "remove_source", "reshard", "add_source")
 NAMES = ("a", "b", "c")
+NEWCOMERS = ("new0", "new1", "new2")
+"""Sources that may come while the stream runs."""
 
 
 class Run:
@@ -269,6 +273,7 @@ class Schedule(RuleBasedStateMachine):
     job: ol.Job
     learned: ol.Job
     cache: str
+    newcomers: dict[str, ol.Source]
 
     @initialize(shadows=st.booleans(), learns=st.booleans(), keep=st.sampled_from([4, 256]))
     def begin(self, shadows, learns, keep):
@@ -338,6 +343,10 @@ class Schedule(RuleBasedStateMachine):
                 return
         elif name == "skip_steps":
             argument = draw.draw(st.integers(1, 2))
+        elif name == "add_source":
+            if self.learns:
+                return  # its losses would have to be reported too
+            argument = self.newcomers[draw.draw(st.sampled_from(NEWCOMERS))]
         elif name == "reshard":
             argument = ol.ClientPlaceTree(dp=draw.draw(st.integers(1, 4)))
         else:
@@ -420,8 +429,9 @@ class Schedule(RuleBasedStateMachine):
             self.check()
 
 
-def run_schedules(job, cache, *, examples, rules):
-    machine = type("Schedule", (Schedule,), {"job": job, "learned": learning(job), "cache": cache})
+def run_schedules(job, cache, newcomers, *, examples, rules):
+    given = {"job": job, "learned": learning(job), "cache": cache, "newcomers": newcomers}
+    machine = type("Schedule", (Schedule,), given)
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -439,14 +449,21 @@ def near_horizon(monkeypatch):
     monkeypatch.setattr("overlord.roles.checkpoints.AHEAD", 4)
 
 
-def test_any_schedule(job, cache, near_horizon):
-    run_schedules(job, cache, examples=40, rules=15)
+@pytest.fixture(scope="module")
+def newcomers(tmp_path_factory) -> dict[str, ol.Source]:
+    folder = tmp_path_factory.mktemp("new")
+    paths = {name: write_ids(folder / f"{name}.jsonl", [7] * (5 + 3 * at)) for at, name in enumerate(NEWCOMERS)}
+    return {name: ol.Source(name, str(path), sample=ol.Text("ids", tokenized=True)) for name, path in paths.items()}
+
+
+def test_any_schedule(job, cache, newcomers, near_horizon):
+    run_schedules(job, cache, newcomers, examples=40, rules=15)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_very_many_schedules(job, cache, near_horizon):
-    run_schedules(job, cache, examples=2000, rules=30)
+def test_very_many_schedules(job, cache, newcomers, near_horizon):
+    run_schedules(job, cache, newcomers, examples=2000, rules=30)
 
 
 def test_resumes_anywhere_of_a_run_with_changes_and_faults(job, cache, tmp_path):

@@ -277,13 +277,16 @@ def test_a_crash_loop_ends_with_a_message(tmp_path, cache):
 
 
 @pytest.mark.slow
-def test_one_that_serves_between_its_deaths_is_no_crash_loop(ids_job, cache):
-    with ol.launch(ids_job, cache=cache) as service, service.client() as client:
-        for number in range(8):
-            consume(client, 4)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("where", [{}, {"loader_hosts": 2}, {"shadows": True}], ids=["one", "hosts", "shadows"])
+def test_one_that_serves_between_its_deaths_is_no_crash_loop(ids_job, cache, where):
+    with ol.launch(ids_job, cache=cache, **where) as service, service.client() as client:
+        for number in range(7):
+            consume(client, 4, train_slowly)
+            time.sleep(0.2 if where else 0.0)  # progress of role processes comes with their beats
             hit(service, signal.SIGKILL)
             assert service.status()["restarts"] == number + 1
-        assert client.next_step == 32
+        assert client.next_step == 28
 
 
 @pytest.mark.slow
@@ -335,3 +338,19 @@ def test_a_service_that_comes_back_late_does_not_look_for_its_first_steps(ids_jo
         with ol.connect(service.address, 0) as late, pytest.raises(ol.SpecError, match="not kept any more"):
             next(late)
         assert [index for index, _, _ in consume(client, 3)] == [63, 64, 65]
+
+
+@pytest.mark.slow
+def test_a_lease_is_longer_than_what_the_heartbeat_allows(ids_job, cache):
+    """The launcher waits for two heartbeats before it takes a service for dead; its roles must not end before."""
+    with ol.launch(ids_job, cache=cache, loader_hosts=2, heartbeat=20.0) as service, service.client() as client:
+        consume(client, 3)
+        time.sleep(2)  # a lease begins with the first beat
+        before = {host["role"]: host["pid"] for host in service.status()["hosts"]}
+        hit(service, signal.SIGSTOP)
+        time.sleep(34)  # longer than the lease that holds for short heartbeats
+        hit(service, signal.SIGCONT)
+        consume(client, 20)
+        time.sleep(1)
+        assert {host["role"]: host["pid"] for host in service.status()["hosts"]} == before
+        assert service.status()["restarts"] == 0 and service.status()["faults"] == []

@@ -189,3 +189,31 @@ def test_an_owner_whose_record_is_gone_writes_none(place):
     with pytest.raises(Fenced):
         first.check()
     newest.check()
+
+
+def test_threads_and_processes_that_write_one_file_do_not_disturb_each_other(place, tmp_path):
+    """The planner's host writes its owner's beat from two threads; a stopped owner may do so beside its successor."""
+    code = (
+        "import sys; from overlord.stores.places import open_place\n"
+        "place = open_place(sys.argv[1])\n"
+        "for _ in range(200): place.write('alive', b'other')"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    failed: list[BaseException] = []
+
+    def write(data: bytes) -> None:
+        try:
+            for _ in range(200):
+                place.write("alive", data)
+                assert place.read("alive") in (b"one", b"two", b"other")
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write, args=[data]) for data in (b"one", b"two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert other.wait() == 0
+    assert not failed
+    assert [path.name for path in tmp_path.iterdir()] == ["alive"]

@@ -10,7 +10,6 @@ Rules of this file:
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -21,6 +20,7 @@ import numpy as np
 from overlord.errors import SourceError
 from overlord.readers.filesystems import StoredFile, verify_unchanged
 from overlord.readers.reader import READ_FAILURES, BlockIndex, Int64s, Reader, reason_of, unreadable
+from overlord.storage import replacing
 
 _VERSION = 1
 _MAGIC = 0x6F766C64
@@ -81,15 +81,11 @@ class IndexCache:
         head[0] = _MAGIC + _VERSION
         parts = (index.rows, index.bytes, index.start, index.stop, index.first_row)
         table = np.concatenate([head[:, None], np.stack(parts)], axis=1)
-        beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with beside.open("wb") as handle:
+            with replacing(path) as scratch, scratch.open("wb") as handle:
                 np.save(handle, table)
-            os.replace(beside, path)
         except OSError as error:
-            if beside.exists():
-                beside.unlink()
             raise SourceError(
                 f"cannot write the index {path}: {reason_of(error)}; every start would index all files "
                 "again. Choose a cache folder that can be written."

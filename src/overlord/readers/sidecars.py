@@ -6,7 +6,6 @@ A sidecar belongs to one file as it was, one sample spec and one tokenizer: its 
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from overlord.core.specs import Source
 from overlord.errors import SourceError
 from overlord.readers.source_files import SourceFiles
+from overlord.storage import replacing
 
 
 class LengthSidecars:
@@ -46,10 +46,8 @@ class LengthSidecars:
         """Write the lengths of one file; they appear whole or not at all."""
         path = self._path(source, files, number, tokenizer_digest)
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")
-        with scratch.open("wb") as file:
+        with replacing(path) as scratch, scratch.open("wb") as file:
             np.save(file, lengths.astype(np.int32))
-        scratch.replace(path)
 
     def _path(self, source: Source, files: SourceFiles, number: int, tokenizer_digest: str) -> Path:
         file = files.files[number]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,16 @@ class ClusterRole:
         self._blobs = blobs
         self._means = means or Means()
         self._ends = contextlib.ExitStack()
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How long the supervisor waits for a sign of life before it replaces a role."""
+        return self._options.heartbeat_s
+
+    def await_progress(self, timeout_s: float) -> dict[str, Any]:
+        """Wait until there is progress that the supervisor should learn of, or for a while; return it."""
+        time.sleep(timeout_s)
+        return {}
 
     def pid(self, frame: Frame) -> Frame:
         """Tell the process this is."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 from overlord.core.place_tree import ranks_of_host
 from overlord.runtimes.cluster_role import ClusterRole
 from overlord.runtimes.constructor_host import ConstructorHost
@@ -21,6 +24,22 @@ from overlord.runtimes.peers import RemoteLoaders, RemotePlanner
 class ConstructorRole(ClusterRole):
     """The constructor host of one trainer host."""
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._served = -1
+        self._progress = threading.Event()
+
+    def await_progress(self, timeout_s: float) -> dict[str, Any]:
+        """Tell the newest step that a client has come to; at once where that is news."""
+        self._progress.wait(timeout_s)
+        self._progress.clear()
+        return {"served": self._served}
+
+    def _note_served(self, step: int) -> None:
+        if step > self._served:
+            self._served = step
+            self._progress.set()
+
     def begin(self, frame: Frame) -> Frame:
         """Build ahead, and open the door for the trainers of this host."""
         given = open_frame(frame)[0]
@@ -36,6 +55,7 @@ class ConstructorRole(ClusterRole):
             ranks_of=lambda tree: ranks_of_host(number, hosts, tree.world_size),
             read_bytes=lambda: loaders.buffer_bytes,
             successor=self._board.me[1] > 1,
+            served=self._note_served,
         )
         self._ends.callback(host.close)
         door = self._claim_folder() / door_name(number, hosts)

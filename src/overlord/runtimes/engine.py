@@ -62,6 +62,8 @@ class Incarnation:
     heard: float = 0.0
     born: float = 0.0
     pid: int = 0
+    served: int = -1
+    """The newest step that a client of it is known to have come to."""
     young: int = 0
     """Successors in a row that died young."""
     restarts: int = 0

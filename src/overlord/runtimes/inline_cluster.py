@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,17 +29,16 @@ from overlord.runtimes.bundle import pack
 from overlord.runtimes.cluster_placement import ClusterOptions, Node, place
 from overlord.runtimes.cluster_role import ClusterRole, Means
 from overlord.runtimes.cluster_roles import ROLES
-from overlord.runtimes.deployment import check_launch, make_constructor
+from overlord.runtimes.deployment import make_constructor
 from overlord.runtimes.frames import Frame, frame_of, open_frame
 from overlord.runtimes.inline_engine import InlineEngine, InlinePeer
 from overlord.runtimes.inline_messages import Clock, Gone, Weather
 from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.numbering import canonical
 from overlord.runtimes.owner_asks import OwnerAsks
 from overlord.runtimes.peers import RemoteLoaders, RemotePlanner
 from overlord.runtimes.planner_host import STORE_DOWN, HostNews, Waiting
 from overlord.runtimes.process_engine import InlineBlobs
-from overlord.runtimes.supervising import assignment_of, spares_of
+from overlord.runtimes.supervising import assignment_of, spares_of, unbundled
 from overlord.runtimes.supervisor import Supervisor
 from overlord.runtimes.switchboard import PeerGone, Switchboard
 from overlord.transforms.isolation import Isolate
@@ -157,7 +157,6 @@ class InlineCluster(OwnerAsks):
     def __init__(
         self, job: Job, options: LaunchOptions, clock: Clock, weather: Weather, isolate: Isolate | None = None
     ) -> None:
-        check_launch(canonical(job), options)
         memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # nothing of it must outlive this process
         self._scratch = None if options.store else tempfile.mkdtemp(prefix="overlord-", dir=memory)
         self._options = dataclasses.replace(options, store=options.store or self._scratch)
@@ -239,10 +238,12 @@ class InlineCluster(OwnerAsks):
                     raise ServiceLost(f"the service did not start again, {tries} times in a row: {error}") from error
 
     def _start(self) -> None:
+        given = dataclasses.replace(self._options, recover=self.restarts >= 0)
+        sent = pack(self._job, given)
+        job, options, self._bundle = unbundled(sent, Path(str(given.store)))
         self.restarts += 1
-        options = self._options
         cluster = options.cluster or ClusterOptions()
-        world, count = options.mesh.world_size, len(self._job.sources)
+        world, count = options.mesh.world_size, len(job.sources)
         here = Node("here", "this process", cpus=1e6, here=True)
         self.sites = place([here], cluster, world_size=world, num_sources=count, loader_cpus=1)
         spares, per_host = spares_of(options, self.sites)
@@ -262,10 +263,8 @@ class InlineCluster(OwnerAsks):
         self.engine.on_time = self.supervisor.tick
 
     def _make_role(self, site: Mapping[str, Any], board: Switchboard, means: Means) -> ClusterRole:
-        options = dataclasses.replace(self._options, recover=self.restarts > 0)
         kinds = {**ROLES, "constructor": InlineConstructor}
-        bundle = pack(self._job, options)  # a role of its own must not share anything
-        return kinds[site["role"]](bundle, str(options.store), site, board, InlineBlobs(), means)
+        return kinds[site["role"]](self._bundle, str(self._options.store), site, board, InlineBlobs(), means)
 
 
 class _Feed:

@@ -3,7 +3,9 @@
 Rules of this file:
 1. What is wrong with a source is said before anything has changed.
 2. Every message may come twice: a host that is lost on the way is told again by whoever brings up its successor.
-3. Its loaders and decoders are there before a plan may draw from it. What the planner refuses is taken back.
+3. Its loaders and decoders are there before a plan may draw from it.
+4. A source is added when the planner has written it down, and not before. A call that fails on the way asks the planner
+   whether it has, and takes back what the other roles were told if not: it ends as added or as not added.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from overlord.errors import SpecError
+from overlord.errors import OverlordError, SpecError
 from overlord.roles.recovery import NOBODY, Assignment
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.engine import Incarnation
@@ -59,7 +61,11 @@ class LiveSources:
         ]
 
     def add(self, message: dict[str, Any]) -> int:
-        """Let a source come; return the step it comes at."""
+        """Let a source come; return the step it comes at.
+
+        Raises:
+            OverlordError: It was not added, and nothing has changed.
+        """
         with self._turn:
             made = self._ask(PLANNER, "check_source", message)["step"]
             if made is not None:
@@ -75,9 +81,16 @@ class LiveSources:
                         mine = site.role == "loader" and site.number in (primary, shadow)
                         self._ask(site.name, "add_source", {"source": message["source"], "mine": mine})
                 return int(self._ask(PLANNER, "add_source", {**message, "fact": opened["fact"]})["step"])
-            except SpecError:
+            except OverlordError as error:
+                made = self._ask(PLANNER, "added_at", {"id": message["id"]})["step"]
+                if made is not None:
+                    return int(made)
                 self._take_back(opened["name"])
-                raise
+                if isinstance(error, SpecError):
+                    raise
+                raise type(error)(
+                    f"add_source: {opened['name']!r} was not added, and the stream goes on without it: {error}"
+                ) from error
 
     def _take_back(self, name: str) -> None:
         self._added.pop()

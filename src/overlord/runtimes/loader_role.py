@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from overlord.core.order import BEGIN
 from overlord.core.parts import Part
 from overlord.core.plan_blob import plan_from_bytes
 from overlord.core.samples import Cursor
@@ -62,9 +63,13 @@ class LoaderRole(ClusterRole):
     def begin(self, frame: Frame) -> Frame:
         """Index the files that the first step reaches, and make the loaders."""
         given, job = open_frame(frame)[0], self._prepared.job
-        cursors = [Cursor(*cursor) for cursor in given["cursors"]]
+        # The planner knows cursors and weights of the sources that are drawn from by now. Newcomers may be numbered
+        # behind them: they come at a later step, or are being added at this moment. They stand at their beginning.
+        coming = len(job.sources) - len(given["cursors"])
+        cursors = [*(Cursor(*cursor) for cursor in given["cursors"]), *[Cursor(0, BEGIN, 0)] * coming]
+        weights = [*given["weights"], *[0.0] * (len(job.sources) - len(given["weights"]))]
         self._known, self._opening = given["facts"], threading.Lock()
-        index_first_windows(job, self._files, cursors, given["weights"], self._hands.callers, self._count)
+        index_first_windows(job, self._files, cursors, weights, self._hands.callers, self._count)
         self._verdicts = RemoteVerdicts(self._board, verdicts_from_json(given["verdicts"], job.names))
         fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._hands)
         fleet.followers = self._workers_for("shadows")

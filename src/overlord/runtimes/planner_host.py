@@ -263,10 +263,10 @@ class PlannerHost:
             waited = max((news.waited_s for news in self._news.values()), default=0.0)
             return {"workload": {**workload(self._planner, message["ahead"]), "waited_s": waited}}
         if op == "add_source":
-            return {"step": self._durably(self._add, message, message.get("step"))}
+            return {"step": self.durably(self._add, message, message.get("step"))}
         with self._changed:
             try:
-                return self._durably(answer, self._planner, message)
+                return self.durably(answer, self._planner, message)
             finally:
                 self._changed.notify_all()  # a step may have waited for what was told
 
@@ -339,7 +339,7 @@ class PlannerHost:
             self._works()
         return 0.0
 
-    def _durably(self, work: Callable[[*Given], T], *given: *Given) -> T:
+    def durably(self, work: Callable[[*Given], T], *given: *Given) -> T:
         """Do what must be written down; where that fails, again and again. The lock is not held while it waits."""
         wait = RETRY_S[0]
         while True:

@@ -157,12 +157,22 @@ class PlannerRole(ClusterRole):
         return frame_of({"step": made})
 
     def add_source(self, frame: Frame) -> Frame:
-        """Write down a source that loaders and constructors know already; tell the step it comes at."""
-        given = open_frame(frame)[0]
+        """Write down a source that loaders and constructors know already; tell the step it comes at.
+
+        Waits for a store that is down, as every other change does.
+        """
+        return frame_of({"step": self._planner_host.durably(self._admit, open_frame(frame)[0])})
+
+    def added_at(self, frame: Frame) -> Frame:
+        """Tell the step that a source comes at by the id of its change; None where it was not written down."""
+        with self._planner_host.alone():
+            return frame_of({"step": self._planner_host.planner.sources.made(open_frame(frame)[0]["id"])})
+
+    def _admit(self, given: dict[str, Any]) -> int:
         with self._planner_host.alone():
             made = self._planner_host.planner.sources.made(given["id"])
             if made is not None:
-                return frame_of({"step": made})
+                return made
             source = Source.from_mapping(given["source"])
             weight = source.weight if given["weight"] is None else given["weight"]
             prepared = prepare_newcomer(self._prepared, source)
@@ -170,7 +180,7 @@ class PlannerRole(ClusterRole):
             planner = self._planner_host.planner
             self._prepared, at = admit(planner, prepared, facts, weight, given["step"], given["id"])
             self._facts = facts
-        return frame_of({"step": at})
+            return at
 
     def verdict(self, frame: Frame) -> Frame:
         """Write down a row that kills its workers, before it counts."""

@@ -34,6 +34,7 @@ from overlord.runtimes.timed_source import Deadline, TimedSource, TimedTransform
 from overlord.runtimes.worker_clock import Clock
 from overlord.runtimes.workers import Hands, SerialWorkers, ThreadWorkers
 from overlord.scaling.profiles import Entry, Profile, Running, SourceProfile, Spread, cost_digest
+from overlord.storage import replacing
 
 SAMPLES = 200
 SECONDS = 2.0
@@ -166,17 +167,12 @@ def write_profile(path: Path, profile: Profile) -> None:
     Raises:
         SpecError: It cannot be written.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with scratch.open("w", encoding="utf-8") as file:
-                file.write(profile.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.replace(path)
-        finally:
-            scratch.unlink(missing_ok=True)
+        with replacing(path) as scratch, scratch.open("w", encoding="utf-8") as file:
+            file.write(profile.to_json())
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise SpecError(f"{path}: it cannot be written ({error.strerror}). Name another file.") from error
 

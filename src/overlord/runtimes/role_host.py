@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overlord.errors import AnswerLost, OverlordError, Superseded
-from overlord.runtimes.cluster_roles import ROLES
+from overlord.runtimes.cluster_roles import ROLES, ClusterRole
 from overlord.runtimes.frames import Frame, error_frame, frame_of
 from overlord.runtimes.memory import few_arenas
 from overlord.runtimes.peers import Blobs
@@ -22,9 +22,14 @@ from overlord.runtimes.switchboard import SERVICE, Book, Peer, Sender, Switchboa
 logger = logging.getLogger("overlord")
 
 LEASE_S = 30.0
-"""Who hears no beat for so long is cut off from the service, has a successor by now, and ends."""
+LEASE_BEATS = 6
+"""A role that is asked for no beat for so many heartbeats, and at least LEASE_S, is cut off from the service and
+ends: it has a successor by now. The supervisor waits for one heartbeat before it replaces a role, the launcher for two
+before it replaces a supervisor that hangs, so a lease must be longer than both."""
 BEAT_S = 0.5
 """How long a beat is held before it is answered: there is always one under way, so a death is seen at once."""
+PROGRESS_S = 0.1
+"""How long a beat is held at least, also where the role has made progress that the supervisor should learn of."""
 
 
 class RoleHost:
@@ -33,6 +38,7 @@ class RoleHost:
     def __init__(self, bundle: bytes, paths: Sequence[str], folder: str, site: Mapping[str, Any], blobs: Blobs) -> None:
         self.board = Switchboard((site["name"], site["generation"]), ended=self._end)
         self._failed: Frame | None = None
+        self._role: ClusterRole | None = None
         self._numbers = itertools.count()
         self._running: dict[int, float] = {}
         self._beaten = 0.0
@@ -69,7 +75,8 @@ class RoleHost:
             del self._running[number]
 
     def _watch_lease(self) -> None:
-        while time.monotonic() - self._beaten < LEASE_S:
+        lease_s = lease(self._role.heartbeat_s if self._role is not None else 0.0)
+        while time.monotonic() - self._beaten < lease_s:
             time.sleep(1.0)
         self._end()
 
@@ -79,14 +86,29 @@ class RoleHost:
         os._exit(1)
 
     def _beat(self) -> Frame:
-        """Tell that it lives, which book it has, and how long its oldest call has been running."""
+        """Tell that it lives, which book it has, how long its oldest call has been running, and its progress."""
         first, self._beaten = self._beaten == 0.0, time.monotonic()
         if first:
             threading.Thread(target=self._watch_lease, name="overlord-lease", daemon=True).start()
-        time.sleep(BEAT_S)
+        time.sleep(PROGRESS_S)
+        progress: dict[str, Any] = {}
+        if self._role is None:
+            time.sleep(BEAT_S - PROGRESS_S)
+        else:
+            progress = self._role.await_progress(BEAT_S - PROGRESS_S)
         oldest = min(self._running.copy().values(), default=None)
         busy_s = 0.0 if oldest is None else time.monotonic() - oldest
-        return frame_of({"version": self.board.version, "busy_s": busy_s})
+        return frame_of({"version": self.board.version, "busy_s": busy_s, **progress})
+
+
+def lease(heartbeat_s: float) -> float:
+    """Return how long a role may be without a beat before it ends itself.
+
+    Example:
+        >>> lease(5.0), lease(40.0)
+        (30.0, 240.0)
+    """
+    return max(LEASE_S, LEASE_BEATS * heartbeat_s)
 
 
 def answer_of(role: Any, method: str, frame: Frame, blob: Any = None) -> Frame:

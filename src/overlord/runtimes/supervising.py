@@ -21,6 +21,7 @@ from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.numbering import canonical, with_newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.scaler import Scaler, scaler_of
+from overlord.runtimes.service_main import SERVED
 from overlord.runtimes.sizing import refresh_profile
 from overlord.runtimes.supervisor import Supervisor
 
@@ -51,8 +52,9 @@ def supervised(
     """Bring up the roles of a service, look after them, and end them with the context; gives the address."""
     spares, per_host = spares_of(options, sites)
     supervisor = Supervisor(
-        engine, sites, assignment_of(sites), heartbeat_s=options.heartbeat_s, spares=spares, per_host=per_host
-    )
+        engine, sites, assignment_of(sites), heartbeat_s=options.heartbeat_s, spares=spares, per_host=per_host,
+        served=lambda step: progress(SERVED, step, step),
+    )  # fmt: skip
     scaler = cluster_scaler(options, supervisor)
 
     def answer(message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:

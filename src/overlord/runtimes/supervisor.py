@@ -70,6 +70,7 @@ class Supervisor:
         per_host: Workers that one loader host has room for.
         clock: Seconds that never go back.
         spawn: Starts work beside this; in the caller where there are no threads.
+        served: Told the newest step that a client has come to.
     """
 
     def __init__(
@@ -84,12 +85,15 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
         spawn: Callable[[Callable[[], None]], None] | None = None,
         idle: Callable[[float], None] | None = None,
+        served: Callable[[int], None] | None = None,
     ) -> None:
         self._engine = engine
         self._heartbeat_s = heartbeat_s
         self.clock = clock
         self._spawn = spawn or _in_a_thread
         self._idle = idle
+        self._tell_served = served or (lambda step: None)
+        self._served = -1
         self.roles = {site.name: Incarnation(site) for site in sites}
         """Every role, and who plays it."""
         self.roles |= {site.name: Incarnation(site, asleep=True) for site in spares}
@@ -194,6 +198,10 @@ class Supervisor:
             lost = [(one, why) for one in self.roles.values() if (why := self._health(one, now)) is not None]
             if lost and not self._closing:
                 self._lose(lost)
+            served = max(one.served for one in self.roles.values())
+        if served > self._served:
+            self._served = served
+            self._tell_served(served)
 
     def _watch(self) -> None:
         while not self._closing:

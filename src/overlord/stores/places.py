@@ -23,7 +23,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from overlord.errors import SpecError, StoreError
-from overlord.storage import StorageOptions, filesystem_of
+from overlord.storage import StorageOptions, filesystem_of, replacing
 
 ROOM = 1 << 16
 """Zeros that are written ahead of what is appended: a sync into bytes that exist need not wait for the file's size."""
@@ -147,14 +147,9 @@ class LocalPlace:
     def write(self, name: str, data: bytes) -> None:
         """Write beside, then rename: a reader sees the old file or the new one."""
         target = self._target(name)
-        scratch = target.with_name(f".{target.name}.tmp")
         with _asking(self.name, "be written"):
-            try:
+            with replacing(target) as scratch:
                 self._put(scratch, data)
-                scratch.replace(target)
-            except OSError:
-                scratch.unlink(missing_ok=True)  # half a file on a full disk is room that is needed
-                raise
             _sync_folder(target.parent)
 
     def create(self, name: str, data: bytes) -> str | None:
