@@ -19,6 +19,7 @@ from overlord.core.reconcile import Reconcile
 from overlord.core.spec_errors import name_choices
 from overlord.core.spec_model import as_number, is_whole
 from overlord.core.specs import Job, Mixture, Source
+from overlord.core.states import check_seal
 from overlord.errors import SpecError, StateError
 from overlord.job.job_files import JobFile, load_job_file
 from overlord.job.launch_options import OnSourceFailure, Placement, Runtime
@@ -455,8 +456,11 @@ def _store_of(store: str | os.PathLike[str]) -> str:
 
 def _check_state(state: object, store: object) -> Mapping[str, Any] | None:
     """Return a state that was given; one that is asked of the store is found by who opens it."""
-    if state is None or isinstance(state, Mapping):
+    if isinstance(state, Mapping):
+        check_seal(state)
         return state
+    if state is None:
+        return None
     if state != "latest" and (not isinstance(state, int) or isinstance(state, bool) or state < 0):
         remedy = "Give what client.state_dict() returned, 'latest' or a step."
         raise StateError(f"state is {state!r:.80}; nothing could be resumed from it. {remedy}")

@@ -10,6 +10,7 @@ import threading
 import pytest
 
 import overlord as ol
+from overlord.core.states import sealed
 from overlord.stores.places import open_place
 from overlord.stores.store import newest_lineage
 
@@ -162,7 +163,7 @@ def test_a_state_without_the_last_report_waits_for_it(ids_job, cache, caplog):
     del state["reports"]["5"]
     with (
         caplog.at_level(logging.WARNING, "overlord"),
-        ol.launch(job, runtime="inline", cache=cache, state=state) as service,
+        ol.launch(job, runtime="inline", cache=cache, state=sealed(state)) as service,
     ):
         assert "report of step 5" in caplog.text
         service.client().report(5, losses(5))
@@ -175,7 +176,7 @@ def test_a_damaged_mixture_in_a_state_is_refused(ids_job, cache):
         train(service, 8, states)
     for wrong in (5, {}, {**states[8]["mixer"], "rule": None}, {**states[8]["mixer"], "pending": {"3": [1, 2]}}):
         with pytest.raises(ol.StateError, match="damaged"):
-            ol.launch(learning(ids_job), runtime="inline", cache=cache, state=states[8] | {"mixer": wrong})
+            ol.launch(learning(ids_job), runtime="inline", cache=cache, state=sealed(states[8] | {"mixer": wrong}))
 
 
 # -- changes while it runs ----------------------------------------------------------------------
@@ -279,7 +280,7 @@ def test_reports_of_another_lineage_do_not_leak_into_a_state(ids_job, cache, tmp
             client.report(step.index, {"loss/a": 9.0, "loss/b": 0.1, "loss/c": 9.0})
             if step.index == 9:
                 break
-    with ol.launch(job, runtime="inline", cache=cache, store=store, state=states[8]) as service:
+    with ol.launch(job, runtime="inline", cache=cache, store=store, state=sealed(states[8])) as service:
         client = service.client()
         for _ in range(4):
             next(client)

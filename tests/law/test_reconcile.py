@@ -14,6 +14,7 @@ from tests.conftest import write_ids
 import overlord as ol
 from overlord.core.order import BEGIN
 from overlord.core.reconcile import number_names
+from overlord.core.states import sealed
 
 SAMPLE = ol.Text("ids", tokenized=True)
 
@@ -190,7 +191,7 @@ def test_a_damaged_state_is_refused_whatever_may_differ(folder, cache):
     ):
         for how in ("strict", "allow_add_remove"):
             with pytest.raises(ol.StateError, match="damaged"):
-                launch(job, cache, {**state, key: wrong}, reconcile=how)
+                launch(job, cache, sealed({**state, key: wrong}), reconcile=how)
 
 
 NAMES = st.lists(st.sampled_from("abcdefgh"), min_size=1, unique=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ from tests.conftest import write_ids
 
 import overlord as ol
 from overlord.core.plan import chain_digest
+from overlord.core.states import sealed
 from overlord.testing import assert_resumes_anywhere, stream_digests
 
 
@@ -217,7 +220,7 @@ def test_damaged_states_are_refused(ids_job, cache):
     def with_cell(column, value):
         rows = {name: list(row) for name, row in state["sources"].items()}
         rows["a"][columns.index(column)] = value
-        return {**state, "sources": rows}
+        return sealed({**state, "sources": rows})
 
     for column, value in (
         ("offset", -1),
@@ -247,10 +250,82 @@ def test_damaged_states_are_refused(ids_job, cache):
         ("reports", {"0": 5}),
         ("columns", []),
     ):
-        assert "damaged" in _refusal(ids_job, {**state, key: value}, cache), (key, value)
+        assert "damaged" in _refusal(ids_job, sealed({**state, key: value}), cache), (key, value)
     for key in ("reports", "step", "sources"):
         lacking = {k: v for k, v in state.items() if k != key}
-        assert "not a state of overlord" in _refusal(ids_job, lacking, cache)
+        assert "not a state of overlord" in _refusal(ids_job, sealed(lacking), cache)
+
+
+def test_an_edited_state_is_refused(ids_job, cache):
+    state = json.loads(json.dumps(_state(ids_job, cache), indent=1, sort_keys=True))
+    edited = copy.deepcopy(state)
+    edited["sources"]["a"][edited["columns"].index("samples")] += 1
+    assert "it was edited or cut" in _refusal(ids_job, edited, cache)
+    del edited["checksum"]
+    assert "it has no 'checksum'" in _refusal(ids_job, edited, cache)
+    with ol.launch(ids_job, runtime="inline", state=state, cache=cache) as service:
+        assert service.client().next_step == 2
+
+
+def _places(value, path=()):
+    """Every place in a JSON value, as the keys that lead there."""
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inside:
+        yield from _places(one, (*path, key))
+
+
+def _mutated(state, dice: random.Random):
+    """A copy of a state with one value replaced, taken out, put in or nested."""
+    deep: list = []
+    for _ in range(dice.choice([1, 40, 3000])):
+        deep = [deep]
+    values = [None, True, -1, 0, 1, 7, 1 << 31, 1 << 63, 10**400, -(10**30), 0.5, 1e308, float("nan"), float("inf")]
+    values += ["", "a", "7", "x" * 5000, [], {}, [0] * 10, {"a": 1}, {"name": "a"}, deep, [[0, {"a": 1.0}]]]
+    found = copy.deepcopy(state)
+    *way, last = dice.choice([place for place in _places(found) if place])
+    inside = found
+    for key in way:
+        inside = inside[key]
+    how = dice.randrange(4)
+    if how == 0:
+        del inside[last]
+    elif how == 1 and isinstance(inside, dict):
+        inside[dice.choice(["a", "b", "9", "kind", "at", "mixture", "rule"])] = dice.choice(values)
+    elif how == 2:
+        inside[last] = dice.choice([[inside[last]], {str(last): inside[last]}])
+    else:
+        inside[last] = dice.choice(values)
+    return found
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
+def test_mutated_states_raise_nothing_but_our_errors(ids_job, cache, count):
+    job, dice = ids_job.replace(mixture=ol.Mixture(learn="odm"), lag=3), random.Random(count)
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        client = service.client()
+        for step in range(5):
+            client.report(next(client).index, {f"loss/{name}": 1.0 + step for name in "abc"})
+            if step == 1:
+                service.park_source("b", at_step=3)
+                service.set_mixture(ol.Mixture({"a": 1, "b": 2, "c": 3}, learn="odm"), at_step=3)
+                service.skip_steps(2, at_step=9)
+        state = json.loads(json.dumps(client.state_dict()))
+    for _ in range(count):
+        other = _mutated(state, dice)
+        if other == state:
+            continue
+        with pytest.raises(ol.StateError, match=r"damaged|not a state|version"):
+            ol.launch(job, runtime="inline", state=other, cache=cache)
+        try:
+            again = sealed(other)
+        except (ValueError, RecursionError):
+            continue  # it is no JSON
+        try:  # one that was sealed again is refused for what it says, or goes on
+            with ol.launch(job, runtime="inline", state=again, cache=cache) as service:
+                next(service.client(), None)
+        except ol.OverlordError:
+            pass
 
 
 @pytest.mark.slow_on_ray

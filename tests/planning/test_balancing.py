@@ -320,5 +320,36 @@ def test_nothing_gives_nothing():
             assert place(nothing, nothing, 2, 2, 5, objective=objective, level=level, group_size=1).tolist() == []
 
 
-def test_floats_are_rounded():
-    assert balance([4.6, 5.4], 2).tolist() == [0, 1]
+def test_floats_are_scaled_and_not_rounded():
+    assert balance([4.6, 5.4], 2).tolist() == [1, 0], "they differ"
+    assert balance([0.4, 0.3, 0.3], 2).tolist() == balance([4, 3, 3], 2).tolist()
+    assert balance([5.0, 4.0, 3.0, 2.0], 2).tolist() == balance([5, 4, 3, 2], 2).tolist()
+    assert sorted(balance([1e-300] * 4, 4).tolist()) == sorted(balance([1e300] * 4, 4).tolist()) == [0, 1, 2, 3]
+    assert balance([0.0, 0.0], 2).tolist() == balance([0, 0], 2).tolist()
+    mixed = [1e18, 1e-12, 1e18, 1e-12]
+    assert sorted(balance(mixed, 2)[[0, 2]].tolist()) == [0, 1]
+    with pytest.raises(SpecError, match="item 1 takes 3, a bin holds 2"):
+        balance([1, 1], 2, sizes=[0.5, 2.1], capacity=2)
+
+
+@given(
+    st.lists(st.integers(0, 10**6), min_size=1, max_size=120),
+    st.integers(1, 20),
+    st.sampled_from(METHODS),
+    st.integers(-40, 60),
+)
+def test_floats_of_any_scale_are_balanced_like_integers(costs, num_bins, method, exponent):
+    """1e-12 to 1e18 are 2**-40 to 2**60: multiplied by a power of two, floats are the integers in another unit."""
+    exact = np.array(costs, np.int64)
+    floats = np.ldexp(exact.astype(np.float64), exponent)
+    load = loads(exact, balance(floats, num_bins, method), num_bins)
+    wide = loads(exact, balance([cost << 30 for cost in costs], num_bins, method), num_bins)
+    assert load.max() in (wide.max(), loads(exact, balance(costs, num_bins, method), num_bins).max())
+
+
+@given(st.lists(st.floats(1e-12, 1e18), min_size=1, max_size=60), st.integers(1, 12))
+def test_floats_of_mixed_scales_keep_the_guarantee_of_longest_first(costs, num_bins):
+    costs = np.array(costs)
+    largest = np.bincount(balance(costs, num_bins), costs).max()
+    bound = costs.max() if len(costs) <= num_bins else costs.sum() / num_bins + costs.max()
+    assert largest <= bound * (1 + 1e-9)

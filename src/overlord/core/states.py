@@ -4,11 +4,15 @@ Rules of this file:
 1. A state says where the stream stands before a step; nothing in it depends on ranks, loaders or time.
 2. A state carries the parts of its stream fingerprint, so that a refusal can say what differs.
 3. A source keeps its number for as long as its stream lives: numbers decide ties in the draw.
+4. A state carries a checksum of its content. It is checked where a state is given to a launch; inside, states are
+   changed (reconciled with another job, say), and nothing looks at it.
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +24,7 @@ from overlord.core.order import BEGIN, NO_GROUP
 from overlord.core.samples import Cursor
 from overlord.errors import StateError
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 Int64s = npt.NDArray[np.int64]
 
@@ -28,6 +32,7 @@ _COLUMNS = ("epoch", "group", "offset", "deficit", "samples", "tokens", "skipped
 
 
 _MOST = (1 << 63) - 1
+_HUGE = sys.float_info.max
 _RANGES = {"epoch": (0, (1 << 31) - 1), "group": (BEGIN, _MOST), "deficit": (-_MOST, _MOST), "finished": (0, 1)}
 """Least and most of a column; the others count from 0 on."""
 
@@ -115,7 +120,7 @@ class StreamState:
         }
         if list(names) != sorted(names):
             state["order"] = list(names)  # whoever writes the state may sort its keys
-        return {**state, "verdicts": dict(verdicts)} if verdicts else state
+        return sealed({**state, "verdicts": dict(verdicts)} if verdicts else state)
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], names: Sequence[str], parts: Mapping[str, Any]) -> StreamState:
@@ -142,15 +147,51 @@ def check_state(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
         raise _damaged("the columns or names of its table of sources do not match the job")
 
 
-def check_form(state: Mapping[str, Any]) -> None:
-    """Raise StateError for what is not a state of this version, whichever job it is of."""
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with the checksum of its content.
+
+    Example:
+        >>> sealed({"step": 7}) == sealed(sealed({"step": 7}))
+        True
+    """
+    return {**state, "checksum": _checksum(state)}
+
+
+def check_seal(state: Mapping[str, Any]) -> None:
+    """Raise StateError for what is not a state as a stream wrote it: of another version, or edited."""
+    _check_version(state)
+    if "checksum" not in state:
+        raise _no_state("checksum")
+    try:
+        found = _checksum(state)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _damaged(f"it is not JSON ({error!s:.80})") from None
+    if state["checksum"] != found:
+        raise _damaged(
+            f"its checksum is {state['checksum']!r:.80}, that of its content {found!r}: it was edited or cut"
+        )
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    # There and back first: keys that are numbers become text, and are sorted as text.
+    plain = json.loads(json.dumps({key: value for key, value in state.items() if key != "checksum"}))
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _check_version(state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping) or "version" not in state:
         raise _no_state("version")
     if state["version"] != STATE_VERSION:
         raise StateError(
-            f"the state has version {state['version']!r}, this overlord reads version {STATE_VERSION}; resuming would "
-            "misread its cursors. Resume with the overlord that wrote it, or start anew without state."
+            f"the state has version {state['version']!r:.80}, this overlord reads version {STATE_VERSION}; resuming "
+            "would misread its cursors. Resume with the overlord that wrote it, or start anew without state."
         )
+
+
+def check_form(state: Mapping[str, Any]) -> None:
+    """Raise StateError for what is not a state of this version, whichever job it is of."""
+    _check_version(state)
     for key in ("step", "fingerprint", "sources", "reports", "changes", "mixer"):
         if key not in state:
             raise _no_state(key)
@@ -163,7 +204,7 @@ def check_form(state: Mapping[str, Any]) -> None:
         raise _damaged(f"mixer is {state['mixer']!r:.80}")
     for step, report in state["reports"].items():
         known = isinstance(report, Mapping) and all(
-            isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in report.values()
+            isinstance(v, (int, float)) and not isinstance(v, bool) and -_HUGE <= v <= _HUGE for v in report.values()
         )
         if not str(step).isdecimal() or not known:
             raise _damaged(f"the report of step {step!r:.80} is {report!r:.80}")

@@ -188,7 +188,7 @@ class Mixer:
             }
             saved = state["rule"]
             wrong = any(len(counts) != len(self._names) for _, counts in self._pending.values())
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise _damaged(error) from None
         if saved == RULE_BEGINS:
             return

@@ -6,6 +6,7 @@ and `lockstep`; what no placement can beat is in `bounds`.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ Level = Literal["inter", "intra", "interleaved"]
 Kernel = Callable[[Int64s, Int64s, int, int], Int64s | None]
 
 _MOST_BINS = 1 << 28
+_SUM_BITS = 61
+"""Bits of all costs together: they stay below NO_LIMIT."""
 
 METHODS: dict[str, Kernel] = {
     "greedy": balance_greedy,
@@ -61,13 +64,13 @@ def balance(
     Ties go to the earlier item and the lower bin, so every machine gives the same answer.
 
     Args:
-        costs: What each item adds to its bin (integers; floats are rounded).
+        costs: What each item adds to its bin. Floats of any magnitude: only their ratios count.
         num_bins: How many bins there are.
         method: "greedy": the least loaded bin takes the largest item that fits, then the fullest and the emptiest
             bin exchange items. "karmarkar_karp": largest differencing, better with few items to a bin and slower.
             "zigzag": dealt largest first, forth and back. Or a function fn(costs, num_bins, sizes, capacity) that
             returns the bin of each item.
-        sizes: What each item takes of a bin's capacity.
+        sizes: What each item takes of a bin's capacity; fractions are rounded up.
         capacity: The most a bin may hold in sizes.
 
     Raises:
@@ -441,8 +444,24 @@ def _whole_numbers(name: str, values: npt.ArrayLike, times: int = 1) -> Int64s:
         raise SpecError(
             f"balance: {name}[{at}] is {given[at]}; a bin could not be compared. Give finite numbers from 0."
         )
+    if given.dtype.kind == "f" and name == "costs":
+        return _scaled(given.astype(np.float64), times)
     if float(given.sum(dtype=np.float64)) * times >= NO_LIMIT:
         raise SpecError(
             f"balance: {name} add up to more than 2**62, which int64 cannot hold; give them in larger units."
         )
-    return np.rint(given).astype(np.int64) if given.dtype.kind == "f" else given.astype(np.int64, copy=False)
+    return np.ceil(given).astype(np.int64) if given.dtype.kind == "f" else given.astype(np.int64, copy=False)
+
+
+def _scaled(costs: npt.NDArray[np.float64], times: int) -> Int64s:
+    """Return float costs as integers in the same ratios.
+
+    Whole numbers stay what they are. Others are multiplied by the power of two that brings the largest as high as sums
+    of all of them allow: to round them as they are would make costs below 0.5 equal to nothing, and a power of two
+    keeps every bit that fits.
+    """
+    most_bits = _SUM_BITS - (len(costs) * times).bit_length()
+    largest = math.frexp(costs.max())[1]
+    if largest > most_bits or not np.array_equal(costs, np.rint(costs)):
+        costs = np.rint(np.ldexp(costs, most_bits - largest))
+    return costs.astype(np.int64)
