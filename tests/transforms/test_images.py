@@ -415,3 +415,59 @@ def test_a_plan_that_ends_early_leaves_out_the_text(tokenizer: TextTokenizer) ->
     assert finished.media is not None and np.diff(finished.media.rows).tolist() == [1, 1, 0]
     assert finished.loss.values.sum() == 1
     assert finished.tokens.offsets.tolist() == offsets_of([7, 5, 1]).tolist()
+
+
+# -- hostile bytes -----------------------------------------------------------------------------
+
+
+def test_formats_that_are_not_on_the_list_are_never_opened(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Pillow decodes EPS by running `gs` with the bytes of the image.
+    ran = tmp_path / "ran"
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {ran}\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for form in ("EPS", "PPM", "DDS", "SGI"):
+        data = saved(picture(20, 30), form)
+        with pytest.raises(MediaFault, match="allowed format"):
+            image_size(data)
+        with pytest.raises(MediaFault, match="allowed format"):
+            decode_image(data)
+    assert not ran.exists()
+
+
+def test_a_spec_may_add_formats_but_none_that_starts_a_program() -> None:
+    spec = ImageText(extra_formats=["jpeg2000", "PNG"])
+    assert spec.extra_formats == ("JPEG2000",)
+    assert ImageText(**spec.model_dump()) == spec
+    assert "extra_formats" not in ImageText().model_dump(), "states of jobs without it must still fit"
+    ImageDecoder(spec)
+    assert image_size(saved(picture(20, 30), "JPEG2000"), spec.formats) == (20, 30)
+    with pytest.raises(SpecError, match="Ghostscript"):
+        ImageText(extra_formats=["EPS"])
+    with pytest.raises(SpecError, match="list of names"):
+        ImageText(extra_formats="JPEG2000")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="Pillow has no format 'HEIC'"):
+        ImageDecoder(ImageText(extra_formats=["HEIC"]))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError, IndexError, EOFError, SystemError])
+def test_whatever_a_decoder_raises_is_a_fault(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Image.Image, "convert", fail)
+    with pytest.raises(MediaFault, match="does not decode"):
+        decode_image(ENCODED["png"]())
+
+
+def test_memory_is_a_fault_only_while_the_host_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(Image.Image, "convert", fail)
+    with pytest.raises(MediaFault, match="more memory"):
+        decode_image(ENCODED["png"]())
+    monkeypatch.setattr(np, "empty", fail)
+    with pytest.raises(MemoryError):
+        decode_image(ENCODED["png"]())

@@ -12,7 +12,7 @@ from PIL import Image
 
 from overlord.cli.sources import Opened
 from overlord.core.samples import BAD
-from overlord.core.specs import Audio, Interleaved, Video
+from overlord.core.specs import Audio, ImageSpec, Interleaved, Video
 from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.audio import sound_size
 from overlord.transforms.images import decode_image
@@ -95,7 +95,9 @@ def look_at(one: Opened, item: OpenItem) -> MediaItem:
 def _look_at_image(one: Opened, item: OpenItem) -> MediaItem:
     if item.fault is not None:
         return MediaItem("image", "image")
-    pixels = decode_image(item.data)
+    spec = one.source.sample
+    assert isinstance(spec, ImageSpec)  # no other kind of sample gives images
+    pixels = decode_image(item.data, spec.formats)
     height, width = pixels.shape[:2]
     return MediaItem("image", f"image {width}×{height}", pixels, {"size": [width, height]})
 

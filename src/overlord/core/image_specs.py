@@ -28,6 +28,23 @@ Token = Annotated[
 """A token of the tokenizer, as text or as its id."""
 
 
+IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+"""What is decoded as an image unless a spec adds to it: Pillow knows dozens of formats, most of them never attacked
+and mended, and one (EPS) that starts another program with the bytes of the image."""
+
+
+def _as_formats(value: object) -> object:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) and one for one in cast("Any", value)):
+        raise Fault('this must be a list of names that Pillow has for formats. Write extra_formats=["JPEG2000"]')
+    names = tuple(dict.fromkeys(str(one).upper() for one in cast("Any", value)))
+    if "EPS" in names:
+        raise Fault(
+            "Pillow decodes EPS (PostScript) by running Ghostscript, and an image of the data would be a program on "
+            "this host. Convert these images to PNG"
+        )
+    return tuple(name for name in names if name not in IMAGE_FORMATS)
+
+
 class Augment(Spec):
     """Random changes of images, drawn from each sample's own seed: the same wherever and whenever it is read.
 
@@ -91,6 +108,17 @@ class ImageSpec(Spec):
     """Token put behind every image, such as "<|vision_end|>"."""
     augment: Augment | None = None
     """Random changes of the images; none by default."""
+    extra_formats: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_as_formats, json_schema_input_type=list[str]),
+        Field(exclude_if=lambda formats: not formats),  # an older state without this field still fits
+    ] = ()
+    """Formats that Pillow may decode besides AVIF, BMP, GIF, JPEG, PNG, TIFF and WEBP, by its names ("JPEG2000")."""
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats an image may have; bytes of any other one are a bad sample."""
+        return (*IMAGE_FORMATS, *self.extra_formats)
 
     @property
     def factor(self) -> int:
@@ -175,6 +203,7 @@ class ImageText(ImageSpec):
             before: str | int | None = None,
             after: str | int | None = None,
             augment: Augment | Mapping[str, Any] | None = None,
+            extra_formats: Sequence[str] = (),
         ) -> None: ...
 
     @model_validator(mode="after")
@@ -254,6 +283,7 @@ class Interleaved(ImageSpec):
             before: str | int | None = None,
             after: str | int | None = None,
             augment: Augment | Mapping[str, Any] | None = None,
+            extra_formats: Sequence[str] = (),
         ) -> None: ...
 
     @model_validator(mode="after")

@@ -23,6 +23,7 @@ from overlord.transforms.per_sample import (
     TransformFacts,
     UInt64s,
     Workers,
+    decoder_faults,
     ragged_column,
     row_memory,
 )
@@ -116,10 +117,8 @@ def decode_sound(data: bytes | memoryview, *, sample_rate: int, seconds: int) ->
         block = max(1, _BLOCK // sound.channels)
         for at in range(0, wanted, block):
             count = min(block, wanted - at)
-            try:
+            with decoder_faults("does not decode"):
                 part = sound.read(count, dtype="float32", always_2d=True)
-            except media_library("soundfile").LibsndfileError as error:
-                raise MediaFault(f"does not decode: {error.error_string}") from error
             if len(part) < count:
                 raise MediaFault(f"the header says {samples} samples, only {at + len(part)} decode")
             np.mean(part, axis=1, out=mono[at : at + count])
@@ -135,10 +134,8 @@ def resample(mono: Float32s, rate: int, to_rate: int) -> Float32s:
     frame = av.AudioFrame.from_ndarray(mono.reshape(1, -1), format="flt", layout="mono")
     frame.sample_rate = rate
     resampler = av.AudioResampler(format="flt", layout="mono", rate=to_rate)
-    try:
+    with decoder_faults(f"cannot be resampled from {rate} to {to_rate} Hz"):
         parts = [part.to_ndarray().reshape(-1) for part in (*resampler.resample(frame), *resampler.resample(None))]
-    except av.FFmpegError as error:
-        raise MediaFault(f"cannot be resampled from {rate} to {to_rate} Hz: {error}") from error
     out = np.zeros(wanted, np.float32)
     found = np.concatenate(parts)[:wanted] if parts else out
     out[: len(found)] = found
@@ -147,10 +144,8 @@ def resample(mono: Float32s, rate: int, to_rate: int) -> Float32s:
 
 def _open(data: bytes | memoryview) -> Any:
     soundfile = media_library("soundfile")
-    try:
+    with decoder_faults("no readable sound header"):
         return soundfile.SoundFile(io.BytesIO(data))
-    except soundfile.LibsndfileError as error:
-        raise MediaFault(f"no readable sound header: {error.error_string}") from error
 
 
 def _size(sound: Any) -> tuple[int, int]:

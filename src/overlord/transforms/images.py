@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
+from overlord.core.image_specs import IMAGE_FORMATS
 from overlord.core.specs import ImageSpec
+from overlord.errors import SpecError
 from overlord.transforms.augment import alter_image, crop_image
-from overlord.transforms.per_sample import Int64s, MediaFault
+from overlord.transforms.per_sample import Int64s, MediaFault, decoder_faults
 
 try:
     import simplejpeg
@@ -29,47 +31,76 @@ _ALIKE = ("YCbCr", "Gray", "RGB")
 """Colour spaces that simplejpeg and Pillow turn into the same RGB; of CMYK, Pillow's is the usual one."""
 
 
-def image_size(data: bytes | memoryview) -> tuple[int, int]:
+def image_size(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS) -> tuple[int, int]:
     """Return (width, height) from the header, without decoding.
+
+    Args:
+        data: The encoded image.
+        formats: The formats it may have, by its content; Pillow's names.
 
     Raises:
         MediaFault: when there is no readable header, or it claims an absurd size.
     """
-    try:
+    with decoder_faults("no readable image header"):
         if simplejpeg is not None and bytes(data[:2]) == _JPEG:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data, strict=False)
         else:
-            with Image.open(io.BytesIO(data)) as image:
+            with _open(data, formats) as image:
                 width, height = image.size
-    except UnidentifiedImageError as error:
-        raise MediaFault("the bytes are no image of a known format") from error
-    except (ValueError, KeyError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MediaFault(f"no readable image header: {error}") from error
     if width < 1 or height < 1 or width * height > MAX_PIXELS:
         raise MediaFault(f"the header claims {width} x {height} pixels, more than {MAX_PIXELS} in all")
     return width, height
 
 
-def decode_image(data: bytes | memoryview) -> UInt8s:
+def decode_image(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS) -> UInt8s:
     """Return the image as uint8 [height, width, 3], RGB, on white where it is transparent.
 
     A rotation in the EXIF data is left as it is.
 
+    Args:
+        data: The encoded image.
+        formats: The formats it may have, by its content; Pillow's names.
+
     Raises:
         MediaFault: when the bytes do not decode.
     """
-    image_size(data)
-    try:
+    image_size(data, formats)
+    with decoder_faults("does not decode"):
         if simplejpeg is not None and bytes(data[:2]) == _JPEG:
             try:
                 if simplejpeg.decode_jpeg_header(data, strict=False)[2] in _ALIKE:
                     return simplejpeg.decode_jpeg(data, colorspace="RGB")
-            except (ValueError, KeyError):
-                pass  # rare colour spaces: Pillow knows them, and has the last word on faults
-        with Image.open(io.BytesIO(data)) as image:
-            return np.asarray(_on_white(image))
-    except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MediaFault(f"does not decode: {error}") from error
+            except Exception:  # rare colour spaces: Pillow knows them, and has the last word on faults
+                pass
+        with _open(data, formats) as image:
+            pixels = np.asarray(_on_white(image))
+    if pixels.ndim != 3 or pixels.shape[0] * pixels.shape[1] > MAX_PIXELS:
+        raise MediaFault(f"decodes to {pixels.shape} pixels")  # another size than its header says
+    return pixels
+
+
+def _open(data: bytes | memoryview, formats: Sequence[str]) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data), formats=tuple(formats))
+    except UnidentifiedImageError as error:
+        raise MediaFault(
+            f"the bytes are no image of an allowed format ({', '.join(formats)}; the sample's extra_formats adds to them)"
+        ) from error
+
+
+def check_formats(spec: ImageSpec) -> None:
+    """Refuse formats that Pillow does not know.
+
+    Raises:
+        SpecError: with the names that there are.
+    """
+    Image.init()
+    unknown = [name for name in spec.extra_formats if name not in Image.OPEN]
+    if unknown:
+        raise SpecError(
+            f"extra_formats: Pillow has no format {unknown[0]!r} on this host, so its images would all be bad samples. "
+            f"It has: {', '.join(sorted(set(Image.OPEN) - {'EPS'}))}."
+        )
 
 
 def _on_white(image: Image.Image) -> Image.Image:
@@ -164,6 +195,8 @@ class ImageDecoder:
         self._merge = spec.merge
         self._temporal = spec.temporal
         self._augment = spec.augment
+        self._formats = spec.formats
+        check_formats(spec)
 
     def item_bytes(self, grids: npt.NDArray[np.int32]) -> Int64s:
         """Return the bytes of each image's patches."""
@@ -171,7 +204,7 @@ class ImageDecoder:
 
     def decode(self, data: memoryview, grid: npt.NDArray[np.int32], seed: int, out: UInt8s) -> None:
         """Decode, resize to the planned grid and patchify one image into its place."""
-        image = decode_image(data)
+        image = decode_image(data, self._formats)
         if self._augment is not None:
             image = crop_image(image, self._augment, seed)
         image = resize_image(image, int(grid[1]) * self._patch, int(grid[2]) * self._patch)

@@ -9,7 +9,8 @@ Rules of this folder:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -91,6 +92,31 @@ class Workers(Protocol):
 
 class MediaFault(Exception):
     """The bytes of one image, clip or sound make no sense; the reason goes to the log with the sample's id."""
+
+
+DECODE_BYTES = 1 << 29
+"""More memory than any decoder needs for an item that is within our limits."""
+
+
+@contextmanager
+def decoder_faults(what: str) -> Iterator[None]:
+    """Turn whatever a library raises over the bytes of one item into a MediaFault.
+
+    Decoders raise far more than they document (RuntimeError, AssertionError, struct.error, IndexError). Memory is
+    the exception: a decoder may ask for an absurd amount because the bytes say so, which is a fault of the item, or
+    the host may have none left, which must not change the stream. As much as any sound item needs is asked for to
+    tell them apart; if that fails too, the MemoryError goes on.
+    """
+    try:
+        yield
+    except MediaFault:
+        raise
+    except MemoryError as error:
+        np.empty(DECODE_BYTES, np.uint8)
+        raise MediaFault(f"{what}: it asks for more memory than an item of its size needs") from error
+    except Exception as error:
+        reason = getattr(error, "error_string", None) or getattr(error, "strerror", None) or error
+        raise MediaFault(f"{what}: {str(reason) or type(error).__name__}") from error
 
 
 class MediaDecoder(Protocol):

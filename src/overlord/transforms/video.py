@@ -26,6 +26,7 @@ from overlord.transforms.per_sample import (
     TransformFacts,
     UInt64s,
     Workers,
+    decoder_faults,
     ragged_column,
     row_memory,
 )
@@ -155,25 +156,16 @@ def _open(data: bytes | memoryview) -> Iterator[tuple[Any, Any]]:
     av = media_library("av")
     # Playlists are no clips: their demuxers would open other files and addresses.
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
-    try:
+    with decoder_faults("no readable clip header"):
         container = av.open(io.BytesIO(data), options=options, metadata_errors="ignore")
-    except (av.FFmpegError, ValueError, OverflowError) as error:
-        raise MediaFault(f"no readable clip header: {_reason(error)}") from error
-    with container:
+    with container, decoder_faults("does not decode"):
         stream = container.streams.best("video")
         if stream is None or stream.codec_context is None:
             raise MediaFault("there is no video in the clip, or no decoder for it")
         # Clips are decoded side by side; threads inside one would only get in their way.
         stream.thread_type = "NONE"
         stream.codec_context.thread_count = 1
-        try:
-            yield container, stream
-        except (av.FFmpegError, ValueError, OverflowError) as error:
-            raise MediaFault(f"does not decode: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error)
+        yield container, stream
 
 
 def _decode_frames(data: memoryview, wanted: Int64s, *, key_frames: bool) -> Iterator[tuple[int, UInt8s]]:
