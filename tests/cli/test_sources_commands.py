@@ -158,7 +158,7 @@ def test_lint_gives_the_ids_of_bad_rows(tmp_path: Path) -> None:
     lines[7] = "{not json"
     path.write_text("\n".join(lines) + "\n")
     findings = lint(job_of(ids("a", str(path), tolerance=0.03)), tmp_path)
-    assert messages(findings, "warning") == ["a: bad: a:0:7: the row cannot be parsed or lacks its column"]
+    assert messages(findings, "warning") == ["a: bad: a:0:7: the line is not a JSON object in UTF-8"]
     strict = lint(job_of(ids("a", str(path), tolerance=0.0)), tmp_path)
     assert any("more than tolerance=0 allows; a run would stop" in e for e in messages(strict, "error"))
 

@@ -68,16 +68,17 @@ def run(job, cache, where=None):
 
 
 @pytest.mark.slow_on_ray
-def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cache, caplog, capfd, where):
+def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cache, caplog, capfd, where, monkeypatch):
+    monkeypatch.setenv("OVERLORD_LOG", "INFO")
     good = [json.dumps({"text": f"hello world number {i}"}).encode() for i in range(6)]
     good[2] = b'{"text": "cut off'
     good[4] = b'{"text": "bad \xff\xfe bytes"}'
     (tmp_path / "s.jsonl").write_bytes(b"\n".join(good))
     job = text_job(tmp_path / "s.jsonl", tokenizer)
-    with caplog.at_level(logging.WARNING, "overlord"):
+    with caplog.at_level(logging.INFO, "overlord"):
         labels, status = run(job, cache)
     assert len(labels) == 6
-    assert status["bad"] == 2
+    assert status["bad"] == 2 and status["bad_ids"] == ["s:0:2@0", "s:0:4@0"]
     for row in (2, 4):
         assert (labels[ol.SampleId("s", row, 0)] == -100).all()
         assert f"bad sample s:0:{row}@0" in caplog.text
@@ -85,7 +86,48 @@ def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cach
     assert stream_digests(job, steps=9, cache=cache) == stream_digests(job, steps=9, cache=cache, **where)
     if where["runtime"] != "inline":  # also from another process, or another host
         said = capfd.readouterr().err
-        assert "bad sample s:0:2@0" in said and "bad sample s:0:4@0" in said
+        assert "bad sample s:0:4@0" in said and ("bad sample s:0:2@0" in said or where["runtime"] == "ray")
+
+
+def test_a_reason_is_a_warning_once_and_each_id_is_logged(tmp_path, tokenizer, cache, caplog):
+    lines = ['{"text": "fine"}', "not json"] * 32 + ['{"txt": "another key"}'] * 3
+    (tmp_path / "s.jsonl").write_text("\n".join(lines))
+    with caplog.at_level(logging.INFO, "overlord"):
+        _, status = run(text_job(tmp_path / "s.jsonl", tokenizer), cache)
+    assert status["bad"] == 35 and status["rows_read"] == 67 and len(status["bad_ids"]) == 32
+    said = [r for r in caplog.records if "bad sample" in r.getMessage()]
+    assert len(said) == 35
+    warnings = sorted(r.getMessage() for r in said if r.levelno == logging.WARNING)
+    assert len(warnings) == 2
+    assert "column 'text' is missing or null in this row" in " ".join(warnings)
+    assert "(32 samples of source 's' so far)" in " ".join(warnings)
+
+
+@pytest.mark.parametrize(
+    ("sample", "reason"),
+    [
+        (ol.Text("nothing"), "column 'nothing' is missing or null"),
+        (ol.ImageText("text", "text"), "no image of a known format"),
+        (ol.Chat("text"), "not JSON"),
+    ],
+)
+def test_a_source_whose_first_rows_are_all_bad_is_refused_at_launch(tmp_path, tokenizer, cache, sample, reason, caplog):
+    table = pa.table({"text": [f"hello world {i}" for i in range(64)], "nothing": pa.nulls(64, pa.string())})
+    pq.write_table(table, tmp_path / "s.parquet")
+    if isinstance(sample, ol.Chat):
+        sample = sample.replace(template="chatml")
+    job = text_job(tmp_path / "s.parquet", tokenizer, sample=sample, tolerance=0.5)
+    with pytest.raises(ol.SourceError, match=r"all of the first .* rows that were read are bad") as caught:
+        ol.launch(job, runtime="inline", cache=cache)
+    assert reason in str(caught.value) and "'s'" in str(caught.value)
+    assert len([r for r in caplog.records if "bad sample" in r.getMessage()]) == 1
+
+
+def test_bad_rows_behind_a_good_one_are_judged_by_the_tolerance(tmp_path, tokenizer, cache):
+    (tmp_path / "s.jsonl").write_text('{"text": "fine"}\n' + "not json\n" * 63)
+    job = text_job(tmp_path / "s.jsonl", tokenizer, tolerance=0.99).replace(seed=5)
+    _, status = run(job, cache)
+    assert status["bad"] == 63
 
 
 def test_tolerance_stops_the_run(tmp_path, tokenizer, cache):

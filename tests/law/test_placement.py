@@ -68,7 +68,7 @@ def test_placement_never_changes_the_stream(pictures, cache, where, strategy):
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_an_image_that_does_not_decode_is_masked_counted_and_logged_once(pictures, cache, caplog, placement):
-    caplog.set_level(logging.WARNING, "overlord")
+    caplog.set_level(logging.INFO, "overlord")
     with ol.launch(pictures, runtime="inline", cache=cache, placement=placement) as service:
         masked, good = 0, 0
         for step in service.client():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from overlord.core.ragged import Ragged, RowBatch, num_rows
+from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, num_rows
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
 
@@ -40,6 +40,7 @@ def cell(column: Any, row: int) -> Any:
 
 
 def rows_of(batch: RowBatch) -> list[dict[str, Any]]:
+    batch = batch | {BAD_COLUMN: np.asarray(batch[BAD_COLUMN], np.bool_)}
     return [{name: cell(column, row) for name, column in batch.items()} for row in range(num_rows(batch))]
 
 

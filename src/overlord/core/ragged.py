@@ -143,7 +143,41 @@ def expand_ranges(starts: npt.NDArray[np.integer], lengths: npt.NDArray[np.integ
 
 
 BAD_COLUMN = "__bad__"
-"""A bool column that every reader adds: True where the row's bytes were read but make no sense."""
+"""An int16 column that every reader adds: 0 for a sound row, else why its bytes make no sense: `NOT_PARSED`,
+`no_value(k)` or `other_kind(k)`, where k counts the columns that were asked for."""
+NOT_PARSED = 1
+
+
+def no_value(column: int) -> int:
+    """Return the mark in `BAD_COLUMN` of a row whose k-th column is missing or null."""
+    return 2 + 2 * column
+
+
+def other_kind(column: int) -> int:
+    """Return the mark in `BAD_COLUMN` of a row whose k-th column does not hold what the column of the source holds."""
+    return 3 + 2 * column
+
+
+def unread_rows(rows: RowBatch) -> list[tuple[int, str]]:
+    """Return the rows that a reader marked bad, each with the reason.
+
+    Example:
+        >>> batch = {"text": Ragged.from_rows([b"a", b"", b""]), BAD_COLUMN: np.array([0, 1, no_value(0)])}
+        >>> unread_rows(batch)
+        [(1, 'the line is not a JSON object in UTF-8'), (2, "column 'text' is missing or null in this row")]
+    """
+    marks = np.asarray(rows[BAD_COLUMN])
+    columns = [name for name in rows if name != BAD_COLUMN and not name.startswith(sizes_column(""))]
+    found: list[tuple[int, str]] = []
+    for row in np.flatnonzero(marks).tolist():
+        column, other = divmod(int(marks[row]) - no_value(0), 2)
+        if int(marks[row]) == NOT_PARSED or column >= len(columns):
+            found.append((row, "the line is not a JSON object in UTF-8"))
+        elif other:
+            found.append((row, f"column {columns[column]!r} holds a value of another type than in the rows before"))
+        else:
+            found.append((row, f"column {columns[column]!r} is missing or null in this row"))
+    return found
 
 
 def sizes_column(column: str) -> str:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from overlord.core.ragged import BAD_COLUMN, Array, Ragged, RowBatch, offsets_of, sizes_column
+from overlord.core.ragged import BAD_COLUMN, Array, Ragged, RowBatch, no_value, offsets_of, sizes_column
 from overlord.errors import ReaderError
 from overlord.readers.reader import Kind, missing_column
 
@@ -91,8 +91,8 @@ def to_rows(batch: pa.RecordBatch, columns: Mapping[str, Kind], path: str) -> Ro
         ReaderError: A column holds something else than in the other files of the source.
     """
     rows: RowBatch = {}
-    bad: Bools = np.zeros(batch.num_rows, np.bool_)
-    for column, fields in require_columns(batch.schema, list(columns), path).items():
+    marks = np.zeros(batch.num_rows, np.int16)
+    for number, (column, fields) in enumerate(require_columns(batch.schema, list(columns), path).items()):
         array = select(batch, fields)
         kind, wanted = _kind_of_type(array.type), columns[column]
         if kind not in (None, wanted) and (kind, wanted) not in (
@@ -108,8 +108,8 @@ def to_rows(batch: pa.RecordBatch, columns: Mapping[str, Kind], path: str) -> Ro
             rows[column], rows[sizes_column(column)], nulls = _bytes_list_column(array)
         else:
             rows[column], nulls = _to_numpy(array, wanted)
-        bad |= nulls
-    rows[BAD_COLUMN] = bad
+        marks[nulls & (marks == 0)] = no_value(number)
+    rows[BAD_COLUMN] = marks
     return rows
 
 

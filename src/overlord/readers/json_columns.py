@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, offsets_of, sizes_column
+from overlord.core.ragged import (
+    BAD_COLUMN,
+    NOT_PARSED,
+    Ragged,
+    RowBatch,
+    no_value,
+    offsets_of,
+    other_kind,
+    sizes_column,
+)
 from overlord.readers.reader import Kind
 
 HEAD_ROWS = 256
@@ -90,29 +99,30 @@ class RowBuilder:
         >>> builder = RowBuilder({"text": "bytes", "stars": "int"})
         >>> builder.append(["good", 5])
         >>> builder.append(["no stars", None])
-        >>> builder.finish()["__bad__"].tolist()
-        [False, True]
+        >>> builder.finish()["__bad__"].tolist() == [0, no_value(1)]
+        True
     """
 
     def __init__(self, columns: Mapping[str, Kind]) -> None:
         self._kinds = dict(columns)
         self._cells: list[list[Any]] = [[] for _ in columns]
-        self._bad: list[bool] = []
+        self._marks: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._bad)
+        return len(self._marks)
 
     def append(self, values: Sequence[Any]) -> None:
         """Add a row, one value a column; a None or a value of another kind makes it a bad row."""
         encoded = [_encode(value, kind) for value, kind in zip(values, self._kinds.values(), strict=True)]
         for cells, cell, kind in zip(self._cells, encoded, self._kinds.values(), strict=True):
             cells.append(_EMPTY[kind] if cell is None else cell)
-        self._bad.append(any(cell is None for cell in encoded))
+        wrong = next((at for at, cell in enumerate(encoded) if cell is None), None)
+        self._marks.append(0 if wrong is None else no_value(wrong) if values[wrong] is None else other_kind(wrong))
 
     def append_bad(self) -> None:
         """Add a row of which nothing could be read."""
         self.append([None] * len(self._kinds))
-        self._bad[-1] = True  # also when no column is wanted
+        self._marks[-1] = NOT_PARSED
 
     def finish(self) -> RowBatch:
         """Return the batch and begin the next one."""
@@ -123,9 +133,9 @@ class RowBuilder:
                 batch[sizes_column(name)] = _column("int_list", [[len(item) for item in cell] for cell in cells])
             else:
                 batch[name] = _column(kind, cells)
-        batch[BAD_COLUMN] = np.array(self._bad, np.bool_)
+        batch[BAD_COLUMN] = np.array(self._marks, np.int16)
         self._cells = [[] for _ in self._kinds]
-        self._bad = []
+        self._marks = []
         return batch
 
 

@@ -95,7 +95,7 @@ class Reader(Protocol):
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block front to back after skipping `skip`, at most `batch_rows` at a time.
 
-        Every batch has the wanted columns and `BAD_COLUMN`: True where bytes were read but make no sense.
+        Every batch has the wanted columns and `BAD_COLUMN`: why the bytes of a row make no sense, 0 where they do.
         The stream holds about twice what it yields at a time; what has to be decoded in larger pieces is
         kept in `scratch`, a folder on a disk, which is made when it is needed.
 

@@ -50,12 +50,12 @@ class Loaders(Protocol):
 class Telemetry(Protocol):
     """Where roles say what they saw. Nothing here may change the stream."""
 
-    def bad_sample(self, sample: SampleId, reason: str) -> None:
-        """Tell that a stand-in takes this sample's place."""
+    def bad_samples(self, found: Sequence[tuple[SampleId, str]]) -> None:
+        """Tell that stand-ins take the places of these samples, each with the reason."""
         ...
 
-    def wrong_length(self, sample: SampleId, reason: str) -> None:
-        """Tell that a sample was cut or padded to its planned length."""
+    def wrong_lengths(self, found: Sequence[tuple[SampleId, str]]) -> None:
+        """Tell that these samples were cut or padded to their planned length, each with the reason."""
         ...
 
 

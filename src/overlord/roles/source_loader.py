@@ -8,6 +8,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from overlord.core.draw import cut_pieces
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
-from overlord.core.ragged import BAD_COLUMN, RowBatch
+from overlord.core.ragged import BAD_COLUMN, NOT_PARSED, RowBatch
 from overlord.core.samples import BAD, ENDS_EPOCH, META, PLAIN, Cursor, MetaArray, SampleId, apply_overlength
 from overlord.core.seeds import derive, hash64
 from overlord.core.specs import Source
@@ -43,6 +44,8 @@ CHUNK_BYTES = 1 << 20
 AHEAD_ROWS = 64
 AHEAD_BYTES = 128 << 10
 """A chunk holds at least about this much even when less is asked for: tokenizers like batches."""
+FIRST_ROWS = 8
+"""So many bad rows at the beginning of a source, and no good one, are a mistake in the job."""
 FEW_SAMPLES = 1000
 """A tolerance is a share; it is judged as if at least this many samples had been seen."""
 
@@ -146,6 +149,8 @@ class SourceLoader:
         self.seen = 0
         """Samples measured so far, also by loaders before this one."""
         self._bad: set[tuple[int, int]] = set()
+        self._first_bad: dict[int, str] | None = {}
+        """Why the rows at the beginning of the first group are bad; None once a good one is among them."""
         self._lies: set[tuple[int, int]] = set()
         self._verdicts = verdicts
         self.placement = placement or PlacementChoice("loader")
@@ -173,6 +178,7 @@ class SourceLoader:
     def take_over(self, met: Met) -> None:
         """Count on from what a loader before this one had met."""
         self.seen += met.seen
+        self._first_bad = None if met.seen else self._first_bad
         self._bad |= met.bad
         self._lies |= met.wrong_lengths
 
@@ -234,7 +240,8 @@ class SourceLoader:
         """Count what was found in measured rows, and take them into the read buffer."""
         chunk, faults = measured
         self.seen += len(chunk.meta)
-        self._note(chunk.meta, faults, self._bad, self._telemetry.bad_sample)
+        self._note(chunk.meta, faults, self._bad, self._telemetry.bad_samples)
+        self._judge_first_rows(chunk, faults)
         self._check_tolerance()
         self._buffer.add(chunk)
         return chunk
@@ -270,15 +277,14 @@ class SourceLoader:
     def hand_over(self, staged: Staged, done: Finished) -> Payload:
         """Count what went wrong, and return the samples as columns."""
         meta = staged.order.meta
-        self._note(meta, done.faults, self._bad, self._telemetry.bad_sample)
-        self._note(meta, done.lies, self._lies, self._telemetry.wrong_length)
+        self._note(meta, done.faults, self._bad, self._telemetry.bad_samples)
+        self._note(meta, done.lies, self._lies, self._telemetry.wrong_lengths)
         self._check_tolerance()
         return Payload(staged.order.step, self._number, done.tokens, done.loss, done.media)
 
     def note_faults(self, faults: Sequence[tuple[int, int, str]]) -> None:
         """Count what the DataConstructor could not decode: (row, epoch, reason) of each sample."""
-        for row, epoch, reason in faults:
-            self._note_one(row, epoch, reason, self._bad, self._telemetry.bad_sample)
+        self._note_rows(faults, self._bad, self._telemetry.bad_samples)
         self._check_tolerance()
 
     def rest(self, cursor: Cursor) -> None:
@@ -397,8 +403,8 @@ class SourceLoader:
             return []
         known = np.flatnonzero(self._verdicts.known(self._source.name, numbers, epoch))
         if len(known):
-            rows[BAD_COLUMN] = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
-            rows[BAD_COLUMN][known] = True  # type: ignore[index]
+            rows[BAD_COLUMN] = np.array(rows[BAD_COLUMN])
+            rows[BAD_COLUMN][known] = NOT_PARSED  # type: ignore[index]
         return [(int(at), self._verdicts.reason(self._source.name, int(numbers[at]))) for at in known]
 
     def _note(
@@ -406,17 +412,48 @@ class SourceLoader:
         meta: MetaArray,
         faults: list[Fault],
         counted: set[tuple[int, int]],
-        tell: Callable[[SampleId, str], None],
+        tell: Callable[[Sequence[tuple[SampleId, str]]], None],
     ) -> None:
-        for at, reason in faults:
-            self._note_one(int(meta["row"][at]), int(meta["epoch"][at]), reason, counted, tell)
+        self._note_rows([(int(meta["row"][at]), int(meta["epoch"][at]), why) for at, why in faults], counted, tell)
 
-    def _note_one(
-        self, row: int, epoch: int, reason: str, counted: set[tuple[int, int]], tell: Callable[[SampleId, str], None]
+    def _note_rows(
+        self,
+        faults: Sequence[tuple[int, int, str]],
+        counted: set[tuple[int, int]],
+        tell: Callable[[Sequence[tuple[SampleId, str]]], None],
     ) -> None:
-        if (row, epoch) not in counted:  # a row that is read again is the same fault
-            counted.add((row, epoch))
-            tell(SampleId(self._source.name, row, epoch), reason)
+        new: dict[SampleId, str] = {}
+        for row, epoch, reason in faults:
+            if (row, epoch) not in counted:  # a row that is read again is the same fault
+                counted.add((row, epoch))
+                new[SampleId(self._source.name, row, epoch)] = reason
+        if new:
+            tell(list(new.items()))
+
+    def _judge_first_rows(self, chunk: Chunk, faults: list[Fault]) -> None:
+        """Refuse a source whose first rows are all bad: its files are sound, and the job reads them in a wrong way.
+
+        Only rows from the beginning of the source's order on are looked at, until one is good. A loader that begins
+        elsewhere judges by the tolerance alone: a run of bad rows in the middle of a source is damage.
+        """
+        if self._first_bad is None or chunk.epoch != 0 or self._source.tolerance >= 1:
+            return
+        with self.reading():
+            if chunk.group != self._order.first_group(0):
+                return
+        if chunk.offset > len(self._first_bad) or len(dict(faults)) < len(chunk.meta):
+            self._first_bad = None
+            return
+        self._first_bad.update((chunk.offset + at, reason) for at, reason in faults)
+        if len(self._first_bad) >= FIRST_ROWS:
+            (reason, count), *others = Counter(self._first_bad.values()).most_common()
+            raise SourceError(
+                f"source {self._source.name!r}: all of the first {len(self._first_bad)} rows that were read are bad "
+                f"({count} times: {reason}{'; and other reasons' if others else ''}). The sample kind "
+                f"({self._source.sample.kind!r}) or a column it names probably does not fit these files; training "
+                "would see stand-ins only. Look at the rows with `overlord sources preview`, and mend sample, or the "
+                "files. A source that may be bad as a whole has tolerance 1."
+            )
 
     def _check_tolerance(self) -> None:
         allowed = self._source.tolerance * max(self.seen, FEW_SAMPLES)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,15 +54,38 @@ logger = logging.getLogger("overlord")
 
 
 class FaultLog:
-    """Logs what roles tell of single samples; the loaders keep the counts."""
+    """Logs what the loader of one source tells of single samples; the loader keeps the counts.
 
-    def bad_sample(self, sample: SampleId, reason: str) -> None:
-        """Log a stand-in."""
-        logger.warning("bad sample %s: %s; a stand-in takes its place", sample, reason)
+    A reason is a warning when it is met for the first time, and again each time ten times as many samples have had it;
+    every sample is logged with its id, at level INFO where it is not part of a warning. Reasons that differ in numbers
+    only are one.
+    """
 
-    def wrong_length(self, sample: SampleId, reason: str) -> None:
-        """Log a sample that was cut or padded to its planned length."""
-        logger.warning("sample %s was cut or padded: %s", sample, reason)
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def bad_samples(self, found: Sequence[tuple[SampleId, str]]) -> None:
+        """Log stand-ins."""
+        self._log(found, "bad sample %s: %s; a stand-in takes its place")
+
+    def wrong_lengths(self, found: Sequence[tuple[SampleId, str]]) -> None:
+        """Log samples that were cut or padded to their planned length."""
+        self._log(found, "sample %s was cut or padded: %s")
+
+    def _log(self, found: Sequence[tuple[SampleId, str]], words: str) -> None:
+        alike: dict[str, list[tuple[SampleId, str]]] = {}
+        for sample, reason in found:
+            alike.setdefault(words + re.sub(r"\d+", "#", reason), []).append((sample, reason))
+        for kind, samples in alike.items():
+            before = self._counts[kind]
+            count = self._counts[kind] = before + len(samples)
+            if len(str(count)) > (len(str(before)) if before else 0):
+                sample, reason = samples.pop(0)
+                more = "" if count == 1 else f" ({count:,} samples of source {sample.source!r} so far)"
+                advice = "Others like it are counted in service.status(), and logged where OVERLORD_LOG=INFO is set"
+                logger.warning("%s%s. %s", words % (sample, reason), more, advice)
+            for sample, reason in samples:
+                logger.info("%s", words % (sample, reason))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,16 @@ import numpy as np
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest
 from overlord.core.parts import Part
 from overlord.core.plan import LoadingPlan
-from overlord.core.samples import Cursor
+from overlord.core.samples import Cursor, SampleId
 from overlord.roles.ports import Collect, Workers
 from overlord.roles.shadow_loader import ShadowLoader
 from overlord.roles.source_loader import Met, Staged
 from overlord.runtimes.crews import Crew
 from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.parking import Patience
+
+STATUS_IDS = 32
+"""Bad samples of each source that `status` names."""
 
 
 class LoaderFleet:
@@ -143,7 +147,12 @@ class LoaderFleet:
                 **crew.work(),
                 "followed": self._shadows[number].followed,
                 "buffer_bytes": crew.loader.buffer_bytes,
+                "rows_read": met[number].seen,
                 "bad": len(met[number].bad),
+                "bad_ids": [
+                    str(SampleId(crew.loader.name, row, epoch))
+                    for row, epoch in heapq.nsmallest(STATUS_IDS, met[number].bad)
+                ],
                 "wrong_length": len(met[number].wrong_lengths),
             }
             for number, crew in self._crews.items()

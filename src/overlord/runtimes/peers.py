@@ -39,8 +39,8 @@ from overlord.runtimes.switchboard import Call, PeerGone, Pending, Switchboard
 
 PLANNER = "planner"
 ADDED = frozenset(
-    ("workers", "samples_prepared", "busy_s", "waited_s", "handed_over_bytes", "buffer_bytes", "bad", "wrong_length",
-     "followed")
+    ("workers", "samples_prepared", "busy_s", "waited_s", "handed_over_bytes", "buffer_bytes", "rows_read", "bad",
+     "bad_ids", "wrong_length", "followed")
 )  # fmt: skip
 """What is added up over the hosts of a source, where `status` tells of it."""
 MOST_UNFOLLOWED = 64

@@ -42,6 +42,9 @@ def settle_in() -> None:
     # A decoder that comes back from C waits for the interpreter; the default interval costs it up to 5 ms.
     sys.setswitchinterval(0.0005)
     logging.basicConfig(format="overlord: %(levelname)s: %(message)s", level=logging.WARNING)
+    wanted = os.environ.get("OVERLORD_LOG", "").upper()
+    if wanted in logging.getLevelNamesMapping():
+        logging.getLogger("overlord").setLevel(wanted)
 
 
 def run_service(serving: Serving) -> None:

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch
+from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, unread_rows
 from overlord.core.samples import BAD, SKIP
 from overlord.core.specs import Chat, Job
 from overlord.errors import SpecError
@@ -61,7 +61,7 @@ class ChatTransform:
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
         bad = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
-        faults: list[Fault] = [(int(r), "the row cannot be parsed or lacks its column") for r in np.flatnonzero(bad)]
+        faults: list[Fault] = unread_rows(rows)
         for column in self.columns:
             ragged_column(rows, column)
         wanted = {column: rows[column] for column in (*self.columns, BAD_COLUMN)}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, num_rows, sizes_column
+from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, num_rows, sizes_column, unread_rows
 from overlord.core.samples import BAD, SKIP
 from overlord.core.specs import Custom
 from overlord.transforms.isolation import Isolate, run_rows
@@ -49,8 +49,7 @@ class CustomTransform:
         self._run = isolate(self._function, spec.name, spec.deadline) if isolate and spec.process else None
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
-        unread = np.asarray(rows[BAD_COLUMN], np.bool_)
-        faults: list[Fault] = [(int(r), "the row cannot be parsed or lacks its column") for r in np.flatnonzero(unread)]
+        faults: list[Fault] = unread_rows(rows)
         made, killed = run_rows(self._function, self._run, rows, _STAND_IN)
         reasons = ragged_column(made, "fault")
         faults += [(row, bytes(reasons[row]).decode()) for row in np.flatnonzero(reasons.lengths).tolist()]

@@ -10,7 +10,16 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, expand_ranges, num_rows, offsets_of, sizes_column
+from overlord.core.ragged import (
+    BAD_COLUMN,
+    Ragged,
+    RowBatch,
+    expand_ranges,
+    num_rows,
+    offsets_of,
+    sizes_column,
+    unread_rows,
+)
 from overlord.core.samples import BAD, SKIP
 from overlord.core.specs import Interleaved
 from overlord.errors import SpecError
@@ -69,7 +78,7 @@ class InterleavedTransform:
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
         """Measure rows; all of their text is tokenized here, so known `lengths` are not looked at."""
         broken = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
-        faults: list[Fault] = [(int(r), "the row cannot be parsed or lacks its column") for r in np.flatnonzero(broken)]
+        faults: list[Fault] = unread_rows(rows)
         images, have = _row_images(rows, self._spec.images)
         layout = self._lay_out(rows, have, broken, faults)
         encoded, nbytes = _chosen_images(images, have.sum(axis=1), layout)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, expand_ranges, offsets_of
+from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, expand_ranges, offsets_of, unread_rows
 from overlord.core.samples import BAD, SKIP
 from overlord.core.specs import Text
 from overlord.errors import SpecError
@@ -43,7 +43,7 @@ class TextTransform:
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
         bad = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
-        faults: list[Fault] = [(int(r), "the row cannot be parsed or lacks its column") for r in np.flatnonzero(bad)]
+        faults: list[Fault] = unread_rows(rows)
         column = ragged_column(rows, self._spec.column)
         if lengths is not None:
             claimed, empty = np.where(bad, 1, np.maximum(lengths, 1)), lengths <= 0
