@@ -135,11 +135,15 @@ class Payload:
     """Images, clips or sounds of the samples; None for a source of text."""
     chosen: Int64s | None = None
     """Which of the step's samples of the source these are, counted in drawing order; None: all."""
+    labels: int = 0
+    """Labels of all samples that its loader has of the step, also of those that go to other hosts: without those of
+    bad samples and of what is missing at the end of short ones, and with those whose media are still encoded."""
 
     def take(self, samples: Int64s, with_bytes: npt.NDArray[np.bool_]) -> Payload:
         """Return some of the samples, with the bytes of the media of some of them."""
         media = self.media.take(samples, with_bytes) if self.media is not None else None
-        return Payload(self.step, self.source, self.tokens.take(samples), self.loss.take(samples), media, samples)
+        tokens, loss = self.tokens.take(samples), self.loss.take(samples)
+        return Payload(self.step, self.source, tokens, loss, media, samples, self.labels)
 
     @staticmethod
     def joined(parts: Sequence[Payload]) -> Payload:
@@ -156,7 +160,7 @@ class Payload:
             Ragged.concat([part.loss for part in parts]),
             Media.concat(media) if media else None,
         ).take(order, np.ones(len(order), np.bool_))
-        return replace(whole, chosen=chosen[order])
+        return replace(whole, chosen=chosen[order], labels=sum(part.labels for part in parts))
 
     @property
     def nbytes(self) -> int:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from overlord.core.draw import Draw, Pieces
 from overlord.core.messages import LoaderOrder
+from overlord.core.ragged import Ragged, expand_ranges
 from overlord.core.samples import Cursor, take_meta
 from overlord.errors import PlanError
 
@@ -96,13 +97,42 @@ class LoadingPlan:
 
     @cached_property
     def global_loss_tokens(self) -> int:
-        """Labels of the whole step: what every rank divides its summed loss by."""
+        """Labels of the whole step as its samples were measured; `labels_of` counts those that are delivered."""
         meta = self.draw.meta
         labels = int(meta["loss_tokens"].sum(dtype=np.int64))
         if self.context_cuts is None:
             return labels
         # The draw counted the cuts that the context makes; a strategy that cuts elsewhere pays a label for each more.
         return labels - (int((self._once("start") > 0).sum()) - self.context_cuts)
+
+    @cached_property
+    def _cuts(self) -> Pieces:
+        """The pieces that do not begin their sample, each once, sorted by sample."""
+        starts = self._once("start")
+        later = np.flatnonzero(starts > 0)
+        found = Pieces(self._once("sample")[later], starts[later], self._once("length")[later])
+        return found.take(np.argsort(found.sample, kind="stable"))
+
+    def labels_of(self, samples: Int64s, loss: Ragged) -> Int64s:
+        """Return how many labels each of some drawn samples has where it goes, whatever was measured of it.
+
+        The first token of a piece predicts nothing, so every cut of a sample costs a label where that token counts.
+
+        Args:
+            samples: The drawn samples.
+            loss: 1 where a token counts in the loss; row i is of sample i of them.
+        """
+        if not len(samples):
+            return np.zeros(0, np.int64)
+        first = loss.offsets[:-1]
+        labels = np.add.reduceat(loss.values[: loss.offsets[-1]], first, dtype=np.int64) - loss.values[first]
+        cuts = self._cuts
+        if len(cuts):
+            low, high = np.searchsorted(cuts.sample, samples), np.searchsorted(cuts.sample, samples, side="right")
+            row = np.repeat(np.arange(len(samples)), high - low)
+            start = cuts.start[expand_ranges(low, high - low)]
+            np.subtract.at(labels, row, loss.values[first[row] + start].astype(np.int64))
+        return labels
 
     @cached_property
     def total_tokens(self) -> int:

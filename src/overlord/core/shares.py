@@ -50,10 +50,6 @@ class Share:
             media[plan.encoder.bin(rank, 0).sample] = True
         return cls(samples | media, media, whole=False)
 
-    def needs(self, plan: LoadingPlan, source: int) -> bool:
-        """Whether the host needs anything of a source."""
-        return bool(self.samples[plan.draw.samples_of(source)].any())
-
     def cut(self, plan: LoadingPlan, payload: Payload) -> Payload:
         """Return the host's part of a payload: all samples of its source, or those that one of its loaders has."""
         if self.whole:
@@ -64,6 +60,15 @@ class Share:
         heard = payload.media is not None and payload.media.kind == "audio"  # sounds stay with their tokens
         part = payload.take(chosen, np.ones(len(chosen), np.bool_) if heard else self.media[mine[chosen]])
         return part if payload.chosen is None else replace(part, chosen=payload.chosen[chosen])
+
+
+def with_labels(plan: LoadingPlan, payload: Payload) -> Payload:
+    """Return a payload as it leaves its loader, with the labels that its samples have by the plan."""
+    mine = plan.draw.samples_of(payload.source).astype(np.int64)
+    labels = plan.labels_of(mine if payload.chosen is None else mine[payload.chosen], payload.loss)
+    if payload.media is not None:  # a medium that does not decode silences all of its sample
+        labels[np.repeat(np.arange(len(labels)), np.diff(payload.media.rows))[payload.media.bad]] = 0
+    return replace(payload, labels=int(labels.sum()))
 
 
 def _of_bucket(plan: LoadingPlan, bucket: int) -> npt.NDArray[np.int32]:

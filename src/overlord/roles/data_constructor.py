@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
+import numpy as np
+
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.shares import known_early
@@ -58,16 +60,26 @@ class DataConstructor:
         """Forget the source that came last; no plan has drawn from it."""
         self._packing.opening.decoders.pop()
 
-    def gather(self, plan: LoadingPlan, ranks: Collection[int] | None = None) -> Callable[[], StepSamples]:
-        """Ask the SourceLoaders for what some ranks need of a step (default: all); call the result to wait for it."""
+    def gather(
+        self, plan: LoadingPlan, ranks: Collection[int] | None = None, *, open_all: bool = False
+    ) -> Callable[[], StepSamples]:
+        """Ask the SourceLoaders for what some ranks need of a step; call the result to wait for it.
+
+        Args:
+            plan: The plan of the step.
+            ranks: The ranks; by default all.
+            open_all: Whether all media are decoded at once, so that `labels` are final; otherwise they are once
+                everything that is `unopened` has been packed.
+        """
         asking = range(plan.mesh.world_size) if ranks is None else ranks
         collect = self._loaders.loader_do_plan(plan, asking)  # (2) positional fetches from the SourceLoaders
 
         def join() -> StepSamples:
             samples = join_payloads(plan, collect())
             if len(samples.items):
-                faults = samples.open_media(self._packing.opening, known_early(plan))
-                self._tell(plan, [(int(samples.items.sample[item]), reason) for item, reason in faults])
+                early = np.ones(len(plan.draw), np.bool_) if open_all else known_early(plan)
+                faults = samples.open_media(self._packing.opening, early)
+                self._found(plan, samples, [(int(samples.items.sample[item]), reason) for item, reason in faults])
             return samples
 
         return join
@@ -80,7 +92,7 @@ class DataConstructor:
         if microbatch == ENCODER:
             return pack_encoder(plan, samples, bucket, packing.layout, packing.media, allocate)
         packed, faults = pack_microbatch(plan, samples, bucket, microbatch, packing, allocate)
-        self._tell(plan, faults)
+        self._found(plan, samples, faults)
         return packed
 
     def view_of(self, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> tuple[dict[str, str], dict[str, int]]:
@@ -117,9 +129,11 @@ class DataConstructor:
         facts = {"meta.pp_rank": at.pp, "meta.pp": tree.pp, "meta.vpp": tree.vpp, "meta.mtp": layout.mtp}
         return wanted, {**facts, "meta.rotary": rotary}
 
-    def _tell(self, plan: LoadingPlan, faults: list[tuple[int, str]]) -> None:
+    def _found(self, plan: LoadingPlan, samples: StepSamples, faults: list[tuple[int, str]]) -> None:
+        """Let samples that do not decode count no labels, and let their loaders count them."""
         if faults:
             draw = plan.draw
+            samples.lose(plan, [sample for sample, _ in faults])
             self._loaders.note_faults(
                 [(int(draw.source[s]), int(draw.meta["row"][s]), int(draw.meta["epoch"][s]), why) for s, why in faults]
             )
@@ -159,27 +173,21 @@ class DataConstructor:
                 self._meshes.popitem(last=False)
         return found
 
-    def header_of(self, rank: int, plan: LoadingPlan) -> StepHeader:
-        """Return what the client of a rank learns of a step before its data."""
-        count = int(plan.microbatch_counts[self.bucket_of(rank, plan)])
-        return header_of(plan, count, fetches=self.fetches(rank, plan))
-
-
-def header_of(plan: LoadingPlan, count: int, *, fetches: bool) -> StepHeader:
-    """Return the header of a step with so many microbatches."""
-    return StepHeader(
-        index=plan.step,
-        names=plan.draw.names,
-        num_microbatches=count,
-        fetches=fetches,
-        encodes=plan.encoder is not None,
-        mixture_version=plan.draw.mixture_version,
-        weights=plan.draw.weights,
-        global_loss_tokens=plan.global_loss_tokens,
-        global_tokens=plan.total_tokens,
-        global_squared_tokens=plan.squared_tokens,
-        global_samples=len(plan.draw),
-        order_digest=plan.draw.digest,
-        plan_digest=plan.digest,
-        mesh=plan.mesh,
-    )
+    def header_of(self, rank: int, plan: LoadingPlan, labels: int) -> StepHeader:
+        """Return what the client of a rank learns of a step before its data; `labels` are those of all ranks."""
+        return StepHeader(
+            index=plan.step,
+            names=plan.draw.names,
+            num_microbatches=int(plan.microbatch_counts[self.bucket_of(rank, plan)]),
+            fetches=self.fetches(rank, plan),
+            encodes=plan.encoder is not None,
+            mixture_version=plan.draw.mixture_version,
+            weights=plan.draw.weights,
+            global_loss_tokens=labels,
+            global_tokens=plan.total_tokens,
+            global_squared_tokens=plan.squared_tokens,
+            global_samples=len(plan.draw),
+            order_digest=plan.draw.digest,
+            plan_digest=plan.digest,
+            mesh=plan.mesh,
+        )

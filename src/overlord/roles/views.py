@@ -246,9 +246,10 @@ class Step:
     ) -> None:
         self.index = header.index
         self.global_loss_tokens = header.global_loss_tokens
-        """Labels planned for the whole global batch: divide the summed loss by this on every rank.
+        """Labels of the whole global batch: divide the summed loss by this on every rank.
 
-        A sample that turns out not to decode still counts: it is known too late, and every rank must divide alike.
+        The same on every rank and host, and exactly the labels that all ranks get: samples that do not decode, and what
+        is missing of samples that are shorter than their length column says, are not in it.
         """
         self.global_tokens = header.global_tokens
         self.global_squared_tokens = header.global_squared_tokens

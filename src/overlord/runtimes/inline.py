@@ -51,6 +51,7 @@ class InlineService:
         self._scratch = None if options.store else tempfile.mkdtemp(prefix="overlord-")
         self._samples: OrderedDict[int, StepSamples] = OrderedDict()
         self._packed: OrderedDict[tuple[int, int, int], PackedMicrobatch] = OrderedDict()
+        self._labels: dict[int, int] = {}
         self._positions: dict[int, int] = {}
         self._reached: dict[int, int] = {}
         self._roles: Roles | None = None
@@ -140,14 +141,24 @@ class InlineService:
             return None
         key = (step, *place)
         if key not in self._packed:
-            if step not in self._samples:
-                self._samples[step] = roles.constructor.gather(plan)()
-                while len(self._samples) > 1:
-                    self._samples.popitem(last=False)
-            self._packed[key] = roles.constructor.constructor_do_plan(plan, self._samples[step], *place, _new_buffer)
+            samples = self._gathered(plan)
+            self._packed[key] = roles.constructor.constructor_do_plan(plan, samples, *place, _new_buffer)
             while len(self._packed) > 1 and self._packed_bytes() > self._options.budget_bytes // 4:
                 self._packed.popitem(last=False)
         return self._packed[key]
+
+    def labels(self, plan: LoadingPlan) -> int:
+        """Return how many labels a step has on all ranks."""
+        if plan.step not in self._labels:
+            self._labels[plan.step] = self._gathered(plan).labels
+        return self._labels[plan.step]
+
+    def _gathered(self, plan: LoadingPlan) -> StepSamples:
+        if plan.step not in self._samples:
+            self._samples[plan.step] = self.roles.constructor.gather(plan, open_all=True)()
+            while len(self._samples) > 1:
+                self._samples.popitem(last=False)
+        return self._samples[plan.step]
 
     def moved(self, rank: int, step: int) -> None:
         """Note a rank's position, and forget microbatches that every client has passed."""
@@ -159,6 +170,8 @@ class InlineService:
             patiently(self._saver.work)
         for key in [k for k in self._packed if k[0] < slowest]:
             del self._packed[key]
+        for old in [s for s in self._labels if s < slowest]:
+            del self._labels[old]
 
     def left(self, rank: int, next_step: int) -> None:
         """Note that a rank went, and how far it came."""
@@ -184,7 +197,7 @@ class _InlineFeed:
         self._service.moved(self._rank, step)
         if plan is None or self._rank >= plan.mesh.world_size:
             return None
-        header = self._service.roles.constructor.header_of(self._rank, plan)
+        header = self._service.roles.constructor.header_of(self._rank, plan, self._service.labels(plan))
         following = self._meshes.at(step + 1)
         return header if following == plan.mesh else dataclasses.replace(header, next_mesh=following)
 

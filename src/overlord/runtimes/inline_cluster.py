@@ -68,6 +68,7 @@ class InlineConstructor(ClusterRole):
         self._samples: OrderedDict[int, StepSamples] = OrderedDict()
         self._packed: OrderedDict[tuple[int, int, int], PackedMicrobatch] = OrderedDict()
         self._reached: dict[int, int] = {}
+        self._labels: dict[int, int] = {}
         return frame_of({})
 
     def add_source(self, frame: Frame) -> Frame:
@@ -85,7 +86,17 @@ class InlineConstructor(ClusterRole):
         for ahead in range(step + 1, step + self._options.prefetch):
             if isinstance(self._ask_plan(ahead), Waiting):
                 break
-        return self._constructor.header_of(rank, plan)
+        if step not in self._labels:
+            self._labels[step] = self._gathered(plan).labels
+            self._labels = {s: count for s, count in self._labels.items() if s >= min(self._reached.values())}
+        return self._constructor.header_of(rank, plan, self._labels[step])
+
+    def _gathered(self, plan: LoadingPlan) -> StepSamples:
+        if plan.step not in self._samples:
+            self._samples[plan.step] = self._constructor.gather(plan, open_all=True)()
+            while len(self._samples) > 1:
+                self._samples.popitem(last=False)
+        return self._samples[plan.step]
 
     def microbatch(self, rank: int, step: int, microbatch: int) -> RankView:
         """Build a rank's view of a microbatch."""
@@ -96,11 +107,8 @@ class InlineConstructor(ClusterRole):
             return RankView({}, {})
         key = (step, *bin_of)
         if key not in self._packed:
-            if step not in self._samples:
-                self._samples[step] = self._constructor.gather(plan)()
-                while len(self._samples) > 1:
-                    self._samples.popitem(last=False)
-            self._packed[key] = self._constructor.constructor_do_plan(plan, self._samples[step], *bin_of, _new_buffer)
+            samples = self._gathered(plan)
+            self._packed[key] = self._constructor.constructor_do_plan(plan, samples, *bin_of, _new_buffer)
             while len(self._packed) > KEPT_PACKED:
                 self._packed.popitem(last=False)
         packed = self._packed[key]

@@ -12,6 +12,7 @@ from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest
 from overlord.core.parts import Part
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor, SampleId
+from overlord.core.shares import with_labels
 from overlord.roles.ports import Collect, Workers
 from overlord.roles.shadow_loader import ShadowLoader
 from overlord.roles.source_loader import Met, Staged
@@ -82,7 +83,8 @@ class LoaderFleet:
 
     def loader_do_plan(self, plan: LoadingPlan, ranks: Collection[int]) -> Collect:
         """Hand over what a plan draws from the sources of this host; all of it, whichever ranks ask."""
-        return self.hand_over([plan.order_of(source) for source in self.drawn(plan)])
+        collect = self.hand_over([plan.order_of(source) for source in self.drawn(plan)])
+        return lambda: [with_labels(plan, payload) for payload in collect()]
 
     def drawn(self, plan: LoadingPlan) -> list[int]:
         """Return the sources of this host that a plan draws from."""

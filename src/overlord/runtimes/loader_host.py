@@ -9,7 +9,6 @@ Rules of this file:
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -17,10 +16,9 @@ from typing import Any
 
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.parts import WHOLE, Part
-from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor, take_meta
-from overlord.core.shares import Share, known_early
+from overlord.core.shares import Share, with_labels
 from overlord.roles.ports import Collect
 from overlord.runtimes.loader_fleet import LoaderFleet
 
@@ -78,7 +76,9 @@ class LoaderHost:
     def hand_over(
         self, plan: LoadingPlan, ranks: Collection[int], parts: Sequence[tuple[int, Part]] | None = None
     ) -> list[Payload]:
-        """Return what some ranks need of some sources of a step, one payload a source; ask also where that is nothing.
+        """Return what some ranks need of some sources of a step, one payload a source.
+
+        Also where that is nothing but how many labels the source's samples have, which every host must know.
 
         Sources that were taken over in the middle of a step are asked for by themselves. Any part of a source can be
         asked for, whichever one is prepared here.
@@ -93,11 +93,7 @@ class LoaderHost:
 
     def _cut_for(self, plan: LoadingPlan, ranks: Collection[int], asked: _Asked) -> list[Payload]:
         share = Share.of(plan, ranks)
-        wanted = [source for source, _ in asked[1] if share.needs(plan, source)]
-        if not wanted:
-            return []
-        staged = self._stage(plan, asked)
-        return [share.cut(plan, payload) for payload in staged.payloads() if payload.source in wanted]
+        return [share.cut(plan, payload) for payload in self._stage(plan, asked).payloads()]
 
     def rest(self, cursors: Mapping[int, Cursor]) -> None:
         """Let the loaders of some sources drop what they hold."""
@@ -132,19 +128,17 @@ class LoaderHost:
             if found is not None:
                 return found
             orders = [_order_of(plan, source, part) for source, part in asked[1]]
-            if self._hosts > 1:  # several hosts must know alike which media decode: they are told
-                early = set(plan.draw.source[known_early(plan)].tolist())
-                orders = [dataclasses.replace(order, open_media=order.source in early) for order in orders]
+            if self._hosts > 1:  # all hosts must know which media decode, and so how many labels the step has
+                orders = [dataclasses.replace(order, open_media=True) for order in orders]
             staged = _StagedStep(_told(plan, asked[1], self._fleet.hand_over(orders)))
             with self._lock:
                 self._staged[asked] = staged
             return staged
 
     def _let_go(self, plan: LoadingPlan, ranks: Collection[int], asked: _Asked) -> None:
-        asking = _asking(plan.mesh, () if plan.encoder is not None else plan.broadcast)
         with self._lock:
             self._taken.setdefault(asked, set()).update(ranks)
-            if self._taken[asked] >= asking:
+            if len(self._taken[asked]) >= plan.mesh.world_size:  # also hosts that need no more than to know the labels
                 self._staged.pop(asked, None)
                 del self._taken[asked]
             for old in [one for one in (*self._taken, *self._staged) if one[0] < plan.step - KEPT]:
@@ -160,17 +154,11 @@ def _order_of(plan: LoadingPlan, source: int, part: Part) -> LoaderOrder:
 
 
 def _told(plan: LoadingPlan, parts: Sequence[tuple[int, Part]], collect: Collect) -> Collect:
-    """Let payloads of a part say which samples of their source they hold."""
+    """Let payloads of a part say which samples of their source they hold, and how many labels those have."""
 
     def told(payload: Payload, part: Part) -> Payload:
-        if part == WHOLE:
-            return payload
-        return dataclasses.replace(payload, chosen=part.rows(plan.order_of(payload.source).meta))
+        if part != WHOLE:
+            payload = dataclasses.replace(payload, chosen=part.rows(plan.order_of(payload.source).meta))
+        return with_labels(plan, payload)
 
     return lambda: [told(payload, part) for payload, (_, part) in zip(collect(), parts, strict=True)]
-
-
-@functools.lru_cache(maxsize=16)
-def _asking(tree: ClientPlaceTree, broadcast: tuple[str, ...]) -> frozenset[int]:
-    """Return the ranks whose hosts ask: not those that get everything by the trainer's own broadcast."""
-    return frozenset(tree.fetchers(broadcast=broadcast))

@@ -27,7 +27,7 @@ from overlord.roles.views import StepHeader
 from overlord.runtimes.planner_host import STORE_DOWN, HostNews, Plans, Waiting
 from overlord.runtimes.seats import Seats
 from overlord.runtimes.shared_memory import Arena
-from overlord.runtimes.step_shelf import Bin, Built, Gathered, StepShelf
+from overlord.runtimes.step_shelf import Bin, Built, StepShelf
 from overlord.runtimes.waits import WaitMeter
 from overlord.transforms.step_samples import StepSamples
 
@@ -116,19 +116,27 @@ class StepServer:
         """
         with self._changed:
             self._seats.move(seat, step)
-            if step not in self._shelf.plans:
+            if step not in self._shelf.labels:
                 self.moved()
-                if self._missing is not None:
+                if self._missing is not None and step not in self._shelf.plans:
                     self._tell_missing(step, self._missing)
-            found = self._wait(step, lambda: self._shelf.plans.get(step) or (self._past_end(step) or None))
+            rank = self._seats.rank_of(seat)
+
+            def look() -> LoadingPlan | bool | None:
+                plan = self._shelf.plans.get(step)
+                if plan is None:
+                    return self._past_end(step) or None
+                return plan if rank >= plan.mesh.world_size or step in self._shelf.labels else None
+
+            found = self._wait(step, look)
             if not isinstance(found, LoadingPlan):
                 return None
-            if self._seats.rank_of(seat) >= found.mesh.world_size:
+            if rank >= found.mesh.world_size:
                 self._seats.end(seat)
                 self.moved()
                 return None
             self._seats.serve(seat)
-            header, places = self._shelf.places(self._seats.rank_of(seat), found)
+            header, places = self._shelf.places(rank, found)
             return header, self._shelf.take(places)
 
     def look_ahead(
@@ -146,7 +154,7 @@ class StepServer:
             if at is not None:
                 self._seats.move(seat, at)
             plan = self._shelf.plans.get(step)
-            if plan is None or self._seats.rank_of(seat) >= plan.mesh.world_size:
+            if plan is None or self._seats.rank_of(seat) >= plan.mesh.world_size or step not in self._shelf.labels:
                 return None
             header, places = self._shelf.places(self._seats.rank_of(seat), plan)
             if not self._shelf.has_all(places, most_bytes):
@@ -303,7 +311,8 @@ class StepServer:
             for step, ranks in wanted.items():
                 held, planned = self._shelf.samples.get(step), step in self._shelf.plans
                 if planned and step not in self._gathering and (held is None or not ranks <= held.ranks):
-                    needed = not self._seats.ever_attached or self._shelf.missing(step, ranks)
+                    unknown = bool(ranks) and step not in self._shelf.labels
+                    needed = not self._seats.ever_attached or unknown or self._shelf.missing(step, ranks)
                     if needed and self._has_room(step, wanted):
                         plan = self._shelf.plans[step]
                         expected = self.ranks_of(plan.mesh)
@@ -326,7 +335,8 @@ class StepServer:
         samples = collecting.pop()()
         with self._changed:
             self._last_bytes = samples.nbytes
-            self._shelf.samples[step] = Gathered(samples, self._gathering.pop(step)[1])
+            self._shelf.gathered(self._gathering[step][0], samples, self._gathering[step][1])
+            del self._gathering[step]
             self.moved()
 
     def _pack_loop(self) -> None:
@@ -353,6 +363,8 @@ class StepServer:
                 with self._changed:  # at once: in between, the other thread would take it for missing
                     self._packing.remove(key)
                     self._shelf.built |= made
+                    if made:
+                        self._shelf.opened(step, key[1:])
             with self._changed:
                 self._shelf.keep(self._wanted_steps())  # the clients may have moved on meanwhile
                 if step in self._shelf.plans and not self._shelf.missing(step, self._wanted_steps()[step]):

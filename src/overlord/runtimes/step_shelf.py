@@ -22,6 +22,9 @@ class Gathered:
 
     samples: StepSamples
     ranks: frozenset[int]
+    unopened: set[tuple[int, int]]
+    """(bucket, microbatch) of all with media that are decoded when they are packed: what does not decode is known when
+    this is empty, and so is how many labels the step has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class StepShelf:
         self.plans: dict[int, LoadingPlan] = {}
         self.samples: dict[int, Gathered] = {}
         self.built: dict[Bin, Built] = {}
+        self.labels: dict[int, int] = {}
+        """Labels of each step over all ranks, once it is known which of its samples decode."""
 
     def keep(self, wanted: Mapping[int, set[int]]) -> None:
         """Drop everything but steps that some ranks want."""
@@ -62,15 +67,40 @@ class StepShelf:
             del self.samples[step]
         for step in [s for s in self.plans if s not in wanted]:
             del self.plans[step]
+            self.labels.pop(step, None)
+
+    def gathered(self, plan: LoadingPlan, samples: StepSamples, ranks: frozenset[int]) -> None:
+        """Keep the samples of a step; those of more ranks come in the place of those of fewer."""
+        before = self.samples.get(plan.step)
+        if before is not None:  # what is packed by now is not packed again
+            samples.lost |= before.samples.lost
+        unopened = samples.unopened(plan) if before is None else before.unopened
+        self.samples[plan.step] = Gathered(samples, ranks, unopened)
+        self._settle(plan.step)
+
+    def opened(self, step: int, place: tuple[int, int]) -> None:
+        """Note that a microbatch was packed, with all that was wrong with its media."""
+        if step in self.samples:
+            self.samples[step].unopened.discard(place)
+            self._settle(step)
+
+    def _settle(self, step: int) -> None:
+        if step in self.plans and not self.samples[step].unopened:
+            self.labels.setdefault(step, self.samples[step].samples.labels)
 
     def missing(self, step: int, ranks: set[int]) -> list[Bin]:
-        """Return what some ranks need of a planned step and is not built."""
+        """Return what some ranks need of a planned step and is not built, then what its labels wait for."""
         bins = self._constructor.bins_of(ranks, self.plans[step])
-        return [(step, *one) for one in bins if (step, *one) not in self.built]
+        unbuilt = [(step, *one) for one in bins if (step, *one) not in self.built]
+        if step not in self.samples or step in self.labels or not ranks:
+            return unbuilt
+        # Ranks that are not attached have no use for their microbatches, but what does not decode there counts.
+        return unbuilt + [(step, *one) for one in sorted(self.samples[step].unopened) if (step, *one) not in unbuilt]
 
     def places(self, rank: int, plan: LoadingPlan) -> tuple[StepHeader, dict[int, Bin]]:
         """Return a rank's header of a step, and where its microbatches are found that go along with it."""
-        header = _announce(self._constructor.header_of(rank, plan), self.plans.get(plan.step + 1))
+        header = self._constructor.header_of(rank, plan, self.labels[plan.step])
+        header = _announce(header, self.plans.get(plan.step + 1))
         bucket = self._constructor.bin_of(rank, plan, 0)
         places = {n: (plan.step, bucket[0], n) for n in range(min(header.num_microbatches, AT_ONCE)) if bucket}
         if header.encodes:

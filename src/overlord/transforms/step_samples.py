@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -99,6 +99,12 @@ class StepSamples:
     """The media of each payload that has some; `items.payload` counts these."""
     sources: list[int]
     """The source of each of them."""
+    row_of: Int64s
+    """The row of each drawn sample that is here."""
+    counted: int = 0
+    """Labels of the whole step, as far as its loaders knew."""
+    lost: dict[int, int] = field(default_factory=dict[int, int])
+    """Labels of samples that were found not to decode since."""
     images: Pieces | None = None
     """All images and clips of the draw, where they are encoded apart from their tokens."""
 
@@ -106,6 +112,28 @@ class StepSamples:
     def nbytes(self) -> int:
         """Bytes held."""
         return self.tokens.nbytes + self.loss.nbytes + sum(media.nbytes for media in self.media)
+
+    @property
+    def labels(self) -> int:
+        """Labels of the whole step, on all hosts, without those of samples that do not decode."""
+        return self.counted - sum(self.lost.values())
+
+    def lose(self, plan: LoadingPlan, samples: Iterable[int]) -> None:
+        """Take the labels of samples out that were found not to decode; safe from several threads, and repeated."""
+        chosen = np.array(sorted(set(samples)), np.int64)
+        labels = plan.labels_of(chosen, self.loss.take(self.row_of[chosen]))
+        self.lost.update(zip(chosen.tolist(), labels.tolist(), strict=True))
+
+    def unopened(self, plan: LoadingPlan) -> set[tuple[int, int]]:
+        """Return (bucket, microbatch) of all that have media of which nobody knows yet whether they decode."""
+        encoded = np.array([media.encoded for media in self.media], np.bool_)
+        if not encoded.any():
+            return set()
+        samples = np.zeros(self.count, np.bool_)
+        samples[self.items.sample[encoded[self.items.payload]]] = True
+        pieces = np.flatnonzero(samples[plan.pieces.sample])
+        bins = np.unique(np.searchsorted(plan.bin_offsets, pieces, side="right") - 1)
+        return {divmod(one, plan.num_microbatches) for one in bins.tolist()}
 
     @cached_property
     def _keys(self) -> Int64s:
@@ -238,6 +266,8 @@ def join_payloads(plan: LoadingPlan, payloads: list[Payload]) -> StepSamples:
         count=len(plan.draw),
         media=media,
         sources=sources,
+        row_of=row_of,
+        counted=sum(payload.labels for payload in payloads),
     )
 
 
