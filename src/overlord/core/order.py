@@ -7,7 +7,11 @@ Rules of this file (the law, "Order"):
    so that neighbours come from different files where possible, and taken in groups.
 3. A group that fits `shuffle_bytes` is permuted row by row. A larger one is k streams, read front
    to back, merged by a keyed permutation; k follows from `shuffle_bytes` and the mean row size.
-4. Nothing crosses an epoch. Groups are numbered window << 24 | number in the window.
+4. A block that is larger than `shuffle_bytes` (a Parquet row group as writers make it by default, a compressed
+   file) would be one stream, not shuffled. A window with such a block is cut: its blocks are cut into parts, ranges
+   of rows; parts from all over some blocks are taken in groups that fit `shuffle_bytes`, permuted row by row.
+5. Nothing crosses an epoch. Groups are numbered window << 24 | number in the window, with bit 23 set in a window
+   that is cut: a cursor made before such windows were cut (or with another `shuffle_bytes`) names no group of it.
 """
 
 from __future__ import annotations
@@ -28,13 +32,16 @@ ROUND_ROWS = 4096
 MAX_STREAMS = 32
 MIN_STREAMS = 2
 SPAN_BYTES = 256 << 20
-"""Most that the blocks of a streamed group hold: some formats must unpack a block to read its first row."""
+"""Most that blocks read side by side hold, if they are more than two: some formats unpack a block to reach a row."""
 WHOLE_BLOCKS = 64
-"""Blocks held in memory at once at most: each costs an open."""
+"""Blocks, or parts of blocks, held in memory at once at most: each costs an open."""
+ROW_COST = 16
+"""What a row costs beside its bytes when its group is permuted in memory: a place in two arrays."""
 NO_GROUP = -1
 BEGIN = -2
 """Stands in a cursor for the first group of an epoch, so that a source that is not drawn is not indexed."""
 _GROUP_BITS = 24
+_CUT = 1 << (_GROUP_BITS - 1)
 
 Int64s = npt.NDArray[np.int64]
 
@@ -55,6 +62,12 @@ class FileBlocks:
     """Rows of each block."""
     bytes: Int64s
     """Bytes of each block, decompressed, in the columns that are read."""
+    divisible: bool = False
+    """Whether blocks may have any size, and are cut into parts where they are too large for a shuffle."""
+
+    def has_large(self, shuffle_bytes: int) -> bool:
+        """Whether a block cannot be shuffled within so many bytes unless it is cut."""
+        return self.divisible and shuffle_bytes > 0 and bool(((self.bytes > shuffle_bytes) & (self.rows > 1)).any())
 
 
 def rows_per_read(row_bytes: float) -> int:
@@ -76,8 +89,12 @@ class Group:
     """File of each block (an index into the source's files)."""
     blocks: Int64s
     """Block inside its file."""
+    first: Int64s
+    """Row of its block at which each begins: 0, but for parts."""
     rows: Int64s
-    """Rows of each block."""
+    """Rows of each block, or of its part."""
+    is_part: npt.NDArray[np.bool_]
+    """Where only a part of the block is read here, and the other parts in other groups."""
     whole: bool
     """True: held in memory and permuted row by row. False: k streams merged by a permutation."""
     shuffled: bool
@@ -87,7 +104,7 @@ class Group:
     _cache: dict[int, tuple[Int64s, Int64s]] = field(default_factory=dict, repr=False, compare=False)
 
     def locate(self, start: int, count: int) -> tuple[Int64s, Int64s]:
-        """Return (slot, row in block) of rows start .. start + count of the group's order."""
+        """Return (slot, row in the slot's block or part) of rows start .. start + count of the group's order."""
         stop = min(start + count, self.num_rows)
         if not self.shuffled or self.whole:
             base = np.concatenate([[0], np.cumsum(self.rows)])
@@ -186,7 +203,7 @@ class SourceOrder:
         self._index = index
         self._prepare = prepare
         self._windows: tuple[int, list[Int64s]] | None = None
-        self._groups: tuple[int, int, list[Group]] | None = None
+        self._groups: tuple[int, int, Sequence[Group]] | None = None
 
     def windows(self, epoch: int) -> list[Int64s]:
         """Return the files of each window of an epoch; needs no index."""
@@ -207,17 +224,19 @@ class SourceOrder:
 
     def has_group(self, epoch: int, group: int) -> bool:
         """Whether an epoch has a group of this number; may index its window."""
-        window, number = group >> _GROUP_BITS, group & ((1 << _GROUP_BITS) - 1)
-        return 0 <= window < len(self.windows(epoch)) and number < len(self._window_groups(epoch, window))
+        if not 0 <= group >> _GROUP_BITS < len(self.windows(epoch)):
+            return False
+        groups = self._window_groups(epoch, group >> _GROUP_BITS)
+        return bool(group & _CUT) == isinstance(groups, _CutGroups) and _number(group) < len(groups)
 
     def group(self, epoch: int, group: int) -> Group:
         """Return one group."""
-        return self._window_groups(epoch, group >> _GROUP_BITS)[group & ((1 << _GROUP_BITS) - 1)]
+        return self._window_groups(epoch, group >> _GROUP_BITS)[_number(group)]
 
     def next_group(self, epoch: int, group: int) -> int:
         """Return the group that follows in this epoch, or NO_GROUP; may index the next window."""
-        window, number = group >> _GROUP_BITS, group & ((1 << _GROUP_BITS) - 1)
-        if number + 1 < len(self._window_groups(epoch, window)):
+        window = group >> _GROUP_BITS
+        if _number(group) + 1 < len(self._window_groups(epoch, window)):
             return group + 1
         return self._first_group_from(epoch, window + 1)
 
@@ -231,46 +250,151 @@ class SourceOrder:
         for number in range(window, len(self.windows(epoch))):
             if self._prepare is not None:
                 self._prepare(self.windows(epoch)[number].tolist())
-            if any(self._index(int(f)).rows.sum() > 0 for f in self.windows(epoch)[number]):
-                return number << _GROUP_BITS
+            blocks = [self._index(int(f)) for f in self.windows(epoch)[number]]
+            if any(one.rows.sum() > 0 for one in blocks):
+                cut = any(one.has_large(self._shuffle_bytes) for one in blocks)
+                return number << _GROUP_BITS | (_CUT if cut else 0)
         return NO_GROUP
 
-    def _window_groups(self, epoch: int, window: int) -> list[Group]:
+    def _window_groups(self, epoch: int, window: int) -> Sequence[Group]:
         if self._groups is None or self._groups[:2] != (epoch, window):
             self._groups = (epoch, window, self._make_groups(epoch, window))
         return self._groups[2]
 
-    def _make_groups(self, epoch: int, window: int) -> list[Group]:
+    def _make_groups(self, epoch: int, window: int) -> Sequence[Group]:
         files = self.windows(epoch)[window]
-        parts = [self._index(int(f)) for f in files]
-        counts = np.array([len(p.rows) for p in parts], np.int64)
-        file_of = np.repeat(files, counts)
-        block_of = np.concatenate([np.arange(c) for c in counts])
-        rows = np.concatenate([p.rows for p in parts])
-        size = np.concatenate([p.bytes for p in parts])
+        found = [self._index(int(f)) for f in files]
+        counts = np.array([len(p.rows) for p in found], np.int64)
         key = derive(self._key, "blocks", epoch, window)
-        order = np.arange(len(rows))
+        order = np.arange(int(counts.sum()))
         if self._shuffle_bytes:
             order = _spread(key, np.repeat(np.arange(len(files)), counts), counts)
+        rows = np.concatenate([p.rows for p in found])
         order = order[rows[order] > 0]
-        row_bytes = float(size.sum()) / max(1, int(rows.sum()))
-        bounds, whole = _cut_groups(size[order], self._shuffle_bytes, row_bytes)
+        blocks = _Blocks(
+            files=np.repeat(files, counts)[order],
+            blocks=np.concatenate([np.arange(c) for c in counts])[order],
+            rows=rows[order],
+            bytes=np.concatenate([p.bytes for p in found])[order],
+            divisible=np.repeat([p.divisible for p in found], counts)[order],
+        )
+        if any(one.has_large(self._shuffle_bytes) for one in found):
+            return _CutGroups(key, blocks, self._shuffle_bytes)
+        bounds, whole = _cut_groups(blocks.bytes, self._shuffle_bytes, blocks.row_bytes)
         groups: list[Group] = []
         for number in range(len(bounds) - 1):
-            chosen = order[bounds[number] : bounds[number + 1]]
+            chosen = slice(bounds[number], bounds[number + 1])
             groups.append(
                 Group(
                     key=derive(key, "rows", number),
-                    files=file_of[chosen],
-                    blocks=block_of[chosen],
-                    rows=rows[chosen],
+                    files=blocks.files[chosen],
+                    blocks=blocks.blocks[chosen],
+                    first=np.zeros_like(blocks.rows[chosen]),
+                    rows=blocks.rows[chosen],
+                    is_part=np.zeros(len(blocks.rows[chosen]), np.bool_),
                     whole=whole,
                     shuffled=self._shuffle_bytes > 0,
-                    row_bytes=row_bytes,
-                    num_rows=int(rows[chosen].sum()),
+                    row_bytes=blocks.row_bytes,
+                    num_rows=int(blocks.rows[chosen].sum()),
                 )
             )
         return groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The blocks of a window that have rows, in the order of an epoch."""
+
+    files: Int64s
+    blocks: Int64s
+    rows: Int64s
+    bytes: Int64s
+    divisible: npt.NDArray[np.bool_]
+
+    @property
+    def row_bytes(self) -> float:
+        return float(self.bytes.sum()) / max(1, int(self.rows.sum()))
+
+
+class _CutGroups(Sequence[Group]):
+    """The groups of a window whose blocks are cut into parts, made when they are asked for.
+
+    The blocks, which are permuted already, are taken in spans: some blocks one behind the other that a reader can
+    keep at hand at once, at least two, up to `SPAN_BYTES`. All parts of a span are permuted and dealt evenly to
+    its groups, so a block is needed for as long as its span lasts, and then no more. A part is a 64th of
+    `shuffle_bytes`, a group half of it: while the parts of a group are put together, they are held twice.
+    How many groups a span has follows from its blocks alone; only the parts of the span in use are in memory.
+    """
+
+    def __init__(self, key: int, blocks: _Blocks, shuffle_bytes: int) -> None:
+        self._key = key
+        self._blocks = blocks
+        cost = blocks.bytes + ROW_COST * blocks.rows
+        parts = -(-cost // max(1, shuffle_bytes // WHOLE_BLOCKS))
+        self._parts = np.where(blocks.divisible, np.clip(parts, 1, blocks.rows), 1)
+        """How many parts each block has."""
+        self._spans = np.array(_cut_spans(blocks.bytes), np.int64)
+        parts_of = np.add.reduceat(self._parts, self._spans[:-1])
+        wanted = -(-np.add.reduceat(cost, self._spans[:-1]) // max(1, shuffle_bytes // 2))
+        groups = np.minimum(np.maximum(wanted, -(-parts_of // WHOLE_BLOCKS)), parts_of)
+        self._groups = np.concatenate([[0], np.cumsum(groups)])
+        """The number of the first group of each span, and behind the last one."""
+        self._span: tuple[int, Int64s, Int64s] | None = None
+
+    def __len__(self) -> int:
+        return int(self._groups[-1])
+
+    def __getitem__(self, number: int) -> Group:  # type: ignore[override]
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        span = int(np.searchsorted(self._groups, number, side="right")) - 1
+        if self._span is None or self._span[0] != span:
+            self._span = (span, *self._permuted_parts(span))
+        _, block, part = self._span
+        begin, end = int(self._groups[span]), int(self._groups[span + 1])
+        low, high = ((number - begin + i) * len(block) // (end - begin) for i in (0, 1))
+        block, part = block[low:high], part[low:high]
+        order = np.lexsort((part, block))  # rows are permuted anyway, and parts are read front to back
+        block, part = block[order], part[order]
+        of, rows = self._parts[block], self._blocks.rows[block]
+        first, stop = rows * part // of, rows * (part + 1) // of
+        return Group(
+            key=derive(self._key, "rows", number),
+            files=self._blocks.files[block],
+            blocks=self._blocks.blocks[block],
+            first=first,
+            rows=stop - first,
+            is_part=of > 1,
+            whole=True,
+            shuffled=True,
+            row_bytes=self._blocks.row_bytes,
+            num_rows=int((stop - first).sum()),
+        )
+
+    def _permuted_parts(self, span: int) -> tuple[Int64s, Int64s]:
+        """Return (block, part of it) of every part of a span, in the order in which groups take them."""
+        low, high = int(self._spans[span]), int(self._spans[span + 1])
+        counts = self._parts[low:high]
+        block = np.repeat(np.arange(low, high), counts)
+        part = np.arange(len(block)) - np.repeat(np.cumsum(counts) - counts, counts)
+        order = permutation(derive(self._key, "parts", span), len(block))
+        return block[order], part[order]
+
+
+def _cut_spans(size: Int64s) -> list[int]:
+    bounds, total = [0], 0
+    for at, one in enumerate(size.tolist()):
+        count = at - bounds[-1]
+        if count >= MAX_STREAMS or (count >= MIN_STREAMS and total + one > SPAN_BYTES):
+            bounds.append(at)
+            total = 0
+        total += one
+    return [*bounds, len(size)]
+
+
+def _number(group: int) -> int:
+    """Return the number of a group inside its window."""
+    return group & (_CUT - 1)
 
 
 def _cut_windows(order: Int64s, sizes: Int64s) -> list[Int64s]:

@@ -65,23 +65,33 @@ class ArrowReader:
         columns: Mapping[str, Kind],
         skip: int,
         batch_rows: int,
-        scratch: Path,
+        scratch: Path | None,
     ) -> Iterator[RowBatch]:
         """Yield the rows of one record batch: views of the mapped file where it is not compressed."""
         mapped = file.map()
         native = mapped.native if mapped else file.open()
         size, rows = int(index.bytes[block]), int(index.rows[block])
         row_bytes = size / max(1, rows)
-        spills = is_too_much(size, row_bytes, batch_rows) and (mapped is None or _is_compressed(native))
+        too_much = scratch is not None and is_too_much(size, row_bytes, batch_rows)
+        spills = too_much and (mapped is None or _is_compressed(native))
         batch = _Batch(native, mapped, int(index.start[block]), block)
         del mapped, native  # a spilled record batch lets go of the file
-        if spills:
+        if scratch is not None and spills:
             parts = batch.rows(columns, file.path, skip, spill_rows(row_bytes))
             del batch
             left = int(row_bytes * max(0, rows - skip))
             yield from spilled(parts, SpillPlace(scratch, f"record batch {block} of {file.path}", left), batch_rows)
         else:
             yield from batch.rows(columns, file.path, skip, batch_rows)
+
+    def divides(self, file: StoredFile) -> bool:
+        """Tell that record batches are as large as the writer made them."""
+        return True
+
+    def seeks(self, file: StoredFile) -> bool:
+        """Tell whether rows lie in a mapped file as they are."""
+        mapped = file.map()
+        return mapped is not None and not _is_compressed(mapped.native)
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the names of the top-level fields."""

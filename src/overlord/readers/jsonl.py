@@ -54,7 +54,7 @@ class JsonlReader:
         columns: Mapping[str, Kind],
         skip: int,
         batch_rows: int,
-        scratch: Path,
+        scratch: Path | None,
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block; skipped lines are not parsed."""
         builder = RowBuilder(columns)
@@ -71,6 +71,14 @@ class JsonlReader:
                 yield builder.finish()
         if len(builder):
             yield builder.finish()
+
+    def divides(self, file: StoredFile) -> bool:
+        """Tell whether a file is compressed: then it is one block."""
+        return compression_of_name(file.path) is not None
+
+    def seeks(self, file: StoredFile) -> bool:
+        """Tell that rows before a part have to be read."""
+        return False
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the keys of the objects in the head of the file, in the order they appear."""

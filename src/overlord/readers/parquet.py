@@ -63,7 +63,7 @@ class ParquetReader:
         columns: Mapping[str, Kind],
         skip: int,
         batch_rows: int,
-        scratch: Path,
+        scratch: Path | None,
     ) -> Iterator[RowBatch]:
         """Yield the rows of one row group."""
         mapped = file.map()
@@ -72,16 +72,24 @@ class ParquetReader:
         paths = require_columns(metadata.schema.to_arrow_schema(), list(columns), file.path)
         held = held_bytes(metadata, _leaves_of(metadata.schema, paths.values()), file.is_local)
         row_bytes = int(index.bytes[block]) / max(1, int(index.rows[block]))
-        spills = is_too_much(held, row_bytes, batch_rows)
+        spills = scratch is not None and is_too_much(held, row_bytes, batch_rows)
         rows = _RowGroup(native, mapped, metadata, paths.values()).rows(
             columns, file.path, skip, spill_rows(row_bytes) if spills else batch_rows
         )
         del mapped, native  # a spilled row group lets go of the file
-        if spills:
+        if scratch is not None and spills:
             size = int(row_bytes * max(0, int(index.rows[block]) - skip))
             yield from spilled(rows, SpillPlace(scratch, f"row group {block} of {file.path}", size), batch_rows)
         else:
             yield from rows
+
+    def divides(self, file: StoredFile) -> bool:
+        """Tell that row groups are as large as the writer made them."""
+        return True
+
+    def seeks(self, file: StoredFile) -> bool:
+        """Tell that pyarrow decodes a row group from its beginning."""
+        return False
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the names of the top-level fields."""

@@ -91,17 +91,29 @@ class Reader(Protocol):
         columns: Mapping[str, Kind],
         skip: int,
         batch_rows: int,
-        scratch: Path,
+        scratch: Path | None,
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block front to back after skipping `skip`, at most `batch_rows` at a time.
 
         Every batch has the wanted columns and `BAD_COLUMN`: why the bytes of a row make no sense, 0 where they do.
         The stream holds about twice what it yields at a time; what has to be decoded in larger pieces is
-        kept in `scratch`, a folder on a disk, which is made when it is needed.
+        kept in `scratch`, a folder on a disk, which is made when it is needed. Without a folder it holds what it must:
+        the caller writes the rows to disk itself.
 
         Raises:
             ReaderError: There is no room in `scratch`.
         """
+        ...
+
+    def divides(self, file: StoredFile) -> bool:
+        """Tell whether blocks of a file may have any size, so that a shuffle cuts large ones into parts.
+
+        Blocks that this package cuts itself have about `BLOCK_BYTES` and are not divided.
+        """
+        ...
+
+    def seeks(self, file: StoredFile) -> bool:
+        """Tell whether a stream that skips rows is as cheap as one that begins there; else parts are spilled."""
         ...
 
     def columns(self, file: StoredFile) -> list[str]:

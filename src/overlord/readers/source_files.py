@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
 
 from overlord.core.order import FileBlocks
-from overlord.core.ragged import RowBatch, num_rows
+from overlord.core.ragged import RowBatch, num_rows, slice_rows
 from overlord.errors import ReaderError, SourceError
 from overlord.readers.filesystems import StoredFile, verify_unchanged
 from overlord.readers.formats import FORMATS, format_of
 from overlord.readers.index import IndexCache, build_indices
 from overlord.readers.listing import list_files
 from overlord.readers.reader import READ_FAILURES, BlockIndex, Kind, missing_column, reason_of, unreadable
+from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows
 from overlord.storage import StorageOptions
+
+Rows = Generator[RowBatch, None, None]
 
 _ATTEMPTS = 4
 """A first one and three more."""
@@ -64,6 +69,7 @@ class SourceFiles:
         self._lock = threading.Lock()
         self._kinds: dict[str, Kind] | None = None
         self._indices: OrderedDict[int, BlockIndex] = OrderedDict()
+        self._spilled = SpilledBlocks()
 
     @property
     def total_bytes(self) -> int:
@@ -94,13 +100,12 @@ class SourceFiles:
 
     def blocks(self, file_number: int) -> FileBlocks:
         """Return the blocks of a file, indexing it now if it never was."""
-        index = self._index(file_number)
-        return FileBlocks(rows=index.rows, bytes=index.bytes)
+        return self._file_blocks(file_number, self._index(file_number))
 
     def indexed(self, file_number: int) -> FileBlocks | None:
         """Return the blocks of a file if it was indexed before; nothing is read now."""
         index = self._cache.find(self.files[file_number], self._reader, list(self.kinds()))
-        return None if index is None else FileBlocks(rows=index.rows, bytes=index.bytes)
+        return None if index is None else self._file_blocks(file_number, index)
 
     def prepare(self, file_numbers: Sequence[int]) -> None:
         """Index files side by side, where they are not indexed yet."""
@@ -111,32 +116,40 @@ class SourceFiles:
             build_indices(self._cache, missing, self._reader, columns)
 
     def forget(self) -> None:
-        """Drop the indices held in memory; they stay in the cache folder."""
+        """Drop the indices held in memory, which stay in the cache folder, and blocks kept on disk for their parts."""
         with self._lock:
             self._indices.clear()
+        self._spilled.forget()
 
     def row_base(self, file_number: int, block: int) -> int:
         """Return the row of the file at which a block begins."""
         return int(self._index(file_number).first_row[block])
 
-    def stream(self, file_number: int, block: int, *, skip: int = 0, batch_rows: int) -> Iterator[RowBatch]:
+    def stream(
+        self, file_number: int, block: int, *, skip: int = 0, stop: int | None = None, batch_rows: int
+    ) -> Iterator[RowBatch]:
         """Yield the rows of one block front to back after skipping `skip`, at most `batch_rows` at a time.
 
         An I/O error is retried from where the stream was; rows are never lost or doubled.
+
+        Args:
+            file_number: The file.
+            block: The block of the file.
+            skip: The row of the block to begin at.
+            stop: The row to end before, where a block is read in parts: it is unpacked once for all of them, and kept
+                on disk. None reads to the end of the block.
+            batch_rows: Rows to yield at a time at most.
 
         Raises:
             ReaderError: The file has changed, is gone, or cannot be read after four attempts; or the disk of the
                 cache is full.
         """
-        file, index, kinds = self.files[file_number], self._index(file_number), self.kinds()
-        end = int(index.rows[block])
+        file, index = self.files[file_number], self._index(file_number)
+        end = int(index.rows[block]) if stop is None else stop
         at, attempt = skip, 0
         while at < end:
             try:
-                verify_unchanged(file)
-                for batch in self._reader.stream(
-                    file, index, block, columns=kinds, skip=at, batch_rows=batch_rows, scratch=self._cache.scratch
-                ):
+                for batch in self._attempt(file_number, block, at, stop, batch_rows):
                     at += num_rows(batch)
                     attempt = 0
                     yield batch
@@ -148,6 +161,32 @@ class SourceFiles:
                 self._pause(_FIRST_PAUSE_S * 2**attempt)
         if at != max(end, skip):
             raise self._lost(file, block, at, f"its index promises {end} rows and {at} were found")
+
+    def _attempt(
+        self, file_number: int, block: int, start: int, stop: int | None, batch_rows: int
+    ) -> Iterator[RowBatch]:
+        """Yield rows of a block until something fails."""
+        file, index, reader = self.files[file_number], self._index(file_number), self._reader
+
+        def decode(rows: int, skip: int, scratch: Path | None) -> Rows:
+            columns = self.kinds()
+            yield from reader.stream(file, index, block, columns=columns, skip=skip, batch_rows=rows, scratch=scratch)
+
+        spilled = self._spilled.find((file_number, block)) if stop is not None else None
+        if spilled is None:
+            verify_unchanged(file)
+            if stop is None:
+                yield from decode(batch_rows, start, self._cache.scratch)
+                return
+            if reader.seeks(file):
+                yield from _first_rows(decode(min(batch_rows, stop - start), start, None), stop - start)
+                return
+            size = int(index.bytes[block])
+            place = SpillPlace(self._cache.scratch, f"block {block} of {file.path}", size)
+            rows = spill_rows(size / max(1, int(index.rows[block])))
+            spilled = self._spilled.add((file_number, block), lambda: decode(rows, 0, None), place)
+        if spilled is not None:
+            yield from spilled.rows(start, stop or 0, batch_rows)
 
     def listing_digest(self) -> str:
         """Return a hash of the names and sizes of the files: what the stream depends on.
@@ -163,6 +202,9 @@ class SourceFiles:
         for name, size in names:
             digest.update(f"{len(name)}:{name}:{size};".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
+
+    def _file_blocks(self, file_number: int, index: BlockIndex) -> FileBlocks:
+        return FileBlocks(index.rows, index.bytes, self._reader.divides(self.files[file_number]))
 
     def _index(self, file_number: int) -> BlockIndex:
         with self._lock:
@@ -203,3 +245,12 @@ class SourceFiles:
             "going on without it would change the stream. Restore the file or the connection to it, and "
             "start again from the last checkpoint."
         )
+
+
+def _first_rows(batches: Rows, count: int) -> Iterator[RowBatch]:
+    with contextlib.closing(batches):
+        for batch in batches:
+            yield slice_rows(batch, 0, min(count, num_rows(batch)))
+            count -= num_rows(batch)
+            if count <= 0:
+                break

@@ -1,19 +1,22 @@
-"""Rows that a format can only decode in one large piece, kept on disk while a stream reads them.
+"""Rows that a format can only decode in one large piece, kept on disk while they are read.
 
 Rules of this file:
 1. A spill is a file without a name: whatever happens to the process, nothing is left behind.
 2. One block is decoded at a time in a process: the peak is that of one block, not of every open stream.
 3. The rows are those that were put in, column by column and type by type.
+4. A block that is read in parts is decoded once for all of them.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import mmap
 import shutil
 import tempfile
 import threading
-from collections.abc import Generator, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +24,8 @@ import pyarrow as pa
 import pyarrow.types as pt
 from pyarrow import ipc
 
-from overlord.core.ragged import Ragged, RowBatch, num_rows, slice_rows
+from overlord.core.order import MAX_STREAMS, SPAN_BYTES
+from overlord.core.ragged import Ragged, RowBatch, num_bytes, slice_rows
 from overlord.errors import ReaderError
 from overlord.readers.reader import reason_of
 
@@ -32,6 +36,7 @@ RELEASE_BYTES = 128 << 10
 
 _UNNOTICED_BYTES = 3 << 19
 _STREAM_BYTES = 64 << 10
+_KEPT_BLOCKS = 4
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -75,48 +80,151 @@ def spilled(batches: Generator[RowBatch, None, None], place: SpillPlace, batch_r
     Raises:
         ReaderError: The folder cannot be written, or its disk is full.
     """
-    with _ONE_AT_A_TIME, contextlib.closing(batches):
-        mapped = _write(batches, place)
-        # The pool keeps what it freed; the next block would come on top of it in another thread's heap.
-        pa.default_memory_pool().release_unused()
-    if mapped is not None:
-        for batch in _read(mapped):
-            size = num_rows(batch)
-            for start in range(0, size, batch_rows):
-                yield slice_rows(batch, start, min(start + batch_rows, size))
+    with _ONE_AT_A_TIME:
+        block = _write(batches, place)
+    if block is not None:
+        yield from block.rows(0, block.num_rows, batch_rows)
 
 
-def _write(batches: Iterator[RowBatch], place: SpillPlace) -> mmap.mmap | None:
-    first = next(batches, None)
-    if first is None:
-        return None
-    record = _to_arrow(first)
+class SpilledBlock:
+    """The rows of one block on disk, readable from any row on. Threads may share it.
+
+    Args:
+        mapped: The file: record batches as messages of Arrow IPC.
+        schema: Their schema.
+        places: Where each message begins, and where the last one ends.
+        first_rows: The first row of each record batch, and the number of rows of the block.
+    """
+
+    def __init__(self, mapped: mmap.mmap, schema: pa.Schema, places: list[int], first_rows: list[int]) -> None:
+        self._mapped = mapped
+        self._buffer = pa.py_buffer(mapped)
+        self._schema = schema
+        self._places = places
+        self._first_rows = first_rows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the block."""
+        return self._first_rows[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return len(self._mapped)
+
+    def rows(self, start: int, stop: int, batch_rows: int) -> Iterator[RowBatch]:
+        """Yield rows start .. stop, at most `batch_rows` at a time, copied: pages of the file do not stay in memory."""
+        passed = 0
+        for number in range(bisect.bisect_right(self._first_rows, start) - 1, len(self._places) - 1):
+            first, end = self._first_rows[number : number + 2]
+            if first >= stop:
+                break
+            message = self._buffer.slice(self._places[number], self._places[number + 1] - self._places[number])
+            rows = _to_rows(ipc.read_record_batch(ipc.read_message(pa.BufferReader(message)), self._schema))
+            for at in range(max(start, first), min(stop, end), batch_rows):
+                part = _copied(slice_rows(rows, at - first, min(at + batch_rows, stop, end) - first))
+                passed += num_bytes(part)
+                if passed >= RELEASE_BYTES:
+                    self._release_pages()
+                    passed = 0
+                yield part
+        self._release_pages()
+
+    def _release_pages(self) -> None:
+        if hasattr(self._mapped, "madvise"):
+            self._mapped.madvise(mmap.MADV_DONTNEED)  # pages that another thread reads fault in again
+
+
+class SpilledBlocks:
+    """Blocks of one source of which parts are read: each is decoded once and kept on disk while parts are wanted.
+
+    The order of a source reads the parts of some blocks, at most `SPAN_BYTES` or two blocks, before it goes on to the
+    next blocks; workers that read ahead may be at two such spans at once. So the blocks used last are kept: up to twice
+    `SPAN_BYTES`, or four blocks. What is dropped while a thread reads it lives until that thread is done.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[Hashable, SpilledBlock] = OrderedDict()
+
+    def find(self, key: Hashable) -> SpilledBlock | None:
+        """Return a block that is kept."""
+        with self._lock:
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+            return self._blocks.get(key)
+
+    def add(
+        self, key: Hashable, decode: Callable[[], Generator[RowBatch, None, None]], place: SpillPlace
+    ) -> SpilledBlock | None:
+        """Decode a block and keep it, unless another thread did so meanwhile; None if it has no rows.
+
+        Raises:
+            ReaderError: The folder cannot be written, or its disk is full.
+        """
+        with _ONE_AT_A_TIME:
+            found = self.find(key)
+            if found is not None:
+                return found
+            self._make_room(place.size)  # before it is written: the disk holds no more than it must
+            found = _write(decode(), place)
+        if found is not None:
+            with self._lock:
+                self._blocks[key] = found
+        return found
+
+    def forget(self) -> None:
+        """Drop all blocks."""
+        with self._lock:
+            self._blocks.clear()
+
+    def _make_room(self, size: int) -> None:
+        with self._lock:
+            size += sum(block.nbytes for block in self._blocks.values())
+            while len(self._blocks) >= _KEPT_BLOCKS and (size > 2 * SPAN_BYTES or len(self._blocks) >= 2 * MAX_STREAMS):
+                size -= self._blocks.popitem(last=False)[1].nbytes
+
+
+def _write(batches: Generator[RowBatch, None, None], place: SpillPlace) -> SpilledBlock | None:
+    """Write all rows of a block; the caller holds `_ONE_AT_A_TIME`."""
+    with contextlib.closing(batches):
+        block = _write_batches(batches, place)
+    # The pool keeps what it freed; the next block would come on top of it in another thread's heap.
+    pa.default_memory_pool().release_unused()
+    return block
+
+
+def _write_batches(batches: Iterator[RowBatch], place: SpillPlace) -> SpilledBlock | None:
+    schema: pa.Schema | None = None
+    places, first_rows = [0], [0]
     with contextlib.ExitStack() as stack:
         with _disk_errors(place):
             place.folder.mkdir(parents=True, exist_ok=True)
             handle = stack.enter_context(tempfile.TemporaryFile(dir=place.folder))
-        sink = pa.PythonFile(handle, mode="w")
-        writer = ipc.new_stream(sink, record.schema)
-        with _disk_errors(place):
-            writer.write_batch(record)
         for batch in batches:  # an error of the decoder is not one of this disk
             record = _to_arrow(batch)
+            schema = record.schema
+            message = record.serialize()
             with _disk_errors(place):
-                writer.write_batch(record)
+                handle.write(message)
+            places.append(places[-1] + message.size)
+            first_rows.append(first_rows[-1] + record.num_rows)
+        if schema is None:
+            return None
         with _disk_errors(place):
-            writer.close()
             handle.flush()
-            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    return SpilledBlock(mapped, schema, places, first_rows)
 
 
-def _read(mapped: mmap.mmap) -> Iterator[RowBatch]:
-    passed = 0
-    for record in ipc.open_stream(pa.BufferReader(pa.py_buffer(mapped))):
-        yield _to_rows(record)
-        passed += record.nbytes
-        if passed >= RELEASE_BYTES and hasattr(mapped, "madvise"):
-            mapped.madvise(mmap.MADV_DONTNEED)  # views of the pages stay valid and fault in again
-            passed = 0
+def _copied(rows: RowBatch) -> RowBatch:
+    return {
+        name: Ragged(column.values[column.offsets[0] : column.offsets[-1]].copy(), column.offsets - column.offsets[0])
+        if isinstance(column, Ragged)
+        else column.copy()
+        for name, column in rows.items()
+    }
 
 
 def _to_arrow(rows: RowBatch) -> pa.RecordBatch:

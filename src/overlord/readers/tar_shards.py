@@ -100,7 +100,7 @@ class TarReader:
         columns: Mapping[str, Kind],
         skip: int,
         batch_rows: int,
-        scratch: Path,
+        scratch: Path | None,
     ) -> Iterator[RowBatch]:
         """Yield the samples of one block; only the wanted members are read."""
         builder = RowBuilder(columns)
@@ -112,6 +112,14 @@ class TarReader:
                     yield builder.finish()
         if len(builder):
             yield builder.finish()
+
+    def divides(self, file: StoredFile) -> bool:
+        """Tell whether a file is compressed: then it is one block."""
+        return compression_of_name(file.path) is not None
+
+    def seeks(self, file: StoredFile) -> bool:
+        """Tell that rows before a part have to be read."""
+        return False
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the extensions in the head of the shard, and the key."""

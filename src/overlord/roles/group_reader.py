@@ -23,8 +23,8 @@ class Blocks(Protocol):
         """Return the blocks of a file, indexing it if needed."""
         ...
 
-    def stream(self, file: int, block: int, *, skip: int, batch_rows: int) -> Iterator[RowBatch]:
-        """Yield the rows of a block front to back."""
+    def stream(self, file: int, block: int, *, skip: int, stop: int | None, batch_rows: int) -> Iterator[RowBatch]:
+        """Yield the rows of a block front to back; with `stop`, those of a part of it."""
         ...
 
     def row_base(self, file: int, block: int) -> int:
@@ -47,8 +47,8 @@ class GroupReader:
         self._whole: RowBatch | None = None
         self._base = np.array(
             [
-                (int(f) << FILE_SHIFT) + files.row_base(int(f), int(b))
-                for f, b in zip(group.files, group.blocks, strict=True)
+                (int(f) << FILE_SHIFT) + files.row_base(int(f), int(b)) + int(first)
+                for f, b, first in zip(group.files, group.blocks, group.first, strict=True)
             ],
             np.int64,
         )
@@ -85,7 +85,9 @@ class GroupReader:
     def _open(self, slot: int, skip: int) -> _BlockStream:
         file, block = int(self.group.files[slot]), int(self.group.blocks[slot])
         size = 256 if self.group.whole else rows_per_read(self.group.row_bytes)
-        return _BlockStream(self._files.stream(file, block, skip=skip, batch_rows=size), file, block)
+        first = int(self.group.first[slot])
+        stop = first + int(self.group.rows[slot]) if self.group.is_part[slot] else None
+        return _BlockStream(self._files.stream(file, block, skip=first + skip, stop=stop, batch_rows=size), file, block)
 
 
 class _BlockStream:

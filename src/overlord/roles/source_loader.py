@@ -337,7 +337,9 @@ class SourceLoader:
         if not inside:
             raise StateError(
                 f"source {self._source.name!r} has no row at epoch {epoch}, group {group}, offset {offset}, where the "
-                "state says it stands; resuming would lose or repeat samples. Use an undamaged state."
+                "state says it stands; resuming would lose or repeat samples. The state is damaged, or it was saved by "
+                "an older version, which did not shuffle inside blocks larger than shuffle_bytes. Use an undamaged "
+                "state of this version, or start without one."
             )
 
     def _pick(self, meta: MetaArray) -> list[tuple[Chunk, npt.NDArray[np.int64]]]:
