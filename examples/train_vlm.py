@@ -222,7 +222,7 @@ def train(trainer: Trainer, job: ol.Job, options: argparse.Namespace) -> None:
                     line,
                     options,
                 )
-            if options.save and done % options.save_every == 0:
+            if options.save and (done % options.save_every == 0 or done == options.steps):
                 trainer.save(options.save, done, loader.state_dict())
             if options.eval_every and done % options.eval_every == 0 and done < options.steps:
                 evaluate(trainer, job, how, done, options)
