@@ -17,7 +17,6 @@ from torch import nn
 
 import overlord as ol
 from overlord.integrations.torch_loader import DataLoader, TorchBatch
-from overlord.job.job_files import load_job_file
 
 
 class TinyModel(nn.Module):
@@ -51,7 +50,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps to train")
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    job = text_job(load_job_file(options.job).job)
+    job = text_job(ol.load_job(options.job))
     model = TinyModel(4096)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with DataLoader(job, mesh=ol.ClientPlaceTree(dp=dist.get_world_size())) as loader:

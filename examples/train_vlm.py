@@ -33,7 +33,6 @@ from vlm_model import Encoder, Shape, Stage, cut_part, make_whole, token_segment
 import overlord as ol
 from overlord.cli.demo_data import demo_job, write_demo
 from overlord.integrations.torch_loader import DataLoader, TorchBatch, TorchStep, exchange_images
-from overlord.job.job_files import load_job_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -223,7 +222,7 @@ def train(trainer: Trainer, job: ol.Job, options: argparse.Namespace) -> None:
                     line,
                     options,
                 )
-            if options.save and done % options.save_every == 0:
+            if options.save and (done % options.save_every == 0 or done == options.steps):
                 trainer.save(options.save, done, loader.state_dict())
             if options.eval_every and done % options.eval_every == 0 and done < options.steps:
                 evaluate(trainer, job, how, done, options)
@@ -234,7 +233,7 @@ def train(trainer: Trainer, job: ol.Job, options: argparse.Namespace) -> None:
 
 def evaluate(trainer: Trainer, job: ol.Job, how: dict[str, Any], done: int, options: argparse.Namespace) -> None:
     """Evaluate and tell the result."""
-    mean = trainer.evaluate(load_job_file(options.evaluate).job if options.evaluate else job, **how)
+    mean = trainer.evaluate(ol.load_job(options.evaluate) if options.evaluate else job, **how)
     if dist.get_rank() == 0:
         tell(f"evaluation after {done} steps: loss {mean:.4f}", {"steps": done, "evaluation": mean}, options)
 
@@ -260,7 +259,7 @@ def shape_of(job: ol.Job) -> Shape:
 def read_job(options: argparse.Namespace) -> ol.Job:
     """Return the job of a file, or that of the demo with steps that a few CPU cores can train on."""
     if options.job:
-        return load_job_file(options.job).job
+        return ol.load_job(options.job)
     if not options.demo:
         raise SystemExit("give a job file, or --demo FOLDER to write its data")
     if dist.get_rank() == 0:

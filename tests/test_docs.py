@@ -85,7 +85,7 @@ def demo_folder(demo_files, tmp_path) -> Path:
     return Path(shutil.copytree(demo_files.folder, tmp_path / "overlord-demo"))
 
 
-@pytest.mark.parametrize("text", blocks(JOB_FILES, "yaml"))
+@pytest.mark.parametrize("text", blocks(JOB_FILES, "yaml") + blocks(ROOT / "README.md", "yaml"))
 def test_yaml_examples_load(text, tmp_path):
     given = yaml.safe_load(text)
     rest = "\n".join(line for key, line in REST.items() if key not in given)
@@ -96,9 +96,7 @@ def test_yaml_examples_load(text, tmp_path):
 
 
 def run_steps(path: Path, cache: str) -> list[int]:
-    loaded = load_job_file(path)
-    options = {"mesh": loaded.launch.mesh, "runtime": "inline", "cache": cache, "store": loaded.launch.store}
-    with ol.launch(loaded.job, **options) as service:
+    with ol.launch(path, runtime="inline", cache=cache) as service:
         client = service.client(0)
         return [next(client).index for _ in range(2)]
 

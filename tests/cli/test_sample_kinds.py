@@ -226,6 +226,31 @@ def test_lint_decodes_every_medium(job_file: Path) -> None:
     assert reasons["docs:0:7"].startswith("image 1: does not decode")
 
 
+def test_lint_tells_what_happens_to_transparency_long_sounds_and_clips_over_max_tokens(
+    job: ol.Job, tmp_path: Path
+) -> None:
+    encoded: list[bytes] = []
+    for mode, colour in (("RGB", (9, 9, 9)), ("RGBA", (9, 9, 9, 255)), ("RGBA", (9, 9, 9, 0))):
+        out = io.BytesIO()
+        Image.new(mode, (56, 56), colour).save(out, "PNG")
+        encoded.append(out.getvalue())
+    pq.write_table(pa.table({"png": encoded, "txt": ["a", "b", "c"]}), tmp_path / "icons.parquet")
+    named = {source.name: source for source in job.sources}
+    clips, sounds = named["clips"], named["sounds"]
+    sources = [
+        ol.Source("icons", str(tmp_path / "icons.parquet"), sample=ol.ImageText("png")),
+        clips.replace(sample=clips.sample.replace(max_tokens=4)),
+        sounds.replace(sample=sounds.sample.replace(seconds=2)),
+    ]
+    path = tmp_path / "job.yaml"
+    path.write_text(dump_job_yaml(job.replace(sources=sources)))
+    told = {(one["source"], one["message"]) for one in result_of("sources", "lint", path)["findings"]}
+    assert ("icons", "1 of 3 images are transparent in places and are put on white") in told
+    words = {name: [m for n, m in told if n == name and " of " in m] for name in ("clips", "sounds")}
+    assert any("more than max_tokens=4 tokens" in m and "min_pixels=3136" in m for m in words["clips"])
+    assert any("sounds are longer than seconds=2 and are cut" in m for m in words["sounds"])
+
+
 def test_lengths_that_nobody_would_read_are_refused(job: ol.Job) -> None:
     chats = next(source for source in job.sources if source.name == "chats")
     with pytest.raises(

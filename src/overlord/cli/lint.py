@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from overlord.cli.context_fit import ContextFit, fit_context, sum_fits
 from overlord.cli.media_tokens import borders_left_out, has_borders, tokens_told
 from overlord.cli.output import Tell
-from overlord.cli.preview_media import decode_items
+from overlord.cli.preview_media import OpenItem, decode_items
 from overlord.cli.sources import (
     Opened,
     cores,
@@ -28,13 +30,14 @@ from overlord.cli.sources import (
 from overlord.cli.summary import number, percent
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
 from overlord.core.samples import FILE_SHIFT, SKIP, SampleId
-from overlord.core.specs import Job
+from overlord.core.specs import Audio, Job, Video
 from overlord.errors import OverlordError, SpecError
 from overlord.readers.filesystems import StoredFile
 from overlord.readers.reader import READ_FAILURES
 from overlord.readers.sidecars import LengthSidecars
 from overlord.roles.source_loader import FEW_SAMPLES, Lengths
 from overlord.runtimes.opening import known_lengths
+from overlord.transforms.audio import sound_size
 from overlord.transforms.per_sample import no_seeds
 
 FEW_ROWS = 32
@@ -77,6 +80,10 @@ class _FileFacts:
     bad: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """(sample id, reason)."""
     lies: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    items: int = 0
+    """Images, clips and sounds that were decoded."""
+    altered: Counter[str] = field(default_factory=Counter[str])
+    """How many of them a batch does not hold as they are in the file, by what happens to them."""
     broken: str | None = None
 
     @property
@@ -190,6 +197,10 @@ def _look_at_rows(one: Opened, rows: RowBatch, first: int, lengths: Lengths | No
     for item in decode_items(one, measured, delivered.astype(np.int64), never_drawn):
         if item.fault is not None:
             bad.setdefault(item.row, item.fault)
+            continue
+        facts.items += 1
+        if (words := _altered(one, item)) is not None:
+            facts.altered[words] += 1
     facts.bad += [(name(row), reason) for row, reason in sorted(bad.items())]
     if lengths is not None:
         claimed = np.maximum(lengths(rows, first + np.arange(count)), 1)
@@ -221,11 +232,37 @@ def _judge_source(job: Job, one: Opened, facts: Sequence[_FileFacts]) -> list[Fi
     elif rows < FEW_ROWS and not broken:
         few = f"tiny: {number(rows, 'row')}; the model sees the same samples again and again"
         findings.append(Finding("warning", name, few))
+    findings += _media_altered(name, facts)
     findings += _never_fits(job, one, sum_fits([f.fit for f in facts]), rows)
     if looked and (pair := borders_left_out(one)) is not None and not any(f.bordered for f in facts):
         findings.append(Finding("warning", name, _borders(pair)))
     findings += _shuffle(one, sum(f.blocks for f in facts), sum(f.bytes for f in facts))
     return findings + _repeats(job, name, rows, tokens / looked if looked else 0.0)
+
+
+def _altered(one: Opened, item: OpenItem) -> str | None:
+    """Return what happens to an image, clip or sound that a batch cannot hold as it is, if anything does."""
+    spec = one.source.sample
+    if isinstance(spec, Audio):
+        samples, rate = sound_size(item.data)
+        cut = f"sounds are longer than seconds={spec.seconds} and are cut there, while their text stays whole"
+        return cut if samples > spec.seconds * rate else None
+    if isinstance(spec, Video):
+        tokens = int(np.prod(item.grid, dtype=np.int64)) // spec.merge**2
+        over = (
+            f"clips have more than max_tokens={spec.max_tokens} tokens, since their frames are not shrunk below "
+            f"min_pixels={spec.min_pixels}. Lower min_pixels, fps or max_frames"
+        )
+        return over if spec.max_tokens is not None and tokens > spec.max_tokens else None
+    with Image.open(io.BytesIO(item.data)) as image:
+        if not image.has_transparency_data or image.convert("RGBA").getchannel("A").getextrema()[0] == 255:
+            return None
+    return "images are transparent in places and are put on white"
+
+
+def _media_altered(name: str, facts: Sequence[_FileFacts]) -> list[Finding]:
+    items, altered = sum(f.items for f in facts), sum((f.altered for f in facts), Counter[str]())
+    return [Finding("warning", name, f"{count} of {items} {words}") for words, count in altered.items()]
 
 
 def _shuffle(one: Opened, blocks: int, size: int) -> list[Finding]:
