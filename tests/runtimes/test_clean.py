@@ -102,6 +102,20 @@ def test_close_while_the_service_is_started_again(ids_job, cache, nothing_left):
                 next(client)
 
 
+@pytest.mark.parametrize(
+    "runtime", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)])]
+)
+def test_close_while_a_role_is_replaced(ids_job, cache, nothing_left, runtime):
+    service = ol.launch(ids_job, cache=cache, runtime=runtime, loader_hosts=2, shadows=True)
+    with service, service.client() as client:
+        next(client)
+        hosts = service.status()["hosts"]
+        for host in hosts:
+            if host["role"] != "constructor host 0":
+                os.kill(host["pid"], signal.SIGKILL)
+        time.sleep(0.3)
+
+
 def test_client_learns_that_the_service_was_ended(ids_job, cache, nothing_left):
     with ol.launch(ids_job, cache=cache) as service, service.client() as client:
         next(client)
