@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
 from benchmarks.storms import weather, wrong_lines
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("setting", "seed"), [("local", 3), ("shadows", 14)])
 def test_a_storm(setting, seed):
     assert weather(seed, setting).wrong == []
