@@ -298,8 +298,9 @@ def weather(seed: int, setting: str) -> Outcome:
 
 
 def segments() -> set[str]:
-    """Return the names in shared memory."""
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    """Return the segments of shared memory that have the names that Python, Ray or this package would give them."""
+    found = Path("/dev/shm").iterdir() if os.path.isdir("/dev/shm") else ()
+    return {path.name for path in found if path.name.startswith(("overlord", "psm_", "plasma")) and path.is_file()}
 
 
 def leftovers(own: Path, before: set[str]) -> list[str]:
@@ -308,7 +309,7 @@ def leftovers(own: Path, before: set[str]) -> list[str]:
     while True:
         left = [f"process {p.pid} is left: {' '.join(p.cmdline())[:80]}" for p in of_folder(own)]
         left += [f"folder {path.name} is left" for path in own.iterdir()]
-        left += [f"segment {name} is left" for name in segments() - before if name.startswith("overlord")]
+        left += [f"segment {name} is left" for name in segments() - before]
         if not left or time.monotonic() > until:
             return left
         time.sleep(0.2)
