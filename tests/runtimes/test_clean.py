@@ -65,6 +65,18 @@ def test_close(ids_job, cache, nothing_left, where):
         service.client()
 
 
+@pytest.mark.parametrize("setting", [{}, {"loader_hosts": 2}], ids=["one", "hosts"])
+def test_a_client_that_goes_after_its_service_does_not_wait(ids_job, cache, nothing_left, setting, caplog):
+    service = ol.launch(ids_job, cache=cache, **setting)
+    client = service.client()
+    next(client)
+    service.close()
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < 3.0
+    assert caplog.text == ""
+
+
 @pytest.mark.slow_on_ray
 def test_exception_in_the_trainer(ids_job, cache, nothing_left, where):
     def train():
