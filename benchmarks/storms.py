@@ -41,7 +41,7 @@ HEARTBEAT_S = 3.0
 PACE_S = 0.02
 GONE_S = 20.0
 """How long what a service had may take to go after its end."""
-STORM_S = 240.0
+STORM_S = 600.0
 """A storm that takes longer hangs."""
 LAUNCHES = 4
 """A launch that a fault ended is tried again so many times in all."""
@@ -205,6 +205,8 @@ def storm(seed: int, setting: str, folder: Path) -> Outcome:
     hits = {luck.choice([*script, luck.randrange(steps)]): luck.randint(1, 2) for _ in range(luck.randint(0, 3))}
     faults, made, found = Faults(luck), [], []
     during_launch, during_close = luck.random() < 0.3, luck.random() < 0.4
+    if luck.random() < 0.1:  # more faults than restarts are allowed in a row without progress
+        hits |= dict.fromkeys(range(2, steps, 4), 1)
     where: dict[str, Any] = {"mesh": mesh, "cache": f"{folder}/cache"}
     if setting != "inline":
         where |= {"heartbeat": HEARTBEAT_S, "threads": 1}

@@ -6,14 +6,14 @@ import pytest
 from benchmarks.storms import weather, wrong_lines
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize(("setting", "seed"), [("local", 3), ("shadows", 14)])
 def test_a_storm(setting, seed):
     assert weather(seed, setting).wrong == []
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("setting", ["inline", "local", "hosts", "shadows"])
 @pytest.mark.parametrize("seed", range(200, 208))
 def test_many_storms(setting, seed):
@@ -22,7 +22,7 @@ def test_many_storms(setting, seed):
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("seed", range(210, 213))
 def test_storms_on_ray(seed):
     assert weather(seed, "ray").wrong == []
