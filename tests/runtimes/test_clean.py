@@ -65,6 +65,18 @@ def test_close(ids_job, cache, nothing_left, where):
         service.client()
 
 
+@pytest.mark.parametrize("setting", [{}, {"loader_hosts": 2}], ids=["one", "hosts"])
+def test_a_client_that_goes_after_its_service_does_not_wait(ids_job, cache, nothing_left, setting, caplog):
+    service = ol.launch(ids_job, cache=cache, **setting)
+    client = service.client()
+    next(client)
+    service.close()
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < 3.0
+    assert caplog.text == ""
+
+
 @pytest.mark.slow_on_ray
 def test_exception_in_the_trainer(ids_job, cache, nothing_left, where):
     def train():
@@ -100,6 +112,20 @@ def test_close_while_the_service_is_started_again(ids_job, cache, nothing_left):
         with pytest.raises(ol.ServiceLost, match="is gone"):
             for _ in range(2):  # the first of them may be in hand
                 next(client)
+
+
+@pytest.mark.parametrize(
+    "runtime", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)])]
+)
+def test_close_while_a_role_is_replaced(ids_job, cache, nothing_left, runtime):
+    service = ol.launch(ids_job, cache=cache, runtime=runtime, loader_hosts=2, shadows=True)
+    with service, service.client() as client:
+        next(client)
+        hosts = service.status()["hosts"]
+        for host in hosts:
+            if host["role"] != "constructor host 0":
+                os.kill(host["pid"], signal.SIGKILL)
+        time.sleep(0.3)
 
 
 def test_client_learns_that_the_service_was_ended(ids_job, cache, nothing_left):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from overlord.errors import ClosedError, ServiceLost
+from overlord.runtimes.cluster_placement import ClusterOptions, Node, place
 from overlord.runtimes.engine import OPEN_S
 from overlord.runtimes.frames import frame_of
 from overlord.runtimes.life import Life
+from overlord.runtimes.supervising import assignment_of
+from overlord.runtimes.supervisor import Supervisor
+from overlord.runtimes.switchboard import PeerGone
 
 HEARTBEAT_S = 5.0
 
@@ -85,3 +92,73 @@ def test_nobody_waits_in_a_service_that_closes():
     time = Time()
     with pytest.raises(ClosedError):
         life_of(Peer(time), time, closing=lambda: time.now > 3).answer(Pending(time, 1e9))
+
+
+class Answered:
+    def poll(self, timeout_s):
+        return frame_of({"pid": 1, "version": 99, "busy_s": 0.0, "facts": {}, "first_step": 0})
+
+
+class Living:
+    def ask(self, method, frame, blob=None, sender=None):
+        return Answered()
+
+
+class Dead:
+    """A role whose process was killed."""
+
+    def ask(self, method, frame, blob=None, sender=None):
+        raise PeerGone("it was killed")
+
+
+class SlowEngine:
+    """Takes a while to start a successor, as Ray does; notes what is asked of it after its end."""
+
+    first_sign_s = 5.0
+
+    def __init__(self):
+        self.starting, self.closed, self.late = threading.Event(), False, []
+
+    def start(self, site, generation):
+        self._note("start")
+        if generation > 1:
+            self.starting.set()
+            time.sleep(0.5)
+        return Living()
+
+    def introduce(self, peer, book):
+        self._note("introduce")
+        return Answered()
+
+    def kill(self, peer, site, pid):
+        self._note("kill")
+
+    def wait(self, pending, timeout_s):
+        time.sleep(timeout_s)
+
+    def place_again(self, site):
+        self._note("place_again")
+        return site
+
+    def close(self):
+        self.closed = True
+
+    def _note(self, what):
+        if self.closed:
+            self.late.append(what)
+
+
+def test_the_end_of_a_service_waits_for_the_replacement_of_a_role():
+    """What is under way when an engine ends would abort it, and Ray would start a cluster of its own for it."""
+    node = Node("here", "this host", cpus=4.0, here=True)
+    sites = place([node], ClusterOptions(), world_size=1, num_sources=1, loader_cpus=1)
+    engine = SlowEngine()
+    supervisor = Supervisor(engine, sites, assignment_of(sites), heartbeat_s=5.0)
+    supervisor.begin(lambda what, done, of: None)
+    supervisor.roles["planner"].peer = Dead()
+    supervisor.watch()
+    assert engine.starting.wait(5)
+    supervisor.close()
+    time.sleep(1.0)
+    assert engine.late == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "overlord-replace"]

@@ -218,7 +218,9 @@ class LocalFeed:
             return
         self._closed = True  # a thread that waits for the service to come back gives up
         with self._lock:
-            if next_step is not None:
+            path = path_of(self._address)
+            folder = path if self._several_doors else path.parent
+            if next_step is not None and folder.exists():  # without its folder the service was closed before
                 try:
                     self._ask({"op": "leave", "next_step": next_step}, patience_s=LEAVE_S)
                 except (ServiceLost, ClosedError):

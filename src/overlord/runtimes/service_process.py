@@ -24,9 +24,12 @@ from overlord.runtimes.service_keeper import Order, ServiceKeeper
 
 CLOSE_S = 15.0
 """How long a closing service may take before it is killed."""
-RAY_WORDS = {"RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+RAY_WORDS = {
+    "RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+}  # fmt: skip
 """Ray takes lines that differ in numbers for repetitions, but two bad samples are two; it gives actors less of a busy
-CPU than other processes; and it warns of its plans."""
+CPU than other processes; it warns of its plans; and any call after its end starts another cluster."""
 RAY_CLOSE_S = 60.0
 """How long the end of a cluster service may take."""
 ASK_AGAIN_S = 0.1

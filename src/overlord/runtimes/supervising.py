@@ -71,6 +71,7 @@ def supervised(
             yield f"unix://{folder}"
         refresh_profile(options, lambda: supervisor.ask({"op": "status"})["status"])
     finally:
+        supervisor.interrupt()  # the scaler may wait for a role
         scaler.close()
         supervisor.close()
 

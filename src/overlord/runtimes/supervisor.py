@@ -18,6 +18,7 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -90,7 +91,7 @@ class Supervisor:
         self._engine = engine
         self._heartbeat_s = heartbeat_s
         self.clock = clock
-        self._spawn = spawn or _in_a_thread
+        self._spawn = spawn or self._in_a_thread
         self._idle = idle
         self._tell_served = served or (lambda step: None)
         self._served = -1
@@ -111,7 +112,8 @@ class Supervisor:
         self.hosts = HostChanges(self._board, engine, self, per_host)
         """Deals workers to loader hosts."""
         self._live = LiveSources(self._board, self._of, len(assignment.primary), self.assign, self.hosts.turn)
-        self._closing = False
+        self._closing = threading.Event()
+        self._replacing: list[threading.Thread] = []
         self._watcher = threading.Thread(target=self._watch, name="overlord-supervisor", daemon=True)
         self.faults: deque[dict[str, Any]] = deque(maxlen=KEPT_FAULTS)
         """What was lost, why, and how long it took to replace it."""
@@ -169,11 +171,26 @@ class Supervisor:
             found |= self._engine.describe([(one.site, one.pid) for one in self._of()])
             return found | {"faults": list(self.faults), "failed": self._failed}
 
+    def interrupt(self) -> None:
+        """Start no more successors, and end every wait of the supervisor's own threads for a role."""
+        with self.lock:
+            self._closing.set()
+            if self._board.version:  # else nothing is up yet
+                book = self._board.book
+                self._board.learn(dataclasses.replace(book, version=book.version + 1, failed="the service is closing."))
+
     def close(self) -> None:
-        """End the roles: constructors tell the planner how far they came, the planner may ask loaders once more."""
-        self._closing = True
+        """End the roles: constructors tell the planner how far they came, the planner may ask loaders once more.
+
+        Threads that replace a role end first. One that went on would start a process that is not ended any more, and a
+        call to Ray after its end starts a cluster of its own.
+        """
+        self.interrupt()
         if self._watcher.is_alive():
             self._watcher.join()
+        end = time.monotonic() + CLOSE_S
+        for thread in self._replacing:
+            thread.join(max(0.0, end - time.monotonic()))
         for role in ("constructor", "planner", "loader"):
             asked: list[Pending] = []
             until = time.monotonic() + CLOSE_S
@@ -196,7 +213,7 @@ class Supervisor:
         now = self.clock()
         with self.lock:
             lost = [(one, why) for one in self.roles.values() if (why := self._health(one, now)) is not None]
-            if lost and not self._closing:
+            if lost and not self._closing.is_set():
                 self._lose(lost)
             served = max(one.served for one in self.roles.values())
         if served > self._served:
@@ -204,7 +221,7 @@ class Supervisor:
             self._tell_served(served)
 
     def _watch(self) -> None:
-        while not self._closing:
+        while not self._closing.is_set():
             with self.lock:
                 beats = [one.beat for one in self.roles.values() if one.beat is not None]
             self._engine.wait(beats, 0.1)
@@ -248,7 +265,7 @@ class Supervisor:
     def _replace(self, one: Incarnation, fault: dict[str, Any]) -> None:
         """Start a successor, and another one where that does not come up."""
         since, tries, generation = self.clock(), 0, int(fault["generation"])
-        while not self._closing and one.generation == generation:  # else it was put to sleep meanwhile
+        while not self._closing.is_set() and one.generation == generation:  # else it was put to sleep meanwhile
             if one.young >= MOST_TRIES:
                 self._fail(f"{fault['why']}, and so did its successors, {MOST_TRIES} in a row", one)
                 return
@@ -262,7 +279,7 @@ class Supervisor:
                 one.coming = None
                 if peer is not None:
                     self._engine.kill(peer, one.site, 0)
-                if self._closing:
+                if self._closing.is_set():
                     return
                 logger.warning("the successor of the %s did not come up: %s", one.site.name, error)
                 fault["why"] = str(error)
@@ -271,10 +288,10 @@ class Supervisor:
                     one.young += not isinstance(error, StoreError) or isinstance(error, Fenced)  # a store comes back
                     if one.generation == generation:
                         one.generation = generation = generation + 1
-                (self._idle or time.sleep)(min(4.0, 0.25 * 2**tries))
+                (self._idle or self._closing.wait)(min(4.0, 0.25 * 2**tries))
                 continue
             with self.lock:
-                if self._closing or one.generation != generation:
+                if self._closing.is_set() or one.generation != generation:
                     self._engine.kill(peer, one.site, 0)
                     return
                 one.peer, one.coming, one.pid = peer, None, pid
@@ -334,6 +351,11 @@ class Supervisor:
                 except PeerGone:
                     pass  # its beat says so too, or whoever brings it up
 
+    def _in_a_thread(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="overlord-replace", daemon=True)
+        self._replacing = [one for one in self._replacing if one.is_alive()] + [thread]
+        thread.start()
+
     # -- asking -----------------------------------------------------------------------------------
 
     def _open_sources(self, progress: Progress) -> dict[str, Any]:
@@ -358,7 +380,7 @@ class Supervisor:
             raise did_not_start(one.site, error) from error
 
     def _life(self, peer: Peer) -> Life:
-        return Life(peer, self._heartbeat_s, self._engine.first_sign_s, self.clock, lambda: self._closing)
+        return Life(peer, self._heartbeat_s, self._engine.first_sign_s, self.clock, self._closing.is_set)
 
     def _send(self, one: Incarnation, method: str, message: dict[str, Any] | None = None) -> Pending:
         assert one.peer is not None
@@ -377,10 +399,6 @@ class Supervisor:
 
     def _of(self, role: str | None = None) -> list[Incarnation]:
         return [one for one in self.roles.values() if role in (None, one.site.role) and not one.asleep]
-
-
-def _in_a_thread(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name="overlord-replace", daemon=True).start()
 
 
 def _describe_all(roles: Sequence[Incarnation], assignment: Assignment) -> dict[str, Any]:
