@@ -296,7 +296,8 @@ def start_planner(
 ) -> Planner:
     """Make the Planner of a stream, at the state it goes on from."""
     job, options = prepared.job, prepared.options
-    strategy, base = options.strategy or backbone_balance(), base_weights(job, facts)
+    strategy, base = options.strategy or backbone_balance(), history.inputs.base
+    base.update(base_weights(job, facts))
 
     @functools.lru_cache(maxsize=16)
     def limits(tree: ClientPlaceTree) -> Limits:
