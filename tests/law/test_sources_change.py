@@ -148,6 +148,45 @@ def test_a_visitor_is_not_looked_for_again(tmp_path, folder, cache):
     assert digests(job_of(folder), state, cache, 4) == expected
 
 
+@pytest.mark.parametrize("how", ["strict", "allow_add_remove"])
+@pytest.mark.parametrize("mixture", [None, ol.Mixture({"b": 1, "d": 1, "f": 2}, learn="odm")], ids=["equal", "learned"])
+def test_numbers_stay_when_a_source_came_and_went(tmp_path, folder, cache, how, mixture):
+    """A guest comes, another source behind it, the guest goes: a resume numbers and weighs the others as before."""
+    write_ids(tmp_path / "guest.jsonl", range(1, 30))
+    guest = ol.Source("guest", str(tmp_path / "guest.jsonl"), sample=SAMPLE)
+    job = job_of(folder, mixture=mixture, lag=3)
+
+    def train(service, stop):
+        seen = []
+        with service.client() as client:
+            while client.next_step < stop:
+                step = next(client)
+                ids = [batch.meta.source_ids.tolist() for batch in step.microbatches]
+                seen.append((step.order_digest, step.plan_digest, step.source_names, step.weights, ids))
+                client.report(step.index, {f"loss/{name}": 1.0 + len(name) for name in step.source_names})
+            return seen, plain(client.state_dict())
+
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        service.add_source(guest, 3, at_step=2)
+        service.add_source(source(folder, "a"), 2, at_step=3)
+        service.remove_source("guest", at_step=5)
+        _, state = train(service, 6)
+        whole, _ = train(service, 12)
+    assert whole[-1][2] == ("b", "d", "f", "guest", "a")
+    (tmp_path / "guest.jsonl").unlink()
+    with ol.launch(job, runtime="inline", cache=cache, state=state, reconcile=how) as service:
+        again, later = train(service, 9)
+        assert again == whole[6:9]
+        assert service.status()["sources"]["guest"]["removed"]
+        with pytest.raises(ol.SpecError, match="another name"):
+            service.add_source(source(folder, "c").replace(name="guest"))
+        service.add_source(source(folder, "c"), at_step=10)
+        rest, _ = train(service, 12)
+    assert rest[:4] == whole[6:10] and rest[-1][2] == ("b", "d", "f", "guest", "a", "c")
+    with ol.launch(job, runtime="inline", cache=cache, state=later) as service:
+        assert train(service, 12)[0] == whole[9:]
+
+
 def test_a_parked_source_stands_still_and_is_owed_nothing(folder, cache):
     with ol.launch(job_of(folder), runtime="inline", cache=cache) as service:
         client = service.client()

@@ -53,14 +53,12 @@ def reconcile_state(state: Mapping[str, Any], parts: Mapping[str, Any], how: Rec
     """
     check_form(state)
     known, wanted = names_of(state), list(parts["sources"])
-    visitors = [name for name in _visitors(state) if name not in wanted]
     if how == "strict":
-        return _dropped(state, visitors) if visitors and not (state["mixer"] or {}).get("rule") else state
+        return state
     gone, fresh = [n for n in known if n not in wanted], [n for n in wanted if n not in known]
-    missing = [name for name in gone if name not in visitors]
-    if missing and how != "allow_add_remove":
+    if gone and how != "allow_add_remove":
         raise StateError(
-            f"the state knows the sources {list_some(missing)}, which the job does not have; their samples would never "
+            f"the state knows the sources {list_some(gone)}, which the job does not have; their samples would never "
             f"come again. Put them back into the job, or allow it with reconcile='allow_add_remove' (now {how!r})."
         )
     _refuse_changed(state["fingerprint"], parts, [name for name in known if name in wanted])
@@ -78,13 +76,6 @@ def reconcile_state(state: Mapping[str, Any], parts: Mapping[str, Any], how: Rec
         version = 1 + (mixer["version"] if isinstance(mixer.get("version"), int) else 0)
         found["mixer"] = {"version": version, "rule_base": version, "rule": RULE_BEGINS, "pending": {}}
     return found
-
-
-def _visitors(state: Mapping[str, Any]) -> list[str]:
-    """Return the sources that came while the stream ran and went again, by its own log."""
-    came = [change["add"].get("name") for change in state["changes"] if isinstance(change.get("add"), Mapping)]
-    went = {change["remove"] for change in state["changes"] if "remove" in change and change["at"] <= state["step"]}
-    return [name for name in came if name in went]
 
 
 def _dropped(state: Mapping[str, Any], gone: Collection[str]) -> dict[str, Any]:

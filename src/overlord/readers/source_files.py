@@ -203,3 +203,20 @@ class SourceFiles:
             "going on without it would change the stream. Restore the file or the connection to it, and "
             "start again from the last checkpoint."
         )
+
+
+class NoFiles(SourceFiles):
+    """The files of a source that was removed for good: none. It keeps its number, and nothing is read of it."""
+
+    def __init__(self, name: str, format: str | None, cache: IndexCache) -> None:
+        self.name = name
+        self.files = []
+        self.format = format or "removed"
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._kinds = {}
+        self._indices = OrderedDict()
+
+    def listing_digest(self) -> str:
+        """Return what stands for the files, which may be gone."""
+        return "removed"
