@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 import uuid
@@ -35,7 +36,7 @@ from overlord.runtimes.opening import Progress
 from overlord.runtimes.parking import OnSourceFailure
 from overlord.runtimes.planner_answers import SourceChange
 from overlord.runtimes.service_process import ServiceProcess, ray_service
-from overlord.runtimes.shapes import limits_of
+from overlord.runtimes.shapes import few_samples, limits_of
 from overlord.runtimes.sizing import Loaders, sizing_of
 from overlord.scaling.autoscaler import Scaling
 from overlord.scaling.budgets import AHEAD_BYTES, Budget
@@ -44,6 +45,8 @@ from overlord.stores.store import KEEP
 
 if TYPE_CHECKING:
     from overlord.runtimes.metrics import MetricsDoor
+
+logger = logging.getLogger("overlord")
 
 DEFAULT_CACHE = "~/.cache/overlord"
 LOADER_CPUS = 2
@@ -322,6 +325,9 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         reconcile=reconcile, on_source_failure=on_source_failure, service=uuid.uuid4().hex,
     )  # fmt: skip
     limits = functools.partial(limits_of, canonical(job), chosen)
+    few = few_samples(job, tree)
+    if few is not None:
+        logger.warning("%s", few)
     door = None if metrics is None else _open_door(metrics, runtime)
     try:
         return Service(_start(runtime, job, options, progress), tree, limits, door)

@@ -248,14 +248,14 @@ def check_timeline(
     ends = [since for since, _ in mixtures[1:]] + [math.inf]
     for (since, mixture), end in zip(mixtures, ends, strict=True):
         points = {max(since, 0), first, *mixture.positions(), *(change.at for change in changes)}
-        for at in sorted(point for point in points if max(since, first) <= point < end):
-            roster = roster_at(names, changes, math.floor(at))
-            weights = mixture.weights_at(at, roster.names, base)
+        for point in sorted(point for point in points if max(since, first) <= point < end):
+            roster = roster_at(names, changes, math.floor(point))
+            weights = mixture.weights_at(point, roster.names, base)
             if not any(weight for number, weight in enumerate(weights) if number not in roster.removed):
                 gone = [roster.names[number] for number, weight in enumerate(weights) if weight]
                 raise SpecError(
-                    f"{what}: no source has a weight at step {at}; nothing could be drawn. All that the mixture gives "
-                    f"one there ({list_some(gone)}) is removed by then. Give another source a weight first, with "
+                    f"{what}: no source has a weight at step {point}; nothing could be drawn. All that the mixture "
+                    f"gives one there ({list_some(gone)}) is removed by then. Give another source a weight first, with "
                     "set_mixture or add_source."
                 )
 

@@ -51,6 +51,7 @@ class InlineService:
         self._scratch = None if options.store else tempfile.mkdtemp(prefix="overlord-")
         self._samples: OrderedDict[int, StepSamples] = OrderedDict()
         self._packed: OrderedDict[tuple[int, int, int], PackedMicrobatch] = OrderedDict()
+        self._packed_bytes = 0
         self._positions: dict[int, int] = {}
         self._reached: dict[int, int] = {}
         self._roles: Roles | None = None
@@ -144,9 +145,11 @@ class InlineService:
                 self._samples[step] = roles.constructor.gather(plan)()
                 while len(self._samples) > 1:
                     self._samples.popitem(last=False)
-            self._packed[key] = roles.constructor.constructor_do_plan(plan, self._samples[step], *place, _new_buffer)
-            while len(self._packed) > 1 and self._packed_bytes() > self._options.budget_bytes // 4:
-                self._packed.popitem(last=False)
+            packed = roles.constructor.constructor_do_plan(plan, self._samples[step], *place, _new_buffer)
+            self._packed[key] = packed
+            self._packed_bytes += packed.buffer.nbytes
+            while len(self._packed) > 1 and self._packed_bytes > self._options.budget_bytes // 4:
+                self._packed_bytes -= self._packed.popitem(last=False)[1].buffer.nbytes
         return self._packed[key]
 
     def moved(self, rank: int, step: int) -> None:
@@ -158,16 +161,13 @@ class InlineService:
         if planner.checkpoints.is_due:
             patiently(self._saver.work)
         for key in [k for k in self._packed if k[0] < slowest]:
-            del self._packed[key]
+            self._packed_bytes -= self._packed.pop(key).buffer.nbytes
 
     def left(self, rank: int, next_step: int) -> None:
         """Note that a rank went, and how far it came."""
         if rank in self._positions and self._roles is not None:
             self.moved(rank, next_step)
             del self._positions[rank]
-
-    def _packed_bytes(self) -> int:
-        return sum(p.buffer.nbytes for p in self._packed.values())
 
 
 class _InlineFeed:
