@@ -33,9 +33,9 @@ def few_samples(job: Job, mesh: ClientPlaceTree) -> str | None:
     if samples is None or samples >= dp:
         return None
     return (
-        f"A step has global_samples={samples} for dp={dp} ranks: at least {dp - samples} of them get dummies and wait for "
-        f"the others (an imbalance of up to {dp / samples:.2f}x), whatever the strategy. Give global_samples={dp} or more, "
-        "or a mesh with a smaller dp."
+        f"A step has global_samples={samples} for dp={dp} ranks: at least {dp - samples} of them get dummies and wait "
+        f"for the others (an imbalance of up to {dp / samples:.2f}x), whatever the strategy. Give global_samples={dp} "
+        "or more, or a mesh with a smaller dp."
     )
 
 
