@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 import uuid
@@ -36,7 +37,7 @@ from overlord.runtimes.numbering import canonical
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.planner_answers import SourceChange
 from overlord.runtimes.service_process import ServiceProcess, ray_service
-from overlord.runtimes.shapes import limits_of
+from overlord.runtimes.shapes import few_samples, limits_of
 from overlord.runtimes.sizing import Loaders, sizing_of
 from overlord.scaling.autoscaler import Scaling
 from overlord.scaling.budgets import Budget
@@ -44,6 +45,8 @@ from overlord.storage import StorageOptions
 
 if TYPE_CHECKING:
     from overlord.runtimes.metrics import MetricsDoor
+
+logger = logging.getLogger("overlord")
 
 DEFAULT_CACHE = "~/.cache/overlord"
 LOADER_CPUS = 2
@@ -343,6 +346,9 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         cluster=cluster, reconcile=reconcile, on_source_failure=said["on_source_failure"], service=uuid.uuid4().hex,
     )  # fmt: skip
     limits = functools.partial(limits_of, canonical(job), options.layout)
+    few = few_samples(job, tree)
+    if few is not None:
+        logger.warning("%s", few)
     door = None if said["metrics"] is None else _open_door(said["metrics"], where)
     try:
         return Service(_start(where, job, options, progress), tree, limits, door)

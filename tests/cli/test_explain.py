@@ -138,6 +138,16 @@ def test_it_plans_what_a_run_delivers(ids_file: Path) -> None:
     assert found["cost_model"].startswith("tokens")
 
 
+def test_a_step_with_fewer_samples_than_ranks_is_said(ids_file: Path, ids_job: ol.Job, cache: str, caplog) -> None:
+    few = "global_samples=11 for dp=16 ranks"
+    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=16), runtime="inline", cache=cache):
+        assert caplog.text.count(few) == 1 and "up to 1.45x" in caplog.text
+    caplog.clear()
+    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=8), runtime="inline", cache=cache):
+        assert "global_samples" not in caplog.text
+    assert few in " ".join(explained(ids_file, "--mesh", "dp=16")["notes"])
+
+
 def test_a_pipeline_is_judged_as_one(ids_file: Path) -> None:
     found = explained(ids_file, "--mesh", "pp=2,dp=2", "--strategy", "{backbone_balance: {objective: pipeline}}")
     assert [one["axis"] for one in found["balance"]] == ["ranks", "pipeline"]

@@ -216,6 +216,10 @@ def test_evaluation_reads_all_once_in_order() -> None:
             ["fewer than the 600 of the smallest image", "smaller min_pixels"],
         ),
         ({"batch": {"context_length": -1, "global_samples": 2}}, ["batch.context_length is -1"]),
+        (
+            {"batch": {"context_length": 1, "global_samples": 2}},
+            ["batch.context_length is 1", "no next token to predict"],
+        ),
         ({"lag": 0}, ["lag is 0", "at least 1", "Write 16"]),
         ({"max_steps": 0}, ["max_steps is 0", "nothing would run"]),
         ({"seed": "abc"}, ["seed is 'abc'", "whole number"]),

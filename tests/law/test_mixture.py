@@ -9,6 +9,7 @@ import pytest
 from tests.conftest import write_ids
 
 import overlord as ol
+from overlord.testing import assert_resumes_anywhere
 
 
 def make(tmp_path, mixture, lengths, batch, weights=None):
@@ -51,6 +52,55 @@ def test_stages_change_at_their_step(tmp_path, cache):
     job = make(tmp_path, mixture, {"a": 5, "b": 5}, ol.Batch(64, global_samples=20))
     assert shares(job, cache, 4)[0] == {"a": 80}
     assert shares(job, cache, 4, first=4)[0] == {"a": 20, "b": 60}
+
+
+SCHEDULES = {
+    "stages": lambda **how: ol.Mixture.stages([(0, {"a": 1}), (10, {"b": 1}), (20, {"a": 1, "c": 2})], **how),
+    "linear": lambda **how: ol.Mixture.linear(
+        {"a": {0: 1, 9: 0}, "b": {0: 0, 9: 0, 10: 1}, "c": {0: 0, 10: 0.1}}, **how
+    ),
+    "step": lambda **how: ol.Mixture.step({"a": {0: 1, 10: 0}, "b": {10: 1, 20: 0}, "c": {20: 1}}, **how),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "times"),
+    [
+        ({"stopping": "all_exhausted_without_replacement"}, 1),
+        ({"max_repetition": 2}, 2),
+        ({"stopping": "all_exhausted"}, None),
+    ],
+    ids=["without_replacement", "max_repetition", "all_exhausted"],
+)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_that_is_read_up_early_makes_room_for_the_next(tmp_path, cache, schedule, how, times):
+    """Stages of 10 steps of 8 samples, and sources of 20 to 30 rows: the stream must not end with the first stage."""
+    rows = {"a": 30, "b": 21, "c": 10}
+    sources = [
+        ol.Source(
+            name, str(write_ids(tmp_path / f"{name}.jsonl", range(1, count + 1))), sample=ol.Text("ids", tokenized=True)
+        )
+        for name, count in rows.items()
+    ]
+    if schedule == "linear":
+        how = how | {"granularity": "substep"}
+    job = ol.Job(sources, SCHEDULES[schedule](**how), batch=ol.Batch(64, global_samples=8))
+    seen: list[list[str]] = []
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        for step in service.client():
+            seen.append([s.source for batch in step.microbatches for s in batch.meta.sample_ids])
+    found = Counter(name for step in seen for name in step)
+    if times is None:
+        assert all(found[name] >= count for name, count in rows.items())
+        assert len(seen) > 10
+    else:
+        assert found == {name: times * count for name, count in rows.items()}
+        assert all(len(step) == 8 for step in seen[:-1])
+        first = {name: next(i for i, step in enumerate(seen) if name in step) for name in rows}
+        assert first["a"] == 0 < first["b"]
+        assert schedule == "linear" or first["b"] <= first["c"]
+    if schedule == "stages":
+        assert_resumes_anywhere(job, steps=len(seen), cache=cache)
 
 
 def test_linear_and_step_schedules(tmp_path, cache):

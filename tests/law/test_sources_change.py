@@ -148,6 +148,45 @@ def test_a_visitor_is_not_looked_for_again(tmp_path, folder, cache):
     assert digests(job_of(folder), state, cache, 4) == expected
 
 
+@pytest.mark.parametrize("how", ["strict", "allow_add_remove"])
+@pytest.mark.parametrize("mixture", [None, ol.Mixture({"b": 1, "d": 1, "f": 2}, learn="odm")], ids=["equal", "learned"])
+def test_numbers_stay_when_a_source_came_and_went(tmp_path, folder, cache, how, mixture):
+    """A guest comes, another source behind it, the guest goes: a resume numbers and weighs the others as before."""
+    write_ids(tmp_path / "guest.jsonl", range(1, 30))
+    guest = ol.Source("guest", str(tmp_path / "guest.jsonl"), sample=SAMPLE)
+    job = job_of(folder, mixture=mixture, lag=3)
+
+    def train(service, stop):
+        seen = []
+        with service.client() as client:
+            while client.next_step < stop:
+                step = next(client)
+                ids = [batch.meta.source_ids.tolist() for batch in step.microbatches]
+                seen.append((step.order_digest, step.plan_digest, step.source_names, step.weights, ids))
+                client.report(step.index, {f"loss/{name}": 1.0 + len(name) for name in step.source_names})
+            return seen, plain(client.state_dict())
+
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        service.add_source(guest, 3, at_step=2)
+        service.add_source(source(folder, "a"), 2, at_step=3)
+        service.remove_source("guest", at_step=5)
+        _, state = train(service, 6)
+        whole, _ = train(service, 12)
+    assert whole[-1][2] == ("b", "d", "f", "guest", "a")
+    (tmp_path / "guest.jsonl").unlink()
+    with ol.launch(job, runtime="inline", cache=cache, state=state, reconcile=how) as service:
+        again, later = train(service, 9)
+        assert again == whole[6:9]
+        assert service.status()["sources"]["guest"]["removed"]
+        with pytest.raises(ol.SpecError, match="another name"):
+            service.add_source(source(folder, "c").replace(name="guest"))
+        service.add_source(source(folder, "c"), at_step=10)
+        rest, _ = train(service, 12)
+    assert rest[:4] == whole[6:10] and rest[-1][2] == ("b", "d", "f", "guest", "a", "c")
+    with ol.launch(job, runtime="inline", cache=cache, state=later) as service:
+        assert train(service, 12)[0] == whole[9:]
+
+
 def test_a_parked_source_stands_still_and_is_owed_nothing(folder, cache):
     with ol.launch(job_of(folder), runtime="inline", cache=cache) as service:
         client = service.client()
@@ -269,6 +308,131 @@ def test_the_newest_snapshot_goes_on_with_a_source_that_came_after_it(folder, ca
             client = again.client()
             assert client.next_step == 16 and at == 18
             assert take(client, 6)[2:] == expected
+
+
+# -- what holds at a step follows from the steps named, not from the order of the calls ----------
+
+
+def ask(service: ol.Service, folder: Path, kind: str, at: int, *given) -> bool:
+    """Ask for a change; tell whether it was taken."""
+    try:
+        if kind == "add":
+            service.add_source(source(folder, given[0]), given[1], at)
+        elif kind == "mixture":
+            service.set_mixture(given[0], at)
+        elif kind == "skip":
+            service.skip_steps(given[0], at)
+        else:
+            getattr(service, f"{kind}_source")(given[0], at)
+    except ol.SpecError:
+        return False
+    return True
+
+
+def changed(job, folder, cache, calls, steps=9):
+    """The stream after some calls in their order, and which of them were taken."""
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        client = service.client()
+        next(client)
+        taken = frozenset(number for number, call in calls if ask(service, folder, *call))
+        seen: list = []
+        try:
+            for _ in range(steps):
+                step = next(client)
+                seen.append((step.order_digest, step.weights, step.source_names))
+        except ol.PlanError as error:
+            seen.append(str(error))
+        except StopIteration:
+            seen.append("the end")
+    return taken, seen
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("add", 6, "a", None), ("add", 6, "a", 2), ("park", 6, "d"), ("remove", 6, "d"), ("skip", 6, 2)],
+    ids=lambda call: f"{call[0]}-{call[-1]}",
+)
+@pytest.mark.parametrize("at", [3, 6, 8])
+def test_two_changes_give_one_stream_in_either_order(folder, cache, other, at):
+    mixture = ("mixture", at, {"b": 5, "d": 1} if other[0] != "remove" else {"b": 5, "f": 1})
+    job = job_of(folder, mixture={"b": 1, "d": 2, "f": 3})
+    (taken, one), (_, two) = (
+        changed(job, folder, cache, calls) for calls in ([(0, mixture), (1, other)], [(1, other), (0, mixture)])
+    )
+    assert taken == {0, 1}
+    assert one == two
+    assert one[at - 1][1][0] == 5, "the mixture holds from its step on"
+    if other[0] == "add":
+        weights = [dict(zip(names, weights, strict=True)).get("a") for _, weights, names in one]
+        share = other[3] or (2 if at > 6 else 3)
+        assert weights == [None] * 5 + [share] * (at - 6 if at > 6 else 4) + [0] * (2 if at > 6 else 0)
+
+
+CALLS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("mixture"), st.sampled_from([{"b": 2, "d": 1}, {"f": 1}, {"b": 1, "f": 5}, {"d": 1, "a": 2}])
+        ),
+        st.tuples(st.sampled_from(["park", "return", "remove"]), st.sampled_from("abdf")),
+        st.tuples(st.just("add"), st.sampled_from("ac"), st.sampled_from([None, 2])),
+        st.tuples(st.just("skip"), st.integers(1, 2)),
+    ),
+    min_size=2,
+    max_size=5,
+    unique_by=repr,
+)
+STAGES = ol.Mixture.stages([(0, {"b": 1, "d": 1}), (4, {"f": 1, "d": 2}), (7, {"f": 1})])
+
+
+@given(CALLS, st.permutations(range(1, 9)), st.randoms(use_true_random=False), st.sampled_from([None, STAGES]))
+@settings(max_examples=25)
+@pytest.mark.slow
+def test_the_order_of_calls_does_not_matter(folder, calls, steps, dice, mixture):
+    """Calls with steps of their own, in several orders: where the same ones are taken, the stream is the same.
+
+    Which of two that cannot be together is taken depends on the order: the second is refused.
+    """
+    numbered = [(n, (kind, at, *given)) for n, ((kind, *given), at) in enumerate(zip(calls, steps, strict=False))]
+    streams: dict = {}
+    with tempfile.TemporaryDirectory() as cache:
+        for _ in range(4):
+            dice.shuffle(numbered)
+            taken, seen = changed(job_of(folder, mixture=mixture), folder, cache, numbered)
+            assert streams.setdefault(taken, seen) == seen
+            assert "the end" not in seen, "a stream that never ends does not stop silently"
+
+
+def test_calls_that_cannot_be_together_are_refused_in_either_order(folder, cache):
+    pairs = [
+        (("mixture", 3, {"d": 1}), ("remove", 6, "d")),  # nothing would be left at step 6
+        (("mixture", 8, {"d": 1, "b": 1}), ("remove", 6, "d")),  # it names a source that is removed
+    ]
+    for pair in pairs:
+        for calls in (list(enumerate(pair)), list(enumerate(pair))[::-1]):
+            taken, seen = changed(job_of(folder), folder, cache, calls)
+            assert taken == {calls[0][0]}, calls
+            assert len(seen) == 9
+    with ol.launch(job_of(folder), runtime="inline", cache=cache) as service:
+        service.set_mixture({"d": 1, "b": 1}, at_step=8)
+        with pytest.raises(ol.SpecError, match=r"remove_source: the mixture .* step 8 names 'd'.* without it"):
+            service.remove_source("d", at_step=6)
+        service.set_mixture({"b": 1}, at_step=8)  # in place of the one before
+        assert service.remove_source("d", at_step=6) == 6
+
+
+def test_a_source_is_not_removed_before_a_stage_that_only_has_it(folder, cache):
+    job = job_of(folder, mixture=ol.Mixture.stages([(0, {"b": 1, "d": 1}), (20, {"f": 1}), (30, {"b": 1})]))
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        with pytest.raises(ol.SpecError, match=r"remove_source: no source has a weight at step 20.*\('f'\)"):
+            service.remove_source("f", at_step=5)
+        with pytest.raises(ol.SpecError, match="no source has a weight at step 25"):
+            service.remove_source("f", at_step=25)
+        service.remove_source("f", at_step=30)
+        with pytest.raises(ol.SpecError, match=r"set_mixture: no source has a weight at step 30"):
+            service.set_mixture({"f": 1}, at_step=4)
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        service.set_mixture({"b": 1, "d": 1}, at_step=10)  # the stages are no more
+        assert service.remove_source("f", at_step=15) == 15
 
 
 # -- any sequence of changes, resumed at every step ----------------------------------------------

@@ -29,7 +29,7 @@ from overlord.planning.costs import CostModel
 from overlord.runtimes.deployment import Roles, deploy
 from overlord.runtimes.lanes import CallerLanes
 from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.shapes import limits_of
+from overlord.runtimes.shapes import few_samples, limits_of
 from overlord.runtimes.workers import Hands, SerialWorkers, ThreadWorkers
 
 PROJECTED_STEPS = 10_000
@@ -177,6 +177,8 @@ def _explain(
     horizon = job.max_steps or PROJECTED_STEPS
     share = (collector.full / np.maximum(collector.samples, 1)).tolist()
     full, skipped = (dict(zip(names, values, strict=True)) for values in (share, state.skipped.tolist()))
+    few = few_samples(job, tree)
+    notes += [few] if few is not None else []
     notes += context_notes(job, Path(options.cache), full, skipped) + layout_advice(job, options.layout)
     clips = any(isinstance(source.sample, Video) for source in job.sources)
     sources = source_facts(roles, collector, state, horizon)

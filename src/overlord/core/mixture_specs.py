@@ -251,6 +251,41 @@ class Mixture(Spec):
             found = [float(weights.get(name, 0.0)) for name in names]
         return found if self.temperature is None else _tempered(found, self.temperature)
 
+    def positions(self) -> list[float]:
+        """Return the points of the schedule, in order. Weights that are all 0 somewhere are so at one of them."""
+        curves = self.linear_points or self.step_points or {}
+        starts = [start for start, _ in self.stage_weights or ()]
+        return sorted({0, *starts, *(point for curve in curves.values() for point in curve)})
+
+    def with_source(
+        self, name: str, weight: float | None, position: float, names: Sequence[str], base: Mapping[str, float]
+    ) -> Mixture:
+        """Return the mixture with one more source at every point of its schedule; the others stay in their ratio.
+
+        A mixture that names the source already decides its share.
+
+        Args:
+            name: The source.
+            weight: Against the weights of the others; None for the mean of those that have one.
+            position: The step it comes at.
+            names: The other sources.
+            base: Weights that count when the mixture has none.
+
+        Example:
+            >>> Mixture({"web": 3, "code": 1}).with_source("math", None, 0, ["web", "code"], {}).weights
+            {'web': 3.0, 'code': 1.0, 'math': 2.0}
+        """
+        if any(name == one for _, one in self.places()):
+            return self
+        if self.stage_weights is not None:
+            return self.replace(stages=[(start, _extended(stage, name, weight)) for start, stage in self.stage_weights])
+        if self.schedule in ("linear", "step"):
+            now = dict(zip(names, self.replace(temperature=None).weights_at(position, names, {}), strict=True))
+            curves = (self.linear_points or {}) | (self.step_points or {})
+            return self.replace(**{self.schedule: {**curves, name: {0: _extended(now, name, weight)[name]}}})
+        table = self.weights if self.weights is not None else {n: base.get(n, 0.0) for n in names}
+        return self.replace(weights=_extended(table, name, weight))
+
     def places(self) -> Iterator[tuple[Loc, str]]:
         """Yield every source name the weights use, with where it stands."""
         for name in self.weights or {}:
@@ -315,7 +350,7 @@ class Mixture(Spec):
                 )
         curves = self.linear_points or self.step_points or {}
         # Both kinds of curve are extreme at their points, so looking there (and at 0) is enough.
-        for position in sorted({0, *(p for curve in curves.values() for p in curve)}) if curves else ():
+        for position in self.positions() if curves else ():
             if not any(self.weights_at(position, list(curves), {})):
                 raise conflict(
                     f"the weights at step {position} sum to zero; {end}",
@@ -333,6 +368,12 @@ class Mixture(Spec):
         for name, value in super().__repr_args__():
             if name is not None and name not in self._forms():
                 yield name, value
+
+
+def _extended(table: Mapping[str, float], name: str, weight: float | None) -> dict[str, float]:
+    others = [w for w in table.values() if w > 0]
+    mean = sum(others) / len(others) if others else 1.0
+    return {**table, name: mean if weight is None else weight}
 
 
 def _on_lines(points: Points | None, position: float) -> float:

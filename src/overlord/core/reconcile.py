@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
+from overlord.core.mixture_specs import Mixture
 from overlord.core.spec_errors import list_some
 from overlord.core.states import StreamState, check_form, names_of
-from overlord.errors import StateError
+from overlord.errors import SpecError, StateError
 
 Reconcile = Literal["strict", "allow_add", "allow_add_remove"]
 
@@ -52,14 +53,12 @@ def reconcile_state(state: Mapping[str, Any], parts: Mapping[str, Any], how: Rec
     """
     check_form(state)
     known, wanted = names_of(state), list(parts["sources"])
-    visitors = [name for name in _visitors(state) if name not in wanted]
     if how == "strict":
-        return _dropped(state, visitors) if visitors and not (state["mixer"] or {}).get("rule") else state
+        return state
     gone, fresh = [n for n in known if n not in wanted], [n for n in wanted if n not in known]
-    missing = [name for name in gone if name not in visitors]
-    if missing and how != "allow_add_remove":
+    if gone and how != "allow_add_remove":
         raise StateError(
-            f"the state knows the sources {list_some(missing)}, which the job does not have; their samples would never "
+            f"the state knows the sources {list_some(gone)}, which the job does not have; their samples would never "
             f"come again. Put them back into the job, or allow it with reconcile='allow_add_remove' (now {how!r})."
         )
     _refuse_changed(state["fingerprint"], parts, [name for name in known if name in wanted])
@@ -79,13 +78,6 @@ def reconcile_state(state: Mapping[str, Any], parts: Mapping[str, Any], how: Rec
     return found
 
 
-def _visitors(state: Mapping[str, Any]) -> list[str]:
-    """Return the sources that came while the stream ran and went again, by its own log."""
-    came = [change["add"].get("name") for change in state["changes"] if isinstance(change.get("add"), Mapping)]
-    went = {change["remove"] for change in state["changes"] if "remove" in change and change["at"] <= state["step"]}
-    return [name for name in came if name in went]
-
-
 def _dropped(state: Mapping[str, Any], gone: Collection[str]) -> dict[str, Any]:
     """Return the state without some sources."""
     log = [_without(change, gone) for change in state["changes"]]
@@ -101,8 +93,8 @@ def _dropped(state: Mapping[str, Any], gone: Collection[str]) -> dict[str, Any]:
 def unweighted(state: Mapping[str, Any], reconciled: Mapping[str, Any]) -> list[str]:
     """Return the sources that were added and that a mixture set while the stream ran does not name."""
     fresh = [name for name in reconciled["sources"] if name not in state["sources"]]
-    now = _in_force(reconciled["changes"], reconciled["step"])
-    return [name for name in fresh if now is not None and name not in _named(now)]
+    now = _in_force(reconciled, state["fingerprint"])
+    return [name for name in fresh if now is not None and name not in {one for _, one in now.places()}]
 
 
 def _refuse_changed(old: Mapping[str, Any], new: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -132,26 +124,50 @@ def _takes_over(
     same = _tables(_mixture_without(old.get("mixture", {}), gone)) == _tables(parts["mixture"])
     if same and beside == parts["weights"]:
         return False
-    now = _in_force(found["changes"], state["step"])
-    return now is None or _tables(now) != _tables(parts["mixture"])
+    now = _in_force(found, {**old, "mixture": _mixture_without(old.get("mixture", {}), gone)})
+    return now is None or _tables(now.model_dump(mode="json", by_alias=True)) != _tables(parts["mixture"])
 
 
 def _tables(mixture: Mapping[str, Any]) -> dict[str, Any]:
     return {key: mixture[key] for key in TABLES if key != "sequence" and mixture.get(key) is not None}
 
 
-def _in_force(changes: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | None:
-    latest: tuple[int, Mapping[str, Any] | None] = (-1, None)
-    for change in changes:
-        if "mixture" in change and latest[0] <= change["at"] <= step:
-            latest = (change["at"], change["mixture"])
-    return latest[1]
+def _in_force(state: Mapping[str, Any], old: Mapping[str, Any]) -> Mixture | None:
+    """Return the mixture that was set, or that sources have joined, while a stream ran; None where it is the job's own.
 
+    Args:
+        state: The state.
+        old: The fingerprint of the stream that it was taken from.
 
-def _named(mixture: Mapping[str, Any]) -> set[str]:
-    stages = [stage for _, stage in mixture.get("stages") or ()]
-    tables = [mixture.get(key) or {} for key in ("weights", "linear", "step")]
-    return {name for table in (*stages, *tables) for name in table}
+    Raises:
+        StateError: The log of changes is damaged.
+    """
+    due = [change for change in state["changes"] if change["at"] <= state["step"]]
+    moving = [change for change in due if "mixture" in change or ("add" in change and change.get("joins", True))]
+    if not moving:
+        return None
+    known, fresh = names_of(state), {change["add"].get("name") for change in due if "add" in change}
+    there = [name for name in known if name not in fresh]
+    beside = old.get("weights") or dict.fromkeys(known, 1.0)
+    try:
+        now: Mixture | None = None
+        for change in sorted(moving, key=lambda change: (change["at"], "add" in change)):
+            if "mixture" in change:
+                now = Mixture.from_mapping(change["mixture"])
+                continue
+            if now is None:
+                own = {key: value for key, value in old.get("mixture", {}).items() if key != "sequence"}
+                now = Mixture.from_mapping({key: value for key, value in own.items() if value is not None})
+            gone = {one.get("remove") for one in due if one["at"] <= change["at"]}
+            others = [name for name in there if name not in gone]
+            now = now.with_source(change["add"]["name"], change["weight"], change["at"], others, beside)
+            there.append(change["add"]["name"])
+    except (SpecError, KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            f"the state is damaged: the mixture that it set cannot be read ({error}); the weights would go on "
+            "differently. Use an undamaged state, as client.state_dict() returned it."
+        ) from None
+    return now
 
 
 def _without(change: Mapping[str, Any], gone: Collection[str]) -> Mapping[str, Any] | None:
@@ -160,16 +176,15 @@ def _without(change: Mapping[str, Any], gone: Collection[str]) -> Mapping[str, A
         return change
     about = change["add"].get("name") if "add" in change else change.get("source", change.get("remove"))
     if about in gone:
-        mixture = {"kind": "mixture", "at": change["at"], "mixture": change.get("mixture")}
-        return _without(mixture, gone) if "mixture" in change else None
+        return None
     return {**change, "mixture": _mixture_without(change["mixture"], gone)} if "mixture" in change else change
 
 
 def _without_mixture(change: Mapping[str, Any], step: int) -> Mapping[str, Any] | None:
-    """Return a change without the mixture that it set up to a step."""
-    if "mixture" not in change or change["at"] > step:
+    """Return a change without what it did to the mixture up to a step; None where nothing else is left of it."""
+    if change["at"] > step or not ("mixture" in change or "add" in change):
         return change
-    return None if change["kind"] == "mixture" else {k: v for k, v in change.items() if k != "mixture"}
+    return None if change["kind"] == "mixture" else {**change, "joins": False}
 
 
 def _mixture_without(mixture: Mapping[str, Any], gone: Collection[str]) -> dict[str, Any]:

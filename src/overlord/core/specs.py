@@ -69,7 +69,13 @@ class Batch(Spec):
     positional: ClassVar[tuple[str, ...]] = ("context_length",)
 
     context_length: Annotated[
-        int, whole(1, "no sample would fit into a sequence. Give the model's sequence length", example="8192")
+        int,
+        whole(
+            2,
+            "a sequence of one token has no next token to predict: nothing would count in the loss. Give the model's "
+            "sequence length",
+            example="8192",
+        ),
     ]
     """Tokens in a sequence; no sample is longer."""
     global_tokens: (

@@ -254,3 +254,21 @@ def _first_rows(batches: Rows, count: int) -> Iterator[RowBatch]:
             count -= num_rows(batch)
             if count <= 0:
                 break
+
+
+class NoFiles(SourceFiles):
+    """The files of a source that was removed for good: none. It keeps its number, and nothing is read of it."""
+
+    def __init__(self, name: str, format: str | None, cache: IndexCache) -> None:
+        self.name = name
+        self.files = []
+        self.format = format or "removed"
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._kinds = {}
+        self._indices = OrderedDict()
+        self._spilled = SpilledBlocks()
+
+    def listing_digest(self) -> str:
+        """Return what stands for the files, which may be gone."""
+        return "removed"

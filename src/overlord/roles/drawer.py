@@ -225,12 +225,11 @@ class Drawer:
         batch = self._job.batch
         budget = Budget(batch.global_samples or _UNLIMITED, batch.global_tokens or _UNLIMITED)
         parts: list[tuple[Int32s, MetaArray]] = []
-        first = weights = self._weights(float(step))
-        self._rest_undrawn(weights)
+        first = self._weights(float(step), work)
+        self._rest_undrawn(first)
         for part in range(SUBSTEPS if self._job.mixture.granularity == "substep" else 1):
-            if part:
-                weights = self._weights(step + part / SUBSTEPS)
-            self._draw_part(work, _part_of(budget, part, self._job.mixture), weights, budget, parts)
+            position = step + part / SUBSTEPS if part else float(step)
+            self._draw_part(work, _part_of(budget, part, self._job.mixture), position, budget, parts)
             if self._stopped:
                 break
         short = self._stopped and budget.samples < budget.max_samples and budget.tokens < budget.max_tokens
@@ -251,8 +250,19 @@ class Drawer:
             self._loaders.rest({i: self._state.cursor(i) for i in sorted(self._awake - awake)})
         self._awake = awake
 
-    def _weights(self, position: float) -> list[float]:
-        weights = self.mixer.weights(position)
+    def _weights(self, position: float, work: StreamState) -> list[float]:
+        """Return the weights at a step, or inside one.
+
+        Where all that have one are through, those of the next point of the schedule count at which a source has one
+        that is not: a stage that is read up early makes room for the next, and does not end the stream.
+        """
+        left = (work.finished == 0) & ~np.isin(np.arange(len(work.finished)), list(self._roster.removed))
+        for at in (position, *(later for later in self.mixer.mixture.positions() if later > position)):
+            weights = self.mixer.weights(at)
+            if (np.asarray(weights) > 0)[left].any():
+                break
+        else:
+            weights = self.mixer.weights(position)
         self._away = {i for i in self._roster.parked if weights[i] > 0}
         for i in (*self._roster.parked, *self._roster.removed):
             weights[i] = 0.0  # the others share it in their ratio
@@ -262,10 +272,11 @@ class Drawer:
         self,
         work: StreamState,
         part: Budget,
-        weights: Sequence[float],
+        position: float,
         whole: Budget,
         parts: list[tuple[Int32s, MetaArray]],
     ) -> None:
+        weights = self._weights(position, work)
         exact = integer_weights(weights, work.finished == 0)
         self._top_up(exact, part)
         while True:
@@ -286,16 +297,17 @@ class Drawer:
             if pause is Pause.FULL:
                 break
             if pause is Pause.DRY:
-                self._refuse_to_wait(work)
+                self._refuse_to_wait(work, weights)
                 self._stopped = True
                 break
             if pause is Pause.STARVED:
                 self._top_up(exact, part, starved=which)
                 continue
-            self._end_epoch(work, which, np.asarray(weights) > 0)
+            self._end_epoch(work, which, position)
             if self._stopped:
                 break
             if work.finished[which]:
+                weights = self._weights(position, work)
                 exact = integer_weights(weights, work.finished == 0)
         whole.samples, whole.tokens = part.samples, part.tokens
 
@@ -324,7 +336,7 @@ class Drawer:
             return np.full(len(weights), math.ceil(min(samples, 64)) + 1)
         return np.ceil(rate * samples).astype(np.int64) + 1
 
-    def _end_epoch(self, work: StreamState, source: int, drawn: npt.NDArray[np.bool_]) -> None:
+    def _end_epoch(self, work: StreamState, source: int, position: float) -> None:
         if source in self._barren:
             name = self._roster.names[source]
             raise PlanError(
@@ -348,10 +360,21 @@ class Drawer:
             self._stopped = True
         if mixture.stopping == "all_exhausted":
             through = work.epoch > 0
-            self._stopped = bool(through[drawn].all()) and all(through[i] for i in self._away)
+            self._stopped = bool(through[self._wanted(position)].all())
 
-    def _refuse_to_wait(self, work: StreamState) -> None:
-        """Refuse to end a stream because those that are left of it are parked."""
+    def _wanted(self, position: float) -> list[int]:
+        """Return the sources that the mixture gives a weight here or later, also those that are parked."""
+        points = (position, *(later for later in self.mixer.mixture.positions() if later > position))
+        wanted = np.any([np.asarray(self.mixer.weights(at)) > 0 for at in points], axis=0)
+        return [i for i in np.flatnonzero(wanted).tolist() if i not in self._roster.removed]
+
+    def _refuse_to_wait(self, work: StreamState, weights: Sequence[float]) -> None:
+        """Refuse to end a stream because those that are left of it are parked, or have no weight by a mistake."""
+        if not any(weights) and not self._away:
+            raise PlanError(
+                f"step {self._state.step} has nothing to draw from: the mixture gives no source that is left a weight. "
+                "The run would end as if it were through. Give one a weight with service.set_mixture(..)."
+            )
         waiting = [i for i in sorted(self._away) if not work.finished[i]]
         if waiting:
             shown = "; ".join(

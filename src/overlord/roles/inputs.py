@@ -4,17 +4,21 @@ Rules of this file:
 1. An input is on disk before anything follows from it.
 2. The first report of a step counts. A change takes effect at a step that has not been planned; what was planned
    before it stays as it was, so a replay comes out the same.
+   What holds at a step follows from the steps that the changes name, not from the order of the calls: of one step
+   mixtures count before sources that come, and only of two changes of the same thing the later call.
 3. A change has an id where somebody asked for it. The same id again changes nothing: messages may be sent twice.
 4. A mesh is no part of a state, which goes on anywhere; only a store that goes on by itself repeats it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.spec_errors import list_some
 from overlord.core.specs import Custom, Job, Mixture, Source
 from overlord.errors import SpecError, StateError
 from overlord.roles.roster import Roster, roster_at, roster_changes_from
@@ -41,7 +45,11 @@ class Change:
     count: int = 0
     """Global batches that are drawn and not delivered before step `at`."""
     add: Source | None = None
-    """The source that comes, of kind "sources"; the mixture that gives it its share comes with it."""
+    """The source that comes, of kind "sources"."""
+    weight: float | None = None
+    """Its weight against those of the mixture in force when it comes; None for the mean of those that have one."""
+    joins: bool = True
+    """Whether it joins the mixture in force: not where the job was resumed with other weights since."""
     source: str = ""
     """The source that goes (of kind "sources"), is parked or returns."""
     why: str = ""
@@ -60,7 +68,7 @@ class Change:
         if self.mesh is not None:
             head["mesh"] = self.mesh.sizes()
         elif self.add is not None:
-            head["add"] = source_to_json(self.add)
+            head |= {"add": source_to_json(self.add), "weight": self.weight} | ({} if self.joins else {"joins": False})
         elif self.kind == "sources":
             head["remove"] = self.source
         elif self.kind == "park":
@@ -101,8 +109,12 @@ def source_change(entry: Mapping[str, Any]) -> Change:
     """Read a change of the roster: a source that comes, goes, is parked or returns."""
     kind, at = entry["kind"], int(entry["at"])
     if kind == "sources" and "add" in entry:
-        mixture = Mixture.from_mapping(entry["mixture"]) if "mixture" in entry else None
-        return Change("sources", at, mixture=mixture, add=Source.from_mapping(entry["add"]))
+        weight = entry["weight"]
+        if weight is not None and not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"weight {weight}")
+        return Change(
+            "sources", at, add=Source.from_mapping(entry["add"]), weight=weight, joins=bool(entry.get("joins", True))
+        )
     name = entry["remove" if kind == "sources" else "source"]
     if not isinstance(name, str):
         raise ValueError(f"source {name!r}")
@@ -149,8 +161,6 @@ def changes_from_json(given: Any, job: Job) -> list[Change]:
                 change = source_change(entry)
                 if (change.add.name if change.add is not None else change.source) not in job.names:
                     raise ValueError("no source of the job has that name")
-                if change.mixture is not None:
-                    check_mixture(change.mixture, job.mixture, job.names)
                 changes.append(replace(change, id=name))
             else:
                 raise ValueError(f"kind {kind!r}")
@@ -184,6 +194,72 @@ def check_mixture(mixture: Mixture, now: Mixture, names: Sequence[str]) -> None:
             )
 
 
+def mixtures_of(
+    own: Mixture, names: Sequence[str], changes: Sequence[Change], base: Mapping[str, float]
+) -> list[tuple[int, Mixture]]:
+    """Return from which step on each mixture holds, in order; the first one, from -1 on, is the job's own.
+
+    Args:
+        own: The job's mixture.
+        names: All sources by number.
+        changes: The log, in the order of the calls.
+        base: The weights that stand beside the sources.
+    """
+    found = [(-1, own)]
+    moving = [change for change in changes if change.mixture is not None or (change.add is not None and change.joins)]
+    for change in sorted(moving, key=lambda change: (change.at, change.add is not None)):
+        mixture = change.mixture
+        if mixture is None:
+            assert change.add is not None
+            roster = roster_at(names, changes, change.at)
+            number = roster.names.index(change.add.name)
+            others = [name for i, name in enumerate(roster.names[:number]) if i not in roster.removed]
+            mixture = found[-1][1].with_source(change.add.name, change.weight, change.at, others, base)
+        if found[-1][0] == change.at:
+            found.pop()
+        found.append((change.at, mixture))
+    return found
+
+
+def check_timeline(
+    what: str, own: Mixture, names: Sequence[str], changes: Sequence[Change], base: Mapping[str, float], first: int
+) -> None:
+    """Refuse a log by which a mixture names a source that is gone, or a step has nothing to draw from.
+
+    Args:
+        what: The call that is to blame, for the message.
+        own: The job's mixture.
+        names: All sources by number.
+        changes: The log.
+        base: The weights that stand beside the sources.
+        first: The first step that matters.
+    """
+    latest = {change.at: change.mixture for change in changes if change.mixture is not None and change.at >= first}
+    for at, mixture in latest.items():
+        roster = roster_at(names, changes, at)
+        there = [name for number, name in enumerate(roster.names) if number not in roster.removed]
+        wrong = next((name for _, name in mixture.places() if name not in there), None)
+        if wrong is not None:
+            raise SpecError(
+                f"{what}: the mixture that was set for step {at} names {wrong!r}, which would be removed by then; its "
+                "weight would be lost. Set a mixture without it for that step first."
+            )
+    mixtures = mixtures_of(own, names, changes, base)
+    ends = [since for since, _ in mixtures[1:]] + [math.inf]
+    for (since, mixture), end in zip(mixtures, ends, strict=True):
+        points = {max(since, 0), first, *mixture.positions(), *(change.at for change in changes)}
+        for point in sorted(point for point in points if max(since, first) <= point < end):
+            roster = roster_at(names, changes, math.floor(point))
+            weights = mixture.weights_at(point, roster.names, base)
+            if not any(weight for number, weight in enumerate(weights) if number not in roster.removed):
+                gone = [roster.names[number] for number, weight in enumerate(weights) if weight]
+                raise SpecError(
+                    f"{what}: no source has a weight at step {point}; nothing could be drawn. All that the mixture "
+                    f"gives one there ({list_some(gone)}) is removed by then. Give another source a weight first, with "
+                    "set_mixture or add_source."
+                )
+
+
 class InputLog:
     """The reports and changes of one stream."""
 
@@ -194,6 +270,9 @@ class InputLog:
         self._newest_report = max(self._reports, default=-1)
         self._changes = list(changes)
         self._names = tuple(job.names)
+        self.base: dict[str, float] = {}
+        """The weights that stand beside the sources: what a mixture without weights goes by."""
+        self._mixtures: tuple[int, list[tuple[int, Mixture]]] = (-1, [])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -237,11 +316,25 @@ class InputLog:
 
     def mixture_at(self, step: int) -> tuple[Mixture, int]:
         """Return the mixture in force at a step, and the step it holds from (-1: the job's own)."""
-        found = (self._job.mixture, -1)
-        for change in self._changes:  # the latest step wins, and of one step the latest word
-            if change.mixture is not None and found[1] <= change.at <= step:
-                found = (change.mixture, change.at)
-        return found
+        if self._mixtures[0] != len(self._changes):
+            self._mixtures = (len(self._changes), mixtures_of(self._job.mixture, self._names, self._changes, self.base))
+        return next((mixture, since) for since, mixture in reversed(self._mixtures[1]) if since <= step)
+
+    def check(self, what: str, change: Change, base: Mapping[str, float] | None = None) -> None:
+        """Refuse a change that cannot be together with those that were asked for before, whichever step they name.
+
+        Args:
+            what: The call, for the message.
+            change: What is asked for.
+            base: The weights that stand beside the sources, where the change brings one.
+
+        Raises:
+            SpecError: A mixture would name a source that is removed, or a step would have nothing to draw from.
+        """
+        names = self._names if change.add is None else (*self._names, change.add.name)
+        check_timeline(
+            what, self._job.mixture, names, [*self._changes, change], self.base if base is None else base, change.at
+        )
 
     def step_of(self, change_id: str) -> int | None:
         """Return from where a change holds that was asked for before; None for one that is new."""
@@ -263,8 +356,8 @@ class InputLog:
             step: The step.
             whole: Also what only the same service needs to go on: the meshes, and who asked for what.
         """
-        _, since = self.mixture_at(step - 1)
-        latest = {change.at: change for change in self._changes if change.mixture is not None and change.at >= since}
+        set_at = max((c.at for c in self._changes if c.mixture is not None and c.at < step), default=-1)
+        latest = {change.at: change for change in self._changes if change.mixture is not None and change.at >= set_at}
         skips = [change for change in self._changes if change.kind == "skip" and change.at >= step]
         chosen = {id(change) for change in (*latest.values(), *skips, *roster_changes_from(self._changes, step))}
         kept = [change for change in self._changes if id(change) in chosen]  # of one step the latest word wins

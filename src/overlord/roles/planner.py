@@ -79,7 +79,8 @@ class Planner:
         self._limits = limits
         self._inputs = inputs
         self._parts = parts
-        self._base = dict(base_weights)
+        self._base = inputs.base
+        self._base.update(base_weights)
         self._parks_failing = parks_failing
         self._verdicts = verdicts or Verdicts(store.journal)
         self._drawer = Drawer(job, loaders, state, self._base, inputs)
@@ -217,7 +218,9 @@ class Planner:
         at = self._effective("set_mixture", at_step)
         roster = self._inputs.roster_at(at)
         check_mixture(mixture, self.mixture, [n for i, n in enumerate(roster.names) if i not in roster.removed])
-        self._inputs.add_change(Change("mixture", at, mixture=mixture, id=change_id))
+        change = Change("mixture", at, mixture=mixture, id=change_id)
+        self._inputs.check("set_mixture", change)
+        self._inputs.add_change(change)
         return at
 
     def skip_steps(self, count: int, at_step: int | None = None, *, change_id: str = "") -> int:

@@ -2,8 +2,8 @@
 
 Rules of this file:
 1. A change takes effect at a step that is not planned yet. What is refused has changed nothing.
-2. Who comes takes the next number, so sources come in the order of their steps. With a source comes the mixture that
-   gives it its share; the others stay in their ratio.
+2. Who comes takes the next number, so sources come in the order of their steps.
+3. What is refused does not depend on the order of the calls either: a change is held against all that were asked for.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Mapping
 
 from overlord.core.spec_errors import did_you_mean, list_some
-from overlord.core.specs import Mixture, Source
+from overlord.core.specs import Source
 from overlord.errors import SpecError
-from overlord.roles.inputs import Change, InputLog, mixture_to_json
+from overlord.roles.inputs import Change, InputLog
 from overlord.roles.roster import Parked, Roster
 
 Effective = Callable[[str, int | None], int]
@@ -55,7 +55,7 @@ class SourceChanges:
     def check_add(self, name: str, weight: float | None, at_step: int | None) -> None:
         """Refuse a new source before it is opened."""
         self.check_name(name)
-        self.with_source(name, weight, self.step_of_add(at_step))
+        self._check_share(name, weight, self.step_of_add(at_step))
 
     def add(
         self, source: Source, weight: float | None, at: int, base: Mapping[str, float], change_id: str = ""
@@ -70,38 +70,28 @@ class SourceChanges:
             change_id: What its caller knows the change by.
         """
         self.check_name(source.name)
+        self._check_share(source.name, weight, at)
+        change = Change("sources", at, add=source, weight=weight, id=change_id)
+        self._inputs.check("add_source", change, base)
+        self._base.update(base)
+        self._inputs.add_change(change)
+
+    def _check_share(self, name: str, weight: float | None, at: int) -> None:
+        """Refuse a weight that is none, and a mixture that no source can join."""
         if weight is not None and not (math.isfinite(weight) and weight >= 0):
             raise SpecError(f"add_source: weight is {weight!r}; nobody could tell its share. Give 0 or more.")
-        mixture = self.with_source(source.name, weight, at)
-        self._inputs.add_change(Change("sources", at, mixture=mixture, add=source, id=change_id))
-        self._base.update(base)
-
-    def with_source(self, name: str, weight: float | None, at: int) -> Mixture:
-        """Return the mixture in force at a step with one more source in it."""
-        mixture, roster = self._inputs.mixture_at(at)[0], self._inputs.roster_at(at)
-        names = [n for number, n in enumerate(roster.names) if number not in roster.removed]
-        if mixture.learn is not None and mixture.learn.method == "function":
+        learn = self._inputs.mixture_at(at)[0].learn
+        if learn is not None and learn.method == "function":
             raise SpecError(
-                f"add_source: the mixture follows the function {mixture.learn.name!r}, which cannot be written down "
+                f"add_source: the mixture follows the function {learn.name!r}, which cannot be written down "
                 f"with one more source; a resume could not repeat it. Put {name!r} into the job, and launch it again "
                 "from a state with reconcile='allow_add'."
             )
-        given = mixture_to_json(mixture)
-        if mixture.stage_weights is not None:
-            given["stages"] = [[start, _extended(stage, name, weight)] for start, stage in mixture.stage_weights]
-        elif mixture.schedule in ("linear", "step"):
-            now = dict(zip(names, mixture.replace(temperature=None).weights_at(at, names, {}), strict=True))
-            given[mixture.schedule] = {**given[mixture.schedule], name: {0: _extended(now, name, weight)[name]}}
-        else:
-            table = mixture.weights if mixture.weights is not None else {n: self._base.get(n, 0.0) for n in names}
-            given["weights"] = _extended(table, name, weight)
-        return Mixture.from_mapping(given)
 
-    def mean_weight(self, at: int) -> float:
-        """Return the mean weight of the sources that have one at a step."""
-        names = self._inputs.roster_at(at).drawn
-        weights = self._inputs.mixture_at(at)[0].weights_at(at, names, self._base)
-        return _extended(dict(zip(names, weights, strict=True)), "", None)[""]
+    def mean_weight(self) -> float:
+        """Return the mean of the weights that stand beside the sources."""
+        others = [weight for weight in self._base.values() if weight > 0]
+        return sum(others) / len(others) if others else 1.0
 
     def remove(self, name: str, at_step: int | None = None, *, change_id: str = "") -> int:
         """Take a source out of the mixture for good, from a step on; return that step."""
@@ -109,14 +99,10 @@ class SourceChanges:
         if made is not None:
             return made
         at = self._effective("remove_source", at_step)
-        number, roster = self._find("remove_source", name, at)
-        left = [n for i, n in enumerate(roster.names) if i not in roster.removed and i != number]
-        if not any(self._inputs.mixture_at(at)[0].weights_at(at, left, self._base)):
-            raise SpecError(
-                f"remove_source: without {name!r} no source has a weight at step {at}; nothing could be drawn. Give "
-                "another source a weight first, with set_mixture or add_source."
-            )
-        self._inputs.add_change(Change("sources", at, source=name, id=change_id))
+        self._find("remove_source", name, at)
+        change = Change("sources", at, source=name, id=change_id)
+        self._inputs.check("remove_source", change)
+        self._inputs.add_change(change)
         return at
 
     def park(
@@ -170,10 +156,3 @@ class SourceChanges:
         if number in roster.removed:
             raise SpecError(f"{what}: {name!r} is removed, for good; nothing would change. Add it under another name.")
         return number, roster
-
-
-def _extended(table: Mapping[str, float], name: str, weight: float | None) -> dict[str, float]:
-    """Return a table of weights with one more source; without a weight it gets the mean of those that have one."""
-    others = [w for w in table.values() if w > 0]
-    mean = sum(others) / len(others) if others else 1.0
-    return {**table, name: mean if weight is None else weight}

@@ -24,7 +24,7 @@ from overlord.planning.checking import run_strategy
 from overlord.planning.strategies import backbone_balance
 from overlord.readers.index import IndexCache
 from overlord.readers.sidecars import LengthSidecars
-from overlord.readers.source_files import SourceFiles
+from overlord.readers.source_files import NoFiles, SourceFiles
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.placement import PlacementChoice
 from overlord.roles.planner import Planner
@@ -36,7 +36,7 @@ from overlord.runtimes.history import Beginning, History, draw_again, earlier_st
 from overlord.runtimes.lanes import CrewWorkers
 from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.loader_fleet import LoaderFleet
-from overlord.runtimes.numbering import canonical, names_to_come, with_newcomers
+from overlord.runtimes.numbering import canonical, names_gone, names_to_come, with_newcomers, without_files
 from overlord.runtimes.opening import Progress, index_first_windows, known_lengths, open_sources, order_of
 from overlord.runtimes.parking import Patience
 from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
@@ -117,6 +117,8 @@ class Prepared:
     """Brings Python code that holds the interpreter into process workers."""
     coming: int = 0
     """How many of the sources, the last ones, come only at a later step."""
+    gone: frozenset[str] = frozenset()
+    """Sources that came and were removed while the stream ran: they keep their numbers, and are not opened again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ def deploy(
         listings = {source.name: files[number] for number, source in enumerate(job.sources)}
         facts = {name: SourceFacts.of(opened) for name, opened in listings.items()}
         standing = where_it_stands(prepared, facts, beginning)
-        index_first_windows(job, files, *first_needs(job, facts, standing.state), hands.callers, progress)
+        index_first_windows(job, files, *first_needs(prepared, facts, standing.state), hands.callers, progress)
         history = read_history(job, claimed, beginning, standing.given)
         fleet = make_fleet(prepared, files, history.verdicts, hands)
         fleet.restore(beginning.loaders)
@@ -199,6 +201,7 @@ def prepare(
         state: The state it goes on from, with changes that were journaled after it; by default that of the launch.
     """
     state = state or options.numbering or options.state
+    gone = names_gone(job, state)
     job = canonical(with_newcomers(job, state), state)
     warm_job(job, options.layout)  # no step may wait for a compiler
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
@@ -208,7 +211,7 @@ def prepare(
     check_launch(job, options)
     transforms = [transform_of(source, tokenizer, isolate) for source in job.sources]
     digest = tokenizer.digest if tokenizer else ""
-    return Prepared(job, options, digest, transforms, isolate, len(names_to_come(state)))
+    return Prepared(job, options, digest, transforms, isolate, len(names_to_come(state)), gone)
 
 
 def open_files(
@@ -216,9 +219,12 @@ def open_files(
 ) -> dict[int, SourceFiles]:
     """Open some of a job's sources."""
     cache = IndexCache(Path(prepared.options.cache) / "index")
-    sources = [prepared.job.sources[number] for number in numbers]
-    transforms = [prepared.transforms[number] for number in numbers]
-    return dict(zip(numbers, open_sources(sources, transforms, cache, callers, progress), strict=True))
+    here = [number for number in numbers if prepared.job.sources[number].name not in prepared.gone]
+    sources = [prepared.job.sources[number] for number in here]
+    transforms = [prepared.transforms[number] for number in here]
+    opened = dict(zip(here, open_sources(sources, transforms, cache, callers, progress), strict=True))
+    named = {number: prepared.job.sources[number] for number in numbers}
+    return {n: opened[n] if n in opened else NoFiles(source.name, source.format, cache) for n, source in named.items()}
 
 
 def where_it_stands(prepared: Prepared, facts: Mapping[str, SourceFacts], beginning: Beginning) -> Standing:
@@ -233,6 +239,7 @@ def where_it_stands(prepared: Prepared, facts: Mapping[str, SourceFacts], beginn
         return Standing(parts, StreamState.begin(len(job.sources)), None)
     names = job.names[: len(job.names) - prepared.coming]
     now = restricted_parts(parts, names)
+    given = without_files(given, now, prepared.gone)
     found = reconcile_state(given, now, "strict" if beginning.recovered else prepared.options.reconcile)
     state = StreamState.from_json(found, names, now)
     for name in unweighted(given, found):
@@ -249,12 +256,15 @@ def parts_of(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> dict[str, 
     return stream_parts(prepared.job, tokenizer_digest=prepared.tokenizer_digest, listings=listings)
 
 
-def first_needs(job: Job, facts: Mapping[str, SourceFacts], state: StreamState) -> tuple[list[Cursor], list[float]]:
+def first_needs(
+    prepared: Prepared, facts: Mapping[str, SourceFacts], state: StreamState
+) -> tuple[list[Cursor], list[float]]:
     """Return where each source stands before the first step, and the weight it has there."""
-    here, begin = len(state.epoch), Cursor(0, BEGIN, 0)
+    job, here, begin = prepared.job, len(state.epoch), Cursor(0, BEGIN, 0)
     weights = job.mixture.weights_at(float(state.step), job.names, base_weights(job, facts))
     cursors = [state.cursor(number) if number < here else begin for number in range(len(job.sources))]
-    return cursors, [weight if number < here else 0.0 for number, weight in enumerate(weights)]
+    there = [number < here and name not in prepared.gone for number, name in enumerate(job.names)]
+    return cursors, [weight if drawn else 0.0 for weight, drawn in zip(weights, there, strict=True)]
 
 
 def make_fleet(
@@ -272,7 +282,7 @@ def make_crew(prepared: Prepared, number: int, opened: SourceFiles, verdicts: Ve
     source = job.sources[number]
     sidecars = LengthSidecars(Path(options.cache) / "lengths")
     choice = PlacementChoice(options.placement, threading.Lock())
-    lengths = known_lengths(source, opened, sidecars, prepared.tokenizer_digest)
+    lengths = known_lengths(source, opened, sidecars, prepared.tokenizer_digest) if opened.files else None
     count = options.workers.get(source.name, options.loaders_per_source)
     ahead = count > 1 or source.name in options.workers or options.scaling is not None
     helpers = CrewWorkers(hands.lanes) if ahead else None
@@ -321,7 +331,8 @@ def start_planner(
 ) -> Planner:
     """Make the Planner of a stream, at the state it goes on from."""
     job, options = prepared.job, prepared.options
-    strategy, base = options.strategy or backbone_balance(), base_weights(job, facts)
+    strategy, base = options.strategy or backbone_balance(), history.inputs.base
+    base.update(base_weights(job, facts))
 
     @functools.lru_cache(maxsize=16)
     def limits(tree: ClientPlaceTree) -> Limits:
@@ -342,7 +353,7 @@ def start_planner(
         verdicts=history.verdicts,
         parks_failing=options.on_source_failure != "stop",
         keep=options.keep,
-        earlier=earlier_states(job, standing.parts, history),
+        earlier=earlier_states(job, standing.parts, history, prepared.gone),
         digests=history.digests,
     )
     planner.checkpoints.begin()

@@ -10,7 +10,7 @@ Rules of this file:
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,11 @@ from overlord.core.specs import Job
 from overlord.core.states import StreamState, restricted_parts
 from overlord.errors import Fenced, StateError
 from overlord.roles.drawer import Drawer
-from overlord.roles.inputs import Change, InputLog, changes_from_json
+from overlord.roles.inputs import InputLog, changes_from_json
 from overlord.roles.ports import Loaders
 from overlord.roles.verdicts import Verdicts
 from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.numbering import changes_of, with_changes, with_records
+from overlord.runtimes.numbering import changes_of, with_changes, with_records, without_files
 from overlord.stores.places import OpenPlace, Place, open_place
 from overlord.stores.store import FoundLineage, Store, lineage_before, lineage_of, newest_lineage
 
@@ -186,14 +186,8 @@ def _inputs(job: Job, store: Store, state: Mapping[str, Any] | None, records: Se
 def _inputs_again(job: Job, store: Store, given: Mapping[str, Any], found: FoundLineage) -> InputLog:
     """Return everything that a lineage was told since its oldest snapshot: any of its steps may be planned again."""
     oldest = found.snapshots[0].state
-    changes: list[Change] = []
-    for entry in with_changes(given["changes"], with_changes(oldest["changes"], changes_of(found.records))):
-        try:
-            changes += changes_from_json([entry], job)
-        except StateError:
-            if entry["at"] >= found.newest.step:
-                raise
-            continue  # it is about a source that has come and gone since; what holds now stands in the newest snapshot
+    told = with_changes(given["changes"], with_changes(oldest["changes"], changes_of(found.records)))
+    changes = changes_from_json(told, job)
     return InputLog(job, store.journal, _with_reports(oldest["reports"], found.records), changes)
 
 
@@ -205,16 +199,27 @@ def _with_reports(known: Mapping[str, Any], records: Sequence[Record]) -> dict[i
     return reports
 
 
-def earlier_states(job: Job, parts: Mapping[str, Any], history: History) -> list[StreamState]:
-    """Return the older states of the lineage that is gone on in, as far as they are of the sources that are there."""
+def earlier_states(
+    job: Job, parts: Mapping[str, Any], history: History, gone: Collection[str] = ()
+) -> list[StreamState]:
+    """Return the older states of the lineage that is gone on in, as far as all that they draw from is open.
+
+    Args:
+        job: The job.
+        parts: What its fingerprint covers.
+        history: What was found in the store.
+        gone: Sources that are not opened again.
+    """
     beginning = history.beginning
     if not beginning.recovered or beginning.found is None:
         return []
     found: list[StreamState] = []
     for snapshot in beginning.found.snapshots[:-1]:
-        names = job.names[: len(snapshot.state["sources"])]
-        if set(names) == set(snapshot.state["sources"]):  # a source may have come and gone since
-            found.append(StreamState.from_json(snapshot.state, names, restricted_parts(parts, names)))
+        state, names = snapshot.state, job.names[: len(snapshot.state["sources"])]
+        went = {change["remove"] for change in state["changes"] if "remove" in change and change["at"] <= state["step"]}
+        if not (set(gone) & set(names)) - went:
+            now = restricted_parts(parts, names)
+            found.append(StreamState.from_json(without_files(state, now, set(gone) & set(names)), names, now))
     return found
 
 

@@ -52,6 +52,7 @@ class InlineService:
         self._samples: OrderedDict[int, StepSamples] = OrderedDict()
         self._packed: OrderedDict[tuple[int, int, int], PackedMicrobatch] = OrderedDict()
         self._labels: dict[int, int] = {}
+        self._packed_bytes = 0
         self._positions: dict[int, int] = {}
         self._reached: dict[int, int] = {}
         self._roles: Roles | None = None
@@ -142,9 +143,11 @@ class InlineService:
         key = (step, *place)
         if key not in self._packed:
             samples = self._gathered(plan)
-            self._packed[key] = roles.constructor.constructor_do_plan(plan, samples, *place, _new_buffer)
-            while len(self._packed) > 1 and self._packed_bytes() > self._options.budget_bytes // 4:
-                self._packed.popitem(last=False)
+            packed = roles.constructor.constructor_do_plan(plan, samples, *place, _new_buffer)
+            self._packed[key] = packed
+            self._packed_bytes += packed.buffer.nbytes
+            while len(self._packed) > 1 and self._packed_bytes > self._options.budget_bytes // 4:
+                self._packed_bytes -= self._packed.popitem(last=False)[1].buffer.nbytes
         return self._packed[key]
 
     def labels(self, plan: LoadingPlan) -> int:
@@ -169,7 +172,7 @@ class InlineService:
         if planner.checkpoints.is_due:
             patiently(self._saver.work)
         for key in [k for k in self._packed if k[0] < slowest]:
-            del self._packed[key]
+            self._packed_bytes -= self._packed.pop(key).buffer.nbytes
         for old in [s for s in self._labels if s < slowest]:
             del self._labels[old]
 
@@ -178,9 +181,6 @@ class InlineService:
         if rank in self._positions and self._roles is not None:
             self.moved(rank, next_step)
             del self._positions[rank]
-
-    def _packed_bytes(self) -> int:
-        return sum(p.buffer.nbytes for p in self._packed.values())
 
 
 class _InlineFeed:

@@ -176,8 +176,7 @@ def admit(
     changes, source = planner.sources, prepared.job.sources[-1]
     at = changes.step_of_add(at_step)
     if source.weight is not None:  # weights stand beside the sources: this one's too
-        weight = weight if weight is not None else changes.mean_weight(at)
-        source = source.replace(weight=weight)
+        source = source.replace(weight=weight if weight is not None else changes.mean_weight())
         prepared = dataclasses.replace(prepared, job=prepared.job.replace(sources=[*prepared.job.sources[:-1], source]))
     changes.add(source, weight, at, base_weights(prepared.job, facts), change_id)
     planner.know_parts(parts_of(prepared, facts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def with_newcomers(job: Job, state: Mapping[str, Any] | None) -> Job:
-    """Return the job with the sources that came while its stream ran, unless they went again before the state's step.
+    """Return the job with the sources that came while its stream ran, also those that went again.
 
     Raises:
         StateError: when the state is none, or its log is damaged.
@@ -104,6 +104,28 @@ def with_newcomers(job: Job, state: Mapping[str, Any] | None) -> Job:
         return job
     check_form(state)
     log = roster_log(state["changes"])
-    gone = {change.source for change in log if change.kind == "sources" and change.at <= state["step"]}
-    new = [change.add for change in log if change.add is not None and change.add.name not in {*job.names, *gone}]
+    new = [change.add for change in log if change.add is not None and change.add.name not in job.names]
     return job.replace(sources=[*job.sources, *new]) if new else job
+
+
+def names_gone(job: Job, state: Mapping[str, Any] | None) -> frozenset[str]:
+    """Return the sources that the job does not have, and that came and went before the state's step.
+
+    Their files may be gone too: nothing of them is opened. Their numbers stay, as do those of the sources behind them.
+    """
+    if state is None:
+        return frozenset()
+    check_form(state)
+    log = roster_log(state["changes"])
+    came = {change.add.name for change in log if change.add is not None}
+    went = {change.source for change in log if change.kind == "sources" and change.at <= state["step"]}
+    return frozenset((came & went) - set(job.names))
+
+
+def without_files(state: Mapping[str, Any], parts: Mapping[str, Any], gone: Collection[str]) -> Mapping[str, Any]:
+    """Return a state whose fingerprint does not tell which files sources had that are not opened again."""
+    if not gone:
+        return state
+    now = {name: parts["sources"][name] for name in gone if name in state["fingerprint"]["sources"]}
+    told = {**state["fingerprint"], "sources": {**state["fingerprint"]["sources"], **now}}
+    return {**state, "fingerprint": told}

@@ -60,7 +60,7 @@ class PlannerRole(ClusterRole):
             check_sizes(self._prepared, self._facts)
             self._standing = where_it_stands(self._prepared, self._facts, beginning)
             self._history = read_history(job, store, beginning, self._standing.given)
-            cursors, weights = first_needs(job, self._facts, self._standing.state)
+            cursors, weights = first_needs(self._prepared, self._facts, self._standing.state)
         except BaseException:
             store.close()
             raise

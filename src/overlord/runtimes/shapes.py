@@ -27,6 +27,18 @@ def limits_of(job: Job, layout: Layout | None = None, mesh: ClientPlaceTree | No
     )
 
 
+def few_samples(job: Job, mesh: ClientPlaceTree) -> str | None:
+    """Say that a step has fewer samples than there are data-parallel ranks; None where it has enough."""
+    samples, dp = job.batch.global_samples, mesh.dp
+    if samples is None or samples >= dp:
+        return None
+    return (
+        f"A step has global_samples={samples} for dp={dp} ranks: at least {dp - samples} of them get dummies and wait "
+        f"for the others (an imbalance of up to {dp / samples:.2f}x), whatever the strategy. Give global_samples={dp} "
+        "or more, or a mesh with a smaller dp."
+    )
+
+
 def media_shape(job: Job) -> MediaShape:
     """Return the one shape that all images, clips and sounds of a job have in a batch.
 

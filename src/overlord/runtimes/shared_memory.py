@@ -48,6 +48,7 @@ class Arena:
         self._lock = threading.Lock()
         self._idle: list[Segment] = []
         self._used: dict[int, tuple[Segment, int]] = {}
+        self._used_bytes = self._idle_bytes = 0  # counted as they change: a step may have thousands of segments
         self._next = 0
         self._closed = False
         self.gone = 0
@@ -57,7 +58,7 @@ class Arena:
     def used_bytes(self) -> int:
         """Capacity of the segments in use."""
         with self._lock:
-            return sum(segment.capacity for segment, _ in self._used.values())
+            return self._used_bytes
 
     def take(self, nbytes: int) -> Segment:
         """Return a segment of at least so many bytes, held once."""
@@ -67,10 +68,12 @@ class Arena:
             if fitting:
                 segment = min(fitting, key=lambda s: s.capacity)
                 self._idle.remove(segment)
+                self._idle_bytes -= segment.capacity
             else:
                 segment = Segment(self._next, capacity)
                 self._next += 1
             self._used[segment.number] = (segment, 1)
+            self._used_bytes += segment.capacity
             return segment
 
     def alive(self, number: int) -> bool:
@@ -100,15 +103,19 @@ class Arena:
                 self._used[number] = (segment, holds - 1)
                 return
             del self._used[number]
+            self._used_bytes -= segment.capacity
             if not segment.reusable:
                 segment.close()
                 self.gone += 1
                 return
             self._idle.append(segment)
+            self._idle_bytes += segment.capacity
             # A few of what is in use will be needed again soon; more than that is given back.
-            most = sum(s.capacity for s, _ in self._used.values()) // 4 + 2 * segment.capacity
-            while sum(s.capacity for s in self._idle) > most:
-                self._idle.pop(0).close()
+            most = self._used_bytes // 4 + 2 * segment.capacity
+            while self._idle_bytes > most:
+                oldest = self._idle.pop(0)
+                self._idle_bytes -= oldest.capacity
+                oldest.close()
                 self.gone += 1
 
     def close(self) -> None:
@@ -119,6 +126,7 @@ class Arena:
                 segment.close()
             self._idle.clear()
             self._used.clear()
+            self._used_bytes = self._idle_bytes = 0
 
 
 def round_up(nbytes: int) -> int:

@@ -312,7 +312,8 @@ class StepServer:
                 held, planned = self._shelf.samples.get(step), step in self._shelf.plans
                 if planned and step not in self._gathering and (held is None or not ranks <= held.ranks):
                     unknown = bool(ranks) and step not in self._shelf.labels
-                    needed = not self._seats.ever_attached or unknown or self._shelf.missing(step, ranks)
+                    missing = unknown or self._shelf.next_missing(step, ranks) is not None
+                    needed = not self._seats.ever_attached or missing
                     if needed and self._has_room(step, wanted):
                         plan = self._shelf.plans[step]
                         expected = self.ranks_of(plan.mesh)
@@ -345,10 +346,10 @@ class StepServer:
             for step, ranks in wanted.items():
                 if step in self._shelf.samples and step in self._shelf.plans:
                     here = ranks & self._shelf.samples[step].ranks
-                    missing = [key for key in self._shelf.missing(step, here) if key not in self._packing]
-                    if missing and self._has_room(step, wanted):
-                        self._packing.add(missing[0])
-                        return missing[0]
+                    missing = self._shelf.next_missing(step, here, self._packing)
+                    if missing is not None and self._has_room(step, wanted):
+                        self._packing.add(missing)
+                        return missing
             return None
 
         def work(key: Bin) -> None:
@@ -362,12 +363,12 @@ class StepServer:
             finally:
                 with self._changed:  # at once: in between, the other thread would take it for missing
                     self._packing.remove(key)
-                    self._shelf.built |= made
+                    self._shelf.add(made)
                     if made:
                         self._shelf.opened(step, key[1:])
             with self._changed:
                 self._shelf.keep(self._wanted_steps())  # the clients may have moved on meanwhile
-                if step in self._shelf.plans and not self._shelf.missing(step, self._wanted_steps()[step]):
+                if step in self._shelf.plans and self._shelf.next_missing(step, self._wanted_steps()[step]) is None:
                     self._shelf.samples.pop(step, None)
                 self._changed.notify_all()
 

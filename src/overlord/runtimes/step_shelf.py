@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +57,33 @@ class StepShelf:
         self.built: dict[Bin, Built] = {}
         self.labels: dict[int, int] = {}
         """Labels of each step over all ranks, once it is known which of its samples decode."""
+        self._fresh: list[Bin] = []
+        self._kept: dict[int, set[int]] = {}
+        """What was wanted of planned steps when everything that is built was looked through."""
+        self._queues: dict[tuple[int, frozenset[int]], tuple[list[Bin], int]] = {}
+        """What ranks need of a step, and how much of it from the front on is built."""
+
+    def add(self, made: Mapping[Bin, Built]) -> None:
+        """Take in what was built."""
+        self.built.update(made)
+        self._fresh += made
 
     def keep(self, wanted: Mapping[int, set[int]]) -> None:
-        """Drop everything but steps that some ranks want."""
+        """Drop everything but steps that some ranks want.
+
+        This is called with every microbatch, and a step may have thousands: as long as the same is wanted, only what
+        was built since is looked at.
+        """
         plans, wanted_by = self.plans, self._constructor.wanted_by
-        needed = {step: wanted_by(ranks, plans[step]) for step, ranks in wanted.items() if step in plans}
-        for key in [k for k in self.built if k[0] not in needed or not needed[k[0]](*k[1:])]:
+        now = {step: set(ranks) for step, ranks in wanted.items() if step in plans}
+        needed = {step: wanted_by(ranks, plans[step]) for step, ranks in now.items()}
+        looked_at = list(self.built) if now != self._kept else self._fresh
+        dropped = [k for k in looked_at if k in self.built and (k[0] not in needed or not needed[k[0]](*k[1:]))]
+        for key in dropped:
             self._arena.release(self.built.pop(key).segment.number)
+        if dropped or now != self._kept:
+            self._queues.clear()
+        self._kept, self._fresh = now, []
         for step in [s for s in self.samples if s not in wanted]:
             del self.samples[step]
         for step in [s for s in self.plans if s not in wanted]:
@@ -88,14 +109,24 @@ class StepShelf:
         if step in self.plans and not self.samples[step].unopened:
             self.labels.setdefault(step, self.samples[step].samples.labels)
 
-    def missing(self, step: int, ranks: set[int]) -> list[Bin]:
-        """Return what some ranks need of a planned step and is not built, then what its labels wait for."""
-        bins = self._constructor.bins_of(ranks, self.plans[step])
-        unbuilt = [(step, *one) for one in bins if (step, *one) not in self.built]
-        if step not in self.samples or step in self.labels or not ranks:
-            return unbuilt
+    def next_missing(self, step: int, ranks: set[int], busy: Collection[Bin] = ()) -> Bin | None:
+        """Return the first microbatch that is neither built nor being built: of ranks that want it, then for its labels."""
+        key = (step, frozenset(ranks))
+        bins, at = self._queues.get(key) or (
+            [(step, *b) for b in self._constructor.bins_of(ranks, self.plans[step])],
+            0,
+        )
+        while at < len(bins) and bins[at] in self.built:
+            at += 1
+        self._queues[key] = (bins, at)
+        first = next(
+            (one for one in itertools.islice(bins, at, None) if one not in self.built and one not in busy), None
+        )
+        if first is not None or step not in self.samples or step in self.labels or not ranks:
+            return first
         # Ranks that are not attached have no use for their microbatches, but what does not decode there counts.
-        return unbuilt + [(step, *one) for one in sorted(self.samples[step].unopened) if (step, *one) not in unbuilt]
+        unopened = sorted((step, *one) for one in self.samples[step].unopened)
+        return next((one for one in unopened if one not in busy), None)
 
     def places(self, rank: int, plan: LoadingPlan) -> tuple[StepHeader, dict[int, Bin]]:
         """Return a rank's header of a step, and where its microbatches are found that go along with it."""
