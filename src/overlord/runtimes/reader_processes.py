@@ -45,7 +45,7 @@ NATIVE = ("parquet", "arrow")
 CRASHES = 2
 """So many processes may end over one block: one that was shared, and one of its own."""
 LOSSES = 8
-"""So many may be lost over one block by something else."""
+"""So many may be lost by something else before a block yields its next rows."""
 THREADS_PER_PROCESS = 4
 MOST_PROCESSES = 4
 HANG_S = 600.0
@@ -205,7 +205,10 @@ class _Process:
             self._end(None)
             raise _Lost(str(self._ended), suspect=self._crashed) from None
         with self._lock:
-            self._idle.append(connection)
+            if self.lost:
+                connection.close()
+            else:
+                self._idle.append(connection)
         return answer
 
     def drop(self, stream: int) -> None:
@@ -215,10 +218,6 @@ class _Process:
     def end(self) -> None:
         """Kill it."""
         self._end("it was ended by the service")
-        with self._lock:
-            for connection in self._idle:
-                connection.close()
-            self._idle.clear()
 
     def _connect(self) -> socket.socket:
         with self._lock:
@@ -242,6 +241,8 @@ class _Process:
             if self.lost:
                 return
             self.lost = True
+            for connection in self._idle:
+                connection.close()
             code = self._worker.end()
             self._ended = why or ("it was lost" if code is None else describe_exit(code))
             self._crashed = crashed or (code is not None and (code > 0 or -code in _CRASH_SIGNALS))
@@ -268,6 +269,10 @@ class _Trial:
             yield process
         finally:
             self._pool.retire(process)
+
+    def came_further(self) -> None:
+        """Forget processes that were killed: however many are, rows come. What crashed is not forgotten."""
+        self._losses = 0
 
     def lost(self, loss: _Lost) -> None:
         """Return if it may be read once more.
@@ -335,6 +340,7 @@ class IsolatedReader:
                     answer, rows = _checked(process.ask(head, given, seconds))
                     while "end" not in answer:
                         skip += num_rows(rows)
+                        trial.came_further()
                         yield rows
                         answer, rows = _checked(process.ask({"op": "next", "stream": number}, {}, seconds))
                     return
