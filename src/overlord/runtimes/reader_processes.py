@@ -21,6 +21,7 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ CRASHES = 2
 """So many processes may end over one block: one that was shared, and one of its own."""
 LOSSES = 8
 """So many may be lost by something else before a block yields its next rows."""
+VERDICT_S = 60.0
+"""How long a verdict holds: then the file may have been restored, and is read again."""
 THREADS_PER_PROCESS = 4
 MOST_PROCESSES = 4
 HANG_S = 600.0
@@ -86,6 +89,8 @@ class ReaderProcesses:
         self._closed = False
         self.numbers = itertools.count()
         """Numbers of streams."""
+        self.verdicts: dict[str, tuple[float, str]] = {}
+        """What has ended processes, when and how: promised samples are asked for every second."""
 
     def isolate(self, reader: Reader) -> Reader:
         """Return a reader of the same format that reads in these processes, if the format needs it."""
@@ -257,6 +262,9 @@ class _Trial:
         self._what = what
         self._crashes = 0
         self._losses = 0
+        judged = pool.verdicts.get(what)
+        if judged is not None and time.monotonic() < judged[0] + VERDICT_S:
+            raise ReaderError(judged[1])
 
     @contextlib.contextmanager
     def process(self) -> Iterator[_Process]:
@@ -289,12 +297,19 @@ class _Trial:
             level = logging.WARNING if loss.suspect else logging.DEBUG
             logger.log(level, "%s: a reader process was lost (%s); it is read once more", self._what, loss)
             return
-        times = self._crashes if self._crashes == CRASHES else self._losses
-        raise ReaderError(
-            f"{self._what} ended the process that read it {times} times ({loss}): the file is damaged, or made to do "
+        if self._crashes < CRASHES:
+            raise ReaderError(
+                f"{self._what} cannot be read: {self._losses} processes that tried were killed ({loss}); going on "
+                "without it would change the stream. The host may be out of memory: free some, and start again from "
+                "the last checkpoint."
+            )
+        verdict = (
+            f"{self._what} ended the process that read it {CRASHES} times ({loss}): the file is damaged, or made to do "
             "harm; going on without it would change the stream. Copy or write the file again, or take it out of the "
             "source's paths and start a new run; launch with on_source_failure='park' to go on without such sources."
         )
+        self._pool.verdicts[self._what] = time.monotonic(), verdict
+        raise ReaderError(verdict)
 
 
 class IsolatedReader:
