@@ -136,5 +136,5 @@ def test_a_wrong_strategy_is_explained_before_anything_runs(where, ids_job, cach
             ol.launch(job, strategy=strategy, **where, cache=cache)
     with pytest.raises(ol.SpecError, match=r"Call it: ol\.strategies\.hdp\(\)"):
         ol.launch(job, strategy=ol.strategies.hdp, cache=cache)
-    with pytest.raises(ol.SpecError, match="there is no strategy 'hdq'.* Did you mean 'hdp'"):
+    with pytest.raises(ol.SpecError, match=r"there is no strategy 'hdq'.* Did you mean 'hdp'"):
         ol.launch(job, strategy="hdq", cache=cache)

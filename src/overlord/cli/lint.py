@@ -33,7 +33,6 @@ from overlord.core.samples import FILE_SHIFT, SKIP, SampleId
 from overlord.core.specs import Audio, Job, Video
 from overlord.errors import OverlordError, SpecError
 from overlord.readers.filesystems import StoredFile
-from overlord.readers.reader import READ_FAILURES
 from overlord.readers.sidecars import LengthSidecars
 from overlord.roles.source_loader import FEW_SAMPLES, Lengths
 from overlord.runtimes.opening import known_lengths
@@ -406,7 +405,7 @@ def _probe(file: StoredFile) -> str:
             digest.update(handle.read(_PROBE_BYTES))
             handle.seek(max(0, file.size - _PROBE_BYTES))
             digest.update(handle.read(_PROBE_BYTES))
-    except READ_FAILURES:
+    except (OSError, ValueError):
         return file.path
     return digest.hexdigest()
 

@@ -84,6 +84,23 @@ def select(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
     return array
 
 
+def validate_columns(batch: pa.RecordBatch, columns: Sequence[str], path: str) -> None:
+    """Check every offset, index and length of the wanted columns against their buffers.
+
+    A record batch of an IPC file is what the file says it is: pyarrow and our kernels would follow an offset out of
+    its buffer. Text is checked as bytes: a row that is not UTF-8 is a bad sample, not a damaged file.
+
+    Raises:
+        pa.ArrowInvalid: A column is damaged.
+    """
+    batch.validate()
+    for fields in require_columns(batch.schema, columns, path).values():
+        array = batch.column(batch.schema.get_field_index(fields[0]))
+        if pt.is_string(array.type) or pt.is_large_string(array.type):
+            array = array.view(pa.binary() if pt.is_string(array.type) else pa.large_binary())
+        array.validate(full=True)
+
+
 def to_rows(batch: pa.RecordBatch, columns: Mapping[str, Kind], path: str) -> RowBatch:
     """Return the wanted columns of a record batch and which of its rows have a null in them.
 
@@ -122,7 +139,8 @@ def _to_numpy(array: pa.Array, kind: Kind) -> tuple[Ragged | Array, Bools]:
     if kind == "bytes":
         return _blank(_bytes_column(array), nulls), nulls
     if kind == "json":
-        return _json_column(array), nulls
+        texts, broken = _json_column(array)
+        return texts, nulls | broken
     if kind in ("int_list", "float_list"):
         ragged, inner_nulls = _list_column(array)
         return _blank(ragged, nulls), nulls | inner_nulls
@@ -187,9 +205,21 @@ def _number_column(array: pa.Array) -> Array:
     return array.to_numpy(zero_copy_only=False)
 
 
-def _json_column(array: pa.Array) -> Ragged:
-    texts = [b"" if v is None else _json_text(v) for v in array.to_pylist()]
-    return Ragged(np.frombuffer(b"".join(texts), np.uint8), offsets_of([len(text) for text in texts]))
+def _json_column(array: pa.Array) -> tuple[Ragged, Bools]:
+    """Return the rows as JSON text, and which of them have no Python value: bad UTF-8, a date out of range."""
+    broken: Bools = np.zeros(len(array), np.bool_)
+    try:
+        values = array.to_pylist()
+    except (ValueError, OverflowError):
+        values = []
+        for row in range(len(array)):
+            try:
+                values.append(array[row].as_py())
+            except (ValueError, OverflowError):
+                values.append(None)
+                broken[row] = True
+    texts = [b"" if v is None else _json_text(v) for v in values]
+    return Ragged(np.frombuffer(b"".join(texts), np.uint8), offsets_of([len(text) for text in texts])), broken
 
 
 def _json_text(value: Any) -> bytes:

@@ -15,7 +15,7 @@ import pyarrow.types as pt
 from pyarrow import ipc
 
 from overlord.core.ragged import RowBatch
-from overlord.readers.arrow_columns import kinds_of_schema, require_columns, select, to_rows
+from overlord.readers.arrow_columns import kinds_of_schema, require_columns, select, to_rows, validate_columns
 from overlord.readers.filesystems import MappedFile, StoredFile
 from overlord.readers.reader import BlockIndex, Kind
 from overlord.readers.spill import RELEASE_BYTES, SpillPlace, is_too_much, spill_rows, spilled
@@ -42,6 +42,7 @@ class ArrowReader:
             paths = require_columns(reader.schema, columns, file.path)
             for number in range(reader.num_record_batches):
                 batch = reader.get_batch(number)
+                batch.validate()
                 blocks.append((batch.num_rows, _bytes_of(batch, paths.values()), number, number + 1))
             return BlockIndex.of(blocks)
         stream = ipc.open_stream(native)
@@ -53,6 +54,7 @@ class ArrowReader:
             except StopIteration:
                 return BlockIndex.of(blocks)
             stop = native.tell()
+            batch.validate()
             blocks.append((batch.num_rows, _bytes_of(batch, paths.values()), start, stop))
             start = stop
 
@@ -118,6 +120,7 @@ class _Batch:
     def rows(self, columns: Mapping[str, Kind], path: str, skip: int, batch_rows: int) -> Rows:
         """Yield the rows behind the first `skip`."""
         batch = _read_batch(self._native, self._start, self._block)
+        validate_columns(batch, list(columns), path)
         passed = 0
         for at in range(skip, batch.num_rows, batch_rows):
             part = batch.slice(at, batch_rows)

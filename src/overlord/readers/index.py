@@ -3,13 +3,14 @@
 Rules of this file:
 1. The name of an entry is a hash of all that it depends on (format, path, size, time, columns): the entry
    of a file that has changed is never found, and nothing is ever updated in place.
-2. Entries are written beside and renamed: other processes see a whole entry or none.
-3. An entry that does not look as written is built again, not trusted.
+2. Entries appear whole or not at all, and a checksum covers them.
+3. An entry that is not as it was written, to the bit, is built again, not trusted.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,13 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
-from overlord.errors import SourceError
+from overlord.core.samples import FILE_SHIFT
+from overlord.errors import OverlordError, SourceError
+from overlord.readers.checked_array import read_array, write_array
 from overlord.readers.filesystems import StoredFile, verify_unchanged
-from overlord.readers.reader import READ_FAILURES, BlockIndex, Int64s, Reader, reason_of, unreadable
-from overlord.storage import replacing
+from overlord.readers.reader import BlockIndex, DamagedFile, Reader, reason_of, unreadable
 
-_VERSION = 1
-_MAGIC = 0x6F766C64
+logger = logging.getLogger("overlord")
+
+_VERSION = 2
 _FIELDS = 5
 _NUM_LOCKS = 256
 _MAP_FROM_BYTES = 64 << 10
@@ -59,6 +62,8 @@ class IndexCache:
         with self._locks[int(path.stem[:8], 16) % _NUM_LOCKS]:
             found = _load(path)
             if found is None:
+                if path.exists():
+                    logger.warning("the index of %s in %s is damaged; it is built again", file.path, path)
                 self._store(path, _build(file, reader, columns))
                 found = _load(path)
         if found is None:
@@ -74,17 +79,11 @@ class IndexCache:
 
     def _path(self, file: StoredFile, reader: Reader, columns: Sequence[str]) -> Path:
         key = _entry_key(file, reader.name, columns)
-        return self._folder / key[:2] / f"{key}.npy"
+        return self._folder / key[:2] / f"{key}.index"
 
     def _store(self, path: Path, index: BlockIndex) -> None:
-        head = np.full(_FIELDS, len(index.rows), np.int64)
-        head[0] = _MAGIC + _VERSION
-        parts = (index.rows, index.bytes, index.start, index.stop, index.first_row)
-        table = np.concatenate([head[:, None], np.stack(parts)], axis=1)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as scratch, scratch.open("wb") as handle:
-                np.save(handle, table)
+            write_array(path, np.stack([index.rows, index.bytes, index.start, index.stop, index.first_row]))
         except OSError as error:
             raise SourceError(
                 f"cannot write the index {path}: {reason_of(error)}; every start would index all files "
@@ -132,8 +131,11 @@ def _build(file: StoredFile, reader: Reader, columns: Sequence[str]) -> BlockInd
             verify_unchanged(file)
             index = reader.index(file, columns)
             verify_unchanged(file)  # an entry made of two versions of a file would be found by neither
+            _check(index)
             return index
-        except READ_FAILURES as error:
+        except OverlordError:
+            raise
+        except Exception as error:  # whatever a parser makes of bytes that are not what they should be
             if not attempts:
                 raise unreadable(file, reason_of(error)) from error
 
@@ -149,21 +151,18 @@ def _entry_key(file: StoredFile, format: str, columns: Sequence[str]) -> str:
 
 def _load(path: Path) -> BlockIndex | None:
     """Return an entry, or None if there is none that can be trusted."""
-    try:
-        large = path.stat().st_size >= _MAP_FROM_BYTES
-        table = np.load(path, mmap_mode="r" if large else None, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    if table.dtype != np.int64 or table.ndim != 2 or table.shape[0] != _FIELDS or table.shape[1] < 1:
-        return None
-    if table[0, 0] != _MAGIC + _VERSION or (table[1:, 0] != table.shape[1] - 1).any():
-        return None
-    rows, size, start, stop, first = (np.asarray(line[1:]) for line in table)
-    return BlockIndex(rows, size, start, stop, first) if _is_sane(rows, size, start, stop, first) else None
+    table = read_array(path, np.int64, map_from=_MAP_FROM_BYTES)
+    return BlockIndex(*table) if table is not None and len(table) == _FIELDS else None
 
 
-def _is_sane(rows: Int64s, size: Int64s, start: Int64s, stop: Int64s, first: Int64s) -> bool:
-    if not len(rows):
-        return True
-    in_order = first[0] == 0 and bool((first[1:] == first[:-1] + rows[:-1]).all())
-    return in_order and bool((rows >= 0).all() and (size >= 0).all() and (start >= 0).all() and (stop >= start).all())
+def _check(index: BlockIndex) -> None:
+    """Refuse an index whose numbers a stream cannot be made from, whatever a damaged file says.
+
+    Raises:
+        DamagedFile: with what is wrong.
+    """
+    rows = [int(count) for count in index.rows]
+    if min(rows, default=0) < 0 or sum(rows) >= 1 << FILE_SHIFT:
+        raise DamagedFile(f"it claims {sum(rows)} rows, and a file has less than {1 << FILE_SHIFT}")
+    if (index.bytes < 0).any() or (index.start < 0).any() or (index.stop < index.start).any():
+        raise DamagedFile("it claims blocks of less than no bytes")

@@ -86,6 +86,13 @@ def read_block_metadata(
     return _parse(head + _list_header(1) + group + rest)
 
 
+def warm_footer() -> None:
+    """Load the kernels of this file."""
+    nothing = np.zeros(1, np.uint8)
+    _find_row_groups(nothing)
+    _row_group_bounds(nothing, 0, np.zeros(1, np.int64))
+
+
 def _tail(native: pa.NativeFile, size: int) -> tuple[bytes, int]:
     """Return the last bytes of a file and the length of its footer."""
     if size < 12:

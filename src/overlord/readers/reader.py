@@ -6,7 +6,6 @@ One format a file; the table of formats is in `formats`.
 from __future__ import annotations
 
 import difflib
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from overlord.core.ragged import RowBatch
 from overlord.errors import SourceError
@@ -33,9 +31,6 @@ under the name `sizes_column(column)` the bytes of each as Ragged int64."""
 class DamagedFile(OSError):
     """The bytes of a file are not what its format asks for; the message completes "cannot read x: "."""
 
-
-READ_FAILURES = (OSError, EOFError, zlib.error, pa.ArrowException)
-"""What a filesystem or a decoder raises when bytes cannot be had."""
 
 Int64s = npt.NDArray[np.int64]
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from overlord.core.order import FileBlocks
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
-from overlord.errors import ReaderError, SourceError
+from overlord.errors import OverlordError, ReaderError, SourceError
 from overlord.readers.filesystems import StoredFile, verify_unchanged
 from overlord.readers.formats import FORMATS, format_of
 from overlord.readers.index import IndexCache, build_indices
 from overlord.readers.listing import list_files
-from overlord.readers.reader import READ_FAILURES, BlockIndex, Kind, missing_column, reason_of, unreadable
+from overlord.readers.reader import BlockIndex, Kind, Reader, missing_column, reason_of, unreadable
 from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows
 from overlord.storage import StorageOptions
 
@@ -41,6 +41,7 @@ class SourceFiles:
         columns: The columns to read; None for all.
         storage_options: How to reach a remote store.
         cache: Where the indices of the files are kept, and row groups too large to be held in memory.
+        isolate: Brings a reader into processes that a damaged file may end; None reads in the caller.
         pause: What waits between attempts after an I/O error.
 
     Raises:
@@ -57,12 +58,13 @@ class SourceFiles:
         format: str | None = None,
         columns: Sequence[str] | None = None,
         storage_options: StorageOptions | None = None,
+        isolate: Callable[[Reader], Reader] | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.name = name
         self.files: list[StoredFile] = list_files(paths, storage_options, format=format)
         self.format = format_of(self.files, format)
-        self._reader = FORMATS[self.format]
+        self._reader = isolate(FORMATS[self.format]) if isolate else FORMATS[self.format]
         self._cache = cache
         self._wanted = list(columns) if columns is not None else None
         self._pause = pause
@@ -81,7 +83,9 @@ class SourceFiles:
         file = self.files[0]
         try:
             return self._reader.columns(file)
-        except READ_FAILURES as error:
+        except OverlordError:
+            raise
+        except Exception as error:  # whatever a parser makes of bytes that are not what they should be
             raise unreadable(file, reason_of(error)) from error
 
     def kinds(self) -> dict[str, Kind]:
@@ -154,7 +158,9 @@ class SourceFiles:
                     attempt = 0
                     yield batch
                 break
-            except READ_FAILURES as error:
+            except OverlordError:
+                raise
+            except Exception as error:  # also what a parser makes of bytes that are not what they should be
                 attempt += 1
                 if attempt == _ATTEMPTS:
                     raise self._lost(file, block, at, reason_of(error)) from error
@@ -224,7 +230,9 @@ class SourceFiles:
         for file in self.files[:_KINDS_FILES]:
             try:
                 found = self._reader.kinds(file, wanted)
-            except READ_FAILURES as error:
+            except OverlordError:
+                raise
+            except Exception as error:
                 raise unreadable(file, reason_of(error)) from error
             seen.update((c, k) for c, k in found.items() if seen.get(c) is None)
             if all(seen.get(column) is not None for column in wanted):

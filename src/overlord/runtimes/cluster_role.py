@@ -24,9 +24,11 @@ from overlord.runtimes.frames import (
 )
 from overlord.runtimes.leftovers import remove_when_gone
 from overlord.runtimes.newcomers import prepare_newcomer
+from overlord.runtimes.opening import IsolateReader
 from overlord.runtimes.peers import Blobs
 from overlord.runtimes.planner_host import Pace
 from overlord.runtimes.process_workers import ProcessWorkers
+from overlord.runtimes.reader_processes import ReaderProcesses
 from overlord.runtimes.switchboard import Switchboard
 from overlord.runtimes.workers import Hands, ThreadWorkers
 from overlord.storage import StorageOptions
@@ -55,6 +57,12 @@ class Means:
         processes = ProcessWorkers(count)
         ends.callback(processes.close)
         return processes.isolate
+
+    def isolate_reader(self, threads: int, ends: contextlib.ExitStack) -> IsolateReader | None:
+        """Return what brings the reading of files into reader processes, until the role ends."""
+        readers = ReaderProcesses(threads)
+        ends.callback(readers.close)
+        return readers.isolate
 
     def open_place(self, store: str, options: StorageOptions | None = None) -> Place:
         """Open the place of a store."""

@@ -37,7 +37,14 @@ from overlord.runtimes.lanes import CrewWorkers
 from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.loader_fleet import LoaderFleet
 from overlord.runtimes.numbering import canonical, names_gone, names_to_come, with_newcomers, without_files
-from overlord.runtimes.opening import Progress, index_first_windows, known_lengths, open_sources, order_of
+from overlord.runtimes.opening import (
+    IsolateReader,
+    Progress,
+    index_first_windows,
+    known_lengths,
+    open_sources,
+    order_of,
+)
 from overlord.runtimes.parking import Patience
 from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
 from overlord.runtimes.warming import warm_job
@@ -115,6 +122,8 @@ class Prepared:
     """One for each source."""
     isolate: Isolate | None = None
     """Brings Python code that holds the interpreter into process workers."""
+    isolate_reader: IsolateReader | None = None
+    """Brings the reading of files into reader processes."""
     coming: int = 0
     """How many of the sources, the last ones, come only at a later step."""
     gone: frozenset[str] = frozenset()
@@ -158,6 +167,7 @@ def deploy(
     hands: Hands,
     progress: Progress | None = None,
     isolate: Isolate | None = None,
+    isolate_reader: IsolateReader | None = None,
 ) -> Roles:
     """Open the sources, check everything that can be checked, and wire the roles on one host.
 
@@ -168,10 +178,11 @@ def deploy(
         hands: Who does the work.
         progress: Told how far the opening is.
         isolate: Brings Python code that holds the interpreter into process workers.
+        isolate_reader: Brings the reading of files into reader processes.
     """
     claimed, beginning = open_store(options, store)
     try:
-        prepared = prepare(job, options, isolate, beginning.numbering)
+        prepared = prepare(job, options, isolate, beginning.numbering, isolate_reader)
         job = prepared.job
         files = open_files(prepared, range(len(job.sources)), hands.callers, progress)
         listings = {source.name: files[number] for number, source in enumerate(job.sources)}
@@ -190,7 +201,11 @@ def deploy(
 
 
 def prepare(
-    job: Job, options: LaunchOptions, isolate: Isolate | None = None, state: Mapping[str, Any] | None = None
+    job: Job,
+    options: LaunchOptions,
+    isolate: Isolate | None = None,
+    state: Mapping[str, Any] | None = None,
+    isolate_reader: IsolateReader | None = None,
 ) -> Prepared:
     """Bring a job into the form its stream is made from, and refuse what it and the launch cannot do together.
 
@@ -199,6 +214,7 @@ def prepare(
         options: The launch.
         isolate: Brings Python code that holds the interpreter into process workers.
         state: The state it goes on from, with changes that were journaled after it; by default that of the launch.
+        isolate_reader: Brings the reading of files into reader processes.
     """
     state = state or options.numbering or options.state
     gone = names_gone(job, state)
@@ -211,7 +227,9 @@ def prepare(
     check_launch(job, options)
     transforms = [transform_of(source, tokenizer, isolate) for source in job.sources]
     digest = tokenizer.digest if tokenizer else ""
-    return Prepared(job, options, digest, transforms, isolate, len(names_to_come(state)), gone)
+    return Prepared(
+        job, options, digest, transforms, isolate, isolate_reader, coming=len(names_to_come(state)), gone=gone
+    )
 
 
 def open_files(
@@ -222,7 +240,8 @@ def open_files(
     here = [number for number in numbers if prepared.job.sources[number].name not in prepared.gone]
     sources = [prepared.job.sources[number] for number in here]
     transforms = [prepared.transforms[number] for number in here]
-    opened = dict(zip(here, open_sources(sources, transforms, cache, callers, progress), strict=True))
+    found = open_sources(sources, transforms, cache, callers, progress, prepared.isolate_reader)
+    opened = dict(zip(here, found, strict=True))
     named = {number: prepared.job.sources[number] for number in numbers}
     return {n: opened[n] if n in opened else NoFiles(source.name, source.format, cache) for n, source in named.items()}
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from overlord.errors import StoreError
 from overlord.runtimes.cluster_role import Means
+from overlord.runtimes.opening import IsolateReader
 from overlord.runtimes.planner_host import Pace
 from overlord.runtimes.workers import Hands, SerialWorkers
 from overlord.storage import StorageOptions
@@ -58,6 +59,9 @@ class SerialMeans(Means):
 
     def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
         return self._isolate
+
+    def isolate_reader(self, threads: int, ends: contextlib.ExitStack) -> IsolateReader | None:
+        return None
 
     def open_place(self, store: str, options: StorageOptions | None = None) -> Place:
         place = MortalPlace(open_place(store, options), self._touch)

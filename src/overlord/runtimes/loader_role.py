@@ -46,7 +46,8 @@ class LoaderRole(ClusterRole):
         self._done = [0, 0]
         isolate = self._means.isolate(self._options.threads, self._ends)
         self._hands = self._means.hands(self._options.threads, self._options.lanes, self._ends)
-        prepared = prepare(self._job, self._options, isolate)
+        isolate_reader = self._means.isolate_reader(self._options.threads, self._ends)
+        prepared = prepare(self._job, self._options, isolate, isolate_reader=isolate_reader)
         first, added = len(prepared.job.sources), open_frame(frame)[0].get("added", ())
         self._prepared = self._with_added(prepared, frame)
         mine = [first + at for at, one in enumerate(added) if one["mine"]]

@@ -23,6 +23,7 @@ from overlord.runtimes.newcomers import Newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.planner_host import PlannerHost
 from overlord.runtimes.process_workers import ProcessWorkers
+from overlord.runtimes.reader_processes import ReaderProcesses
 from overlord.runtimes.scaler import local_scaler
 from overlord.runtimes.service_main import SERVED, run_service
 from overlord.runtimes.sizing import check_sizes, refresh_profile
@@ -42,15 +43,16 @@ class LocalHost:
         self._options = options
         self._hands = Hands.of_threads(options.threads, options.lanes)
         self._processes = ProcessWorkers(options.threads)
+        self._readers = ReaderProcesses(options.threads)
         store = options.store or str(folder / "store")
         try:
-            isolate = self._processes.isolate
-            roles = deploy(job, options, store, self._hands, tell, isolate)
+            roles = deploy(job, options, store, self._hands, tell, self._processes.isolate, self._readers.isolate)
             check_sizes(roles.prepared, roles.facts)
             plan_first_step(roles.planner)
         except BaseException:
             self._hands.close()
             self._processes.close()
+            self._readers.close()
             raise
         give_back_freed_memory()  # footers and listings of hundreds of sources were just parsed
         self._scaler = local_scaler(options, roles.fleet, lambda message: self._planner.ask(message))
@@ -76,7 +78,7 @@ class LocalHost:
         """End all threads and let go of everything, whatever of it fails."""
         with contextlib.ExitStack() as ends:
             # The planner ends first of these: a last snapshot may have to ask the loaders.
-            for end in (self._processes.close, self._hands.close, self._planner.close):
+            for end in (self._readers.close, self._processes.close, self._hands.close, self._planner.close):
                 ends.callback(end)
             # A function that hangs in a process worker must not keep a service from closing.
             hurry = threading.Timer(PATIENCE_S, self._processes.close)

@@ -12,7 +12,7 @@ from overlord.core.samples import FILE_SHIFT, Cursor
 from overlord.core.specs import Audio, ImageText, Job, Source, Text, Video
 from overlord.errors import SourceError, SpecError
 from overlord.readers.index import IndexCache
-from overlord.readers.reader import Kind
+from overlord.readers.reader import Kind, Reader
 from overlord.readers.sidecars import LengthSidecars
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.source_loader import Lengths
@@ -22,12 +22,17 @@ Progress = Callable[[str, int, int], None]
 """Told (what is being done, how much is done, of how much)."""
 
 
+IsolateReader = Callable[[Reader], Reader]
+"""Brings a reader into processes that a damaged file may end."""
+
+
 def open_sources(
     sources: Sequence[Source],
     transforms: Sequence[SampleTransform],
     cache: IndexCache,
     workers: Workers,
     progress: Progress | None,
+    isolate: IsolateReader | None = None,
 ) -> list[SourceFiles]:
     """List the files of every source and check that the columns exist."""
     done = 0
@@ -45,6 +50,7 @@ def open_sources(
                 columns=columns or None,
                 storage_options=source.storage_options,
                 cache=cache,
+                isolate=isolate,
             )
             check_kinds(source, opened.kinds())  # a missing or wrong column shows here, before anything runs
         except SpecError as error:

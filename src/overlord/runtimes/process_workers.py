@@ -318,12 +318,13 @@ def _ask(
         code = worker.end()
         if code is None:
             raise _Broken(str(error)) from None
-        raise _Died(_how_it_ended(code)) from None
+        raise _Died(describe_exit(code)) from None
     worker.asked = False
     return answer
 
 
-def _how_it_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
+    """Return an exit code in words, negative ones as signals."""
     if code >= 0:
         return f"exit code {code}"
     named = {int(one): one.name for one in signal.Signals}

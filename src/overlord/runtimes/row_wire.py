@@ -8,6 +8,7 @@ Rules of this file:
 from __future__ import annotations
 
 import json
+import math
 import socket
 import struct
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from overlord.core.ragged import Ragged, RowBatch
 from overlord.errors import ServiceLost
+from overlord.runtimes.wire import to_text
 
 _LENGTHS = struct.Struct("<QQ")
 _ALIGN = 8
@@ -53,7 +55,7 @@ def receive_rows(connection: socket.socket, tick: Tick | None = None) -> tuple[d
     head, body = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size, tick).tobytes())
     block = _exactly(connection, head + body, tick)
     try:
-        message: dict[str, Any] = json.loads(block[:head].tobytes())
+        message: dict[str, Any] = json.loads(block[:head].tobytes().decode())
         return message, _columns(message.pop("columns"), block[head:])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ServiceLost(f"the other side sent {head + body} bytes that are no rows ({error})") from error
@@ -61,6 +63,9 @@ def receive_rows(connection: socket.socket, tick: Tick | None = None) -> tuple[d
 
 def rows_to_bytes(head: dict[str, Any], rows: RowBatch) -> Bytes:
     """Return one frame: lengths, head and columns."""
+    if not rows:
+        text = to_text({**head, "columns": []}).encode()
+        return np.frombuffer(_LENGTHS.pack(len(text), 0) + text, np.uint8)
     table: list[tuple[str, str, str, list[int]]] = []
     arrays: list[npt.NDArray[Any]] = []
     for name, column in rows.items():
@@ -74,7 +79,7 @@ def rows_to_bytes(head: dict[str, Any], rows: RowBatch) -> Bytes:
                 raise TypeError(f"column {name!r} holds Python objects; rows travel as numbers, text and bytes only")
             table.append((name, part, array.dtype.str, list(array.shape)))
             arrays.append(array)
-    text = json.dumps({**head, "columns": table}, separators=(",", ":")).encode()
+    text = to_text({**head, "columns": table}).encode()
     text += b" " * (-len(text) % _ALIGN)
     sizes = [_padded(array.nbytes) for array in arrays]
     frame = np.empty(_LENGTHS.size + len(text) + sum(sizes), np.uint8)
@@ -94,8 +99,8 @@ def _columns(table: list[tuple[str, str, str, list[int]]], body: Bytes) -> RowBa
     at = 0
     for name, part, kind, shape in table:
         dtype = np.dtype(kind)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if dtype.hasobject or at + nbytes > len(body):
+        nbytes = math.prod(shape) * dtype.itemsize
+        if dtype.hasobject or nbytes < 0 or at + nbytes > len(body):
             raise ValueError(f"column {name!r} leaves the frame")
         array = body[at : at + nbytes].view(dtype).reshape(shape)
         at += _padded(nbytes)

@@ -84,7 +84,7 @@ def _open(data: bytes | memoryview, formats: Sequence[str]) -> Image.Image:
         return Image.open(io.BytesIO(data), formats=tuple(formats))
     except UnidentifiedImageError as error:
         raise MediaFault(
-            f"the bytes are no image of an allowed format ({', '.join(formats)}; the sample's extra_formats adds to them)"
+            f"the bytes are no image of an allowed format ({', '.join(formats)}, and the sample's extra_formats)"
         ) from error
 
 
