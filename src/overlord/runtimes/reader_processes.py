@@ -325,7 +325,7 @@ class IsolatedReader:
         return self._reader.divides(file)
 
     def seeks(self, file: StoredFile) -> bool:
-        """Tell that parts of a block are spilled: a stream that skips rows would validate its block once for each part."""
+        """Tell that parts of a block are spilled: each would have its whole block validated again."""
         return False
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:

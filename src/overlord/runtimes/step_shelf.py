@@ -110,7 +110,7 @@ class StepShelf:
             self.labels.setdefault(step, self.samples[step].samples.labels)
 
     def next_missing(self, step: int, ranks: set[int], busy: Collection[Bin] = ()) -> Bin | None:
-        """Return the first microbatch that is neither built nor being built: of ranks that want it, then for its labels."""
+        """Return the first that is neither built nor being built: what ranks want, then what the labels wait for."""
         key = (step, frozenset(ranks))
         bins, at = self._queues.get(key) or (
             [(step, *b) for b in self._constructor.bins_of(ranks, self.plans[step])],
