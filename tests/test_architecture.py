@@ -28,6 +28,7 @@ FLOORS = {
     "cli": 7,
     "integrations": 7,
     "dashboard": 7,
+    "__main__": 8,
 }
 IMPURE = {
     "threading",

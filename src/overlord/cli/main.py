@@ -183,7 +183,7 @@ def run(  # noqa: PLR0913 - one for each option
         shadows, scaling, cpus, metrics, job,
     )  # fmt: skip
     options = dataclasses.replace(options, steps=chosen or DEFAULT_STEPS)
-    check_job(loaded.job, options)
+    check_job(loaded.job, options.mesh, options.layout, options.cache, look=where.address is None)
     with screen.progress() as tell, screen.user_code():
         summary = run_job(loaded.job, str(job), options, tell)
     _show_run(screen, summary)
@@ -239,7 +239,7 @@ def serve(  # noqa: PLR0913 - one for each option
         loaded, mesh, cache, prefetch, loaders, store, resume, state, threads, where, reconcile, on_source_failure,
         shadows, scaling, cpus, metrics, job,
     )  # fmt: skip
-    check_job(loaded.job, options, any_mesh=True)
+    check_job(loaded.job, options.mesh, options.layout, options.cache, here=False, look=where.address is None)
     for note in aside_notes(options):
         screen.note(note)
     with screen.progress() as tell:

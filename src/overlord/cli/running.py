@@ -210,11 +210,20 @@ def read_state(path: Path) -> Mapping[str, Any] | None:
     return cast("dict[str, Any]", found)
 
 
-def check_job(job: Job, options: RunOptions, *, any_mesh: bool = False) -> None:
-    """Check all that can be checked of a job here, before a service is started, and tell all that is wrong at once.
+def check_job(
+    job: Job, mesh: ClientPlaceTree, layout: Layout, cache: str, *, here: bool = True, look: bool = True
+) -> None:
+    """Check all that can be checked of a job before a service is started, and tell all that is wrong at once.
 
-    Of very many sources the first are looked at; the service looks at the others. Sources that only the hosts of a
-    cluster can see are left to these.
+    Of very many sources the first are looked at; a launch looks at the others.
+
+    Args:
+        job: The job.
+        mesh: The mesh it is run on.
+        layout: The layout of its batches.
+        cache: Folder of indices.
+        here: Whether all ranks are held by this process.
+        look: Whether this host can see the sources; else only the hosts of a cluster can.
 
     Raises:
         SpecError: a line for each mistake.
@@ -227,28 +236,25 @@ def check_job(job: Job, options: RunOptions, *, any_mesh: bool = False) -> None:
         except SpecError as error:
             problems.append(error)
 
-    attempt(lambda: _check_ranks(options, any_mesh=any_mesh))
-    attempt(lambda: check_multiples(job, options.layout, options.mesh))
+    if here:
+        attempt(lambda: _check_ranks(mesh))
+    attempt(lambda: check_multiples(job, layout, mesh))
     attempt(lambda: media_shape(job))
-    if options.where.runtime == "ray" and options.where.address is not None:
-        if problems:
-            raise joined(problems)
-        return
-    sources = job.sources[:MOST_CHECKED]
+    sources = job.sources[:MOST_CHECKED] if look else ()
     try:
-        opened = open_each(job, sources, Path(options.cache), None)
+        opened = open_each(job, sources, Path(cache), None)
         problems += [one.error for one in opened if one.error is not None]
     except SpecError as error:  # of the tokenizer, without which only the files can be looked at
         problems.append(error)
         for source in sources:
-            attempt(lambda source=source: _list_source(source, options))  # type: ignore[misc]
+            attempt(lambda source=source: _list_source(source, cache))  # type: ignore[misc]
     if problems:
         raise joined(problems)
 
 
-def _list_source(source: Source, options: RunOptions) -> None:
+def _list_source(source: Source, cache: str) -> None:
     """Look at the files of a source whose tokenizer is not to be had; at its columns too, if it needs none."""
-    index = IndexCache(Path(options.cache) / "index")
+    index = IndexCache(Path(cache) / "index")
     try:
         transform = make_transform(source, None)
     except SpecError:
@@ -267,11 +273,11 @@ def _list_source(source: Source, options: RunOptions) -> None:
         open_sources([source], [transform], index, SerialWorkers(), None)
 
 
-def _check_ranks(options: RunOptions, *, any_mesh: bool) -> None:
-    ranks = options.mesh.world_size
-    if ranks > MOST_RANKS and not any_mesh:
+def _check_ranks(mesh: ClientPlaceTree) -> None:
+    ranks = mesh.world_size
+    if ranks > MOST_RANKS:
         raise SpecError(
-            f"mesh {options.mesh} has {ranks} ranks; this command holds all of them in one process, which would run "
+            f"mesh {mesh} has {ranks} ranks; this command holds all of them in one process, which would run "
             f"out of file descriptors beyond {MOST_RANKS}. Use a smaller mesh: shares and digests of the order stay "
             "the same."
         )
@@ -280,7 +286,8 @@ def _check_ranks(options: RunOptions, *, any_mesh: bool) -> None:
 def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = False) -> Service:
     """Launch the service of a job; `any_mesh` when its ranks live in other processes."""
     ranks = options.mesh.world_size
-    _check_ranks(options, any_mesh=any_mesh)
+    if not any_mesh:
+        _check_ranks(options.mesh)
     if options.resume and options.store is None:
         raise SpecError(
             "--resume was given without a store; there is no snapshot to continue from. Add --store DIR, or "
@@ -512,7 +519,10 @@ def _shape_notes(
     share = collector.full / np.maximum(collector.samples, 1)
     full = dict(zip(facts.after["sources"], share.tolist(), strict=True))
     dropped = {source.name: source.dropped for source in sources}
-    return context_notes(job, Path(options.cache), full, dropped) + layout_advice(job, options.layout)
+    at = facts.after["columns"].index("samples")  # rows; the collector counts pieces of them
+    drawn = {name: row[at] - facts.before["sources"][name][at] for name, row in facts.after["sources"].items()}
+    passed = {name: drawn[name] + count for name, count in dropped.items()}
+    return context_notes(job, Path(options.cache), full, dropped, passed) + layout_advice(job, options.layout)
 
 
 def _sources(job: Job, options: RunOptions, collector: Collector, facts: _Facts) -> list[SourceSummary]:
