@@ -174,8 +174,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "fetch",
-        what="a client's wait for a prefetched step of 8 MB, until all of it is in its own memory; the figure is the "
-        "worse of `local` and `ray`",
+        what="a client's wait for a prefetched step of 8 MB, until it holds all arrays as views of the service's "
+        "shared memory (mapped, not copied); the figure is the worse of `local` and `ray`",
         against="one copy of as many bytes out of warm shared memory, taken beside every wait; and an actor of Ray "
         "that returns 8 MB, called when needed or three ahead",
         figure="ratio",
@@ -302,7 +302,9 @@ BENCHMARKS = (
     ),
     Benchmark(
         "chaos",
-        what="steps that differ from a run without faults, while 500 random faults hit the roles of a `ray` service",
+        what="steps that differ from a run without faults, while 500 random faults hit the roles of a `ray` service. "
+        "The bar is on what is delivered, not on how fast: with a fault about every second the trainer waits for most "
+        "of the run (`stall_s_in_all` of `seconds`)",
         against="an inline run without faults: order, plan and bytes of every rank",
         figure="wrong_steps",
         bar="bar",

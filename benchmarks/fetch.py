@@ -1,9 +1,11 @@
 """A client's wait for a prefetched step of 8 MB, on `local` and on `ray`, against one copy out of shared memory.
 
 A trainer process attaches and sleeps, so that the next step is built. The wait is from asking for the step to having
-the arrays of all its microbatches. Then it sleeps as long again, and copies that very step out of the shared memory
-into its own: the ratio of the two, each taken after the same idle moment, is the figure. Beside them, in the same run:
-an actor of Ray that returns an array of 8 MB, called when it is needed, and called three ahead so that it lies ready.
+the arrays of all its microbatches: views of the shared memory that the service wrote. Nothing is copied in that time;
+a trainer that copies the arrays (to a GPU, say) pays for that itself. Then it sleeps as long again, and copies that
+very step out of the shared memory into its own: the ratio of the two, each taken after the same idle moment, is the
+figure. Beside them, in the same run: an actor of Ray that returns an array of 8 MB, called when it is needed, and
+called three ahead so that it lies ready.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ FLOORS = {
     "cli": 8,
     "integrations": 8,
     "dashboard": 8,
+    "__main__": 9,
 }
 IMPURE = {
     "threading",

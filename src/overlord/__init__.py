@@ -1,4 +1,8 @@
-"""overlord: a disaggregated data loader for large-model training from many sources."""
+"""overlord: a disaggregated data loader for large-model training from many sources.
+
+Names are imported when they are first used (PEP 562). So the command line checks a job file, and answers Ctrl-C, before
+numba and pyarrow are loaded; and a trainer that attaches loads numpy and a socket client, not the readers and kernels.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -149,8 +153,7 @@ _HOMES = {
         "launch",
     ),
 }
-"""Where each name lives. It is imported when the name is first used (PEP 562): a trainer that only attaches loads
-numpy and a socket client, not the readers, kernels and specs of the service."""
+"""Where each name lives."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 

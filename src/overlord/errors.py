@@ -22,6 +22,8 @@ A message says what is wrong (with the value found), what it would cause, and wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "AnswerLost",
     "ClosedError",
@@ -40,6 +42,7 @@ __all__ = [
     "Superseded",
     "ToleranceError",
     "error_named",
+    "joined",
 ]
 
 
@@ -110,6 +113,20 @@ class ClosedError(OverlordError):
     """A closed service or client was used."""
 
 
+def joined(errors: Sequence[OverlordError]) -> OverlordError:
+    r"""Return one error for several, a line of the message for each; one alone stays as it is.
+
+    Example:
+        >>> joined([SpecError("a is wrong"), SourceError("b is gone")])
+        SpecError('a is wrong\nb is gone')
+    """
+    if len(errors) == 1:
+        return errors[0]
+    kinds = {type(error) for error in errors}
+    kind = kinds.pop() if len(kinds) == 1 else SpecError
+    return kind("\n".join(dict.fromkeys(str(error) for error in errors)))
+
+
 def error_named(name: str, message: str, source: str | None = None) -> OverlordError:
     """Rebuild an error that crossed a process border as (class name, message, and its source where it has one).
 
@@ -117,7 +134,7 @@ def error_named(name: str, message: str, source: str | None = None) -> OverlordE
         >>> error_named("PlanError", "does not fit")
         PlanError('does not fit')
     """
-    kind = globals().get(name) if name in __all__ and name != "error_named" else None
+    kind = globals().get(name) if name in __all__ and name[0].isupper() else None
     error: OverlordError = (kind or OverlordError)(message)
     error.source = source
     return error

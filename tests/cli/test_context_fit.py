@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,16 @@ def jpeg(side: int, row: int) -> bytes:
     return out.getvalue()
 
 
+def test_the_share_that_is_dropped_is_what_the_stream_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at a few large rows (here 9) is no measure of all: one of 28 is not 11 %."""
+    monkeypatch.setattr("overlord.cli.context_fit._LOOKED_AT", 9)
+    once = ol.Mixture(stopping="all_exhausted_without_replacement")
+    path = written(tmp_path, ids("a", tmp_path, [70] + [5] * 27), mixture=once, overlength="drop")
+    expected = "3.6 % of source a (1 of 28 rows) is dropped, since it does not fit into 64 tokens."
+    assert expected in notes(result_of("run", path, "--runtime", "inline", "--steps", 9))
+    assert expected in notes(result_of("explain", path, "--steps", 9))
+
+
 def test_large_images_are_dropped_and_not_cut(tmp_path: Path, demo_files: DemoFiles) -> None:
     """An image is never cut, whatever happens to text; and one that is never decoded cannot be bad."""
     sides = [320, 64, 64, 64] * 10  # 100 tokens and 4
@@ -135,8 +146,11 @@ def test_large_images_are_dropped_and_not_cut(tmp_path: Path, demo_files: DemoFi
     (message,) = [one["message"].replace(NARROW_SPACE, " ") for one in found["findings"]]
     assert message == "25 % of 40 rows have an image, clip or sound longer than context_length=64 and are dropped"
     ran = result_of("run", path, "--runtime", "inline", "--steps", 1)
-    assert notes(ran) == ["25 % of source i is dropped, since it does not fit into 64 tokens."]
-    assert ran["sources"][0]["dropped"] > 0
+    (one,) = ran["sources"]
+    assert one["dropped"] > 0
+    passed = one["dropped"] + one["samples"]
+    (told,) = notes(ran)
+    assert re.match(rf"\d+(\.\d+)? % of source i \({one['dropped']} of {passed} rows\) is dropped, since it does", told)
     rows = result_of("sources", "preview", path, "--rows", 2)["sources"]["i"]
     assert [row["dropped"] for row in rows] == [True, False]
     assert "does not fit into the context: dropped" in call("sources", "preview", path).stdout

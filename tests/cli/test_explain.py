@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 import overlord as ol
@@ -95,6 +99,35 @@ def test_repetitions_follow_the_sizes_of_the_sources(demo: dict[str, Any]) -> No
         assert source["rows_exact"]
         assert source["epochs"] == pytest.approx((source["samples"] + source["skipped"]) / source["rows"])
         assert source["projected_epochs"] > 100
+
+
+def test_what_is_handed_over_is_what_a_run_hands_over(tmp_path: Path, demo_files: Any) -> None:
+    """Also where most images have many bytes and few tokens, and a few have few bytes and many tokens."""
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+    images = [jpeg_of(noise, 98)] * 64
+    images[40:44:2] = [jpeg_of(np.zeros((1536, 1536, 3), np.uint8), 20)] * 2
+    table = pa.table({"jpg": images, "text": ["a few words"] * 64})
+    pq.write_table(table, tmp_path / "i.parquet")
+    sample = ol.ImageText("jpg", "text", patch=16, merge=2)
+    job = ol.Job(
+        sources=[ol.Source("i", str(tmp_path / "i.parquet"), sample=sample)],
+        tokenizer=str(demo_files.tokenizer),
+        batch=ol.Batch(4096, global_samples=32),
+    )
+    path = written(tmp_path, job)
+    (told,) = explained(path, "--steps", 4)["loaders"]["sources"]
+    outcome = call("run", path, "--steps", 4, "--runtime", "inline", "--prefetch", 1, "--json")
+    assert outcome.exit_code == 0, outcome.stderr
+    ran = json.loads(outcome.stdout)
+    (media,) = ran["media"]
+    assert told["decoded_in"] == media["decoded_in"] == "constructor"
+    assert told["payload_bytes"] == pytest.approx(media["handed_over_bytes"] / ran["steps"], rel=0.5)
+
+
+def jpeg_of(pixels: np.ndarray, quality: int) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG", quality=quality)
+    return out.getvalue()
 
 
 def test_what_loading_costs_is_measured(demo: dict[str, Any]) -> None:

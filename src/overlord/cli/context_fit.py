@@ -113,14 +113,17 @@ def _count(one: Opened, rows: RowBatch, found: ContextFit) -> None:
     found.add(measured, *fit_context(one, measured))
 
 
-def context_notes(job: Job, cache: Path, full: Mapping[str, float], skipped: Mapping[str, int]) -> list[str]:
+def context_notes(
+    job: Job, cache: Path, full: Mapping[str, float], skipped: Mapping[str, int], passed: Mapping[str, int]
+) -> list[str]:
     """Say what the context cuts and drops of sources of which it may have cut or dropped something.
 
     Args:
         job: The job.
         cache: Folder of indices.
         full: Share of the drawn samples of each source that fill the context.
-        skipped: Rows of each source that were passed over.
+        skipped: Rows of each source that were passed over: empty, filtered out, or dropped as too long.
+        passed: Rows of each source that the stream has drawn or passed over.
     """
     cuts, length = job.overlength == "truncate", job.batch.context_length
     # A cut in front of an image leaves less than the context.
@@ -134,14 +137,25 @@ def context_notes(job: Job, cache: Path, full: Mapping[str, float], skipped: Map
             found.append((one.source.name, look_at_context(one.open_or_raise())))
         except OverlordError:
             pass  # who could not read it has said so; a figure that nobody asked for is no reason to stop
-    words = context_words(found, length)
+    words = context_words(found, length, {name: (skipped[name], passed[name]) for name, _ in found})
     for name in functions[:_NAMED]:
         words.append(f"Up to {percent(full[name])} of source {name} is cut: so many samples fill {length:,} tokens.")
     return words
 
 
-def context_words(found: Sequence[tuple[str, ContextFit]], context_length: int) -> list[str]:
+def context_words(
+    found: Sequence[tuple[str, ContextFit]],
+    context_length: int,
+    counted: Mapping[str, tuple[int, int]] | None = None,
+) -> list[str]:
     """Say which sources are cut or dropped by the context, those that lose most first.
+
+    Args:
+        found: Sources, and how the rows that were looked at fit.
+        context_length: Tokens of the context.
+        counted: Rows that a stream has passed over, and all that it has come to: what it met itself is told before
+            what a look at a few rows makes likely. Of rows that are passed over for several reasons the look tells
+            how many are too long.
 
     Example:
         >>> context_words([("text", ContextFit(rows=100, cut=93, tokens=4000, lost=3240))], 8)[0].replace("\u202f", " ")
@@ -155,11 +169,15 @@ def context_words(found: Sequence[tuple[str, ContextFit]], context_length: int) 
         for name, fit in cut[:_NAMED]
     ]
     words += _more(len(cut), "cut")
-    words += [
-        f"{percent(fit.dropped_share)} of source {name} is dropped, since it does not fit into {context_length:,} "
-        "tokens."
-        for name, fit in gone[:_NAMED]
-    ]
+    for name, fit in gone[:_NAMED]:
+        skipped, passed = (counted or {}).get(name, (0, 0))
+        dropped = round(skipped * fit.dropped / max(fit.dropped + fit.empty, 1))
+        known = f" ({dropped:,} of {passed:,} rows)" if dropped else ""
+        share = dropped / passed if dropped else fit.dropped_share
+        words.append(
+            f"{percent(share)} of source {name}{known} is dropped, since it does not fit into {context_length:,} "
+            "tokens."
+        )
     return words + _more(len(gone), "dropped")
 
 

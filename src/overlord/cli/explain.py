@@ -176,10 +176,11 @@ def _explain(
     state = roles.planner.latest_state
     horizon = job.max_steps or PROJECTED_STEPS
     share = (collector.full / np.maximum(collector.samples, 1)).tolist()
-    full, skipped = (dict(zip(names, values, strict=True)) for values in (share, state.skipped.tolist()))
+    passed = (state.samples + state.skipped).tolist()
+    full, skipped, met = (dict(zip(names, values, strict=True)) for values in (share, state.skipped.tolist(), passed))
     few = few_samples(job, tree)
     notes += [few] if few is not None else []
-    notes += context_notes(job, Path(options.cache), full, skipped) + layout_advice(job, options.layout)
+    notes += context_notes(job, Path(options.cache), full, skipped, met) + layout_advice(job, options.layout)
     clips = any(isinstance(source.sample, Video) for source in job.sources)
     sources = source_facts(roles, collector, state, horizon)
     loaders = None if timed is None else loader_facts(roles, collector, watch, timed, options.step_time_s)

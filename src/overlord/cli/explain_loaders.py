@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from overlord.cli.collecting import Collector
 from overlord.cli.output import Tell
@@ -21,7 +22,7 @@ from overlord.cli.sources import count_indexed, load_tokenizer
 from overlord.cli.summary import decoded_in
 from overlord.core.messages import LoaderOrder, MetaRequest, Payload
 from overlord.core.plan import LoadingPlan
-from overlord.core.samples import SKIP, Cursor
+from overlord.core.samples import BAD, SKIP, Cursor, MetaArray
 from overlord.core.specs import Audio, Source
 from overlord.roles.source_loader import AHEAD_BYTES, AHEAD_ROWS
 from overlord.runtimes.deployment import Roles, base_weights
@@ -86,12 +87,14 @@ class BufferWatch:
         self._roles = roles
         self.most = np.zeros(len(roles.job.sources), np.int64)
         self.image_tokens = np.zeros(len(roles.job.sources), np.int64)
+        self.row_bytes = np.zeros(len(roles.job.sources), np.int64)
 
     def step_over(self, plan: LoadingPlan) -> None:
         """Drop what a step has in the read buffers, so that they do not grow with the steps."""
         now = np.array([one["buffer_bytes"] for one in self._roles.fleet.status().values()], np.int64)
         np.maximum(self.most, now, out=self.most)
         np.add.at(self.image_tokens, plan.draw.source, plan.draw.meta["image_tokens"])
+        np.add.at(self.row_bytes, plan.draw.source, plan.draw.meta["bytes"])
         self._roles.fleet.loader_do_plan(plan, ())
 
 
@@ -107,8 +110,12 @@ class Timed:
     """Of a sample with media (their headers are read), or of a token of text (it is tokenized)."""
     finish_s: float = 0.0
     """Of a unit."""
-    payload_bytes: float = 0.0
-    """Of a unit."""
+    reads_media: bool = False
+    """Whether its samples may have media."""
+    token_bytes: float = 0.0
+    """Bytes handed over of a token: its id, and whether it counts in the loss."""
+    media_bytes: float = 0.0
+    """Bytes of media handed over of a unit."""
 
 
 def time_samples(roles: Roles, steps: int, tell: Tell) -> dict[int, Timed]:
@@ -135,6 +142,7 @@ def loader_facts(
     statuses = roles.fleet.status()
     for number, source in enumerate(roles.job.sources):
         one, steps = timed.get(number, Timed()), max(collector.steps, 1)
+        place = decoded_in(statuses[number])
         per_step, tokens = int(collector.samples[number]) / steps, int(collector.tokens[number]) / steps
         amounts = {"image_tokens": int(watch.image_tokens[number]) / steps, "samples": per_step, "tokens": tokens}
         found.append(
@@ -142,10 +150,13 @@ def loader_facts(
                 name=source.name,
                 samples_per_step=per_step,
                 measured_samples=one.finished,
-                read_cpu_s=(tokens if one.unit == "tokens" else per_step) * one.read_s,
+                read_cpu_s=(per_step if one.reads_media else tokens) * one.read_s,
                 finish_cpu_s=amounts[one.unit] * one.finish_s,
-                payload_bytes=amounts[one.unit] * one.payload_bytes,
-                decoded_in=decoded_in(statuses[number]),
+                # What travels encoded has the bytes that the loader read; they say little about its tokens.
+                payload_bytes=int(watch.row_bytes[number]) / steps
+                if place == "constructor"
+                else tokens * one.token_bytes + amounts[one.unit] * one.media_bytes,
+                decoded_in=place,
                 buffer_bytes=int(watch.most[number]),
                 index_bytes=count_indexed(roles.listings[source.name])[2],
             )
@@ -172,10 +183,10 @@ def _time_source(roles: Roles, number: int, cursor: Cursor, decoder: MediaDecode
     unit = _unit_of(roles.job.sources[number], decoder)
     read = max(int(delta.meta["tokens"].sum()), 1) if unit == "tokens" else len(delta.meta)
     read_s = (time.process_time() - began) / read
-    chosen = np.flatnonzero((delta.meta["flags"] & SKIP) == 0)[: _FINISHED + 1]
+    chosen = _samples_to_finish(delta.meta, unit)
     # Of several samples one goes first and is not counted: what happens once (a decoder is loaded) is no part of it.
     parts = [chosen[:1], chosen[1:]] if len(chosen) > 1 else [chosen]
-    timed = Timed(0, unit, read_s)
+    timed = Timed(0, unit, read_s, reads_media=unit != "tokens")
     for part in parts:
         if not len(part):
             break
@@ -183,14 +194,27 @@ def _time_source(roles: Roles, number: int, cursor: Cursor, decoder: MediaDecode
         end = Cursor(*(int(rows[-1][name]) for name in Cursor._fields))
         began = time.process_time()
         payloads = fleet.hand_over([LoaderOrder(roles.planner.next_step, number, rows, end)])()
-        size = sum(payload.nbytes for payload in payloads)
+        media = sum(payload.media.nbytes for payload in payloads if payload.media is not None)
+        others = sum(payload.nbytes for payload in payloads) - media
         _open_media(payloads, decoder)
         seconds = time.process_time() - began
-        units = len(rows) if unit == "samples" else max(int(rows[unit].sum()), 1)
-        timed = Timed(len(part), unit, read_s, seconds / units, size / units)
+        tokens = max(int(rows["tokens"].sum()), 1)
+        # Samples of a source with images may have none: what they cost grows with their text.
+        grows = "tokens" if unit == "image_tokens" and not rows["image_tokens"].any() else unit
+        units = len(rows) if grows == "samples" else max(int(rows[grows].sum()), 1)
+        timed = Timed(len(part), grows, read_s, seconds / units, unit != "tokens", others / tokens, media / units)
         if seconds > _BUDGET_S:
             break
     return timed
+
+
+def _samples_to_finish(meta: MetaArray, unit: Unit) -> npt.NDArray[np.int64]:
+    """Return which of some measured rows are finished: in the order of the source, sound ones with media at first."""
+    drawn = np.flatnonzero((meta["flags"] & SKIP) == 0)
+    drawn = drawn[np.argsort(meta["flags"][drawn] & BAD, kind="stable")]
+    if unit == "image_tokens":
+        drawn = drawn[np.argsort(meta["image_tokens"][drawn] == 0, kind="stable")]
+    return np.sort(drawn[: _FINISHED + 1])
 
 
 def _open_media(payloads: Sequence[Payload], decoder: MediaDecoder | None) -> None:

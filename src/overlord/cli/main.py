@@ -1,6 +1,7 @@
 """The command line: `overlord demo`, `explain`, `profile`, `run`, `serve`, `status`, `sources`, `schema`, `version`.
 
-Exit codes: 0 done; 1 the run failed, or lint found errors; 2 what was asked for cannot be done; 130 Ctrl-C.
+Exit codes: 0 done; 1 the run failed, had more bad samples than a tolerance allows, or lint found errors; 2 what was
+asked for cannot be done; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from overlord.cli.planning_commands import explain
 from overlord.cli.preview import preview_page, preview_source, show_previews
 from overlord.cli.profile import profile
 from overlord.cli.report import media_tables, source_table, summary_table
-from overlord.cli.running import aside_notes, launch_for, run_job
+from overlord.cli.running import aside_notes, check_job, launch_for, run_job
 from overlord.cli.serving import announcement, find_status, serve_until_stopped, status_tables, trainer_hosts
 from overlord.cli.sources import (
     choose_sources,
@@ -72,7 +73,7 @@ from overlord.cli.sources import (
 )
 from overlord.cli.summary import RunSummary, count, number
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.errors import OverlordError, SpecError
+from overlord.errors import OverlordError, SpecError, ToleranceError
 from overlord.job.job_files import job_file_schema
 
 
@@ -131,6 +132,7 @@ def demo(
         f"    {_command_name()} run {result.job}\n",
     )
     screen.give(dataclasses.asdict(result.summary) | paths)
+    _end_run(result.summary)
 
 
 @app.command()
@@ -181,6 +183,7 @@ def run(  # noqa: PLR0913 - one for each option
         reconcile=reconcile,
     )  # fmt: skip
     options = dataclasses.replace(options, steps=chosen or DEFAULT_STEPS)
+    check_job(loaded.job, options.mesh, options.layout, options.cache, look=options.where.address is None)
     with screen.progress() as tell, screen.user_code():
         summary = run_job(loaded.job, str(job), options, tell)
     _show_run(screen, summary)
@@ -188,6 +191,7 @@ def run(  # noqa: PLR0913 - one for each option
         write_report(summary, report)
         screen.show(Text.assemble(("report  ", "dim"), str(report)))
     screen.give(dataclasses.asdict(summary) | {"report": None if report is None else str(report)})
+    _end_run(summary)
 
 
 @app.command()
@@ -236,6 +240,7 @@ def serve(  # noqa: PLR0913 - one for each option
             f"{job}: launch.runtime is 'inline', and no other process can attach to that; trainers would have no data. "
             "Add --runtime local or --runtime ray."
         )
+    check_job(loaded.job, options.mesh, options.layout, options.cache, here=False, look=options.where.address is None)
     for note in aside_notes(options):
         screen.note(note)
     with screen.progress() as tell:
@@ -424,6 +429,16 @@ def _show_run(screen: Screen, summary: RunSummary) -> None:
     screen.show(source_table(summary), *media_tables(summary.media), summary_table(summary))
     for note in summary.notes:
         screen.note(note)
+
+
+def _end_run(summary: RunSummary) -> None:
+    """Choose the exit code of a run whose figures have been shown."""
+    for words in summary.over_tolerance:
+        show_error(ToleranceError(words), as_json=False)
+    if summary.interrupted:
+        raise typer.Exit(130)
+    if summary.over_tolerance:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

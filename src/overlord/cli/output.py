@@ -100,11 +100,12 @@ class _Lines:
 
 
 def show_error(error: OverlordError, *, as_json: bool) -> int:
-    """Tell of an error in one paragraph; return the exit code it asks for."""
+    """Tell of an error, one paragraph for each mistake; return the exit code it asks for."""
     console = Console(file=sys.stderr, highlight=False)
-    message = " ".join(str(error).split())
-    # A terminal gets whole words; a log gets one line that can be searched.
-    console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=not console.is_terminal)
+    for line in str(error).splitlines():
+        # A terminal gets whole words; a log gets one line for each mistake, which can be searched.
+        message = Text.assemble(("error: ", "bold red"), " ".join(line.split()))
+        console.print(message, soft_wrap=not console.is_terminal)
     if as_json:
         print(json.dumps({"error": {"kind": type(error).__name__, "message": str(error)}}, ensure_ascii=False))
     return 2 if isinstance(error, SpecError) else 1

@@ -28,7 +28,7 @@ from overlord.cli.options import (
     mesh_of,
 )
 from overlord.cli.output import Screen, check_writable
-from overlord.cli.running import DEFAULT_STRATEGY
+from overlord.cli.running import DEFAULT_STRATEGY, check_job
 from overlord.errors import SpecError
 from overlord.job.job_files import JobFile
 from overlord.job.launch_options import FileLoaders
@@ -87,6 +87,7 @@ def explain(  # noqa: PLR0913 - one for each option
         meets_once=loaded.function is None and launch.strategy is not None and launch.strategy.meets_once,
         cost_assumed=loaded.function is not None and cost is None,
     )
+    check_job(loaded.job, options.mesh, options.layout, options.cache, here=False)
     with screen.progress() as tell, screen.user_code():
         explained = explain_job(loaded.job, str(job), options, tell)
     screen.show(*explain_tables(explained.facts))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import sys
+import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,21 +28,29 @@ from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.reconcile import Reconcile
 from overlord.core.spec_model import is_whole
-from overlord.core.specs import Job
-from overlord.errors import SpecError, StateError
+from overlord.core.specs import Job, Source
+from overlord.errors import OverlordError, SpecError, StateError, joined
 from overlord.job.launch_options import LoaderHosts, OnSourceFailure, Placement, Runtime
 from overlord.job.manifests import read_text
 from overlord.planning.checking import Strategy
+from overlord.readers.index import IndexCache
+from overlord.readers.source_files import SourceFiles
 from overlord.roles.client import Client
-from overlord.runtimes.shapes import limits_of
+from overlord.roles.source_loader import judge_tolerance
+from overlord.runtimes.opening import open_sources
+from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
 from overlord.runtimes.sizing import Loaders
+from overlord.runtimes.workers import SerialWorkers
 from overlord.scaling.budgets import Budget
 from overlord.session import Service, launch
 from overlord.stores.places import open_place
 from overlord.stores.store import newest_lineage
+from overlord.transforms.sample_kinds import make_transform
 
 MOST_RANKS = 256
 """Ranks that one process can hold without running out of file descriptors."""
+MOST_CHECKED = 64
+"""Sources that the command line looks at before it starts a service, which looks at all."""
 DEFAULT_STRATEGY = "backbone_balance"
 _LOOK_EVERY_S = 0.5
 
@@ -106,13 +118,40 @@ def run_job(job: Job, name: str, options: RunOptions, tell: Tell) -> RunSummary:
         names = tuple(before["sources"])
         collector = Collector(job, names, limits_of(job, options.layout, options.mesh), options.mesh)
         memory = MemoryWatch(processes_of(status, _descendants() - others))
-        first_s, wall_s = _consume(service, clients, options, collector, memory, tell)
+        with _first_interrupt() as interrupted:
+            first_s, wall_s = _consume(service, clients, options, collector, memory, tell, interrupted)
         after, status = clients[0].state_dict(), service.status()
         memory.look(now=True)
         for client in clients:
             client.close()  # in peace: a resume goes on behind the last step, and repeats none
-    facts = _Facts(before, after, status, first_s - began, wall_s, memory.peak, aside)
+    facts = _Facts(before, after, status, first_s - began, wall_s, memory.peak, aside, interrupted())
     return _sum_up(job, name, options, collector, facts)
+
+
+@contextmanager
+def _first_interrupt() -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C end a run after the step under way, with its figures; a second one ends it at once.
+
+    Gives a function that tells whether it came.
+    """
+    came = False
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: object) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+        sys.stderr.write("\nstopping after this step; Ctrl-C again stops at once\n")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False  # only the main thread hears signals
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def aside_notes(options: RunOptions) -> list[str]:
@@ -169,15 +208,84 @@ def read_state(path: Path) -> Mapping[str, Any] | None:
     return cast("dict[str, Any]", found)
 
 
-def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = False) -> Service:
-    """Launch the service of a job; `any_mesh` when its ranks live in other processes."""
-    ranks = options.mesh.world_size
-    if ranks > MOST_RANKS and not any_mesh:
+def check_job(
+    job: Job, mesh: ClientPlaceTree, layout: Layout, cache: str, *, here: bool = True, look: bool = True
+) -> None:
+    """Check all that can be checked of a job before a service is started, and tell all that is wrong at once.
+
+    Of very many sources the first are looked at; a launch looks at the others.
+
+    Args:
+        job: The job.
+        mesh: The mesh it is run on.
+        layout: The layout of its batches.
+        cache: Folder of indices.
+        here: Whether all ranks are held by this process.
+        look: Whether this host can see the sources; else only the hosts of a cluster can.
+
+    Raises:
+        SpecError: a line for each mistake.
+    """
+    problems: list[OverlordError] = []
+
+    def attempt(check: Callable[[], object]) -> None:
+        try:
+            check()
+        except SpecError as error:
+            problems.append(error)
+
+    if here:
+        attempt(lambda: _check_ranks(mesh))
+    attempt(lambda: check_multiples(job, layout, mesh))
+    attempt(lambda: media_shape(job))
+    sources = job.sources[:MOST_CHECKED] if look else ()
+    try:
+        opened = open_each(job, sources, Path(cache), None)
+        problems += [one.error for one in opened if one.error is not None]
+    except SpecError as error:  # of the tokenizer, without which only the files can be looked at
+        problems.append(error)
+        for source in sources:
+            attempt(lambda source=source: _list_source(source, cache))  # type: ignore[misc]
+    if problems:
+        raise joined(problems)
+
+
+def _list_source(source: Source, cache: str) -> None:
+    """Look at the files of a source whose tokenizer is not to be had; at its columns too, if it needs none."""
+    index = IndexCache(Path(cache) / "index")
+    try:
+        transform = make_transform(source, None)
+    except SpecError:
+        try:
+            SourceFiles(
+                source.name,
+                source.path,
+                cache=index,
+                format=source.format,
+                columns=[],
+                storage_options=source.storage_options,
+            )
+        except SpecError as error:
+            raise type(error)(f"source {source.name!r}: {error}") from error
+    else:
+        open_sources([source], [transform], index, SerialWorkers(), None)
+
+
+def _check_ranks(mesh: ClientPlaceTree) -> None:
+    ranks = mesh.world_size
+    if ranks > MOST_RANKS:
         raise SpecError(
-            f"mesh {options.mesh} has {ranks} ranks; this command holds all of them in one process, which would run "
+            f"mesh {mesh} has {ranks} ranks; this command holds all of them in one process, which would run "
             f"out of file descriptors beyond {MOST_RANKS}. Use a smaller mesh: shares and digests of the order stay "
             "the same."
         )
+
+
+def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = False) -> Service:
+    """Launch the service of a job; `any_mesh` when its ranks live in other processes."""
+    ranks = options.mesh.world_size
+    if not any_mesh:
+        _check_ranks(options.mesh)
     if options.resume and options.store is None:
         raise SpecError(
             "--resume was given without a store; there is no snapshot to continue from. Add --store DIR, or "
@@ -285,11 +393,14 @@ def _consume(
     collector: Collector,
     memory: MemoryWatch,
     tell: Tell,
+    interrupted: Callable[[], bool],
 ) -> tuple[float, float]:
     """Let every rank hold every microbatch; return when the first step was complete, and the seconds of all."""
     tell("first step", 0, 1)  # the first one of an installation compiles, which takes some seconds
     began = first_s = time.perf_counter()
     for number in range(options.steps):
+        if interrupted():
+            break
         longest_s, index = 0.0, 0
         for client in clients:
             asked = time.perf_counter()
@@ -319,6 +430,7 @@ class _Facts:
     wall_s: float
     peak_memory: int
     aside: list[str]
+    interrupted: bool = False
 
 
 def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, facts: _Facts) -> RunSummary:
@@ -355,7 +467,19 @@ def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, fact
         digests=collector.digests,
         notes=_notes(options, collector, facts) + _shape_notes(job, options, collector, facts, sources),
         media=media_of(facts.status["sources"]),
+        interrupted=facts.interrupted,
+        over_tolerance=_over_tolerance(job, facts.status["sources"]),
     )
+
+
+def _over_tolerance(job: Job, statuses: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with sources that had more bad samples than they may have, over the whole run."""
+    errors = [
+        judge_tolerance(source, one["rows_read"], one["bad"], one["wrong_length"], at_end=True)
+        for source in job.sources
+        if (one := statuses.get(source.name)) is not None
+    ]
+    return [str(error) for error in errors if error is not None]
 
 
 def _notes(options: RunOptions, collector: Collector, facts: _Facts) -> list[str]:
@@ -368,7 +492,9 @@ def _notes(options: RunOptions, collector: Collector, facts: _Facts) -> list[str
     if elsewhere:
         hosts = ", ".join(sorted({one["host"] for one in elsewhere}))
         notes.append(f"The peak memory is that of this host; of the service's roles {len(elsewhere)} ran on {hosts}.")
-    if collector.steps < options.steps:
+    if facts.interrupted:
+        notes.append(f"Interrupted after {collector.steps} of {options.steps} steps; the figures are of these.")
+    elif collector.steps < options.steps:
         notes.append(f"The stream ended by itself after {collector.steps} of {options.steps} steps.")
     faults = {name: (s["bad"], s["wrong_length"]) for name, s in facts.status["sources"].items()}
     for name, (bad, wrong) in faults.items():
@@ -376,7 +502,9 @@ def _notes(options: RunOptions, collector: Collector, facts: _Facts) -> list[str
             replaced = (
                 "sample was replaced by a masked stand-in" if bad == 1 else "samples were replaced by masked stand-ins"
             )
-            notes.append(f"{name}: {bad} bad {replaced}; the log names {'it' if bad == 1 else 'them'}.")
+            ids = facts.status["sources"][name]["bad_ids"]
+            shown = ", ".join(ids[:3]) + (", ..." if bad > 3 else "")
+            notes.append(f"{name}: {bad} bad {replaced} ({shown}); OVERLORD_LOG=INFO logs the reason of each.")
         if wrong:
             notes.append(f"{name}: {wrong} samples were cut or padded, since their length column was wrong.")
     return notes
@@ -389,7 +517,10 @@ def _shape_notes(
     share = collector.full / np.maximum(collector.samples, 1)
     full = dict(zip(facts.after["sources"], share.tolist(), strict=True))
     dropped = {source.name: source.dropped for source in sources}
-    return context_notes(job, Path(options.cache), full, dropped) + layout_advice(job, options.layout)
+    at = facts.after["columns"].index("samples")  # rows; the collector counts pieces of them
+    drawn = {name: row[at] - facts.before["sources"][name][at] for name, row in facts.after["sources"].items()}
+    passed = {name: drawn[name] + count for name, count in dropped.items()}
+    return context_notes(job, Path(options.cache), full, dropped, passed) + layout_advice(job, options.layout)
 
 
 def _sources(job: Job, options: RunOptions, collector: Collector, facts: _Facts) -> list[SourceSummary]:

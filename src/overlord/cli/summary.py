@@ -107,6 +107,10 @@ class RunSummary:
     digests: dict[str, str]
     """Name ("order", "plan") to hexadecimal digest."""
     notes: list[str] = field(default_factory=list[str])
+    interrupted: bool = False
+    """Whether Ctrl-C ended it before all steps were run."""
+    over_tolerance: list[str] = field(default_factory=list[str])
+    """What is wrong with sources that had more bad samples than their tolerance allows."""
     steps_per_point: int = 1
     """Steps behind each entry of the lists above: more than one for a very long run."""
     layout: str = "hf"

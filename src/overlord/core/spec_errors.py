@@ -1,4 +1,4 @@
-"""How a wrong job is told to the user: one paragraph, the field first, never a pydantic dump.
+"""How a wrong job is told to the user: a line for each mistake, the field first, never a pydantic dump.
 
 No pydantic here: `explain` takes the plain list of problems that pydantic's errors() returns.
 """
@@ -17,6 +17,9 @@ Locate = Callable[[Loc], str]
 """Tells where in a file a value stands, such as 'job.yaml:12'."""
 
 _SECRET_FIELDS = {"storage_options"}  # their values may be passwords: never shown in a message
+
+MOST_PROBLEMS = 20
+"""Problems of one spec that are told at once."""
 
 _PLAIN_TEXT = {
     "string_type": "this must be text; put it in quotes",
@@ -99,7 +102,7 @@ def show(value: object, limit: int = 80) -> str:
 
 
 def explain(problems: Sequence[Mapping[str, Any]], data: object, *, title: str, locate: Locate | None = None) -> str:
-    """Return the message for the problems of one spec.
+    """Return the message for the problems of one spec, a line for each.
 
     Args:
         problems: What pydantic's errors() returned.
@@ -107,12 +110,12 @@ def explain(problems: Sequence[Mapping[str, Any]], data: object, *, title: str, 
         title: What stands before the first field when there is no file, such as "Job".
         locate: Where in a file a field stands.
     """
-    first, *others = problems
-    loc, text = _sentence(first, data)
-    others_at = dict.fromkeys(path_of(_loc_of(p)) for p in others)
-    others_at.pop(path_of(loc), None)
-    also = f" Also wrong: {', '.join(p for p in others_at if p)}." if any(others_at) else ""
-    return f"{locate(loc) if locate else title}: {text}{also}"
+    lines: dict[str, None] = {}
+    for problem in problems:
+        loc, text = _sentence(problem, data)
+        lines[f"{locate(loc) if locate else title}: {text}"] = None
+    more = [f"There are {len(lines) - MOST_PROBLEMS} more mistakes."] if len(lines) > MOST_PROBLEMS else []
+    return "\n".join([*list(lines)[:MOST_PROBLEMS], *more])
 
 
 def _fault_of(problem: Mapping[str, Any]) -> Fault | None:

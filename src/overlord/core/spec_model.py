@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from overlord.core.spec_errors import Fault, Locate, conflict, did_you_mean, explain, follow, list_some
+from overlord.core.spec_errors import Fault, Loc, Locate, conflict, did_you_mean, explain, follow, list_some
 from overlord.core.spec_errors import is_whole as is_whole
 from overlord.errors import SpecError
 
@@ -118,21 +119,33 @@ class Spec(BaseModel):
         if not isinstance(data, Mapping):
             return data
         known = cls.known_keys()
+        faults: list[Fault] = []
         for key in cast("Mapping[Any, Any]", data):
             if key not in known:
-                raise conflict(
-                    f"unknown key; it would be ignored and {cls.__name__} would not do what you asked."
-                    f"{did_you_mean(key, known)} Known keys: {', '.join(known)}",
-                    key,
+                faults.append(
+                    conflict(
+                        f"unknown key; it would be ignored and {cls.__name__} would not do what you asked."
+                        f"{did_you_mean(key, known)} Known keys: {', '.join(known)}",
+                        key,
+                    )
                 )
         for name, field in cls.model_fields.items():
             key = field.alias or name
             if field.is_required() and key not in data:
                 about = f" ({field.description.splitlines()[0].rstrip('.')})" if field.description else ""
-                raise conflict(
-                    f"missing{about}; without it {cls.__name__} has no meaning. Add it",
-                    key,
-                )
+                faults.append(conflict(f"missing{about}; without it {cls.__name__} has no meaning. Add it", key))
+        if faults:
+            details = [_detail((), fault, data) for fault in faults]
+            missing = any(fault.at[0] not in data for fault in faults)
+            try:  # what is wrong with the other keys is told at the same time
+                if not missing:
+                    cls.__pydantic_validator__.validate_python({key: data[key] for key in known if key in data})
+            except ValidationError as error:
+                details += [
+                    _detail(one["loc"], one.get("ctx", {}).get("error", one["msg"]), one["input"], one["type"])
+                    for one in error.errors(include_url=False)
+                ]
+            raise ValidationError.from_exception_data(cls.__name__, details)
         return cast("Any", data)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -153,6 +166,13 @@ class Spec(BaseModel):
             value = getattr(self, name)
             if name not in self.positional and field.repr and value != field.get_default():
                 yield field.alias or name, value
+
+
+def _detail(loc: Loc, error: Fault | str, value: object, kind: str = "fault") -> InitErrorDetails:
+    """Return one line of a ValidationError that is made by hand."""
+    context: dict[str, Any] = {"error": error} if isinstance(error, Fault) else {}
+    words = "" if isinstance(error, Fault) else error.replace("{", "(").replace("}", ")")
+    return InitErrorDetails(type=PydanticCustomError(kind, words, context), loc=loc, input=value)
 
 
 def _spec_error(kind: type[Spec], error: ValidationError, data: object, locate: Locate | None) -> SpecError:

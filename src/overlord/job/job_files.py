@@ -22,7 +22,7 @@ import yaml
 from overlord.core.spec_errors import Loc, did_you_mean, follow
 from overlord.core.spec_model import Spec, describe_schema
 from overlord.core.specs import Custom, Interleaved, Job, Source
-from overlord.errors import SpecError
+from overlord.errors import OverlordError, SpecError, joined
 from overlord.job.launch_options import LaunchOptions
 from overlord.job.manifests import read_manifest, read_manifest_lines, read_text, resolve_path, resolve_source
 from overlord.job.strategy_specs import StrategyChoice
@@ -117,12 +117,16 @@ def load_job_file(path: str | os.PathLike[str]) -> JobFile:
 def _load_yaml(file: Path) -> JobFile:
     data, root = _parse_yaml(file)
     known = [*Job.known_keys(), "launch"]
-    for key in data:
-        if key not in known:
-            raise SpecError(
-                f"{file}:{_line_of(root, (key,))}: {key}: unknown key; it would be ignored and the job "
-                f"would not do what you asked.{did_you_mean(key, known)} Known keys: {', '.join(known)}."
-            )
+    unknown = [
+        SpecError(
+            f"{file}:{_line_of(root, (key,))}: {key}: unknown key; it would be ignored and the job "
+            f"would not do what you asked.{did_you_mean(key, known)} Known keys: {', '.join(known)}."
+        )
+        for key in data
+        if key not in known
+    ]
+    problems: list[OverlordError] = [*unknown]
+    data = {key: value for key, value in data.items() if key in known}
     launch_data = data.pop("launch", None)
     manifest = _manifest_of(data.get("sources"), file, root)
     lines: list[int] = []
@@ -136,12 +140,22 @@ def _load_yaml(file: Path) -> JobFile:
             return f"{manifest}:{lines[loc[1]]}"
         return f"{file}:{_line_of(root, loc)}"
 
-    _refuse_function(data.get("mixture"), locate)
-    job = Job.from_mapping(data, locate)
-    launch = LaunchOptions.from_mapping(
-        {} if launch_data is None else launch_data,
-        lambda loc: f"{file}:{_line_of(root, ('launch', *loc))}: launch",
-    )
+    job: Job | None = None
+    launch = LaunchOptions()
+    try:
+        _refuse_function(data.get("mixture"), locate)
+        job = Job.from_mapping(data, locate)
+    except SpecError as error:
+        problems.append(error)
+    try:
+        launch = LaunchOptions.from_mapping(
+            {} if launch_data is None else launch_data,
+            lambda loc: f"{file}:{_line_of(root, ('launch', *loc))}: launch",
+        )
+    except SpecError as error:
+        problems.append(error)
+    if problems or job is None:
+        raise joined(problems)
     return _resolved(job, launch, file.parent)
 
 

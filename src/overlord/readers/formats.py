@@ -36,8 +36,10 @@ def format_of(files: Sequence[StoredFile], declared: str | None) -> str:
         return declared
     found = format_of_name(files[0].path)
     if found is None:
+        tables = files[0].path.lower().endswith((".csv", ".tsv"))
         raise SourceError(
-            f"the name of {files[0].path} does not say which format it has; it could not be read. {choice}."
+            f"the name of {files[0].path} does not say which format it has; it could not be read. "
+            + ("CSV and TSV are not read: write it as Parquet or JSON lines." if tables else f"{choice}.")
         )
     for file in files:
         other = format_of_name(file.path)

@@ -95,6 +95,17 @@ class JsonlReader:
         return found
 
 
+def why_no_row(file: StoredFile) -> str | None:
+    """Return why no line of a file's head is a row; None where all lines are blank."""
+    first = next(_lines(file, 0, None), None)
+    if first is None:
+        return None
+    text = first.decode("utf-8-sig", "replace").strip()
+    if text.startswith("["):
+        return "it holds a JSON array, and JSON lines are read: one object a line, without commas between them"
+    return f"none of its first lines is a JSON object (line 1 begins with {text[:40]!r})"
+
+
 def _head(file: StoredFile) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     read = 0

@@ -11,10 +11,12 @@ from pyarrow import fs
 
 from overlord.errors import SourceError
 from overlord.readers.filesystems import StoredFile
-from overlord.readers.suffixes import format_of_name, is_data_file
+from overlord.readers.suffixes import SUFFIXES, format_of_name, is_data_file
 from overlord.storage import StorageOptions, filesystem_of
 
 _WILDCARD = re.compile(r"[*?\[]")
+_TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+"""What people have and no reader reads."""
 
 
 def list_files(
@@ -37,12 +39,9 @@ def list_files(
     """
     found: dict[str, StoredFile] = {}
     for path in paths:
-        matches = _list_one(path, storage_options or {}, format)
+        matches, beside = _list_one(path, storage_options or {}, format)
         if not matches:
-            raise SourceError(
-                f"{path!r} matches no file; the source would have no samples. "
-                "Check the spelling and that this host can see it."
-            )
+            raise _no_file(path, beside, format)
         found.update((file.path, file) for file in matches)
     if not found:
         raise SourceError("the source names no path; it would have no samples. Give at least one path.")
@@ -57,17 +56,48 @@ def list_files(
     return sorted(files, key=lambda file: file.path)
 
 
-def _list_one(path: str, options: StorageOptions, format: str | None) -> list[StoredFile]:
+def _no_file(path: str, beside: Sequence[str], format: str | None) -> SourceError:
+    """Return the error for a path that gives no file; `beside` are files that were found there and are not taken."""
+    if not beside:
+        return SourceError(
+            f"{path!r} matches no file; the source would have no samples. "
+            "Check the spelling and that this host can see it."
+        )
+    names = [name.rsplit("/", 1)[-1] for name in beside]
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    count = f"{len(names)} file{'' if len(names) == 1 else 's'}"
+    if _WILDCARD.search(path):
+        return SourceError(
+            f"{path!r} matches no file, though there {'is' if len(names) == 1 else 'are'} {count} there ({shown}); the "
+            "source would have no samples. Check the pattern."
+        )
+    known = {format_of_name(name) for name in names} - {None}
+    if format is not None and known:
+        return SourceError(
+            f"{path!r} holds {count} ({shown}), and by their names none is of format {format!r}; the source would have "
+            f"no samples. Set format to {' or '.join(map(repr, sorted(map(str, known))))}, or leave it out."
+        )
+    tables = " CSV and TSV are not read: write them as Parquet, for instance with pandas."
+    return SourceError(
+        f"{path!r} holds {count} ({shown}), and their names end like no format that is read "
+        f"({', '.join(end for ends in SUFFIXES.values() for end in ends[:1])}, ..); the source would have no samples."
+        f"{tables if any(name.lower().endswith(_TABLES) for name in names) else ''} Convert the files, or set format "
+        "if only their names differ."
+    )
+
+
+def _list_one(path: str, options: StorageOptions, format: str | None) -> tuple[list[StoredFile], list[str]]:
+    """Return the files of one path, and if there are none the names of files that were found and not taken."""
     filesystem, location, prefix = filesystem_of(path, options)
     location = location.rstrip("/") or "/"
     try:
         info = filesystem.get_file_info(location)
         if info.type is fs.FileType.NotFound and _WILDCARD.search(location):
-            infos = _glob(filesystem, location)
+            infos, others = _glob(filesystem, location)
         elif info.type is fs.FileType.Directory:
-            infos = _walk_folder(filesystem, location, format)
+            infos, others = _walk_folder(filesystem, location, format)
         else:
-            infos = [info] if info.type is fs.FileType.File else []
+            infos, others = [info] if info.type is fs.FileType.File else [], []
     except (OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:160]
         raise SourceError(
@@ -76,7 +106,7 @@ def _list_one(path: str, options: StorageOptions, format: str | None) -> list[St
     # What the user wrote as a relative path is shown as one.
     relative = "://" not in path and not os.path.isabs(os.path.expanduser(path))
     here = os.getcwd()
-    return [
+    files = [
         StoredFile(
             path=os.path.relpath(i.path, here) if relative else prefix + i.path,
             size=int(i.size or 0),
@@ -86,9 +116,13 @@ def _list_one(path: str, options: StorageOptions, format: str | None) -> list[St
         )
         for i in infos
     ]
+    return files, [i.path for i in others]
 
 
-def _walk_folder(filesystem: fs.FileSystem, folder: str, format: str | None) -> list[fs.FileInfo]:
+_Infos = list[fs.FileInfo]
+
+
+def _walk_folder(filesystem: fs.FileSystem, folder: str, format: str | None) -> tuple[_Infos, _Infos]:
     infos: list[fs.FileInfo] = []
     for info in filesystem.get_file_info(fs.FileSelector(folder, recursive=True)):
         inside = info.path[len(folder) :].strip("/").split("/")
@@ -96,18 +130,19 @@ def _walk_folder(filesystem: fs.FileSystem, folder: str, format: str | None) -> 
             infos.append(info)
     data = [i for i in infos if is_data_file(i.path) and format in (None, format_of_name(i.path))]
     if data or format is None:
-        return data
-    return [i for i in infos if format_of_name(i.path) is None]
+        return data, infos
+    return [i for i in infos if format_of_name(i.path) is None and not i.path.lower().endswith(_TABLES)], infos
 
 
-def _glob(filesystem: fs.FileSystem, pattern: str) -> list[fs.FileInfo]:
+def _glob(filesystem: fs.FileSystem, pattern: str) -> tuple[_Infos, _Infos]:
     parts = pattern.split("/")
     first = next(n for n, part in enumerate(parts) if _WILDCARD.search(part))
     base = "/".join(parts[:first]) or ("/" if pattern.startswith("/") else "")
     deep = first + 1 < len(parts) or "**" in parts[first]
     selector = fs.FileSelector(base, recursive=deep, allow_not_found=True)
     matches = glob_regex(pattern).fullmatch
-    return [i for i in filesystem.get_file_info(selector) if i.type is fs.FileType.File and matches(i.path)]
+    found = [i for i in filesystem.get_file_info(selector) if i.type is fs.FileType.File]
+    return [i for i in found if matches(i.path)], found
 
 
 def glob_regex(pattern: str) -> re.Pattern[str]:

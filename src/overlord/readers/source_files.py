@@ -16,9 +16,11 @@ from overlord.errors import OverlordError, ReaderError, SourceError
 from overlord.readers.filesystems import StoredFile, verify_unchanged
 from overlord.readers.formats import FORMATS, format_of
 from overlord.readers.index import IndexCache, build_indices
+from overlord.readers.jsonl import why_no_row
 from overlord.readers.listing import list_files
 from overlord.readers.reader import BlockIndex, Kind, Reader, missing_column, reason_of, unreadable
 from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows
+from overlord.readers.suffixes import format_of_name
 from overlord.storage import StorageOptions
 
 Rows = Generator[RowBatch, None, None]
@@ -238,6 +240,13 @@ class SourceFiles:
             if all(seen.get(column) is not None for column in wanted):
                 break
         if not seen and not self.columns():
+            looked_at = self.files[:_KINDS_FILES] if self.format == "jsonl" else []
+            why = next(filter(None, map(why_no_row, looked_at)), None)
+            if why is not None:
+                raise SourceError(
+                    f"source {self.name!r}: no row can be read from {self.files[0].path}: {why}; the source would have "
+                    f"no samples. Write it as JSON lines{self._named_otherwise()}."
+                )
             raise SourceError(
                 f"source {self.name!r} has no rows in {self.files[0].path} or the files behind it; the mixture would "
                 "wait for it for ever. Remove the source or mend its path."
@@ -246,6 +255,11 @@ class SourceFiles:
         if missing is not None:
             raise SourceError(f"source {self.name!r}: {missing_column(self.files[0].path, missing, self.columns())}")
         return {column: seen[column] or "bytes" for column in wanted}
+
+    def _named_otherwise(self) -> str:
+        """Return the advice for files whose names tell another format than the one that was set."""
+        named = format_of_name(self.files[0].path)
+        return "" if named in (None, self.format) else f", or set format to {named!r}, as the name of the file says"
 
     def _lost(self, file: StoredFile, block: int, row: int, reason: str) -> ReaderError:
         return ReaderError(

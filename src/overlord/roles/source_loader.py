@@ -458,14 +458,37 @@ class SourceLoader:
             )
 
     def _check_tolerance(self) -> None:
-        allowed = self._source.tolerance * max(self.seen, FEW_SAMPLES)
-        for what, found in (("bad samples", self._bad), ("samples of another length than promised", self._lies)):
-            if len(found) > allowed:
-                raise ToleranceError(
-                    f"source {self._source.name!r} has {len(found)} {what} among {self.seen} read; its tolerance of "
-                    f"{self._source.tolerance:g} allows {int(allowed)}. Training would go on with stand-ins. The log "
-                    "names each sample: mend the files, or raise the source's tolerance."
-                )
+        error = judge_tolerance(self._source, self.seen, len(self._bad), len(self._lies))
+        if error is not None:
+            raise error
+
+
+def judge_tolerance(
+    source: Source, seen: int, bad: int, wrong_lengths: int, *, at_end: bool = False
+) -> ToleranceError | None:
+    """Return the error for a source with more bad samples than it may have; None where it has not.
+
+    While a run goes on, a tolerance is judged as if at least `FEW_SAMPLES` had been read: one early fault stops
+    nothing. At its end the share of what was read counts, and one bad sample is no share.
+
+    Args:
+        source: The source.
+        seen: Rows that were read.
+        bad: Bad samples among them.
+        wrong_lengths: Samples of another length than promised.
+        at_end: Whether the run is over.
+    """
+    least = (1.0 if source.tolerance else 0.0) if at_end else source.tolerance * FEW_SAMPLES
+    allowed = max(source.tolerance * seen, least)
+    for what, found in (("bad samples", bad), ("samples of another length than promised", wrong_lengths)):
+        if found > allowed:
+            goes_on = "The run went on with stand-ins" if at_end else "Training would go on with stand-ins"
+            return ToleranceError(
+                f"source {source.name!r} has {found} {what} among {seen} read; its tolerance of "
+                f"{source.tolerance:g} allows {int(allowed)}. {goes_on}. `overlord sources lint` names each sample: "
+                "mend the files, or raise the source's tolerance."
+            )
+    return None
 
 
 def rows_at_once(group: Group, wanted: int) -> int:

@@ -219,7 +219,6 @@ def prepare(
     state = state or options.numbering or options.state
     gone = names_gone(job, state)
     job = canonical(with_newcomers(job, state), state)
-    warm_job(job, options.layout)  # no step may wait for a compiler
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
     if tokenizer is not None:
         job = inline_templates(job, tokenizer)
@@ -227,6 +226,7 @@ def prepare(
     check_launch(job, options)
     transforms = [transform_of(source, tokenizer, isolate) for source in job.sources]
     digest = tokenizer.digest if tokenizer else ""
+    warm_job(job, options.layout)  # no step may wait for a compiler; a wrong job need not either
     return Prepared(
         job, options, digest, transforms, isolate, isolate_reader, coming=len(names_to_come(state)), gone=gone
     )

@@ -17,6 +17,7 @@ from overlord.core.specs import Job
 from overlord.runtimes.bundle import unpack
 from overlord.runtimes.constructor_host import ConstructorHost
 from overlord.runtimes.deployment import deploy, plan_first_step
+from overlord.runtimes.file_limits import check_file_limit
 from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.newcomers import Newcomers
@@ -112,6 +113,7 @@ class _Progress:
 def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     """Serve a job on this host."""
     job, options = unpack(bundle)
+    check_file_limit(options.mesh.world_size)
     host = LocalHost(job, options, folder, progress)
     try:
         with host.constructor.open_door(folder / "socket"):

@@ -10,7 +10,7 @@ from overlord.core.order import DataFile, SourceOrder
 from overlord.core.ragged import Ragged, RowBatch
 from overlord.core.samples import FILE_SHIFT, Cursor
 from overlord.core.specs import Audio, ImageText, Job, Source, Text, Video
-from overlord.errors import SourceError, SpecError
+from overlord.errors import OverlordError, SourceError, SpecError, joined
 from overlord.readers.index import IndexCache
 from overlord.readers.reader import Kind, Reader
 from overlord.readers.sidecars import LengthSidecars
@@ -34,10 +34,15 @@ def open_sources(
     progress: Progress | None,
     isolate: IsolateReader | None = None,
 ) -> list[SourceFiles]:
-    """List the files of every source and check that the columns exist."""
-    done = 0
+    """List the files of every source and check that the columns exist.
 
-    def open_one(item: tuple[Source, SampleTransform]) -> SourceFiles:
+    Raises:
+        SpecError: for all sources that cannot be opened, a line for each.
+    """
+    done = 0
+    wrong: dict[str, OverlordError] = {}
+
+    def open_one(item: tuple[Source, SampleTransform]) -> SourceFiles | None:
         nonlocal done
         source, transform = item
         extra = (source.lengths,) if source.lengths not in (None, "sidecar") else ()
@@ -54,15 +59,18 @@ def open_sources(
             )
             check_kinds(source, opened.kinds())  # a missing or wrong column shows here, before anything runs
         except SpecError as error:
-            if repr(source.name) in str(error):
-                raise
-            raise type(error)(f"source {source.name!r}: {error}") from error
+            named = repr(source.name) in str(error)
+            wrong[source.name] = error if named else type(error)(f"source {source.name!r}: {error}")
+            return None
         done += 1
         if progress is not None:
             progress("opening sources", done, len(sources))
         return opened
 
-    return workers.map(open_one, list(zip(sources, transforms, strict=True)))
+    opened = workers.map(open_one, list(zip(sources, transforms, strict=True)))
+    if wrong:
+        raise joined([wrong[source.name] for source in sources if source.name in wrong])
+    return opened
 
 
 _NUMBERS, _BYTES = ("int", "float"), ("bytes",)

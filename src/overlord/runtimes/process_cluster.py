@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from overlord.runtimes.cluster_placement import ClusterOptions, Node, cpus_needed, place
+from overlord.runtimes.file_limits import check_file_limit
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.process_engine import ProcessEngine
 from overlord.runtimes.service_main import run_service
@@ -21,6 +22,7 @@ from overlord.runtimes.supervising import supervised, unbundled
 def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     """Serve a job with processes of this host."""
     job, options, bundle = unbundled(bundle, folder)
+    check_file_limit(options.mesh.world_size)
     cluster = options.cluster or ClusterOptions()
     count, world = len(job.sources), options.mesh.world_size
     room = cpus_needed(cluster, num_sources=count, loader_cpus=options.threads)

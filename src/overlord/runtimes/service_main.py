@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from overlord.errors import OverlordError
+from overlord.runtimes.file_limits import raise_file_limit
 from overlord.runtimes.opening import Progress
 
 END_S = 45.0
@@ -42,6 +43,7 @@ def settle_in() -> None:
     # A decoder that comes back from C waits for the interpreter; the default interval costs it up to 5 ms.
     sys.setswitchinterval(0.0005)
     logging.basicConfig(format="overlord: %(levelname)s: %(message)s", level=logging.WARNING)
+    raise_file_limit()
     wanted = os.environ.get("OVERLORD_LOG", "").upper()
     if wanted in logging.getLevelNamesMapping():
         logging.getLogger("overlord").setLevel(wanted)

@@ -24,6 +24,7 @@ from overlord.core.plan import LoadingPlan
 from overlord.errors import ClosedError, OverlordError, SpecError
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.views import StepHeader
+from overlord.runtimes.file_limits import out_of_files
 from overlord.runtimes.planner_host import STORE_DOWN, HostNews, Plans, Waiting
 from overlord.runtimes.seats import Seats
 from overlord.runtimes.shared_memory import Arena
@@ -266,7 +267,7 @@ class StepServer:
         try:
             work()
         except BaseException as error:  # the border of the roles: also a decoder's panic must reach who waits
-            known = error if isinstance(error, OverlordError) else None
+            known = error if isinstance(error, OverlordError) else out_of_files(error)
             if known is None:
                 logger.exception("step %d failed", step)
                 known = OverlordError(f"step {step} failed: {type(error).__name__}: {error}")
