@@ -227,7 +227,8 @@ def test_a_vision_language_model_of_transformers_trains_alike(strategy, qwen, pi
 
 
 def test_the_loop_that_the_readme_shows_stays_finite_where_a_microbatch_has_no_label(llama, written, cache):
-    job = job_of(written, masked=False).replace(batch=ol.Batch(CONTEXT, global_samples=1))
+    job = job_of(written, masked=False)
+    job = job.replace(batch=ol.Batch(CONTEXT, global_samples=1, microbatch_tokens=8 * CONTEXT))
     ranks = [steps_of(job, cache, 6, mesh=ol.ClientPlaceTree(dp=2), rank=rank) for rank in range(2)]
     alone = steps_of(job, cache, 6)
     dummies = 0

@@ -366,7 +366,10 @@ class SourceLoader:
         lengths = self._lengths(rows, numbers) if self._lengths else None
         seeds = hash64(derive(self._seed, "augment", self._source.name, cursor.epoch), numbers)
         given_up = self._give_up(rows, numbers, cursor.epoch)
-        measured = self._transform.measure(rows, lengths, seeds)
+        try:
+            measured = self._transform.measure(rows, lengths, seeds)
+        except ToleranceError as error:
+            raise ToleranceError(f"source {self._source.name!r}: {error}") from None
         for row, reason in measured.killed:
             assert self._verdicts is not None, "only process workers are killed, and they come with verdicts"
             # on disk before it counts
