@@ -128,6 +128,7 @@ class ImageTextTransform:
             flags=np.where(bad, BAD, 0).astype(np.int32),
             kept=text.kept,
             faults=text.faults,
+            lies=text.lies,
             front=front,
             margin=self._places.margin,
         )
