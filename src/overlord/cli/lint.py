@@ -16,7 +16,7 @@ import numpy.typing as npt
 from overlord.cli.context_fit import ContextFit, fit_context, sum_fits
 from overlord.cli.media_tokens import borders_left_out, has_borders, tokens_told
 from overlord.cli.output import Tell
-from overlord.cli.preview_media import decode_items
+from overlord.cli.preview_media import decode_items, stays_turned
 from overlord.cli.sources import (
     Opened,
     cores,
@@ -77,6 +77,8 @@ class _FileFacts:
     bad: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """(sample id, reason)."""
     lies: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    turned: int = 0
+    """Images that their EXIF data would turn, and nothing does."""
     broken: str | None = None
 
     @property
@@ -190,13 +192,16 @@ def _look_at_rows(one: Opened, rows: RowBatch, first: int, lengths: Lengths | No
     for item in decode_items(one, measured, delivered.astype(np.int64), never_drawn):
         if item.fault is not None:
             bad.setdefault(item.row, item.fault)
+        facts.turned += stays_turned(one, item)
     facts.bad += [(name(row), reason) for row, reason in sorted(bad.items())]
     if lengths is not None:
-        claimed = np.maximum(lengths(rows, first + np.arange(count)), 1)
+        said = lengths(rows, first + np.arange(count))
+        claimed = np.maximum(said, 1)
+        empty = np.asarray(measured.kept.get("empty", np.zeros(count, np.bool_)), np.bool_)
         true = measured.tokens - (measured.image_tokens if measured.front is None else measured.front)
         facts.lies += [
-            (name(row), f"its length says {claimed[row]} tokens, the text has {true[row]}")
-            for row in np.flatnonzero(claimed != true).tolist()
+            (name(row), f"its length says {said[row]} tokens, the text has {true[row]}")
+            for row in np.flatnonzero((claimed != true) | ((said < 1) & ~empty)).tolist()
             if row not in bad
         ]
     facts.tokens += int(delivered.sum())
@@ -224,8 +229,19 @@ def _judge_source(job: Job, one: Opened, facts: Sequence[_FileFacts]) -> list[Fi
     findings += _never_fits(job, one, sum_fits([f.fit for f in facts]), rows)
     if looked and (pair := borders_left_out(one)) is not None and not any(f.bordered for f in facts):
         findings.append(Finding("warning", name, _borders(pair)))
+    if turned := sum(f.turned for f in facts):
+        findings.append(Finding("warning", name, _turned(turned, looked)))
     findings += _shuffle(one, sum(f.blocks for f in facts), sum(f.bytes for f in facts))
     return findings + _repeats(job, name, rows, tokens / looked if looked else 0.0)
+
+
+def _turned(count: int, rows: int) -> str:
+    images = f"{number(count, 'image')} of the {number(rows, 'row')} looked at {'is' if count == 1 else 'are'}"
+    return (
+        f"{images} stored turned, and delivered so: their EXIF data say how to turn them, which processors of "
+        "transformers do not look at and transformers' load_image does. Set exif_transpose if the model was trained "
+        "with the latter"
+    )
 
 
 def _shuffle(one: Opened, blocks: int, size: int) -> list[Finding]:

@@ -12,10 +12,10 @@ from PIL import Image
 
 from overlord.cli.sources import Opened
 from overlord.core.samples import BAD
-from overlord.core.specs import Audio, Interleaved, Video
+from overlord.core.specs import Audio, ImageSpec, Interleaved, Video
 from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.audio import sound_size
-from overlord.transforms.images import decode_image
+from overlord.transforms.images import decode_image, is_turned
 from overlord.transforms.per_sample import Bools, Int64s, Measured, MediaFault
 from overlord.transforms.video import read_clip
 
@@ -86,6 +86,12 @@ def decode_items(one: Opened, measured: Measured, planned: Int64s, left_out: Boo
         yield OpenItem(row, media.kind, media.data(item), media.grids[item], place, fault)
 
 
+def stays_turned(one: Opened, item: OpenItem) -> bool:
+    """Whether an image is delivered as it is stored, although its EXIF data say how to turn it."""
+    spec = one.source.sample
+    return item.kind == "image" and isinstance(spec, ImageSpec) and not spec.exif_transpose and is_turned(item.data)
+
+
 def look_at(one: Opened, item: OpenItem) -> MediaItem:
     """Return an item for a person to look at; one that does not decode has no picture."""
     look = {"image": _look_at_image, "video": _look_at_clip, "audio": _look_at_sound}[item.kind]
@@ -95,9 +101,12 @@ def look_at(one: Opened, item: OpenItem) -> MediaItem:
 def _look_at_image(one: Opened, item: OpenItem) -> MediaItem:
     if item.fault is not None:
         return MediaItem("image", "image")
-    pixels = decode_image(item.data)
+    spec = one.source.sample
+    assert isinstance(spec, ImageSpec)  # no other kind of sample gives images
+    pixels = decode_image(item.data, upright=spec.exif_transpose)
     height, width = pixels.shape[:2]
-    return MediaItem("image", f"image {width}×{height}", pixels, {"size": [width, height]})
+    turned = ", as stored: its EXIF data would turn it" if stays_turned(one, item) else ""
+    return MediaItem("image", f"image {width}×{height}{turned}", pixels, {"size": [width, height]})
 
 
 def _look_at_clip(one: Opened, item: OpenItem) -> MediaItem:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from overlord.core.spec_errors import Fault, conflict
 from overlord.core.spec_model import Spec, Word, real, token, whole
@@ -91,6 +91,14 @@ class ImageSpec(Spec):
     """Token put behind every image, such as "<|vision_end|>"."""
     augment: Augment | None = None
     """Random changes of the images; none by default."""
+    exif_transpose: bool = False
+    """Whether images are turned as their EXIF data say, as transformers' load_image does; else they stay as stored."""
+
+    @model_serializer(mode="wrap")
+    def _only_where_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # A field that came later: fingerprints, sidecars and profiles of jobs that do not set it stay what they were.
+        written = cast("dict[str, Any]", handler(self))
+        return written if self.exif_transpose else {k: v for k, v in written.items() if k != "exif_transpose"}
 
     @property
     def factor(self) -> int:
@@ -175,6 +183,7 @@ class ImageText(ImageSpec):
             before: str | int | None = None,
             after: str | int | None = None,
             augment: Augment | Mapping[str, Any] | None = None,
+            exif_transpose: bool = False,
         ) -> None: ...
 
     @model_validator(mode="after")
@@ -185,6 +194,12 @@ class ImageText(ImageSpec):
                 f"missing, although {given} is given; the size of an image needs both. Name both columns, or "
                 "neither to read the sizes from the image headers",
                 missing,
+            )
+        if self.exif_transpose and self.width is not None:
+            raise conflict(
+                f"the columns {self.width!r} and {self.height!r} do not tell which images are turned, so some would "
+                "have their sides swapped. Leave width and height out: the sizes are then read from the headers",
+                "exif_transpose",
             )
         return self
 
@@ -254,6 +269,7 @@ class Interleaved(ImageSpec):
             before: str | int | None = None,
             after: str | int | None = None,
             augment: Augment | Mapping[str, Any] | None = None,
+            exif_transpose: bool = False,
         ) -> None: ...
 
     @model_validator(mode="after")

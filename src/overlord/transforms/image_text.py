@@ -73,13 +73,15 @@ class ImagePlaces:
             tokens[start + length] = self.after
 
 
-def read_sizes(items: Iterable[tuple[int, memoryview]], count: int) -> tuple[Int64s, Int64s, list[Fault]]:
+def read_sizes(
+    items: Iterable[tuple[int, memoryview]], count: int, *, upright: bool
+) -> tuple[Int64s, Int64s, list[Fault]]:
     """Return width and height of `count` images, 1 x 1 where no header is given or readable, and what is wrong."""
     widths, heights = np.ones(count, np.int64), np.ones(count, np.int64)
     faults: list[Fault] = []
     for item, data in items:
         try:
-            widths[item], heights[item] = image_size(data)
+            widths[item], heights[item] = image_size(data, upright=upright)
         except MediaFault as fault:
             faults.append((item, str(fault)))
     return widths, heights, faults
@@ -157,7 +159,7 @@ class ImageTextTransform:
             bad |= wrong
             return np.where(bad, 1, widths), np.where(bad, 1, heights)
         good = ((row, row_memory(images, row)) for row in np.flatnonzero(~bad).tolist())
-        widths, heights, unreadable = read_sizes(good, len(images))
+        widths, heights, unreadable = read_sizes(good, len(images), upright=self._spec.exif_transpose)
         faults.extend(unreadable)
         bad[[row for row, _ in unreadable]] = True
         return widths, heights
