@@ -57,10 +57,11 @@ def main() -> None:
         for step in loader:
             sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
             total = torch.zeros(())
+            labels = max(1, step.global_loss_tokens)  # 0 where all samples of a step are broken
             for batch in step.microbatches:
                 losses = token_losses(model, batch)
                 # Every rank divides by the same number, so it does not matter who got which sample.
-                (losses.sum() / step.global_loss_tokens).backward()
+                (losses.sum() / labels).backward()
                 total += losses.sum().detach()
                 add_by_source(sums, batch, losses.detach())
             for parameter in model.parameters():
@@ -71,7 +72,7 @@ def main() -> None:
             optimizer.zero_grad()
             if dist.get_rank() == 0:
                 loader.report(step.index, {f"loss/{name}": mean for name, mean in means.items()})
-                print(f"step {step.index:3d}  loss {total.item() / step.global_loss_tokens:.4f}", flush=True)
+                print(f"step {step.index:3d}  loss {total.item() / labels:.4f}", flush=True)
             if step.index + 1 == options.steps:
                 break
         dist.barrier()

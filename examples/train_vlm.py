@@ -61,7 +61,7 @@ class Trainer:
             passed = [self.forward(batch, images, sums) for batch in batches]
         if train:
             for x, out in passed:  # GPipe: all forward, then all backward
-                self.backward(x, out, step.global_loss_tokens)
+                self.backward(x, out, max(1, step.global_loss_tokens))  # 0 where all samples of a step are broken
             # Every tensor-parallel rank has a copy of the images and its whole gradient, so it sends a share of that.
             # Ranks without images take part in the all-to-all too.
             gradient = torch.zeros_like(images) if images.grad is None else images.grad
@@ -207,7 +207,7 @@ def train(trainer: Trainer, job: ol.Job, options: argparse.Namespace) -> None:
             step, batches, waited = fetched
             sums = trainer.run(step, batches)
             done = step.index + 1
-            loss = sums[:, 0].sum().item() / step.global_loss_tokens
+            loss = sums[:, 0].sum().item() / max(1, step.global_loss_tokens)
             # A source that the step took nothing of has no loss.
             losses = {name: a / b for name, (a, b) in zip(step.source_names, sums.tolist(), strict=True) if b}
             shown = " ".join(f"{name} {mean:.2f}" for name, mean in losses.items())

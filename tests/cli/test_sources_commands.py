@@ -163,6 +163,21 @@ def test_lint_gives_the_ids_of_bad_rows(tmp_path: Path) -> None:
     assert any("more than tolerance=0 allows; a run would stop" in e for e in messages(strict, "error"))
 
 
+def test_lint_and_preview_tell_of_images_that_stay_turned(demo_files: DemoFiles, tmp_path: Path) -> None:
+    exif, out = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    Image.new("RGB", (64, 32)).save(out, "JPEG", exif=exif)
+    pq.write_table(pa.table({"jpg": [out.getvalue()] * 40, "txt": ["a"] * 40}), tmp_path / "a.parquet")
+    for turn in (False, True):
+        source = ol.Source("a", str(tmp_path / "a.parquet"), sample=ol.ImageText(exif_transpose=turn))
+        job = job_of(source, tokenizer=demo_files.tokenizer)
+        warned = [found for found in messages(lint(job, tmp_path, 10), "warning") if "exif_transpose" in found]
+        assert len(warned) == (0 if turn else 1)
+        [shown] = preview_source(open_each(job, job.sources, tmp_path / "cache", None)[0], 1)
+        [image] = shown.media
+        assert (image.facts["size"], "EXIF" in image.words) == (([32, 64], False) if turn else ([64, 32], True))
+
+
 def test_lint_decodes_images(demo_files: DemoFiles, tmp_path: Path) -> None:
     out = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(out, "JPEG")

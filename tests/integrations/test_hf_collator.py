@@ -99,8 +99,9 @@ def test_batches_are_those_of_the_collator(strategy, masked, written, cache):
         options = {"mesh": ol.ClientPlaceTree(dp=2), "rank": rank, "strategy": strategy}
         for step in steps_of(job_of(written, masked), cache, 4, **options):
             for batch in step.microbatches:
+                assert batch.meta.loss_tokens == int((batch["labels"] != -100).sum())
                 if not batch.meta.sample_ids[0].source:  # a dummy that keeps ranks in step
-                    assert set(batch["labels"].flatten().tolist()) == {-100}
+                    assert batch.meta.dummy and set(batch["labels"].flatten().tolist()) == {-100}
                     continue
                 expected = collate(features_of(written, batch.meta, masked))
                 # What the collator leaves to the trainer: with a cache, sdpa would not look for packed samples.
@@ -223,3 +224,24 @@ def test_a_vision_language_model_of_transformers_trains_alike(strategy, qwen, pi
             yield {name: batch[name] for name in names if name in batch}
 
     assert_alike(train(qwen, steps, packed), train(qwen, lone, one_by_one))
+
+
+def test_the_loop_that_the_readme_shows_stays_finite_where_a_microbatch_has_no_label(llama, written, cache):
+    job = job_of(written, masked=False)
+    job = job.replace(batch=ol.Batch(CONTEXT, global_samples=1, microbatch_tokens=8 * CONTEXT))
+    ranks = [steps_of(job, cache, 6, mesh=ol.ClientPlaceTree(dp=2), rank=rank) for rank in range(2)]
+    alone = steps_of(job, cache, 6)
+    dummies = 0
+    for pair, whole in zip(zip(*ranks, strict=True), alone, strict=True):
+        losses = []
+        for batch in [batch for step in (*pair, whole) for batch in step.microbatches]:
+            mean = llama(**batch).loss
+            model_loss = llama(**batch, num_items_in_batch=max(1, whole.global_loss_tokens)).loss
+            assert bool(mean.isnan()) == batch.meta.dummy
+            assert model_loss.isfinite() and (model_loss == 0 if batch.meta.dummy else model_loss > 0)
+            losses.append(model_loss.item())
+            dummies += batch.meta.dummy
+        assert not any(batch.meta.dummy for batch in whole.microbatches)
+        shared = sum(len(step.microbatches) for step in pair)
+        assert sum(losses[:shared]) == pytest.approx(sum(losses[shared:]), rel=1e-5)
+    assert dummies > 0

@@ -169,6 +169,20 @@ def test_length_column_that_lies_is_cut_padded_and_counted(tmp_path, cache):
         run(text_job(tmp_path / "s.jsonl", None, **source, tolerance=0.0), cache)
 
 
+@pytest.mark.parametrize("claim", [0, -3])
+def test_a_length_of_nothing_leaves_text_out_and_is_counted(tmp_path, cache, caplog, claim):
+    rows = [{"ids": [7] * 10, "n": 10}, {"ids": [8] * 10, "n": claim}, {"ids": [], "n": 0}, {"ids": [9] * 4, "n": 4}]
+    (tmp_path / "s.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+    source = {"sample": ol.Text("ids", tokenized=True), "lengths": "n"}
+    with caplog.at_level(logging.WARNING, "overlord"):
+        labels, status = run(text_job(tmp_path / "s.jsonl", None, **source), cache)
+    assert sorted(sample.row for sample in labels) == [0, 3]
+    assert (status["wrong_length"], status["bad"], status["skipped"]) == (1, 0, 2)
+    assert caplog.text.count(f"its length column says {claim} tokens, so its text of 10 is left out") == 1
+    with pytest.raises(ol.ToleranceError, match="another length than promised"):
+        run(text_job(tmp_path / "s.jsonl", None, **source, tolerance=0.0), cache)
+
+
 @pytest.mark.parametrize("claim", [2**31 - 1, 2**31 + 5, 2**32, 2**62])
 def test_a_wild_length_is_one_lie_and_not_a_flood(tmp_path, cache, claim):
     path = tmp_path / "s.jsonl"

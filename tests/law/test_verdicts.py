@@ -181,6 +181,17 @@ def journal_in(folder):
     return journal
 
 
+def test_a_function_that_hangs_on_every_row_is_named_and_ends_the_run(tmp_path, cache):
+    def waits_for_ever(row):
+        time.sleep(1000)
+
+    (tmp_path / "s.jsonl").write_text('{"n": 1}\n' * 200)
+    source = ol.Source("s", str(tmp_path / "s.jsonl"), sample=ol.Custom(waits_for_ever, deadline=0.3), tolerance=1.0)
+    job = ol.Job(sources=[source], batch=ol.Batch(64, global_samples=5))
+    with pytest.raises(ol.ToleranceError, match=r"source 's': the function '.*waits_for_ever' hangs.*limit of 0\.3 s"):
+        ol.launch(job, cache=cache, runtime="local")
+
+
 def test_a_verdict_is_on_disk_before_it_counts():
     class Full:
         def append(self, record, *, durable):

@@ -218,7 +218,36 @@ def test_plans_are_right_and_have_no_more_microbatches_than_bins_need(method, bu
     if method != "concat":
         naive = {"best_fit": naive_best_fit, "first_fit": naive_first_fit}[method]
         graph = ol.DGraph.from_buffer(buffer, tree).distribute("DP")
-        assert filled == max(naive(graph.padded.tolist(), buffer.limits.microbatch_tokens)) + 1
+        needed = max(naive(graph.padded.tolist(), buffer.limits.microbatch_tokens)) + 1
+        assert plan.num_microbatches * tree.dp == -(-needed // each) * each
+        assert filled == needed or (tree.dp == 1 and filled > needed), "one rank alone keeps in step with nobody"
+
+
+ALONE = {
+    "default": ol.strategies.backbone_balance(),
+    "sum": ol.strategies.backbone_balance(objective="sum", level="inter"),
+    "intra": ol.strategies.backbone_balance(level="intra"),
+    "vanilla": ol.strategies.vanilla(),
+    **{method: ol.strategies.packed(method=method) for method in METHODS},
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+@given(buffer=steps, vpp=st.sampled_from([1, 2]))
+def test_one_rank_gets_no_microbatch_without_a_label(name, buffer, vpp):
+    """Its mean loss would not be a number; pieces of one token have no label."""
+    tree = ol.ClientPlaceTree(pp=vpp, vpp=vpp)
+    plan = run_strategy(ALONE[name], buffer, tree)
+    labels = plan.loads(plan.pieces.length.astype(np.int64) - 1)[0]
+    if int((plan.pieces.length > 1).sum()) >= plan.num_microbatches:
+        assert labels.all()
+
+
+def test_a_full_microbatch_that_leaves_no_slack_gets_no_empty_one_beside_it():
+    """The smallest count that leaves slack is two, and the second would be empty."""
+    full = buffer_of([63], cap=64)
+    assert run_strategy(ALONE["default"], full, ol.ClientPlaceTree()).num_microbatches == 1
+    assert run_strategy(ALONE["default"], buffer_of([63, 63], cap=64), ol.ClientPlaceTree(dp=2)).num_microbatches == 1
 
 
 @pytest.mark.parametrize("method", METHODS)

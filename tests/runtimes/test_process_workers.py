@@ -117,6 +117,26 @@ def test_nothing_but_deadly_rows(pool):
     assert plain(filled) == [(-1, b"w-1")] * 3
 
 
+def test_a_function_that_hangs_on_every_row_stops_the_source(pool):
+    """Every row would be tried twice at the time limit, and there may be millions."""
+    run = pool.isolate(behave, "behave", deadline=0.5)
+    began = time.monotonic()
+    with pytest.raises(ol.ToleranceError, match=r"'behave' hangs: 3 rows .* limit of 0\.5 s.* raise the deadline="):
+        run(rows_of([SLEEP] * 40))
+    assert time.monotonic() - began < 15 * 0.5 + 10
+    began = time.monotonic()
+    with pytest.raises(ol.ToleranceError, match="hangs"):  # whoever asks again does not wait again
+        run(rows_of([1, 2]))
+    assert time.monotonic() - began < 0.5
+
+
+def test_rows_that_hang_among_others_are_judged_one_by_one(pool):
+    run = pool.isolate(behave, "behave", deadline=0.5)
+    found, judged = run(rows_of([SLEEP, 1, SLEEP, 2, SLEEP, 3, SLEEP, 4]))
+    assert [n for n, _ in plain(found)] == [2, 4, 6, 8]
+    assert [row for row, _ in judged] == [0, 2, 4, 6]
+
+
 def test_stand_ins_take_the_places_of_killed_rows(pool):
     filled, killed = run_rows(
         behave, pool.isolate(behave, name="behave"), rows_of([EXIT, 1, 2, EXIT, 3]), rows_of([-1])

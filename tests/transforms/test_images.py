@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from overlord.core.image_specs import Augment, ImageText, any_resize, image_grid, smart_resize
+from overlord.core.image_specs import Augment, ImageText, Interleaved, any_resize, image_grid, smart_resize
 from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, offsets_of
 from overlord.core.samples import BAD
 from overlord.errors import SpecError
@@ -28,6 +28,7 @@ from overlord.transforms.tokenize import TextTokenizer
 
 transformers = pytest.importorskip("transformers")
 qwen = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+load_image = pytest.importorskip("transformers.image_utils").load_image
 
 FACTORS = st.sampled_from([(14, 2), (16, 1), (16, 2), (32, 1)])
 SEEDS = st.integers(0, 2**64 - 1)
@@ -471,3 +472,43 @@ def test_memory_is_a_fault_only_while_the_host_has_some(monkeypatch: pytest.Monk
     monkeypatch.setattr(np, "empty", fail)
     with pytest.raises(MemoryError):
         decode_image(ENCODED["png"]())
+
+
+# -- turned as EXIF says -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("turn", range(10))
+def test_images_are_turned_as_load_image_turns_them(form: str, turn: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    data = saved(picture(200, 120), form, exif=exif)
+    expected = np.asarray(load_image(Image.open(io.BytesIO(data))))
+    assert image_size(data, upright=True) == expected.shape[1::-1]
+    np.testing.assert_array_equal(decode_image(data, upright=True), expected)
+    spec = ImageText(patch=14, merge=2, temporal=2, min_pixels=56 * 56, max_pixels=28 * 28 * 100, exif_transpose=True)
+    width, height = image_size(data, upright=True)
+    rows, cols = image_grid(spec, [width], [height])
+    grid = np.array([1, rows[0], cols[0]], np.int32)
+    out = np.empty(int(ImageDecoder(spec).item_bytes(grid[None])[0]), np.uint8)
+    ImageDecoder(spec).decode(memoryview(data), grid, 0, out)
+    processor = qwen.Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 100)
+    raw = processor(Image.fromarray(expected), do_rescale=False, do_normalize=False, return_tensors="np")
+    assert raw["image_grid_thw"].tolist() == [grid.tolist()]
+    np.testing.assert_array_equal(out.reshape(raw["pixel_values"].shape), raw["pixel_values"].astype(np.uint8))
+
+
+def test_an_orientation_that_cannot_be_read_turns_nothing() -> None:
+    good = rotated_by_exif(60, 40)
+    at = good.index(b"Exif") + 6
+    for noise in (b"\xff" * 8, b"MM\x00*\xff\xff\xff\xff", b"II*\x00\x08\x00\x00\x00\xff\xff"):
+        data = good[:at] + noise + good[at + len(noise) :]
+        assert decode_image(data, upright=True).shape == (*image_size(data, upright=True)[::-1], 3)
+
+
+def test_turning_is_part_of_the_fingerprint_only_where_it_is_set() -> None:
+    assert "exif_transpose" not in ImageText().model_dump_json()
+    assert ImageText(exif_transpose=True).model_dump()["exif_transpose"] is True
+    assert Interleaved(exif_transpose=True).replace(patch=14).exif_transpose
+    with pytest.raises(SpecError, match=r"exif_transpose.*'w' and 'h' do not tell which images are turned"):
+        ImageText(width="w", height="h", exif_transpose=True)

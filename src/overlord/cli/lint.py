@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -13,12 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from overlord.cli.context_fit import ContextFit, fit_context, sum_fits
 from overlord.cli.media_tokens import borders_left_out, has_borders, tokens_told
 from overlord.cli.output import Tell
-from overlord.cli.preview_media import OpenItem, decode_items
+from overlord.cli.preview_media import OpenItem, decode_items, stays_turned
 from overlord.cli.sources import (
     Opened,
     cores,
@@ -30,13 +28,14 @@ from overlord.cli.sources import (
 from overlord.cli.summary import number, percent
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
 from overlord.core.samples import FILE_SHIFT, SKIP, SampleId
-from overlord.core.specs import Audio, Job, Video
+from overlord.core.specs import Audio, ImageSpec, Job, Video
 from overlord.errors import OverlordError, SpecError
 from overlord.readers.filesystems import StoredFile
 from overlord.readers.sidecars import LengthSidecars
 from overlord.roles.source_loader import FEW_SAMPLES, Lengths
 from overlord.runtimes.opening import known_lengths
 from overlord.transforms.audio import sound_size
+from overlord.transforms.images import open_image
 from overlord.transforms.per_sample import no_seeds
 
 FEW_ROWS = 32
@@ -83,6 +82,8 @@ class _FileFacts:
     """Images, clips and sounds that were decoded."""
     altered: Counter[str] = field(default_factory=Counter[str])
     """How many of them a batch does not hold as they are in the file, by what happens to them."""
+    turned: int = 0
+    """Images that their EXIF data would turn, and nothing does."""
     broken: str | None = None
 
     @property
@@ -198,15 +199,18 @@ def _look_at_rows(one: Opened, rows: RowBatch, first: int, lengths: Lengths | No
             bad.setdefault(item.row, item.fault)
             continue
         facts.items += 1
+        facts.turned += stays_turned(one, item)
         if (words := _altered(one, item)) is not None:
             facts.altered[words] += 1
     facts.bad += [(name(row), reason) for row, reason in sorted(bad.items())]
     if lengths is not None:
-        claimed = np.maximum(lengths(rows, first + np.arange(count)), 1)
+        said = lengths(rows, first + np.arange(count))
+        claimed = np.maximum(said, 1)
+        empty = np.asarray(measured.kept.get("empty", np.zeros(count, np.bool_)), np.bool_)
         true = measured.tokens - (measured.image_tokens if measured.front is None else measured.front)
         facts.lies += [
-            (name(row), f"its length says {claimed[row]} tokens, the text has {true[row]}")
-            for row in np.flatnonzero(claimed != true).tolist()
+            (name(row), f"its length says {said[row]} tokens, the text has {true[row]}")
+            for row in np.flatnonzero((claimed != true) | ((said < 1) & ~empty)).tolist()
             if row not in bad
         ]
     facts.tokens += int(delivered.sum())
@@ -235,6 +239,8 @@ def _judge_source(job: Job, one: Opened, facts: Sequence[_FileFacts]) -> list[Fi
     findings += _never_fits(job, one, sum_fits([f.fit for f in facts]), rows)
     if looked and (pair := borders_left_out(one)) is not None and not any(f.bordered for f in facts):
         findings.append(Finding("warning", name, _borders(pair)))
+    if turned := sum(f.turned for f in facts):
+        findings.append(Finding("warning", name, _turned(turned, looked)))
     findings += _shuffle(one, sum(f.blocks for f in facts), sum(f.bytes for f in facts))
     return findings + _repeats(job, name, rows, tokens / looked if looked else 0.0)
 
@@ -253,7 +259,8 @@ def _altered(one: Opened, item: OpenItem) -> str | None:
             f"min_pixels={spec.min_pixels}. Lower min_pixels, fps or max_frames"
         )
         return over if spec.max_tokens is not None and tokens > spec.max_tokens else None
-    with Image.open(io.BytesIO(item.data)) as image:
+    assert isinstance(spec, ImageSpec)  # no other kind of sample gives images
+    with open_image(item.data, spec.formats) as image:
         if not image.has_transparency_data or image.convert("RGBA").getchannel("A").getextrema()[0] == 255:
             return None
     return "images are transparent in places and are put on white"
@@ -262,6 +269,15 @@ def _altered(one: Opened, item: OpenItem) -> str | None:
 def _media_altered(name: str, facts: Sequence[_FileFacts]) -> list[Finding]:
     items, altered = sum(f.items for f in facts), sum((f.altered for f in facts), Counter[str]())
     return [Finding("warning", name, f"{count} of {items} {words}") for words, count in altered.items()]
+
+
+def _turned(count: int, rows: int) -> str:
+    images = f"{number(count, 'image')} of the {number(rows, 'row')} looked at {'is' if count == 1 else 'are'}"
+    return (
+        f"{images} stored turned, and delivered so: their EXIF data say how to turn them, which processors of "
+        "transformers do not look at and transformers' load_image does. Set exif_transpose if the model was trained "
+        "with the latter"
+    )
 
 
 def _shuffle(one: Opened, blocks: int, size: int) -> list[Finding]:

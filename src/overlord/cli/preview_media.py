@@ -15,7 +15,7 @@ from overlord.core.samples import BAD
 from overlord.core.specs import Audio, ImageSpec, Interleaved, Video
 from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.audio import sound_size
-from overlord.transforms.images import decode_image
+from overlord.transforms.images import decode_image, is_turned
 from overlord.transforms.per_sample import Bools, Int64s, Measured, MediaFault
 from overlord.transforms.video import read_clip
 
@@ -86,6 +86,17 @@ def decode_items(one: Opened, measured: Measured, planned: Int64s, left_out: Boo
         yield OpenItem(row, media.kind, media.data(item), media.grids[item], place, fault)
 
 
+def stays_turned(one: Opened, item: OpenItem) -> bool:
+    """Whether an image is delivered as it is stored, although its EXIF data say how to turn it."""
+    spec = one.source.sample
+    return (
+        item.kind == "image"
+        and isinstance(spec, ImageSpec)
+        and not spec.exif_transpose
+        and is_turned(item.data, spec.formats)
+    )
+
+
 def look_at(one: Opened, item: OpenItem) -> MediaItem:
     """Return an item for a person to look at; one that does not decode has no picture."""
     look = {"image": _look_at_image, "video": _look_at_clip, "audio": _look_at_sound}[item.kind]
@@ -97,9 +108,10 @@ def _look_at_image(one: Opened, item: OpenItem) -> MediaItem:
         return MediaItem("image", "image")
     spec = one.source.sample
     assert isinstance(spec, ImageSpec)  # no other kind of sample gives images
-    pixels = decode_image(item.data, spec.formats)
+    pixels = decode_image(item.data, spec.formats, upright=spec.exif_transpose)
     height, width = pixels.shape[:2]
-    return MediaItem("image", f"image {width}×{height}", pixels, {"size": [width, height]})
+    turned = ", as stored: its EXIF data would turn it" if stays_turned(one, item) else ""
+    return MediaItem("image", f"image {width}×{height}{turned}", pixels, {"size": [width, height]})
 
 
 def _look_at_clip(one: Opened, item: OpenItem) -> MediaItem:

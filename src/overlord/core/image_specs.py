@@ -115,6 +115,9 @@ class ImageSpec(Spec):
     ] = ()
     """Formats that Pillow may decode besides AVIF, BMP, GIF, JPEG, PNG, TIFF and WEBP, by its names ("JPEG2000")."""
 
+    exif_transpose: Annotated[bool, Field(exclude_if=lambda is_set: not is_set)] = False
+    """Whether images are turned as their EXIF data say, as transformers' load_image does; else they stay as stored."""
+
     @property
     def formats(self) -> tuple[str, ...]:
         """The formats an image may have; bytes of any other one are a bad sample."""
@@ -204,6 +207,7 @@ class ImageText(ImageSpec):
             after: str | int | None = None,
             augment: Augment | Mapping[str, Any] | None = None,
             extra_formats: Sequence[str] = (),
+            exif_transpose: bool = False,
         ) -> None: ...
 
     @model_validator(mode="after")
@@ -214,6 +218,12 @@ class ImageText(ImageSpec):
                 f"missing, although {given} is given; the size of an image needs both. Name both columns, or "
                 "neither to read the sizes from the image headers",
                 missing,
+            )
+        if self.exif_transpose and self.width is not None:
+            raise conflict(
+                f"the columns {self.width!r} and {self.height!r} do not tell which images are turned, so some would "
+                "have their sides swapped. Leave width and height out: the sizes are then read from the headers",
+                "exif_transpose",
             )
         return self
 
@@ -284,6 +294,7 @@ class Interleaved(ImageSpec):
             after: str | int | None = None,
             augment: Augment | Mapping[str, Any] | None = None,
             extra_formats: Sequence[str] = (),
+            exif_transpose: bool = False,
         ) -> None: ...
 
     @model_validator(mode="after")

@@ -222,7 +222,7 @@ class DGraph:
             placed = place_hybrid(self.buffer, self.items, self.costs, self.tree, equal_counts=equal_counts)
         else:
             placed = place_tokens(
-                self.buffer, self.costs, self.padded, self.tree, self.num_buckets,
+                self.buffer, self.items, self.costs, self.padded, self.tree, self.num_buckets,
                 method=method, objective=objective, level=level, group_size=self.group_size,
             )  # fmt: skip
         return self._with(
@@ -247,7 +247,7 @@ class DGraph:
         items, bins = fill_bins(self.buffer, self.items, self.padded, self.tree, self.pad_multiple, method)
         graph = self if items is self.items else dataclasses.replace(self, items=items)._costed(self.cost_fn)
         assert graph.costs is not None
-        placed = place_bins(self.buffer, bins, graph.costs, graph.padded, self.tree)
+        placed = place_bins(self.buffer, items, bins, graph.costs, graph.padded, self.tree)
         return graph._with(
             "pack", f"{method}: {placed.detail}", reorder=False, places=placed.places, num_microbatches=placed.count,
             cp_sizes=None, counts=None,

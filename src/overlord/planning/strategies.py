@@ -15,7 +15,7 @@ from overlord.errors import SpecError
 from overlord.planning import costs
 from overlord.planning.balancing.balance import Level, Method, Objective
 from overlord.planning.balancing.dealing import deal
-from overlord.planning.balancing.microbatches import no_room
+from overlord.planning.balancing.microbatches import least_labels, no_room, spread_labels
 from overlord.planning.balancing.packing import PackMethod
 from overlord.planning.checking import Strategy
 from overlord.planning.dgraph import CostFn, DGraph
@@ -34,7 +34,11 @@ def vanilla() -> Strategy:
         if fixed is not None and count > fixed:
             raise no_room(buffer, graph.padded, tree.dp)
         count = fixed or -(-count // tree.microbatch_multiple) * tree.microbatch_multiple
-        return graph.placed(bucket * count + microbatch, count, "round-robin, next fit").plan()
+        places = bucket * count + microbatch
+        if tree.dp == 1:  # no microbatch is there only to keep ranks in step
+            labels, most = least_labels(buffer, graph.items), buffer.limits.microbatch_tokens
+            places = spread_labels(places, labels, graph.padded, count, most)
+        return graph.placed(places, count, "round-robin, next fit").plan()
 
     return vanilla
 

@@ -88,7 +88,7 @@ class Met:
     bad: set[tuple[int, int]]
     """Samples (row, epoch) that a stand-in took the place of."""
     wrong_lengths: set[tuple[int, int]]
-    """Samples that were cut or padded to their planned length."""
+    """Samples that were cut or padded to the length that was promised, or left out where that is none."""
 
     @classmethod
     def joined(cls, parts: Sequence[Met]) -> Met:
@@ -236,11 +236,12 @@ class SourceLoader:
             self._readers.pop(key, None)  # nothing of a finished group stays open
         return Stretch(cursor, rows, numbers)
 
-    def keep(self, measured: tuple[Chunk, list[Fault]]) -> Chunk:
-        """Count what was found in measured rows, and take them into the read buffer."""
-        chunk, faults = measured
+    def keep(self, measured: tuple[Chunk, list[Fault], list[Fault]]) -> Chunk:
+        """Count what was found in measured rows: bad ones, lengths that lie. Take them into the read buffer."""
+        chunk, faults, lies = measured
         self.seen += len(chunk.meta)
         self._note(chunk.meta, faults, self._bad, self._telemetry.bad_samples)
+        self._note(chunk.meta, lies, self._lies, self._telemetry.wrong_lengths)
         self._judge_first_rows(chunk, faults)
         self._check_tolerance()
         self._buffer.add(chunk)
@@ -368,13 +369,16 @@ class SourceLoader:
             chunk = self.keep(self.measure(self.read(cursor, group, rows)))
         return chunk
 
-    def measure(self, stretch: Stretch) -> tuple[Chunk, list[Fault]]:
+    def measure(self, stretch: Stretch) -> tuple[Chunk, list[Fault], list[Fault]]:
         """Measure rows that were read; touches nothing of the loader, so several workers may do this at once."""
         cursor, rows, numbers = stretch.cursor, stretch.rows, stretch.numbers
         lengths = self._lengths(rows, numbers) if self._lengths else None
         seeds = hash64(derive(self._seed, "augment", self._source.name, cursor.epoch), numbers)
         given_up = self._give_up(rows, numbers, cursor.epoch)
-        measured = self._transform.measure(rows, lengths, seeds)
+        try:
+            measured = self._transform.measure(rows, lengths, seeds)
+        except ToleranceError as error:
+            raise ToleranceError(f"source {self._source.name!r}: {error}") from None
         for row, reason in measured.killed:
             assert self._verdicts is not None, "only process workers are killed, and they come with verdicts"
             # on disk before it counts
@@ -397,7 +401,7 @@ class SourceLoader:
             count_images(meta, images)
         meta["bytes"] = row_bytes_of(measured.kept, len(numbers))
         chunk = Chunk(cursor.epoch, cursor.group, cursor.offset, meta, measured.kept, measured.margin)
-        return chunk, measured.faults
+        return chunk, measured.faults, measured.lies
 
     def _give_up(self, rows: RowBatch, numbers: npt.NDArray[np.int64], epoch: int) -> list[Fault]:
         """Mark rows with a verdict as bad, so that nobody runs them again; return them with the reasons."""

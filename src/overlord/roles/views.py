@@ -66,7 +66,7 @@ _NOWHERE = np.empty(0, np.int64)
 class BatchMeta:
     """Where the segments of a microbatch came from, aligned with its cu_seqlens.
 
-    A dummy microbatch, which only keeps ranks in step, has one segment with source id -1.
+    A microbatch without pieces, which only keeps ranks in step, has one segment with source id -1.
     """
 
     def __init__(self, names: tuple[str, ...], columns: Mapping[str, Array], facts: Mapping[str, int]) -> None:
@@ -76,6 +76,17 @@ class BatchMeta:
         """Where segments (or rows) begin in the whole sequence, padding included."""
         self.local_cp_size = facts.get("local_cp_size", 1)
         """Ranks that share this microbatch's sequences: cp, or less where hybrid data parallelism decides."""
+        self.loss_tokens = facts.get("loss_tokens", 0)
+        """Labels of this microbatch, over all ranks that share its sequences."""
+
+    @property
+    def dummy(self) -> bool:
+        """Whether nothing of this microbatch counts in the loss, so that the mean over its labels is not a number.
+
+        Such a microbatch keeps ranks in step, or all of its samples were found broken. Run it like any other, and
+        divide the sum of its losses, which is 0, by `step.global_loss_tokens`.
+        """
+        return self.loss_tokens == 0
 
     @property
     def image_positions(self) -> npt.NDArray[np.int64]:
@@ -110,7 +121,8 @@ class BatchMeta:
     def detached(self) -> BatchMeta:
         """Return a copy that holds nothing of the shared memory."""
         columns = {name: column.copy() for name, column in self._columns.items()}
-        return BatchMeta(self._names, columns, {"local_cp_size": self.local_cp_size})
+        facts = {"local_cp_size": self.local_cp_size, "loss_tokens": self.loss_tokens}
+        return BatchMeta(self._names, columns, facts)
 
     def __repr__(self) -> str:
         return f"BatchMeta({len(self.segment_lengths)} segments of {int(self.segment_lengths.sum())} tokens)"

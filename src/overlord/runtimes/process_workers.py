@@ -5,6 +5,8 @@ Rules of this file:
 2. A row is judged only when it was alone with a fresh worker and that worker died or hung, twice: a slow machine and
    the kernel's out-of-memory killer hit innocent rows, but hardly the same one twice.
 3. What dies while no row runs (at its start, at rest) is nobody's fault: it is replaced, and past a few tries an error.
+4. A function that exceeds its time limit for several rows in succession, with no row done in between, hangs: that is an
+   error of the function, not of rows, and trying every row of a source twice would never end.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import cloudpickle
 import numpy as np
 
 from overlord.core.ragged import RowBatch, concat_rows, num_rows, slice_rows
-from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError
+from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError, ToleranceError
 from overlord.runtimes.nursery import Nursery, WorkerProcess
 from overlord.runtimes.row_wire import receive_rows, send_rows
 
@@ -38,6 +40,8 @@ LOAD_S = 120.0
 """How long a worker may take to load a function: it may import a large library."""
 TRIES = 3
 """So many workers may be lost in a row without any fault of a row."""
+HANGS = 3
+"""Rows in succession that are given up because of the time limit before the function itself is taken to hang."""
 _TICKS = 16
 """A wait is counted in so many parts, so that a host that was suspended meanwhile loses one of them and no more."""
 
@@ -49,6 +53,10 @@ T = TypeVar("T")
 
 class _Died(Exception):
     """A worker ended, or did not answer in time, while it ran rows; the text says which."""
+
+
+class _Hung(_Died):
+    """A worker did not answer in time."""
 
 
 class _Broken(Exception):
@@ -203,16 +211,21 @@ class Isolated:
         self._key = hashlib.blake2b(code, digest_size=8).hexdigest()
         self._name = name
         self._deadline = deadline
+        self._lock = threading.Lock()
+        self._hung = 0
+        """Rows that exceeded the time limit since the last one that was done."""
 
     def __call__(self, rows: RowBatch) -> tuple[RowBatch, Judged]:
         """Return what the surviving rows became, in order, and the rows that killed their worker twice.
 
         Raises:
             SpecError: when a worker cannot load the function.
+            ToleranceError: when the function hangs whatever row it gets.
             OverlordError: when the function raises (a fault of one row is the function's to catch), or no worker
                 starts.
             ClosedError: when the pool is closed meanwhile.
         """
+        self._count_hangs(0)
         count = num_rows(rows)
         size = max(1, min(RUN_ROWS, -(-count // self._pool.count)))
         runs = [(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
@@ -240,8 +253,21 @@ class Isolated:
             try:
                 made.append(self._alone(slice_rows(rows, row, row + 1)))
             except _Died as death:
+                self._count_hangs(int(isinstance(death, _Hung)))
                 judged.append((row, f"killed its worker twice: {death}"))
         return made, judged
+
+    def _count_hangs(self, rows: int) -> None:
+        """Count rows that exceeded the time limit; raise once the function is taken to hang, and ever after."""
+        with self._lock:
+            self._hung += rows
+            if self._hung < HANGS:
+                return
+        raise ToleranceError(
+            f"the function {self._name!r} hangs: {HANGS} rows in succession were not done within its time limit of "
+            f"{self._deadline:g} s, each tried twice, and no other row was; the source would never yield a sample. Run "
+            "the function on one row by itself and mend it, or raise the deadline= of the sample if it needs longer."
+        )
 
     def _alone(self, row: RowBatch) -> RowBatch:
         """Run one row; it may kill one worker, but not a second one that has run nothing else."""
@@ -249,6 +275,7 @@ class Isolated:
             return self._try(row)
         except _Died as death:
             logger.warning("%s: a worker was lost with one row (%s); it runs once more", self._name, death)
+            self._count_hangs(0)  # another thread may have found out meanwhile
         return self._try(row, fresh=True)
 
     def _try(self, rows: RowBatch, *, fresh: bool = False) -> RowBatch:
@@ -257,7 +284,10 @@ class Isolated:
             try:
                 with self._pool.borrow(fresh=fresh) as worker:
                     self._load(worker)
-                    return self._apply(worker, rows)
+                    made = self._apply(worker, rows)
+                with self._lock:
+                    self._hung = 0 if num_rows(rows) and self._hung < HANGS else self._hung
+                return made
             except _Broken as loss:
                 self._pool.check_open()
                 if tries == TRIES:
@@ -313,7 +343,7 @@ def _ask(
         answer = receive_rows(worker.connection, patience.tick)
     except TimeoutError as late:
         worker.end()
-        raise _Died(str(late)) from None
+        raise _Hung(str(late)) from None
     except ServiceLost as error:
         code = worker.end()
         if code is None:

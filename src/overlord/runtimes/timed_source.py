@@ -223,6 +223,7 @@ def _joined(parts: list[Measured]) -> Measured:
         front=np.concatenate(fronts) if fronts else None,
         margin=parts[0].margin,
         killed=moved("killed"),
+        lies=moved("lies"),
     )
 
 

@@ -74,14 +74,14 @@ class ImagePlaces:
 
 
 def read_sizes(
-    items: Iterable[tuple[int, memoryview]], count: int, formats: Sequence[str]
+    items: Iterable[tuple[int, memoryview]], count: int, formats: Sequence[str], *, upright: bool
 ) -> tuple[Int64s, Int64s, list[Fault]]:
     """Return width and height of `count` images, 1 x 1 where no header is given or readable, and what is wrong."""
     widths, heights = np.ones(count, np.int64), np.ones(count, np.int64)
     faults: list[Fault] = []
     for item, data in items:
         try:
-            widths[item], heights[item] = image_size(data, formats)
+            widths[item], heights[item] = image_size(data, formats, upright=upright)
         except MediaFault as fault:
             faults.append((item, str(fault)))
     return widths, heights, faults
@@ -130,6 +130,7 @@ class ImageTextTransform:
             flags=np.where(bad, BAD, 0).astype(np.int32),
             kept=text.kept,
             faults=text.faults,
+            lies=text.lies,
             front=front,
             margin=self._places.margin,
         )
@@ -158,7 +159,9 @@ class ImageTextTransform:
             bad |= wrong
             return np.where(bad, 1, widths), np.where(bad, 1, heights)
         good = ((row, row_memory(images, row)) for row in np.flatnonzero(~bad).tolist())
-        widths, heights, unreadable = read_sizes(good, len(images), self._spec.formats)
+        widths, heights, unreadable = read_sizes(
+            good, len(images), self._spec.formats, upright=self._spec.exif_transpose
+        )
         faults.extend(unreadable)
         bad[[row for row, _ in unreadable]] = True
         return widths, heights

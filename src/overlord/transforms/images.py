@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from overlord.core.image_specs import IMAGE_FORMATS
 from overlord.core.specs import ImageSpec
@@ -31,12 +31,52 @@ _ALIKE = ("YCbCr", "Gray", "RGB")
 """Colour spaces that simplejpeg and Pillow turn into the same RGB; of CMYK, Pillow's is the usual one."""
 
 
-def image_size(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS) -> tuple[int, int]:
-    """Return (width, height) from the header, without decoding.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What turns an image upright, by its EXIF orientation."""
+_SWAPS = (5, 6, 7, 8)
+_PNG_TEXT = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+"""Chunks of a PNG in which an orientation may stand."""
+
+
+def orientation(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS) -> int:
+    """Return the EXIF orientation of an image, 1 to 8; 1 where it has none, or none that can be read.
+
+    Call it after `image_size`: where a PNG has text, Pillow looks for more of it behind the pixels.
+    """
+    try:
+        with open_image(data, formats) as image:
+            if image.format == "TIFF":  # Pillow turns these by itself
+                return 1
+            if image.format == "PNG" and not any(mark in bytes(data) for mark in _PNG_TEXT):
+                return 1
+            found = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # damaged EXIF data, of which Pillow raises many kinds of errors, make no image bad
+        return 1
+    return found if found in _TURNS else 1
+
+
+def is_turned(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS) -> bool:
+    """Whether the EXIF data of an image say that it is stored turned or mirrored."""
+    return orientation(data, formats) != 1
+
+
+def image_size(
+    data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS, *, upright: bool = False
+) -> tuple[int, int]:
+    """Return (width, height) from the header, without decoding; of the image turned `upright`, or as it is stored.
 
     Args:
         data: The encoded image.
         formats: The formats it may have, by its content; Pillow's names.
+        upright: Whether it is turned as its EXIF data say.
 
     Raises:
         MediaFault: when there is no readable header, or it claims an absurd size.
@@ -45,25 +85,32 @@ def image_size(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS)
         if simplejpeg is not None and bytes(data[:2]) == _JPEG:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data, strict=False)
         else:
-            with _open(data, formats) as image:
+            with open_image(data, formats) as image:
                 width, height = image.size
     if width < 1 or height < 1 or width * height > MAX_PIXELS:
         raise MediaFault(f"the header claims {width} x {height} pixels, more than {MAX_PIXELS} in all")
-    return width, height
+    return (height, width) if upright and orientation(data, formats) in _SWAPS else (width, height)
 
 
-def decode_image(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS) -> UInt8s:
+def decode_image(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS, *, upright: bool = False) -> UInt8s:
     """Return the image as uint8 [height, width, 3], RGB, on white where it is transparent.
 
-    A rotation in the EXIF data is left as it is.
+    It is turned `upright` as its EXIF data say, or left as it is stored.
 
     Args:
         data: The encoded image.
         formats: The formats it may have, by its content; Pillow's names.
+        upright: Whether it is turned as its EXIF data say.
 
     Raises:
         MediaFault: when the bytes do not decode.
     """
+    turn = _TURNS.get(orientation(data, formats)) if upright else None
+    pixels = _decode_stored(data, formats)
+    return pixels if turn is None else np.asarray(Image.fromarray(pixels).transpose(turn))
+
+
+def _decode_stored(data: bytes | memoryview, formats: Sequence[str]) -> UInt8s:
     image_size(data, formats)
     with decoder_faults("does not decode"):
         if simplejpeg is not None and bytes(data[:2]) == _JPEG:
@@ -72,14 +119,19 @@ def decode_image(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMAT
                     return simplejpeg.decode_jpeg(data, colorspace="RGB")
             except Exception:  # rare colour spaces: Pillow knows them, and has the last word on faults
                 pass
-        with _open(data, formats) as image:
+        with open_image(data, formats) as image:
             pixels = np.asarray(_on_white(image))
     if pixels.ndim != 3 or pixels.shape[0] * pixels.shape[1] > MAX_PIXELS:
         raise MediaFault(f"decodes to {pixels.shape} pixels")  # another size than its header says
     return pixels
 
 
-def _open(data: bytes | memoryview, formats: Sequence[str]) -> Image.Image:
+def open_image(data: bytes | memoryview, formats: Sequence[str]) -> Image.Image:
+    """Open an image of an allowed format, by its content: Pillow runs programs for some of the others.
+
+    Raises:
+        MediaFault: when it has another format.
+    """
     try:
         return Image.open(io.BytesIO(data), formats=tuple(formats))
     except UnidentifiedImageError as error:
@@ -197,6 +249,7 @@ class ImageDecoder:
         self._augment = spec.augment
         self._formats = spec.formats
         check_formats(spec)
+        self._upright = spec.exif_transpose
 
     def item_bytes(self, grids: npt.NDArray[np.int32]) -> Int64s:
         """Return the bytes of each image's patches."""
@@ -204,7 +257,7 @@ class ImageDecoder:
 
     def decode(self, data: memoryview, grid: npt.NDArray[np.int32], seed: int, out: UInt8s) -> None:
         """Decode, resize to the planned grid and patchify one image into its place."""
-        image = decode_image(data, self._formats)
+        image = decode_image(data, self._formats, upright=self._upright)
         if self._augment is not None:
             image = crop_image(image, self._augment, seed)
         image = resize_image(image, int(grid[1]) * self._patch, int(grid[2]) * self._patch)

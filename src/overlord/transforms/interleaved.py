@@ -87,7 +87,10 @@ class InterleavedTransform:
         item_seed = item_seeds(seeds[owner], numbers)
         single = Ragged(encoded.values, encoded.offsets[0] + offsets_of(nbytes))
         widths, heights, unreadable = read_sizes(
-            ((item, row_memory(single, item)) for item in range(len(single))), len(single), self._spec.formats
+            ((item, row_memory(single, item)) for item in range(len(single))),
+            len(single),
+            self._spec.formats,
+            upright=self._spec.exif_transpose,
         )
         faults.extend((int(owner[item]), f"image {int(numbers[item])}: {reason}") for item, reason in unreadable)
         stand_in = np.zeros(len(single), np.bool_)

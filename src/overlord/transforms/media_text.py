@@ -84,6 +84,7 @@ class ItemThenText:
             flags=np.where(bad, BAD, 0).astype(np.int32),
             kept=text.kept,
             faults=text.faults,
+            lies=text.lies,
             front=lead,
             margin=(int(self._before is not None), int(self._after is not None)),
         )

@@ -47,8 +47,8 @@ def pack(  # noqa: PLR0913 - a kernel takes arrays, and nothing it would have to
     run_begin: Array,
     run_length: Array,
     run_place: Array,
-) -> tuple[int, int]:
-    """Write one microbatch, cut for its ranks; return its longest segment and its tokens.
+) -> tuple[int, int, int]:
+    """Write one microbatch, cut for its ranks; return its longest segment, its tokens and its labels.
 
     `offsets` say where arrays begin in the buffer (`FIELDS`), -1 for what is not there; `stride` how many elements the
     slices of two ranks are apart. `first`, `length`, `plain` (whether all tokens count) and `origin` are of all pieces
@@ -93,7 +93,17 @@ def pack(  # noqa: PLR0913 - a kernel takes arrays, and nothing it would have to
     for field, number in ((9, longest), (10, of)):
         if offsets[field] >= 0:
             buffer[offsets[field] : offsets[field] + 4].view(np.int32)[0] = number
-    return longest, real
+    labelled = 0
+    for segment in range(count):
+        if len(silent) and silent[segment]:
+            continue
+        whole, start = length[begin + segment], first[begin + segment]
+        if plain[begin + segment]:
+            labelled += max(whole - 1, 0)
+        else:
+            for i in range(np.uintp(start + 1), np.uintp(start + whole)):
+                labelled += loss[i]
+    return longest, real, labelled
 
 
 @numba.njit(nogil=True, cache=True)

@@ -115,14 +115,14 @@ def pack_microbatch(
             for pair, suffix in zip(arrivals, sharing.suffixes, strict=False):
                 named[f"meta.image_positions{suffix}"][:], named[f"meta.image_rows{suffix}"][:] = pair
     table = samples.pieces
-    longest, real = pack(
+    longest, real, labels = pack(
         buffer, offsets, stride_of(one.width), samples.tokens.values, samples.loss.values, table.first, table.length,
         table.plain, table.origin, (one.begin, chosen.stop - chosen.start), silent, one.cu, *_cutting(plan, one),
     )  # fmt: skip
     if layout.positions != "plain":
         whole = _mrope(plan, packing, one, items, segment_of, media)
         _fill_mrope(buffer, positions_at, layout, whole, one, plan.slicing)
-    scalars = {"meta.local_cp_size": sharing.of}
+    scalars = {"meta.local_cp_size": sharing.of, "meta.loss_tokens": labels}
     if layout.keys == "hf" and not one.rows:
         # With a cache, transformers' eager and sdpa attention do not look for packed samples: they would mix silently.
         scalars |= {"max_length_q": longest, "max_length_k": longest, "use_cache": False}

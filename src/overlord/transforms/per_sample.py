@@ -68,6 +68,8 @@ class Measured:
     """Tokens before and behind the placeholders of an item that are never cut off from it."""
     killed: list[Fault] = field(default_factory=list)
     """Rows that killed their process worker twice; the verdict is written down before it counts."""
+    lies: list[Fault] = field(default_factory=list)
+    """Rows whose known length leaves nothing of a text that has tokens."""
 
 
 @dataclass(slots=True)

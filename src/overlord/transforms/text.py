@@ -45,7 +45,9 @@ class TextTransform:
         bad = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
         faults: list[Fault] = unread_rows(rows)
         column = ragged_column(rows, self._spec.column)
+        lies: list[Fault] = []
         if lengths is not None:
+            lies = self._left_out(column, lengths, bad)
             claimed, empty = np.where(bad, 1, np.maximum(lengths, 1)), lengths <= 0
             kept: RowBatch = {"raw": column, "claimed": claimed}
             # No text has that many tokens: a wild claim must not cost memory, nor leave 32 bits.
@@ -54,7 +56,20 @@ class TextTransform:
             encoded, empty = self._encode(column, bad, faults)
             tokens, kept = encoded.lengths, {"tokens": encoded}
         kept["empty"] = empty
-        return measured_text(tokens, np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0), kept, faults)
+        measured = measured_text(tokens, np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0), kept, faults)
+        measured.lies = lies
+        return measured
+
+    def _left_out(self, column: Ragged, lengths: Int64s, bad: Bools) -> list[Fault]:
+        """Return the rows that have text by themselves and none by their known length: they are cut to nothing."""
+        asked = np.flatnonzero((lengths <= 0) & ~bad & (column.lengths > 0))
+        if not len(asked):
+            return []
+        tokens, empty = self._encode(column.take(asked), np.zeros(len(asked), np.bool_), [])
+        return [
+            (int(row), f"its length column says {int(lengths[row])} tokens, so its text of {int(count)} is left out")
+            for row, count in zip(asked[~empty], tokens.lengths[~empty], strict=True)
+        ]
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
         faults: list[Fault] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import pad_lengths
 from overlord.errors import PlanError
 from overlord.planning.balancing.balance import Level, Method, Objective, place
+from overlord.planning.balancing.greedy import loads
 from overlord.planning.balancing.hybrid import hybrid_microbatches, ranks_needed
 
 SLACK = 0.95
@@ -34,8 +35,94 @@ class Placement:
     detail: str = ""
 
 
+def least_labels(buffer: Buffer, items: Pieces) -> Int64s:
+    """Return how many labels each piece has at least, as far as the metadata tells.
+
+    That is exact for a whole sample, and for pieces of one that counts in the loss from beginning to end. Of other
+    samples that are cut only the sum is known: a piece has those that do not fit into the others.
+
+    Example:
+        >>> from overlord.core.draw import context_pieces
+        >>> from overlord.planning.low_level import summary_buffer
+        >>> buffer = summary_buffer({"web": [3, 1, 9]}, context_length=4)
+        >>> least_labels(buffer, context_pieces(buffer)).tolist()
+        [2, 0, 3, 3, 0]
+    """
+    meta = buffer.meta
+    if len(items) == len(meta) and bool((items.start == 0).all()):
+        return meta["loss_tokens"][items.sample].astype(np.int64)
+    tokens, labels = (np.ascontiguousarray(meta[name])[items.sample].astype(np.int64) for name in _COUNTS)
+    parts = np.bincount(items.sample, minlength=len(meta))[items.sample]
+    length = items.length.astype(np.int64)
+    elsewhere = tokens - length - (parts - 1)
+    return np.clip(labels - elsewhere, 0, np.maximum(length - 1, 0))
+
+
+_COUNTS = ("tokens", "loss_tokens")
+
+
+def without_labels(places: Int64s, labels: Int64s, num_bins: int) -> Int64s:
+    """Return the bins in which no piece has a label for sure."""
+    return np.flatnonzero(np.bincount(places[labels > 0], minlength=num_bins) == 0)
+
+
+def spread_labels(places: Int64s, labels: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s:
+    """Return places in which as many bins as possible have a label: the mean loss of one without is not a number.
+
+    A bin without one gets the smallest piece that has some from a bin with several such pieces, for its own largest
+    where there is no room for both. Other bins stay as they are.
+
+    Args:
+        places: The bin of each piece.
+        labels: Labels of each piece at least.
+        sizes: What each takes of its bin's capacity.
+        num_bins: Bins.
+        capacity: The most that a bin holds.
+
+    Example:
+        >>> spread_labels(np.array([0, 0, 1]), np.array([7, 3, 0]), np.array([8, 4, 1]), 2, 16).tolist()
+        [0, 1, 1]
+    """
+    silent = without_labels(places, labels, num_bins)
+    if not len(silent):
+        return places
+    places = places.copy()
+    have = np.bincount(places[labels > 0], minlength=num_bins)
+    load = loads(sizes, places, num_bins)
+    speaking = np.flatnonzero(labels > 0)
+    smallest_first = speaking[np.argsort(sizes[speaking], kind="stable")].tolist()
+
+    def spare() -> Iterator[int]:
+        return (piece for piece in smallest_first if have[places[piece]] > 1)
+
+    for one in silent.tolist():
+        piece = next(spare(), None)
+        if piece is None:
+            break
+        other = -1
+        if load[one] + sizes[piece] > capacity:  # exchange it for the largest that is there
+            mine = np.flatnonzero(places == one)
+            other = int(mine[np.argmax(sizes[mine])])
+            grows = sizes[other] - sizes
+            fits = (p for p in spare() if load[one] - grows[p] <= capacity and load[places[p]] + grows[p] <= capacity)
+            piece = next(fits, None)
+        if piece is None:
+            continue
+        for moved, target in ((piece, one), (other, int(places[piece]))):
+            if moved >= 0:
+                load[places[moved]] -= sizes[moved]
+                load[target] += sizes[moved]
+        have[places[piece]] -= 1
+        have[one] += 1
+        if other >= 0:
+            places[other] = places[piece]
+        places[piece] = one
+    return places
+
+
 def place_tokens(
     buffer: Buffer,
+    items: Pieces,
     costs: Int64s,
     sizes: Int64s,
     tree: ClientPlaceTree,
@@ -48,11 +135,15 @@ def place_tokens(
 ) -> Placement:
     """Balance pieces over buckets and the smallest number of microbatches that leaves the balancer room.
 
+    Where some of these would have no label, and fewer microbatches hold the pieces too, there are fewer.
+
     Raises:
         PlanError: when they do not fit.
     """
-    limits = buffer.limits
-    for count in _counts(buffer, sizes, num_buckets, tree.microbatch_multiple):
+    limits, multiple = buffer.limits, tree.microbatch_multiple
+    labels = least_labels(buffer, items)
+
+    def placed(count: int) -> Int64s | None:
         places = place(
             costs,
             sizes,
@@ -65,8 +156,25 @@ def place_tokens(
             group_size=group_size,
             stages=tree.pp,
         )
-        if places is not None:
-            return Placement(places, count, detail=f"{objective}, {level}: {count} microbatches a bucket")
+        bins = num_buckets * count
+        return None if places is None else spread_labels(places, labels, sizes, bins, limits.microbatch_tokens)
+
+    def silent(places: Int64s, count: int) -> int:
+        return len(without_labels(places, labels, num_buckets * count))
+
+    for count in _counts(buffer, sizes, num_buckets, multiple):
+        places = placed(count)
+        if places is None:
+            continue
+        fewer = count - multiple if limits.microbatches is None else 0
+        while fewer > 0 and silent(places, count):
+            found = placed(fewer)
+            if found is None:
+                break
+            if silent(found, fewer) < silent(places, count):
+                places, count = found, fewer
+            fewer -= multiple
+        return Placement(places, count, detail=f"{objective}, {level}: {count} microbatches a bucket")
     raise no_room(buffer, sizes, num_buckets)
 
 

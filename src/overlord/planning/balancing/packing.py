@@ -21,7 +21,7 @@ from overlord.core.spec_model import is_whole
 from overlord.errors import SpecError
 from overlord.planning.balancing.greedy import NO_LIMIT, largest_first, loads
 from overlord.planning.balancing.lockstep import deal_slabs
-from overlord.planning.balancing.microbatches import Placement, no_room
+from overlord.planning.balancing.microbatches import Placement, least_labels, no_room, spread_labels
 
 __all__ = ["PackMethod", "concat_split", "fill_bins", "pack", "place_bins"]
 
@@ -157,9 +157,7 @@ def fill_bins(
     """
     limits = buffer.limits
     plain = (buffer.meta["flags"][items.sample] & PLAIN) > 0
-    # Ranks take microbatches in whole blocks; what is filled beyond the last of them would be padded over the cap.
-    shared = 1 if limits.row_tokens else bin_multiple(limits.slicing, limits.rank_multiple, tree.cp)
-    capacity = limits.microbatch_tokens - limits.microbatch_tokens % shared
+    capacity = _room(buffer, tree)
     cut = plain if method == "concat" else np.zeros(len(items), np.bool_)
     if capacity < multiple or int(padded[~cut].max(initial=0)) > capacity:
         raise no_room(buffer, padded, tree.dp)
@@ -177,7 +175,17 @@ def fill_bins(
     return Pieces(items.sample[origin], begin, length.astype(np.int32)), bins
 
 
-def place_bins(buffer: Buffer, bins: Int64s, costs: Int64s, sizes: Int64s, tree: ClientPlaceTree) -> Placement:
+def _room(buffer: Buffer, tree: ClientPlaceTree) -> int:
+    """Return what a microbatch holds."""
+    limits = buffer.limits
+    # Ranks take microbatches in whole blocks; what is filled beyond the last of them would be padded over the cap.
+    shared = 1 if limits.row_tokens else bin_multiple(limits.slicing, limits.rank_multiple, tree.cp)
+    return limits.microbatch_tokens - limits.microbatch_tokens % shared
+
+
+def place_bins(
+    buffer: Buffer, items: Pieces, bins: Int64s, costs: Int64s, sizes: Int64s, tree: ClientPlaceTree
+) -> Placement:
     """Deal filled bins to buckets: those of like cost share a microbatch, and the buckets end up even.
 
     Every bucket gets as many, which the mesh may want to be a multiple; bins that are missing are empty.
@@ -190,6 +198,9 @@ def place_bins(buffer: Buffer, bins: Int64s, costs: Int64s, sizes: Int64s, tree:
     count = fixed or -(-filled // (num_buckets * multiple)) * multiple
     if filled > num_buckets * count:
         raise no_room(buffer, sizes, num_buckets)
+    # What was filled has labels. Bins that only keep ranks in step stay empty, unless there is one rank to keep.
+    labels, spread = least_labels(buffer, items), count if num_buckets == 1 else filled
+    bins = spread_labels(bins, labels, sizes, spread, _room(buffer, tree))
     places = deal_slabs(loads(costs, bins, num_buckets * count), num_buckets, count, tree.pp)
     full = int(sizes.sum()) / (num_buckets * count * buffer.limits.microbatch_tokens)
     return Placement(places[bins], count, detail=f"{count} microbatches a bucket, {full:.1%} full")
