@@ -191,6 +191,16 @@ class SpilledBlocks:
                 size -= self._blocks.popitem(last=False)[1].nbytes
 
 
+def most_kept(total: int, largest: int) -> int:
+    """Return how many bytes a source's blocks take on disk at most while parts of them are read.
+
+    Example:
+        >>> most_kept(total=100 << 20, largest=60 << 20) >> 20, most_kept(total=10 << 30, largest=1 << 30) >> 20
+        (100, 4096)
+    """
+    return min(total, max(2 * SPAN_BYTES, _KEPT_BLOCKS * largest))
+
+
 def _write(batches: Generator[RowBatch, None, None], place: SpillPlace) -> SpilledBlock | None:
     """Write all rows of a block; the caller holds `_ONE_AT_A_TIME`."""
     with contextlib.closing(batches):
