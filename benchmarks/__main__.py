@@ -99,8 +99,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "shuffle",
-        what="samples/s of an epoch of a Parquet file of one large row group, shuffled: the worst of text, token lists and "
-        "images; it fails unless rows lose their neighbours, come once, resume anywhere and fit `shuffle_bytes`",
+        what="samples/s of an epoch of a Parquet file of one large row group, shuffled: the worst of text, token lists "
+        "and images; it fails unless rows lose their neighbours, come once, resume anywhere and fit `shuffle_bytes`",
         against="the same rows in row groups of 256 KiB, in turns",
         figure="ratio",
         bar="bar",

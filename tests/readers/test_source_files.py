@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
 import json
@@ -17,11 +18,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import fs
 
 from overlord.core.order import NO_GROUP, DataFile, SourceOrder
 from overlord.core.ragged import RowBatch
 from overlord.errors import ReaderError
-from overlord.readers import spill
+from overlord.readers import source_files, spill
+from overlord.readers.filesystems import StoredFile
 from overlord.readers.jsonl import JsonlReader
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.group_reader import GroupReader
@@ -195,6 +198,21 @@ def test_parts_of_a_block_are_dropped_with_the_indices(tmp_path: Path, open_sour
     assert len(os.listdir("/proc/self/fd")) == descriptors + 1
     source.forget()
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_parts_of_a_remote_file_fetch_it_once(tmp_path: Path, open_source, monkeypatch):
+    source = open_source(write_one_block(tmp_path, "x.parquet"), columns=["n", "text"])
+    elsewhere = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    source.files[0] = dataclasses.replace(source.files[0], filesystem=elsewhere, location="x.parquet")
+    source.blocks(0)
+    opened: list[str] = []
+    plain, check = StoredFile.open, source_files.verify_unchanged
+    monkeypatch.setattr(StoredFile, "open", lambda file: opened.append("open") or plain(file))
+    monkeypatch.setattr(source_files, "verify_unchanged", lambda file: opened.append("look") or check(file))
+    for start in range(0, 600, 10):
+        batches = source.stream(0, 0, skip=start, stop=start + 10, batch_rows=10)
+        assert [row["n"] for batch in batches for row in rows_of(batch)] == list(range(start, start + 10))
+    assert opened == ["look", "open"]
 
 
 def test_parts_are_read_by_many_threads_and_the_block_is_decoded_once(tmp_path: Path, open_source, monkeypatch):
