@@ -98,6 +98,24 @@ BENCHMARKS = (
         log=True,
     ),
     Benchmark(
+        "shuffle",
+        what="samples/s of an epoch of a Parquet file of one large row group, shuffled: the worst of text, token lists "
+        "and images; it fails unless rows lose their neighbours, come once, resume anywhere and fit `shuffle_bytes`",
+        against="the same rows in row groups of 256 KiB, in turns",
+        figure="ratio",
+        bar="bar",
+        at_least=True,
+        unit="×",
+        plot_title="Samples per second of one large row group over those of small ones",
+        plot_unit="× the same rows in small row groups",
+        plotted=(
+            ("text", "text_ratio", ""),
+            ("token lists", "tokens_ratio", ""),
+            ("images", "images_ratio", ""),
+        ),
+        quick=("--quick", "--rounds", "1"),
+    ),
+    Benchmark(
         "balance",
         what="largest bin, lockstep time under a token cap, largest rank of hybrid data parallelism, each over a lower "
         "bound; the figure is the worst of them as a share of what its bar allows (1.001, 1.01, 1.02)",

@@ -124,15 +124,32 @@ def test_lint_finds_nothing_in_sound_data(demo_yaml: Path, tmp_path: Path) -> No
     assert all(line.startswith(("warning ", "note ")) for line in outcome.stdout.splitlines()[:-1])
 
 
-def test_lint_tells_where_a_shuffle_cannot_shuffle(tmp_path: Path) -> None:
-    rows = pa.array([list(range(50))] * 3000, pa.list_(pa.int32()))
-    pq.write_table(pa.table({"ids": rows}), tmp_path / "one.parquet", use_dictionary=False)
+def shuffle_findings(path: Path, budget: int, cache: Path) -> list[str]:
     sample = ol.Text("ids", tokenized=True)
-    for budget, warned in ((100_000, True), (4 << 20, False), (0, False)):
-        source = ol.Source("one", str(tmp_path / "one.parquet"), sample=sample, shuffle_bytes=budget)
-        job = ol.Job(sources=[source], batch=ol.Batch(64, global_samples=4))
-        findings = lint(job, tmp_path, 10)
-        assert any("neighbours mostly stay neighbours" in finding.message for finding in findings) == warned
+    source = ol.Source("one", str(path), sample=sample, shuffle_bytes=budget)
+    job = ol.Job(sources=[source], batch=ol.Batch(64, global_samples=4))
+    return [finding.message for finding in lint(job, cache, 10) if "shuffle" in finding.message]
+
+
+def test_lint_tells_what_a_shuffle_inside_a_large_row_group_costs(tmp_path: Path) -> None:
+    table = pa.table({"ids": pa.array([list(range(50))] * 3000, pa.list_(pa.int32()))})
+    pq.write_table(table, tmp_path / "one.parquet", use_dictionary=False)
+    with pa.ipc.new_file(tmp_path / "one.arrow", table.schema) as writer:
+        writer.write_table(table)
+    (found,) = shuffle_findings(tmp_path / "one.parquet", 100_000, tmp_path)
+    assert "blocks have up to 0.6 MiB, more than shuffle_bytes=100000" in found
+    assert "once an epoch in each loader process" in found and "writes 0.6 MiB an epoch" in found
+    assert "takes up to 0.6 MiB of disk" in found and "row groups (or files, where they are compressed)" in found
+    assert not shuffle_findings(tmp_path / "one.parquet", 4 << 20, tmp_path)
+    assert not shuffle_findings(tmp_path / "one.parquet", 0, tmp_path)
+    assert not shuffle_findings(tmp_path / "one.arrow", 100_000, tmp_path)  # rows are read from where they are
+
+
+def test_lint_tells_where_a_shuffle_has_too_few_blocks(tmp_path: Path) -> None:
+    table = pa.table({"ids": pa.array([list(range(50))] * 3000, pa.list_(pa.int32()))})
+    pq.write_table(table, tmp_path / "two.parquet", use_dictionary=False, row_group_size=1500)
+    (found,) = shuffle_findings(tmp_path / "two.parquet", 400_000, tmp_path)
+    assert "2 blocks of 0.3 MiB" in found and "neighbours mostly stay neighbours" in found
 
 
 def test_lint_names_every_damaged_file(tmp_path: Path) -> None:

@@ -289,6 +289,13 @@ def test_the_shuffle_of_large_pages_stays_within_its_budget(tmp_path: Path):
     assert found["peak"] <= 4 * 16_000_000, "more than one row group is decoded at a time"
 
 
+def test_the_shuffle_inside_one_large_row_group_stays_within_its_budget(tmp_path: Path):
+    found = measure(tmp_path, files=1, rows=200)  # 40 MB
+    assert found["rows"] == 200
+    assert found["steady"] <= SHUFFLE_BYTES
+    assert found["peak"] <= 4 * 40_000_000
+
+
 @pytest.mark.slow
 def test_the_memory_of_a_shuffle_does_not_grow_with_the_row_groups(tmp_path: Path):
     found = measure(tmp_path, files=8, rows=320)

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
+import io
+import json
+import os
 import shutil
+import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import fs
 
-from overlord.core.order import DataFile, SourceOrder
+from overlord.core.order import NO_GROUP, DataFile, SourceOrder
 from overlord.core.ragged import RowBatch
 from overlord.errors import ReaderError
+from overlord.readers import source_files, spill
+from overlord.readers.filesystems import StoredFile
 from overlord.readers.jsonl import JsonlReader
 from overlord.readers.source_files import SourceFiles
+from overlord.roles.group_reader import GroupReader
 
-from .conftest import read_all, read_block
+from .conftest import read_all, read_block, rows_of
 
 
 def write(folder: Path, files: int = 3, rows: int = 10) -> Path:
@@ -126,3 +137,113 @@ def test_a_source_is_read_by_many_threads_at_once(tmp_path: Path, open_source):
         rows = list(pool.map(lambda file: read_block(source, file, 0), range(20)))
     assert [row["n"] for block in rows for row in block] == [f * 10 + n for f in range(20) for n in range(4)]
     assert len(read_all(source)) == 200
+
+
+def write_one_block(path: Path, name: str) -> Path:
+    """Write 600 rows of 2 KB as one block of some format."""
+    texts = [f"{n:04}" * 500 for n in range(600)]
+    table = pa.table({"text": texts, "n": range(600)})
+    file = path / name
+    if name.endswith(".parquet"):
+        pq.write_table(table, file)
+    elif name.endswith(".arrow"):
+        compression = "zstd" if "zstd" in name else None
+        with pa.ipc.new_file(file, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+            writer.write_table(table)
+    elif name.endswith(".jsonl.gz"):
+        file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in table.to_pylist()).encode()))
+    else:
+        with tarfile.open(file, "w:gz") as tar:
+            for row in table.to_pylist():
+                for end, payload in (("text", row["text"].encode()), ("n", b"%d" % row["n"])):
+                    info = tarfile.TarInfo(f"{row['n']:03}.{end}")
+                    info.size = len(payload)
+                    tar.addfile(info, io.BytesIO(payload))
+    return file
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "x.zstd.arrow", "x.jsonl.gz", "x.tar.gz"])
+def test_a_large_block_of_any_format_is_shuffled_and_decoded_once(name: str, tmp_path: Path, open_source, monkeypatch):
+    source = open_source(write_one_block(tmp_path, name), columns=["text", "n"])
+    streams: list[int] = []
+    plain = type(source._reader).stream
+    monkeypatch.setattr(
+        type(source._reader), "stream", lambda *args, **options: streams.append(1) or plain(*args, **options)
+    )
+    files = [DataFile(file.path, file.size) for file in source.files]
+    order = SourceOrder(0, "web", files, shuffle_bytes=64 << 10, index=source.blocks)
+    for epoch in (0, 1):
+        numbers, group = [], order.first_group(epoch)
+        while group != NO_GROUP:
+            reader = GroupReader(order.group(epoch, group), source, 0)
+            while reader.offset < reader.group.num_rows:
+                rows, places = reader.read(7)
+                assert [row["text"] for row in rows_of(rows)] == [b"%04d" % n * 500 for n in places]
+                assert [int(row["n"]) for row in rows_of(rows)] == places.tolist()
+                numbers += places.tolist()
+            group = order.next_group(epoch, group)
+        assert sorted(numbers) == list(range(600))
+        assert np.mean(np.diff(numbers) == 1) < 0.02
+    if not source._reader.seeks(source.files[0]):
+        assert len(streams) == 1, "the block is decoded again"
+
+
+def test_parts_of_a_block_are_dropped_with_the_indices(tmp_path: Path, open_source):
+    source = open_source(write_one_block(tmp_path, "x.parquet"), columns=["n"])
+    source.blocks(0)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert [row["n"] for batch in source.stream(0, 0, skip=5, stop=9, batch_rows=3) for row in rows_of(batch)] == [
+        5, 6, 7, 8
+    ]  # fmt: skip
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 1
+    source.forget()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_parts_of_a_remote_file_fetch_it_once(tmp_path: Path, open_source, monkeypatch):
+    source = open_source(write_one_block(tmp_path, "x.parquet"), columns=["n", "text"])
+    elsewhere = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    source.files[0] = dataclasses.replace(source.files[0], filesystem=elsewhere, location="x.parquet")
+    source.blocks(0)
+    opened: list[str] = []
+    plain, check = StoredFile.open, source_files.verify_unchanged
+    monkeypatch.setattr(StoredFile, "open", lambda file: opened.append("open") or plain(file))
+    monkeypatch.setattr(source_files, "verify_unchanged", lambda file: opened.append("look") or check(file))
+    for start in range(0, 600, 10):
+        batches = source.stream(0, 0, skip=start, stop=start + 10, batch_rows=10)
+        assert [row["n"] for batch in batches for row in rows_of(batch)] == list(range(start, start + 10))
+    assert opened == ["look", "open"]
+
+
+def test_parts_are_read_by_many_threads_and_the_block_is_decoded_once(tmp_path: Path, open_source, monkeypatch):
+    source = open_source(write_one_block(tmp_path, "x.parquet"), columns=["n", "text"])
+    source.blocks(0)
+    written: list[str] = []
+    write_block = spill._write
+    monkeypatch.setattr(
+        spill, "_write", lambda batches, place: written.append(place.what) or write_block(batches, place)
+    )
+
+    def part(start: int) -> list[int]:
+        return [row["n"] for b in source.stream(0, 0, skip=start, stop=start + 10, batch_rows=4) for row in rows_of(b)]
+
+    with ThreadPoolExecutor(8) as pool:
+        parts = list(pool.map(part, range(0, 600, 10)))
+    assert [n for found in parts for n in found] == list(range(600)) and len(written) == 1
+
+
+def test_blocks_kept_for_their_parts_stay_within_a_bound(tmp_path: Path, open_source, monkeypatch):
+    monkeypatch.setattr(spill, "SPAN_BYTES", 4 << 20)
+    (tmp_path / "d").mkdir()
+    for number in range(12):
+        shutil.copyfile(write_one_block(tmp_path, "x.parquet"), tmp_path / "d" / f"{number}.parquet")
+    source = open_source(tmp_path / "d", columns=["n", "text"])
+    for file in (*range(12), *range(12)):
+        next(source.stream(file, 0, skip=5, stop=9, batch_rows=3))
+        kept = source._spilled._blocks
+        assert sum(block.nbytes for block in kept.values()) <= 8 << 20 and (file, 0) in kept
+    assert len(kept) >= 4
+    monkeypatch.setattr(spill, "SPAN_BYTES", 1)  # blocks that are larger than the bound: two spans of two blocks
+    for file in range(12):
+        next(source.stream(file, 0, skip=5, stop=9, batch_rows=3))
+    assert len(source._spilled._blocks) == 4

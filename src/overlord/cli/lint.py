@@ -32,6 +32,7 @@ from overlord.core.specs import Audio, ImageSpec, Job, Video
 from overlord.errors import OverlordError, SpecError
 from overlord.readers.filesystems import StoredFile
 from overlord.readers.sidecars import LengthSidecars
+from overlord.readers.spill import most_kept
 from overlord.roles.source_loader import FEW_SAMPLES, Lengths
 from overlord.runtimes.opening import known_lengths
 from overlord.transforms.audio import sound_size
@@ -71,6 +72,12 @@ class _FileFacts:
     rows: int = 0
     blocks: int = 0
     bytes: int = 0
+    largest: int = 0
+    """Bytes of the largest block."""
+    is_cut: bool = False
+    """Whether a block is too large for the shuffle as it is, and is cut into parts."""
+    spills: bool = False
+    """Whether blocks that are cut are unpacked to disk."""
     fit: ContextFit = field(default_factory=ContextFit)
     tokens: int = 0
     bordered: bool = False
@@ -171,6 +178,9 @@ def _look_into(one: Opened, number: int, rows: int, lengths: Lengths | None) -> 
         facts.rows = int(blocks.rows.sum())
         facts.blocks = int((blocks.rows > 0).sum())
         facts.bytes = int(blocks.bytes.sum())
+        facts.largest = int(blocks.bytes.max(initial=0))
+        facts.is_cut = blocks.has_large(one.source.shuffle_bytes)
+        facts.spills = files.spills_parts(number)
         for block in range(len(blocks.rows)):
             if facts.looked_at >= rows:
                 break
@@ -241,7 +251,7 @@ def _judge_source(job: Job, one: Opened, facts: Sequence[_FileFacts]) -> list[Fi
         findings.append(Finding("warning", name, _borders(pair)))
     if turned := sum(f.turned for f in facts):
         findings.append(Finding("warning", name, _turned(turned, looked)))
-    findings += _shuffle(one, sum(f.blocks for f in facts), sum(f.bytes for f in facts))
+    findings += _shuffle(one, facts)
     return findings + _repeats(job, name, rows, tokens / looked if looked else 0.0)
 
 
@@ -280,17 +290,33 @@ def _turned(count: int, rows: int) -> str:
     )
 
 
-def _shuffle(one: Opened, blocks: int, size: int) -> list[Finding]:
-    """Tell where a shuffle has too few blocks to merge: their rows would stay in order."""
-    budget = one.source.shuffle_bytes
-    if not budget or size <= budget or blocks >= _FEW_BLOCKS:
+def _shuffle(one: Opened, facts: Sequence[_FileFacts]) -> list[Finding]:
+    """Tell what a shuffle costs where blocks are large, and where it has too few of them to merge."""
+    budget, blocks, size = one.source.shuffle_bytes, sum(f.blocks for f in facts), sum(f.bytes for f in facts)
+    if any(f.is_cut for f in facts):
+        spilled, largest = sum(f.bytes for f in facts if f.spills), max(f.largest for f in facts)
+        if not spilled:
+            return []  # parts are read from the files as they are
+        message = (
+            f"its blocks have up to {_mebibytes(largest)}, more than shuffle_bytes={budget}: to shuffle inside them, "
+            "each is unpacked into the cache folder before its first row is read, at most once an epoch in each loader "
+            f"process. That writes {_mebibytes(spilled)} an epoch, and takes up to "
+            f"{_mebibytes(most_kept(spilled, largest))} of disk at a time. To avoid it, write row groups (or files, "
+            f"where they are compressed) of at most {_mebibytes(budget)}"
+        )
+    elif budget and size > budget and blocks < _FEW_BLOCKS:
+        message = (
+            f"its rows lie in {number(blocks, 'block')} of {_mebibytes(size / blocks)}, and a shuffle reads each block "
+            f"in order: neighbours mostly stay neighbours. Set shuffle_bytes to {size} to shuffle it in memory, or "
+            "write the files with smaller row groups"
+        )
+    else:
         return []
-    message = (
-        f"its rows lie in {blocks} block{'s' if blocks > 1 else ''} of {size / blocks / 2**20:.0f} MiB, and a shuffle "
-        f"reads each block in order: neighbours mostly stay neighbours. Set shuffle_bytes to {size} to shuffle it in "
-        "memory, or write the files with smaller row groups"
-    )
     return [Finding("warning", one.source.name, message)]
+
+
+def _mebibytes(size: float) -> str:
+    return f"{size / 2**20:.0f} MiB" if size >= 10 << 20 else f"{size / 2**20:.1f} MiB"
 
 
 def _never_fits(job: Job, one: Opened, fit: ContextFit, rows: int) -> list[Finding]:

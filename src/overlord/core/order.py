@@ -321,8 +321,9 @@ class _CutGroups(Sequence[Group]):
 
     The blocks, which are permuted already, are taken in spans: some blocks one behind the other that a reader can
     keep at hand at once, at least two, up to `SPAN_BYTES`. All parts of a span are permuted and dealt evenly to
-    its groups, so a block is needed for as long as its span lasts, and then no more. A part is a 64th of
-    `shuffle_bytes`, a group half of it: while the parts of a group are put together, they are held twice.
+    its groups, so a block is needed for as long as its span lasts, and then no more. A group is half of
+    `shuffle_bytes`, since its parts are held twice while they are put together; it has `WHOLE_BLOCKS` parts, or fewer
+    of one row each.
     How many groups a span has follows from its blocks alone; only the parts of the span in use are in memory.
     """
 
@@ -330,12 +331,13 @@ class _CutGroups(Sequence[Group]):
         self._key = key
         self._blocks = blocks
         cost = blocks.bytes + ROW_COST * blocks.rows
-        parts = -(-cost // max(1, shuffle_bytes // WHOLE_BLOCKS))
+        budget = max(1, shuffle_bytes // 2)
+        parts = -(-cost // max(1, budget // WHOLE_BLOCKS))
         self._parts = np.where(blocks.divisible, np.clip(parts, 1, blocks.rows), 1)
         """How many parts each block has."""
         self._spans = np.array(_cut_spans(blocks.bytes), np.int64)
         parts_of = np.add.reduceat(self._parts, self._spans[:-1])
-        wanted = -(-np.add.reduceat(cost, self._spans[:-1]) // max(1, shuffle_bytes // 2))
+        wanted = -(-np.add.reduceat(cost, self._spans[:-1]) // budget)
         groups = np.minimum(np.maximum(wanted, -(-parts_of // WHOLE_BLOCKS)), parts_of)
         self._groups = np.concatenate([[0], np.cumsum(groups)])
         """The number of the first group of each span, and behind the last one."""

@@ -127,6 +127,11 @@ class SourceFiles:
             self._indices.clear()
         self._spilled.forget()
 
+    def spills_parts(self, file_number: int) -> bool:
+        """Tell whether a block of a file that is read in parts has to be unpacked to disk first."""
+        file = self.files[file_number]
+        return self._reader.divides(file) and not self._reader.seeks(file)
+
     def row_base(self, file_number: int, block: int) -> int:
         """Return the row of the file at which a block begins."""
         return int(self._index(file_number).first_row[block])

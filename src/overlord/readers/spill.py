@@ -114,26 +114,31 @@ class SpilledBlock:
         return len(self._mapped)
 
     def rows(self, start: int, stop: int, batch_rows: int) -> Iterator[RowBatch]:
-        """Yield rows start .. stop, at most `batch_rows` at a time, copied: pages of the file do not stay in memory."""
+        """Yield rows start .. stop, at most `batch_rows` at a time: views of the file.
+
+        Its pages are handed back on the way and when the generator is closed; who copies the rows closes it after that.
+        """
         passed = 0
-        for number in range(bisect.bisect_right(self._first_rows, start) - 1, len(self._places) - 1):
-            first, end = self._first_rows[number : number + 2]
-            if first >= stop:
-                break
-            message = self._buffer.slice(self._places[number], self._places[number + 1] - self._places[number])
-            rows = _to_rows(ipc.read_record_batch(ipc.read_message(pa.BufferReader(message)), self._schema))
-            for at in range(max(start, first), min(stop, end), batch_rows):
-                part = _copied(slice_rows(rows, at - first, min(at + batch_rows, stop, end) - first))
-                passed += num_bytes(part)
-                if passed >= RELEASE_BYTES:
-                    self._release_pages()
-                    passed = 0
-                yield part
-        self._release_pages()
+        try:
+            for number in range(bisect.bisect_right(self._first_rows, start) - 1, len(self._places) - 1):
+                first, end = self._first_rows[number : number + 2]
+                if first >= stop:
+                    break
+                message = self._buffer.slice(self._places[number], self._places[number + 1] - self._places[number])
+                rows = _to_rows(ipc.read_record_batch(ipc.read_message(pa.BufferReader(message)), self._schema))
+                for at in range(max(start, first), min(stop, end), batch_rows):
+                    part = slice_rows(rows, at - first, min(at + batch_rows, stop, end) - first)
+                    yield part
+                    passed += num_bytes(part)
+                    if passed >= RELEASE_BYTES:
+                        self._release_pages()
+                        passed = 0
+        finally:
+            self._release_pages()
 
     def _release_pages(self) -> None:
         if hasattr(self._mapped, "madvise"):
-            self._mapped.madvise(mmap.MADV_DONTNEED)  # pages that another thread reads fault in again
+            self._mapped.madvise(mmap.MADV_DONTNEED)  # views of the pages stay valid and fault in again
 
 
 class SpilledBlocks:
@@ -186,6 +191,16 @@ class SpilledBlocks:
                 size -= self._blocks.popitem(last=False)[1].nbytes
 
 
+def most_kept(total: int, largest: int) -> int:
+    """Return how many bytes a source's blocks take on disk at most while parts of them are read.
+
+    Example:
+        >>> most_kept(total=100 << 20, largest=60 << 20) >> 20, most_kept(total=10 << 30, largest=1 << 30) >> 20
+        (100, 4096)
+    """
+    return min(total, max(2 * SPAN_BYTES, _KEPT_BLOCKS * largest))
+
+
 def _write(batches: Generator[RowBatch, None, None], place: SpillPlace) -> SpilledBlock | None:
     """Write all rows of a block; the caller holds `_ONE_AT_A_TIME`."""
     with contextlib.closing(batches):
@@ -216,15 +231,6 @@ def _write_batches(batches: Iterator[RowBatch], place: SpillPlace) -> SpilledBlo
             handle.flush()
             mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     return SpilledBlock(mapped, schema, places, first_rows)
-
-
-def _copied(rows: RowBatch) -> RowBatch:
-    return {
-        name: Ragged(column.values[column.offsets[0] : column.offsets[-1]].copy(), column.offsets - column.offsets[0])
-        if isinstance(column, Ragged)
-        else column.copy()
-        for name, column in rows.items()
-    }
 
 
 def _to_arrow(rows: RowBatch) -> pa.RecordBatch:

@@ -62,7 +62,13 @@ class GroupReader:
 
     def _read_whole(self, slots: Int64s, rows: Int64s) -> RowBatch:
         if self._whole is None:
-            parts = [self._open(slot, 0).take(int(n)) for slot, n in enumerate(self.group.rows)]
+            parts: list[RowBatch] = []
+            held: list[_BlockStream] = []
+            for slot, count in enumerate(self.group.rows.tolist()):
+                stream = self._open(slot, 0)
+                parts.append(stream.take(count))
+                if self.group.is_part[slot]:
+                    held.append(stream)  # its rows may be views of a file: it hands the pages back once they are copied
             self._whole = concat_rows(parts)
         base = np.cumsum(self.group.rows) - self.group.rows
         return take_rows(self._whole, base[slots] + rows)

@@ -1,0 +1,119 @@
+"""Files of one large row group, as pyarrow and pandas write them: shuffled, exactly once, resumed at any row."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import overlord as ol
+from overlord.errors import StateError
+from overlord.testing import assert_resumes_anywhere, stream_digests
+
+ROWS = 3_000
+SHUFFLE_BYTES = 256 << 10
+
+
+def job_of(folder: Path, kind: str, *, samples: int = 100, **options: Any) -> ol.Job:
+    """Write 1 MB or more of rows as one row group, and return a job that reads it with a smaller shuffle."""
+    random = np.random.default_rng(0)
+    if kind == "text":
+        column = pa.array([f"{row} {random.bytes(150).hex()}" for row in range(ROWS)])
+        table, sample = pa.table({"text": column}), ol.Text("text")
+    elif kind == "tokens":
+        ids = [random.integers(0, 30_000, 1 + int(n)) for n in random.integers(0, 200, ROWS)]
+        table, sample = pa.table({"ids": pa.array(ids, pa.list_(pa.int32()))}), ol.Text("ids", tokenized=True)
+    else:
+        images = []
+        for _ in range(400):
+            out = io.BytesIO()
+            Image.fromarray(random.integers(0, 255, (56, 56, 3), np.uint8)).save(out, "JPEG", quality=95)
+            images.append(out.getvalue())
+        table = pa.table({"jpg": pa.array(images, pa.binary()), "text": [f"{n}" for n in range(400)]})
+        sample = ol.ImageText("jpg", "text", patch=14, min_pixels=56 * 56, max_pixels=56 * 56)
+    path = folder / f"{kind}.parquet"
+    pq.write_table(table, path)
+    assert pq.read_metadata(path).num_row_groups == 1
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<image>": 1}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    source = ol.Source("one", str(path), sample=sample, shuffle_bytes=SHUFFLE_BYTES)
+    tokenizer = None if kind == "tokens" else str(folder / "tokenizer.json")
+    return ol.Job([source], tokenizer=tokenizer, batch=ol.Batch(256, global_samples=samples), seed=1, **options)
+
+
+def drawn_rows(service: Any, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return row and epoch of every sample of the first steps, in the order in which they are drawn."""
+    draws = [service.plan_raw(step).draw.meta for step in range(steps)]
+    meta = np.concatenate(draws)
+    return meta["row"], meta["epoch"]
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens", "images"])
+def test_a_file_of_one_row_group_is_shuffled_anew_in_every_epoch(kind: str, tmp_path: Path, cache):
+    job = job_of(tmp_path, kind)
+    rows = 400 if kind == "images" else ROWS
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        row, epoch = drawn_rows(service, 2 * rows // 100)
+    first, second = row[epoch == 0], row[epoch == 1]
+    assert sorted(first) == sorted(second) == list(range(rows)), "a row is missing or comes twice in an epoch"
+    for order in (first, second):
+        assert np.mean(np.diff(order) == 1) < 0.02
+        assert abs(np.corrcoef(np.arange(rows), order)[0, 1]) < 0.15
+    assert np.mean(first == second) < 0.02
+
+
+def test_it_is_resumed_at_any_row(tmp_path: Path, cache):
+    job = job_of(tmp_path, "tokens", samples=61)  # group ends lie anywhere in a step
+    assert_resumes_anywhere(job, steps=12, mesh=ol.ClientPlaceTree(dp=2), cache=cache)
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        whole = drawn_rows(service, 70)[0].tolist()
+    for steps in (3, 30, 49, 50, 60):  # epochs end in step 49
+        with ol.launch(job, runtime="inline", cache=cache) as service:
+            client = service.client()
+            for _ in range(steps):
+                next(client)
+            state = json.loads(json.dumps(client.state_dict()))
+        with ol.launch(job, runtime="inline", cache=cache, state=state) as service:
+            rows = np.concatenate([service.plan_raw(step).draw.meta["row"] for step in range(steps, steps + 5)])
+        assert rows.tolist() == whole[61 * steps : 61 * (steps + 5)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loaders_per_source": 3},
+        pytest.param(
+            {"runtime": "local", "prefetch": 6, "threads": 4, "loaders_per_source": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param({"runtime": "local", "loader_hosts": 2, "loaders_per_source": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_stream_is_the_same_at_any_scale(options: dict[str, Any], tmp_path: Path, cache):
+    job = job_of(tmp_path, "tokens")
+    expected = stream_digests(job, steps=40, cache=cache)
+    assert stream_digests(job, steps=40, cache=cache, **options) == expected
+
+
+def test_a_state_of_the_old_order_is_refused(tmp_path: Path, cache):
+    job = job_of(tmp_path, "tokens")
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        client = service.client()
+        next(client)
+        state = client.state_dict()
+    columns = state["columns"]
+    assert state["sources"]["one"][columns.index("group")] > 0
+    state["sources"]["one"][columns.index("group")] = 0  # the only group there was: the whole file, front to back
+    with (
+        pytest.raises(StateError, match=r"older version, which did not shuffle inside blocks larger than"),
+        ol.launch(job, runtime="inline", cache=cache, state=state) as service,
+    ):
+        next(service.client())
