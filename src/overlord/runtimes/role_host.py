@@ -86,7 +86,8 @@ class RoleHost:
         time.sleep(BEAT_S)
         oldest = min(self._running.copy().values(), default=None)
         busy_s = 0.0 if oldest is None else time.monotonic() - oldest
-        return frame_of({"version": self.board.version, "busy_s": busy_s})
+        rewound = self._failed is None and self._role.rewound
+        return frame_of({"version": self.board.version, "busy_s": busy_s, "rewound": rewound})
 
 
 def answer_of(role: Any, method: str, frame: Frame, blob: Any = None) -> Frame:

@@ -68,6 +68,7 @@ class StepServer:
         self._end: int | None = None
         self._failed: tuple[int, OverlordError] | None = None
         self._closing, self._waits = False, WaitMeter()
+        self._ends_for: OverlordError | None = None
         self._gathering: dict[int, tuple[LoadingPlan, frozenset[int]]] = {}
         self._missing: int | None = None
         self._told_missing, self._last_bytes = -1, 0
@@ -81,8 +82,9 @@ class StepServer:
         for thread in self._threads:
             thread.start()
 
-    def close(self) -> None:
-        """End the threads; whoever waits is told."""
+    def close(self, why: OverlordError | None = None) -> None:
+        """End the threads; whoever waits is told why: by default that the launcher closed the service."""
+        self._ends_for = why
         self._closing = True
         self.moved()
         for thread in self._threads:
@@ -234,8 +236,10 @@ class StepServer:
                 raise self._refused[step]
             if self._failed is not None and step >= self._failed[0]:
                 raise self._failed[1]
+            if self._closing and self._ends_for is not None:
+                raise type(self._ends_for)(*self._ends_for.args)  # a fresh one for each of those who wait
             if self._closing:
-                raise ClosedError("the service was closed while a client waited for data.")
+                raise ClosedError("the service was closed by its launcher while a client waited for data.")
             self._waits.wait(self._changed)
 
     def _next_task(self, choose: Callable[[], T | None]) -> T | None:

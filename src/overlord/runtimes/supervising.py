@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 
 from overlord.core.specs import Job
+from overlord.errors import OverlordError
 from overlord.roles.recovery import Assignment
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.deployment import check_launch
@@ -22,6 +23,7 @@ from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.numbering import canonical, with_newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.scaler import Scaler, scaler_of
+from overlord.runtimes.service_main import REWOUND
 from overlord.runtimes.sizing import refresh_profile
 from overlord.runtimes.supervisor import Supervisor
 
@@ -52,8 +54,9 @@ def supervised(
     """Bring up the roles of a service, look after them, and end them with the context; gives the address."""
     spares, per_host = spares_of(options, sites)
     supervisor = Supervisor(
-        engine, sites, assignment_of(sites), heartbeat_s=options.heartbeat_s, spares=spares, per_host=per_host
-    )
+        engine, sites, assignment_of(sites), heartbeat_s=options.heartbeat_s, spares=spares, per_host=per_host,
+        rewound=lambda: progress(REWOUND, 0, 1),
+    )  # fmt: skip
     scaler = cluster_scaler(options, supervisor)
 
     def answer(message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
@@ -67,7 +70,10 @@ def supervised(
         supervisor.watch()
         scaler.start()
         with open_door(folder / CONTROL, lambda talk: answer_all(talk, answer)):
-            yield f"unix://{folder}"
+            try:
+                yield f"unix://{folder}"
+            except OverlordError as error:
+                supervisor.ends_for = error
         refresh_profile(options, lambda: supervisor.ask({"op": "status"})["status"])
     finally:
         scaler.close()

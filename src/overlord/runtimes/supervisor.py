@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from overlord.errors import Fenced, StoreError
+from overlord.errors import Fenced, OverlordError, Rewound, StoreError
 from overlord.roles.recovery import NOBODY, Assignment, promote
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.engine import Engine, Incarnation
@@ -70,6 +70,7 @@ class Supervisor:
         per_host: Workers that one loader host has room for.
         clock: Seconds that never go back.
         spawn: Starts work beside this; in the caller where there are no threads.
+        rewound: Called when all ranks go back to an earlier step: the whole service must be started again.
     """
 
     def __init__(
@@ -84,8 +85,12 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
         spawn: Callable[[Callable[[], None]], None] | None = None,
         idle: Callable[[float], None] | None = None,
+        rewound: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
+        self._rewound = rewound
+        self.ends_for: OverlordError | None = None
+        """What clients that wait are told when it closes; by default that the service was closed."""
         self._heartbeat_s = heartbeat_s
         self.clock = clock
         self._spawn = spawn or _in_a_thread
@@ -168,6 +173,7 @@ class Supervisor:
     def close(self) -> None:
         """End the roles: constructors tell the planner how far they came, the planner may ask loaders once more."""
         self._closing = True
+        why = {} if self.ends_for is None else {"why": [type(self.ends_for).__name__, str(self.ends_for)]}
         if self._watcher.is_alive():
             self._watcher.join()
         for role in ("constructor", "planner", "loader"):
@@ -175,7 +181,7 @@ class Supervisor:
             until = time.monotonic() + CLOSE_S
             for one in self._of(role):
                 with contextlib.suppress(PeerGone):  # it has ended already
-                    asked += [] if one.peer is None else [self._send(one, "close")]
+                    asked += [] if one.peer is None else [self._send(one, "close", why)]
             for pending in asked:
                 with contextlib.suppress(PeerGone):  # which is what we want; who does not end is killed
                     pending.poll(max(0.0, until - time.monotonic()))
@@ -194,6 +200,13 @@ class Supervisor:
             lost = [(one, why) for one in self.roles.values() if (why := self._health(one, now)) is not None]
             if lost and not self._closing:
                 self._lose(lost)
+            if self.roles[PLANNER].rewound:
+                self._go_back()
+
+    def _go_back(self) -> None:
+        rewound, self._rewound = self._rewound, None  # once
+        if rewound is not None and not self._closing:
+            rewound()
 
     def _watch(self) -> None:
         while not self._closing:
@@ -255,6 +268,9 @@ class Supervisor:
                 if peer is not None:
                     self._engine.kill(peer, one.site, 0)
                 if self._closing:
+                    return
+                if isinstance(error, Rewound):
+                    self._go_back()
                     return
                 logger.warning("the successor of the %s did not come up: %s", one.site.name, error)
                 fault["why"] = str(error)
