@@ -205,24 +205,22 @@ class Planner:
             StateError: it says what differs.
         """
         check_form(state)
-        names = set(names_of(state))
-        differences = describe_differences(state["fingerprint"], restricted_parts(self._parts, list(names)))
-        if differences or not names <= set(self._inputs.names):
+        step, names = int(state["step"]), names_of(state)
+        here = self.state(step) if self._states.oldest <= step <= self.next_step else None
+        parts = restricted_parts(self._parts, names) if here is None else here["fingerprint"]
+        differences = describe_differences(state["fingerprint"], parts)
+        if differences:
             raise StateError(
-                "the state belongs to another stream than the service's: "
-                + ("; ".join(differences) or f"its sources are {sorted(names)}")
-                + ". Going on from it would lose or repeat samples silently. Give the address of the service that runs "
-                "this job, or launch one with state=."
+                f"the state belongs to another stream than the service's: {'; '.join(differences)}. Going on from it "
+                "would lose or repeat samples silently. Give the address of the service that runs this job, or launch "
+                "one with state=."
             )
-        step = int(state["step"])
-        if self._states.oldest <= step <= self.next_step:
-            here = self.state(step)
-            if any(here[key] != state[key] for key in ("sources", "mixer")):
-                raise StateError(
-                    f"the state of step {step} is not the one that this service had there: the run was forked between "
-                    "them, by other reports, changes or an older checkpoint. Going on from it would lose or repeat "
-                    "samples silently. Launch a service with state= to go on from it."
-                )
+        if here is not None and any(here[key] != state[key] for key in ("sources", "mixer")):
+            raise StateError(
+                f"the state of step {step} is not the one that this service had there: the run was forked between "
+                "them, by other reports, changes or an older checkpoint. Going on from it would lose or repeat samples "
+                "silently. Launch a service with state= to go on from it."
+            )
 
     @property
     def newest_report(self) -> int:

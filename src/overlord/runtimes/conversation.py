@@ -149,10 +149,10 @@ class Conversation:
             facts |= joined
             at = int(step)
         self._rank, self._pid = rank, int(message.get("pid", 0))
-        self._seat, before = desk.server.attach(rank, int(stands["first_step"]), at)
+        self._seat, reached = desk.server.attach(rank, int(stands["first_step"]), at)
         desk.talks[rank] = self
         desk.planner.tell(desk.server.news())
-        return {**facts, **before}
+        return {**facts, "reached": reached}
 
     def _refuse_second(self, rank: int) -> None:
         """Refuse a rank that is attached already; one whose process has just been killed is given a moment to go.

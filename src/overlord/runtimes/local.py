@@ -25,7 +25,7 @@ from typing import Any, cast
 import numpy as np
 
 from overlord.core.spec_model import is_whole
-from overlord.errors import ClosedError, Rewound, ServiceLost, SpecError, StateError, error_named
+from overlord.errors import ClosedError, OverlordError, Rewound, ServiceLost, SpecError, StateError, error_named
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.barrier import Barrier
@@ -274,8 +274,8 @@ class LocalFeed:
             if next_step is not None:
                 try:
                     self._ask({"op": "leave", "next_step": next_step}, patience_s=LEAVE_S)
-                except (ServiceLost, ClosedError):
-                    pass  # it went first, or is too busy; there is nobody to take leave of
+                except OverlordError:
+                    pass  # it went first, is too busy, or another process has the rank; nobody is there to be told
             self._drop_line()
             self._ready.clear()
 

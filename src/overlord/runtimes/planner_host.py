@@ -363,10 +363,7 @@ class PlannerHost:
             if not goes_back(planner, rank, step, self._reached, positions):
                 return {"first_step": step, "mesh": str(planner.meshes.at(step))}
             if step not in self._replayable:
-                store = planner.checkpoints.store
-                store.journal.commit(force=True)
-                if (newest := newest_lineage(store.place)) is not None:
-                    before(store.place, newest, step)
+                self._check_replayable(step)
                 self._replayable.add(step)
             # The mesh that trains now, which is that of the trainers that come back; a later one is left behind.
             mesh = planner.meshes.at(max(planner.next_step - 1, planner.first_step))
@@ -382,7 +379,7 @@ class PlannerHost:
     def _write_rewind(self, step: int, mesh: ClientPlaceTree) -> None:
         planner = self._planner
         record = {"kind": REWIND, "step": step, "mesh": mesh.sizes()}
-        planner.checkpoints.store.journal.append(record, durable=True)
+        planner.checkpoints.store.end_lineage(record, lambda: self._check_replayable(step))
         self._back_to = step
         self._changed.notify_all()
         logger.warning(
@@ -394,6 +391,13 @@ class PlannerHost:
             logger.warning(
                 "changes of later steps do not hold in the new lineage; make them again: %s", "; ".join(left)
             )
+
+    def _check_replayable(self, step: int) -> None:
+        store = self._planner.checkpoints.store
+        store.journal.commit(force=True)
+        newest = newest_lineage(store.place)
+        assert newest is not None, "the lineage that is being written"
+        before(store.place, newest, step)
 
     def _check_not_rewound(self) -> None:
         if self._back_to is not None:

@@ -194,7 +194,7 @@ class ServiceKeeper:
             self._up = False
         ended = process.ended or "is gone"
         if process.rewound and process.error is None:  # it ended to begin again at an earlier step
-            self._failures.clear()
+            self._failures = ["all ranks went back to an earlier step"]
             self._served = -1
             return False
         if self.restarts and _may_pass(process.error):  # a store that is away comes back; a role may die once more

@@ -17,7 +17,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
@@ -96,13 +96,13 @@ class StepServer:
             seats, waited_s = self._seats, self._waits.seconds()
             return HostNews(seats.reached, seats.positions, self._arena.used_bytes, waited_s=waited_s)
 
-    def attach(self, rank: int, begin: int, at: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Seat a client where its rank begins, or where it stood; return its seat, and who had its rank before."""
+    def attach(self, rank: int, begin: int, at: int | None = None) -> tuple[int, int | None]:
+        """Seat a client where its rank begins, or where it stood; return its seat, and how far its rank came before."""
         with self._changed:
-            reached, seated = self._seats.before(rank)
+            reached = self._seats.reached_by(rank)
             seat = self._seats.take(rank, begin, at)
             self._changed.notify_all()
-            return seat, {"reached": reached, "seated": seated}
+            return seat, reached
 
     def detach(self, seat: int) -> None:
         """Free a seat; nothing is built for it any more."""
