@@ -14,6 +14,7 @@
     |       `-- Succeeded   it was a later incarnation of this one
     |-- ServiceLost       the service process is gone or does not answer
     |   |-- AnswerLost    an answer will not come from who was asked; it can be asked for again
+    |   |-- Rewound       the service goes back to an earlier step and is started again there; ask it again
     |   `-- Superseded    a message came from an incarnation of a role that has a successor
     `-- ClosedError       a service or client was used after it was closed
 
@@ -33,6 +34,7 @@ __all__ = [
     "PlanError",
     "ReaderError",
     "ReportMissing",
+    "Rewound",
     "ServiceLost",
     "SourceError",
     "SpecError",
@@ -103,6 +105,10 @@ class ServiceLost(OverlordError):
 
 class AnswerLost(ServiceLost):
     """An answer will not come, though who was asked may live: it can be asked again."""
+
+
+class Rewound(ServiceLost):
+    """All ranks have asked for an earlier step: the service is being started again there, and can be asked again."""
 
 
 class Superseded(ServiceLost):

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import os
+import sys
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -89,9 +90,14 @@ class Service:
     def __repr__(self) -> str:
         return f"Service(mesh={self.mesh}, address={self.address!r})"
 
-    def client(self, rank: int = 0) -> Client:
-        """Return the stream of one rank."""
-        return self._runtime.client(rank)
+    def client(self, rank: int = 0, step: int | None = None) -> Client:
+        """Return the stream of one rank.
+
+        Args:
+            rank: The trainer's global rank in the mesh.
+            step: Where to go on, as for `ol.connect`; by default where the service was launched.
+        """
+        return self._runtime.client(rank, step)
 
     def status(self) -> dict[str, Any]:
         """Return roles, positions, buffers, and the planned and realised mixture."""
@@ -302,6 +308,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         >>> step.index, step.global_samples
         (0, 8)
     """
+    refuse_torch_workers("launch")
     loaded = _loaded(job)
     said = loaded.arguments({
         "mesh": mesh, "strategy": strategy, "runtime": runtime, "layout": layout, "placement": placement,
@@ -358,14 +365,40 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         raise
 
 
-def connect(address: str, rank: int) -> Client:
+def connect(address: str, rank: int, step: int | None = None) -> Client:
     """Attach to a service of this host as one rank, from any process.
+
+    A trainer that comes back after a crash gives the step of its checkpoint, `state["step"]`. If later steps were
+    handed out, the service goes back: this waits until all ranks have asked for the same step, and the stream goes on
+    there exactly as `launch(.., state=step)` would. Reports of the steps that are trained again count anew.
 
     Args:
         address: What `service.address` or `overlord serve` shows.
         rank: The trainer's global rank in the service's mesh.
+        step: Where to go on: any step that the service's store keeps. By default where the service was launched.
+
+    Raises:
+        StateError: The ranks ask for different steps, or the store does not keep the step any more.
+        SpecError: Another process is attached as this rank.
     """
-    return connect_local(address, rank)
+    return connect_local(address, rank, step)
+
+
+def refuse_torch_workers(what: str) -> None:
+    """Refuse to hand out a whole stream in each of several workers of torch's DataLoader.
+
+    Raises:
+        SpecError: in such a worker.
+    """
+    torch_data = sys.modules.get("torch.utils.data")  # where nobody has imported torch there is no such worker
+    info = None if torch_data is None else torch_data.get_worker_info()
+    if info is not None and info.num_workers > 1:
+        raise SpecError(
+            f"{what}: this is worker {info.id} of {info.num_workers} of a torch.utils.data.DataLoader; each of them "
+            "would hand out the whole stream, and every sample would be trained on more than once. Give it "
+            "num_workers=0, as the service reads ahead by itself, or use overlord.integrations.torch_loader.DataLoader "
+            "without a wrapper."
+        )
 
 
 def _open_door(metrics: int | str, runtime: str) -> MetricsDoor:

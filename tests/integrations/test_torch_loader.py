@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 import torch
@@ -44,14 +46,75 @@ def test_state_dict_round_trip(ids_job, cache):
         assert _tokens(loader, 3) == expected
 
 
-def test_state_cannot_be_loaded_under_a_running_service(ids_job, cache):
-    with ol.launch(ids_job, cache=cache) as service, DataLoader(service.address) as loader:
-        state = loader.state_dict()
-        _tokens(loader, 2)
-        with pytest.raises(ol.StateError, match="somebody else started"):
+def test_a_state_is_loaded_under_a_running_service(ids_job, cache):
+    """What a trainer does that crashed: it comes back to the service with its checkpoint."""
+    with ol.launch(ids_job, cache=cache) as service:
+        with DataLoader(service.address) as loader:
+            _tokens(loader, 2)
+            state = loader.state_dict()
+            expected = _tokens(loader, 3)
+        with DataLoader(service.address) as loader:
             loader.load_state_dict(state)
-        loader.load_state_dict(loader.state_dict())  # where it is already, as a resumed service is
+            assert loader.state_dict() == state
+            assert _tokens(loader, 3) == expected
+            loader.load_state_dict(loader.state_dict())  # where it is already
+            assert _tokens(loader, 1)[0][0] == 5
+            loader.load_state_dict(state)  # and back once more, in the same loader
+            assert _tokens(loader, 3) == expected
+
+
+def test_a_state_of_another_stream_is_refused_by_a_running_service(ids_job, cache):
+    states = []
+    for job in (ids_job, ids_job.replace(seed=4), ids_job.replace(sources=ids_job.sources[:2])):
+        with DataLoader(job, cache=cache, runtime="inline") as loader:
+            _tokens(loader, 2)
+            states.append(loader.state_dict())
+    with ol.launch(ids_job, cache=cache) as service, DataLoader(service.address) as loader:
+        _tokens(loader, 3)
+        with pytest.raises(ol.StateError, match=r"another stream than the service's: seed was 4, is now 3.*state="):
+            loader.load_state_dict(states[1])
+        with pytest.raises(ol.StateError, match=r"another stream than the service's"):
+            loader.load_state_dict(states[2])
+        forged = json.loads(states[0]["stream"])
+        forged["sources"]["a"][2] += 1
+        with pytest.raises(ol.StateError, match=r"the state of step 2 is not the one that this service had there"):
+            loader.load_state_dict({"stream": json.dumps(forged)})
+        assert _tokens(loader, 1)[0][0] == 3, "nothing has moved"
+        loader.load_state_dict(states[0])
         assert _tokens(loader, 1)[0][0] == 2
+
+
+class _Wrapped(torch.utils.data.IterableDataset):
+    """What people write around a loader to hand it to torch's own."""
+
+    def __init__(self, make):
+        self._make = make
+
+    def __iter__(self):
+        for step in self._make():
+            yield step.index
+
+
+@pytest.mark.parametrize("what", ["loader", "client", "launch", "forked client", "forked inline client"])
+def test_workers_of_a_torch_loader_that_would_repeat_every_sample_are_refused(ids_job, cache, what):
+    job = ids_job.replace(max_steps=3)
+    inline = what == "forked inline client"
+    with ol.launch(job, cache=cache, runtime="inline" if inline else "local") as service:
+        held = service.client() if what.startswith("forked") else None
+        wrapped = {
+            "loader": lambda: DataLoader(job, cache=cache, runtime="inline"),
+            "client": lambda: ol.connect(service.address, 0),
+            "launch": lambda: ol.launch(job, cache=cache, runtime="inline").client(),
+        }.get(what, lambda: held)
+        loader = torch.utils.data.DataLoader(
+            _Wrapped(wrapped), batch_size=None, num_workers=2, multiprocessing_context="fork"
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+            with pytest.raises(ol.SpecError, match="num_workers=0"):
+                list(loader)
+        if held is not None:
+            assert next(held).index == 0, "the process that it belongs to goes on"
 
 
 _TRAINER = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -132,7 +133,7 @@ def test_client_learns_that_the_service_was_ended(ids_job, cache, nothing_left):
     with ol.launch(ids_job, cache=cache) as service, service.client() as client:
         next(client)
         os.kill(service.status()["pid"], signal.SIGTERM)
-        with pytest.raises((ol.ServiceLost, ol.ClosedError), match=r"is gone|was closed"):
+        with pytest.raises(ol.ServiceLost, match=r"is gone|was ended by a SIGTERM"):
             for _ in client:
                 pass
         with pytest.raises(ol.ServiceLost, match="was ended by a SIGTERM"):
@@ -179,8 +180,6 @@ def start(script, *arguments):
 
 
 def started_launcher(ids_job, cache):
-    import json
-
     launcher = start(_LAUNCHER, ids_job.model_dump_json(by_alias=True), cache)
     address, pid = json.loads(launcher.stdout.readline())
     assert launcher.stdout.readline() == "at 3\n"
@@ -216,6 +215,75 @@ def test_launcher_is_stopped(ids_job, cache, nothing_left, how):
     wait_gone(pid)
     wait_removed(address)
     end(launcher)
+
+
+_WAITING = """
+import sys
+import overlord as ol
+client = ol.connect(sys.argv[1], 0)
+print("attached", flush=True)
+try:
+    for step in client:  # which waits for a report that nobody gives
+        print("at", step.index, flush=True)
+except ol.OverlordError as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("killed", "ServiceLost the process that launched the service is gone"),
+        pytest.param("closed", "ClosedError the service was closed by its launcher", marks=pytest.mark.slow),
+        pytest.param("killed processes", "ServiceLost the process that launched", marks=pytest.mark.slow),
+        pytest.param("closed processes", "ClosedError the service was closed by", marks=pytest.mark.slow),
+    ],
+)
+def test_a_trainer_learns_why_the_service_ended(ids_job, cache, nothing_left, how, kind):
+    """A trainer that waits for data is told whether the service was closed, or its launcher died."""
+    sources = [source.replace(weight=None) for source in ids_job.sources]
+    job = ids_job.replace(sources=sources, mixture=ol.Mixture({"a": 3, "b": 1, "c": 2}, learn="odm"), lag=4)
+    script = _LAUNCHER.replace("client = service.client()", "sys.stdin.readline(); service.close(); sys.exit()")
+    if "processes" in how:
+        script = script.replace("mesh=ol.ClientPlaceTree(dp=2)", "loader_hosts=2")
+    launcher = start(script, job.model_dump_json(by_alias=True), cache)
+    address, pid = json.loads(launcher.stdout.readline())
+    trainer = start(_WAITING, address)
+    lines = [trainer.stdout.readline()]
+    while lines[-1] != "at 3\n":
+        lines.append(trainer.stdout.readline())
+    time.sleep(0.5)
+    if "killed" in how:
+        launcher.kill()
+    else:
+        launcher.stdin.write("close\n")
+        launcher.stdin.flush()
+    launcher.wait(DEADLINE_S)
+    assert trainer.stdout.readline().startswith(kind)
+    wait_gone(pid)
+    wait_removed(address if "processes" not in how else f"{address}/socket")
+    end(launcher)
+    end(trainer)
+
+
+def test_an_inline_service_that_is_not_closed_leaves_nothing(ids_job, cache, tmp_path):
+    script = """
+import json, os, sys
+import overlord as ol
+job = ol.Job.from_mapping(json.loads(sys.argv[1]))
+service = ol.launch(job, cache=sys.argv[2], runtime="inline")
+next(service.client())
+if os.fork() == 0:
+    sys.exit()  # what a fork has of it is its parent's
+os.wait()
+print(len([name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("overlord-")]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, ids_job.model_dump_json(by_alias=True), cache],
+        env={**os.environ, "TMPDIR": str(tmp_path)}, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout == "1\n"
+    assert not list(tmp_path.glob("overlord-*"))
 
 
 def test_launcher_and_service_are_killed(ids_job, cache, nothing_left):

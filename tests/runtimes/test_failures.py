@@ -202,11 +202,14 @@ def test_a_rank_that_attaches_twice_or_again_is_told(ids_job, cache, caplog):
             for _ in range(3):
                 next(client)
             assert not caplog.text
-            service.client(1).close()
-            assert "rank 1 is attached to" in caplog.text and "Give each process its own rank" in caplog.text
+            with pytest.raises(
+                ol.SpecError, match=r"rank 1 is attached .* by process \d+;.*its own rank.*num_workers=0"
+            ):
+                service.client(1)
+            assert next(client).index == 3, "the first one goes on"
         caplog.clear()
         with service.client(1) as client:
-            assert "rank 1 of" in caplog.text and "was at step 3 before, and begins again at step 0" in caplog.text
+            assert "rank 1 of" in caplog.text and "was at step 4 before, and begins again at step 0" in caplog.text
             assert next(client).index == 0
         caplog.clear()
         service.client(0).close()

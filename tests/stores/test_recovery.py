@@ -178,7 +178,7 @@ def test_a_run_forks_at_any_kept_step(ids_job, cache, tmp_path):
         first = newest_lineage(open_place(str(copy))).snapshots[0].state
         assert first["step"] == step and first["sources"] == states[step - 1]["sources"]
     for step in (0, 63, 101, 5000):
-        with pytest.raises(ol.StateError, match=rf"state={step} .*keeps the steps 64 to 100"):
+        with pytest.raises(ol.StateError, match=rf"step {step} .*keeps the steps 64 to 100"):
             launch(job, cache, tmp_path / "store", state=step)
     with launch(job, cache, tmp_path / "store") as service:
         assert orders(service, 1) == seen[:1], "a launch without a state begins, beside what is there"

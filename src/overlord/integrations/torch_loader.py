@@ -28,7 +28,8 @@ from overlord.job.launch_options import LaunchOptions
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.views import Step
-from overlord.session import DEFAULT_CACHE, Service, connect, launch
+from overlord.runtimes.local import check_state_at, connect_local
+from overlord.session import DEFAULT_CACHE, Service, connect, launch, refuse_torch_workers
 
 __all__ = [
     "DataLoader",
@@ -134,6 +135,7 @@ class DataLoader:
         self._device = device_of(device)
         self._cache = cache
         self._state: Mapping[str, Any] | None = None
+        self._step: int | None = None
         self._closed = False
         self._service: Service | None = None
         self._client: Client | None = None
@@ -143,6 +145,7 @@ class DataLoader:
         self._relay: Relay | None = None
 
     def __iter__(self) -> Iterator[TorchStep]:
+        refuse_torch_workers("DataLoader")
         while (step := self._next_step()) is not None:
             yield step
 
@@ -154,24 +157,24 @@ class DataLoader:
         """
         if self._client is None:
             self._refuse_closed("state_dict")
-        begun = self._client is not None or isinstance(self._job, str)
+        begun = self._client is not None or (isinstance(self._job, str) and self._state is None)
         return {"stream": json.dumps(self._attached().state_dict() if begun else self._state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state: what `state_dict()` returned, or a client's; on every rank, before the next step.
 
-        A loader that is attached to a running service takes only the state in which the service is.
+        A loader of a running service goes to the state's step there, as `ol.connect(address, rank, step=..)` does: with
+        its next step it waits until all ranks have asked for the same one.
+
+        Raises:
+            StateError: It is not a state of this stream; for a running service that is found out at once.
         """
         stream = _stream_of(state)
-        if not isinstance(self._job, str):
-            self.close()
-            self._state, self._closed = stream, False
-        elif stream != self._attached().state_dict():
-            raise StateError(
-                "load_state_dict: this loader is attached to a service that somebody else started, and a stream "
-                "cannot be moved under its other ranks. Start the service from the state (`overlord serve --resume`, "
-                "or launch(..., state=state))."
-            )
+        if isinstance(self._job, str) and stream is not None:
+            check_state_at(self._job, stream)
+        self.close()
+        self._state, self._closed = stream, False
+        self._step = 0 if stream is None else int(stream["step"])
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report metrics of a step; call it on one rank."""
@@ -229,7 +232,8 @@ class DataLoader:
 
     def _connect(self, address: str) -> Client:
         """Attach to a service that somebody else started; its mesh is ours."""
-        client = connect(address, self._rank)
+        client = connect_local(address, self._rank, self._step, self._state)
+        self._step = self._state = None  # from now on the client knows
         try:
             found = client.mesh
             if self._mesh is not None and not _alike(self._mesh, found):

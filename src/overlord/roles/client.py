@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ class Client:
         self._feed = feed
         self._next_step = first_step
         self._closed = False
+        self._pid = os.getpid()
         self.mesh = feed.mesh
         """The mesh of the step that comes next, as far as it is known; `step.mesh` is that of a step."""
         self.fetched_bytes = 0
@@ -92,11 +94,19 @@ class Client:
         """Detach from the service."""
         if not self._closed:
             self._closed = True
-            self._feed.close(self._next_step)
+            if self._pid == os.getpid():  # what a fork has of it is its parent's
+                self._feed.close(self._next_step)
 
     def _open_feed(self) -> Feed:
         if self._closed:
             raise ClosedError(f"the client of rank {self.rank} is closed. Take another one from the service.")
+        if self._pid != os.getpid():
+            raise SpecError(
+                f"the client of rank {self.rank} was made in process {self._pid} and is used in process {os.getpid()}, "
+                "a fork of it; both would hand out the same samples, over one connection. Attach in the process that "
+                "trains. A torch.utils.data.DataLoader forks workers: give it num_workers=0, as the service reads "
+                "ahead by itself."
+            )
         return self._feed
 
     def __enter__(self) -> Client:

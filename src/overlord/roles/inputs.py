@@ -302,6 +302,11 @@ class InputLog:
                     return record["metrics"]
         return found
 
+    @property
+    def newest_report(self) -> int:
+        """The newest step that was reported; -1 where none was."""
+        return self._newest_report
+
     def recent(self, first: int, stop: int) -> dict[int, Report]:
         """Return the reports of some steps."""
         found = {step: self.report_of(step) for step in range(max(first, 0), stop)}

@@ -72,12 +72,17 @@ class KeptStates:
         start = max(one for one in (*list(self._states), *list(self._replayed)) if one <= step)
         return self._states.get(start) or self._replayed[start]
 
+    @property
+    def oldest(self) -> int:
+        """The oldest step that can be asked for."""
+        return min(list(self._states))  # a copy: others may add to them
+
     def check(self, step: int) -> None:
         """Refuse a step that is not kept any more."""
-        oldest = min(list(self._states))  # a copy: others may add to them
+        oldest = self.oldest
         if step < oldest:
             raise SpecError(
                 f"step {step} is not kept any more: {self._keep} steps behind the slowest client are (keep=), and the "
-                f"oldest is step {oldest}; its samples could not be told exactly. Begin at step {oldest} or later, or "
-                "launch with a larger keep."
+                f"oldest is step {oldest}; its samples could not be told exactly. Attach with the step of your "
+                f"checkpoint, ol.connect(address, rank, step=..) with {oldest} or more, or launch with a larger keep."
             )

@@ -21,8 +21,8 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor
 from overlord.core.specs import Job, Mixture
-from overlord.core.states import StreamState, restricted_parts
-from overlord.errors import PlanError, ReaderError, SourceError, SpecError
+from overlord.core.states import StreamState, check_form, describe_differences, names_of, restricted_parts
+from overlord.errors import PlanError, ReaderError, SourceError, SpecError, StateError
 from overlord.roles.checkpoints import Checkpoints
 from overlord.roles.drawer import Drawer, DrawnStep
 from overlord.roles.inputs import Change, InputLog, check_mixture
@@ -195,6 +195,42 @@ class Planner:
         changes = self._inputs.changes_from(step, whole=whole)
         names = self._inputs.names[: len(state.epoch)]
         return state.to_json(names, restricted_parts(self._parts, names), recent, changes, self._verdicts.to_json())
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that is not one of this stream: that of another job, or of a lineage that was left.
+
+        Reports, changes and verdicts may have come in after it was taken, and are not compared. Where the step is not
+        kept here, only the fingerprint is.
+
+        Raises:
+            StateError: it says what differs.
+        """
+        check_form(state)
+        step, names = int(state["step"]), names_of(state)
+        here = self.state(step) if self._states.oldest <= step <= self.next_step else None
+        parts = restricted_parts(self._parts, names) if here is None else here["fingerprint"]
+        differences = describe_differences(state["fingerprint"], parts)
+        if differences:
+            raise StateError(
+                f"the state belongs to another stream than the service's: {'; '.join(differences)}. Going on from it "
+                "would lose or repeat samples silently. Give the address of the service that runs this job, or launch "
+                "one with state=."
+            )
+        if here is not None and any(here[key] != state[key] for key in ("sources", "mixer")):
+            raise StateError(
+                f"the state of step {step} is not the one that this service had there: the run was forked between "
+                "them, by other reports, changes or an older checkpoint. Going on from it would lose or repeat samples "
+                "silently. Launch a service with state= to go on from it."
+            )
+
+    @property
+    def newest_report(self) -> int:
+        """The newest step that was reported; -1 where none was."""
+        return self._inputs.newest_report
+
+    def changes_after(self, step: int) -> list[str]:
+        """Say which changes hold from a later step on."""
+        return [f"{change.kind} at step {change.at}" for change in self._inputs.changes if change.at > step]
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the trainer's metrics of a step; the first report of a step counts."""

@@ -76,6 +76,9 @@ class Means:
 class ClusterRole:
     """What the three have in common: the job, and who is who."""
 
+    rewound = False
+    """Whether all ranks go back to an earlier step: told with every beat, so that the service is started again."""
+
     def __init__(
         self,
         bundle: bytes,

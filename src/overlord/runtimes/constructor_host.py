@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from overlord.errors import OverlordError
 from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.conversation import Conversation, Desk
 from overlord.runtimes.doors import open_door
@@ -48,6 +49,8 @@ class ConstructorHost:
         self._desk = Desk(
             planner, self._server, constructor, arena, options.budget_bytes, served or (lambda step: None)
         )
+        self.ends_for: OverlordError | None = None
+        """What clients that wait are told when it is closed; by default that the service was."""
         self._server.start()
 
     @property
@@ -62,7 +65,7 @@ class ConstructorHost:
     def close(self) -> None:
         """End the threads; tell the planner how far the clients came, and let go of the shared memory."""
         try:
-            self._server.close()
+            self._server.close(self.ends_for)
             self._planner.tell(self._server.news())
         finally:
             self._desk.arena.close()

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from overlord.core.place_tree import ranks_of_host
+from overlord.errors import error_named
 from overlord.runtimes.cluster_role import ClusterRole
 from overlord.runtimes.constructor_host import ConstructorHost
 from overlord.runtimes.deployment import (
@@ -57,11 +58,19 @@ class ConstructorRole(ClusterRole):
             successor=self._board.me[1] > 1,
             served=self._note_served,
         )
+        self._host = host
         self._ends.callback(host.close)
         door = self._claim_folder() / door_name(number, hosts)
         door.unlink(missing_ok=True)  # a predecessor that was killed has left it
         self._ends.enter_context(host.open_door(door))
         return frame_of({})
+
+    def close(self, frame: Frame) -> Frame:
+        """End everything that runs here; clients that wait are told why."""
+        why = open_frame(frame)[0].get("why")
+        if why is not None and hasattr(self, "_host"):
+            self._host.ends_for = error_named(*why)
+        return super().close(frame)
 
     def add_source(self, frame: Frame) -> Frame:
         """Learn of a source that comes: how its media are decoded."""

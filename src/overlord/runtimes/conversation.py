@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from overlord.errors import SpecError
@@ -12,6 +14,7 @@ from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.views import StepHeader
 from overlord.runtimes.doors import answer_all
 from overlord.runtimes.headers import header_to_json, mesh_from_text
+from overlord.runtimes.planner_answers import left_behind
 from overlord.runtimes.planner_host import Plans
 from overlord.runtimes.shared_memory import Arena
 from overlord.runtimes.step_server import StepServer
@@ -20,6 +23,8 @@ from overlord.runtimes.wire import to_text
 
 SEATED = ("leave", "step", "ahead", "microbatch")
 """Messages that only a rank with a seat may send."""
+TWICE_S = 2.0
+"""How long a rank that attaches waits for a predecessor that is being killed."""
 NOT_YET = '{"header":null,"views":{},"gone":[]}'
 """The answer to who looks ahead too early."""
 
@@ -35,6 +40,8 @@ class Desk:
     budget_bytes: int
     served: Callable[[int], None]
     """Told the step that a client has come to."""
+    talks: dict[int, Conversation] = field(default_factory=dict["int", "Conversation"])
+    """The connection of every rank that is attached."""
 
 
 class Conversation:
@@ -43,7 +50,7 @@ class Conversation:
     def __init__(self, desk: Desk, connection: socket.socket) -> None:
         self._desk = desk
         self._connection = connection
-        self._rank = -1
+        self._rank, self._pid = -1, 0
         self._seat: int | None = None
         self._leases: dict[int, int] = {}
         self._next_lease = 0
@@ -63,6 +70,8 @@ class Conversation:
             self._desk.arena.release(number, reuse=False)  # a trainer that detached may keep its arrays
         self._leases.clear()
         if self._seat is not None:
+            if self._desk.talks.get(self._rank) is self:
+                del self._desk.talks[self._rank]
             self._desk.server.detach(self._seat)
             self._desk.planner.tell(self._desk.server.news())
 
@@ -73,7 +82,7 @@ class Conversation:
             if number is not None:
                 self._desk.arena.release(number)
         if op == "hello":
-            return self._hello(int(message["rank"]), message.get("at")), []
+            return self._hello(message), []
         if op not in SEATED:
             if op == "status":
                 self._desk.planner.tell(server.news())
@@ -120,16 +129,62 @@ class Conversation:
             return NOT_YET, []
         return self._hand_over(opened[1], self._header_text(opened[0]))
 
-    def _hello(self, rank: int, at: int | None) -> dict[str, Any]:
+    def _hello(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Seat a client: where its rank begins, where it stood before its connection broke (`at`), or at a `step`."""
+        rank, at, step = int(message["rank"]), message.get("at"), message.get("step")
         desk, stands = self._desk, self._desk.planner.ask({"op": "begins", "rank": rank})
         here = desk.server.ranks_of(mesh_from_text(stands["mesh"]))
         self._lease_bytes = desk.budget_bytes // (2 * max(len(here), 1))
         facts = {"lease_bytes": self._lease_bytes, **stands}
         if stands["first_step"] is None:
             return facts
-        self._rank = rank
-        self._seat, before = desk.server.attach(rank, int(stands["first_step"]), at)
-        return {**facts, **before}
+        self._refuse_second(rank)
+        if at is not None and message.get("lineage") != stands["lineage"] and at != stands["first_step"]:
+            raise left_behind(f"step {at}, where rank {rank} is,", stands["first_step"])
+        if at is None and step is not None:
+            desk.planner.tell(desk.server.news())  # also who has gone
+            joined = desk.planner.ask({"op": "join", "rank": rank, "step": int(step), "state": message.get("state")})
+            if "waits" in joined:
+                return joined
+            facts |= joined
+            at = int(step)
+        self._rank, self._pid = rank, int(message.get("pid", 0))
+        self._seat, reached = desk.server.attach(rank, int(stands["first_step"]), at)
+        desk.talks[rank] = self
+        desk.planner.tell(desk.server.news())
+        return {**facts, "reached": reached}
+
+    def _refuse_second(self, rank: int) -> None:
+        """Refuse a rank that is attached already; one whose process has just been killed is given a moment to go.
+
+        The other connection is looked at by itself: its thread may wait for a step, and does not notice that its client
+        is gone.
+        """
+        until = time.monotonic() + TWICE_S
+        while (other := self._desk.talks.get(rank)) is not None and other is not self and not other.hung_up:
+            if time.monotonic() > until:
+                raise SpecError(
+                    f"rank {rank} is attached to this service already, by process {other.pid}; two processes would "
+                    "train on the same samples. Give each process its own rank, and close a client before another one "
+                    "takes its rank. A torch.utils.data.DataLoader runs what it wraps once in each of its workers: "
+                    "give it num_workers=0, as the service reads ahead by itself."
+                )
+            time.sleep(0.05)
+
+    @property
+    def pid(self) -> int:
+        """The process of the client."""
+        return self._pid
+
+    @property
+    def hung_up(self) -> bool:
+        """Whether the client is gone, or its connection is being closed."""
+        poll = select.poll()
+        try:
+            poll.register(self._connection, select.POLLRDHUP)
+        except ValueError:
+            return True  # it is closed here too
+        return bool(poll.poll(0))
 
     def _hand_over(self, built: Mapping[int, Built], header: str = "") -> tuple[str, list[int]]:
         """Write the views of some microbatches; descriptors of segments the client has not seen go along."""

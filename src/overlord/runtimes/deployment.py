@@ -376,7 +376,8 @@ def start_planner(
         digests=history.digests,
     )
     planner.checkpoints.begin()
-    if options.skip_steps and not history.beginning.recovered:  # otherwise it is in the journal
+    begins = not history.beginning.recovered and history.beginning.mesh is None
+    if options.skip_steps and begins:  # otherwise it is in the journal
         planner.skip_steps(options.skip_steps)
     return planner
 

@@ -13,7 +13,7 @@ from typing import Any
 from overlord.core.place_tree import ranks_of_host
 from overlord.errors import OverlordError, ServiceLost, SpecError
 from overlord.runtimes.headers import mesh_from_text
-from overlord.runtimes.wire import receive, send
+from overlord.runtimes.wire import LOOK_S, expect_within, receive, receive_asked, send
 
 logger = logging.getLogger("overlord")
 
@@ -57,7 +57,7 @@ def _host(connection: socket.socket, converse: Converse) -> None:
     with connection:
         try:
             converse(connection)
-        except (OverlordError, OSError) as error:
+        except (OverlordError, OSError, ValueError) as error:  # a ValueError: what is no JSON
             logger.debug("a client is gone: %s", error)
 
 
@@ -73,8 +73,9 @@ def answer_all(connection: socket.socket, answer: Answer, after: Callable[[], No
         answer: Makes the answers.
         after: Called when an answer is on its way.
     """
+    expect_within(connection, LOOK_S)
     while True:
-        message, _ = receive(connection)
+        message = receive_asked(connection)
         reply: dict[str, Any] | str
         fds: Sequence[int]
         try:

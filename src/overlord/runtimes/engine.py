@@ -69,5 +69,7 @@ class Incarnation:
     restarts: int = 0
     asleep: bool = False
     """Whether nobody is to play it at the moment."""
+    rewound: bool = False
+    """Whether it told that all ranks go back to an earlier step."""
     told: Pending | None = field(default=None, repr=False)
     """The last introduction: who drops it may drop the message with it."""

@@ -5,6 +5,10 @@ Rules of this file:
 2. A launch takes from a store what a new lineage begins with. A recovery takes everything that was promised, and goes
    on in the lineage of its own service; where there is none yet, it is a launch again.
 3. Meshes are left out, except by a recovery: a resume is launched with one of its own.
+4. A rewind of a running service is a record of its lineage, on disk before anything follows from it. Every incarnation
+   that would go on in that lineage begins a new one at the step of the record instead, exactly as `launch(state=STEP)`
+   does: reports and changes of later steps stay in the old lineage. So a crash at any moment of a rewind leads to the
+   same stream, and neither the launcher nor a planner's successor must be told anything but to start.
 """
 
 from __future__ import annotations
@@ -14,11 +18,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Job
 from overlord.core.states import StreamState, restricted_parts
 from overlord.errors import Fenced, StateError
 from overlord.roles.drawer import Drawer
-from overlord.roles.inputs import InputLog, changes_from_json
+from overlord.roles.inputs import Change, InputLog, changes_from_json
 from overlord.roles.ports import Loaders
 from overlord.roles.verdicts import Verdicts
 from overlord.runtimes.launch_options import LaunchOptions
@@ -27,6 +32,8 @@ from overlord.stores.places import OpenPlace, Place, open_place
 from overlord.stores.store import FoundLineage, Store, lineage_before, lineage_of, newest_lineage
 
 Record = Mapping[str, Any]
+REWIND = "rewind"
+"""The kind of the record that ends a lineage: the step that all ranks go back to, and their mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,8 @@ class Beginning:
     """Whether the stream goes on in that very lineage."""
     replay_to: int | None = None
     """The step to draw up to from that state before anything is handed out."""
+    mesh: ClientPlaceTree | None = None
+    """The mesh that holds from there on, of a running service that goes back; by default that of the launch."""
 
     @property
     def numbering(self) -> Mapping[str, Any] | None:
@@ -103,7 +112,10 @@ def _looks(options: LaunchOptions) -> bool:
 def _beginning(options: LaunchOptions, place: Place, found: FoundLineage | None) -> Beginning:
     if options.recover and found is not None:
         if found.newest.service == options.service:
-            return Beginning(found.newest.state, found.records, found, recovered=True)
+            back = next((record for record in reversed(found.records) if record["kind"] == REWIND), None)
+            if back is None:
+                return Beginning(found.newest.state, found.records, found, recovered=True)
+            return before(place, found, back["step"], ClientPlaceTree.from_sizes(back["mesh"]))
         if (own := lineage_of(place, options.service)) is not None:
             raise Fenced(
                 f"another service has taken over the store {place.name!r}: lineage {found.number} is its, and the "
@@ -120,7 +132,7 @@ def _beginning(options: LaunchOptions, place: Place, found: FoundLineage | None)
         )
     if options.before_step is None:
         return _latest(found)
-    return _before(lineage_before(place, found, options.before_step), options.before_step, place.name)
+    return before(place, found, options.before_step)
 
 
 def _latest(found: FoundLineage) -> Beginning:
@@ -135,14 +147,19 @@ def _latest(found: FoundLineage) -> Beginning:
     return Beginning(found.newest.state, [record for record in found.records if counts(record)], found)
 
 
-def _before(found: FoundLineage, step: int, place: str) -> Beginning:
-    """Go on before a step: from the nearest snapshot, drawing again what lies between."""
+def before(place: Place, newest: FoundLineage, step: int, mesh: ClientPlaceTree | None = None) -> Beginning:
+    """Go on before a step: from the nearest snapshot, drawing again what lies between.
+
+    Raises:
+        StateError: The store does not hold the step any more; it names those that it holds.
+    """
+    found = lineage_before(place, newest, step)
     oldest, reached = found.snapshots[0].step, found.reached
     if not oldest <= step <= reached:
         raise StateError(
-            f"state={step} was asked for, and lineage {found.number} of the store {place!r} keeps the steps {oldest} "
-            f"to {reached}; what lies outside cannot be told exactly. Give a step of these, or a saved state"
-            + ("." if step > reached else "; launch with a larger keep to be able to go further back.")
+            f"step {step} was asked for, and lineage {found.number} of the store {place.name!r} keeps the steps "
+            f"{oldest} to {reached}; what lies outside cannot be told exactly. Give a step of these, or launch from a "
+            "saved state" + ("." if step > reached else "; launch with a larger keep to be able to go further back.")
         )
     nearest = [snapshot for snapshot in found.snapshots if snapshot.step <= step][-1].state
     state = {**nearest, "changes": [change for change in nearest["changes"] if change["at"] <= step]}
@@ -150,7 +167,7 @@ def _before(found: FoundLineage, step: int, place: str) -> Beginning:
     def counts(record: Record) -> bool:
         return record["step"] < step or (record["kind"].startswith("change.") and record["step"] == step)
 
-    return Beginning(state, [record for record in found.records if counts(record)], found, replay_to=step)
+    return Beginning(state, [record for record in found.records if counts(record)], found, replay_to=step, mesh=mesh)
 
 
 def read_history(job: Job, store: Store, beginning: Beginning, given: Mapping[str, Any] | None) -> History:
@@ -165,7 +182,7 @@ def read_history(job: Job, store: Store, beginning: Beginning, given: Mapping[st
     records, found = beginning.records, beginning.found
     verdicts = Verdicts.recover(store.journal, given, records, job.names, threading.Lock())
     if not beginning.recovered:
-        return History(store, beginning, _inputs(job, store, given, records), verdicts)
+        return History(store, beginning, _inputs(job, store, given, beginning), verdicts)
     assert found is not None and given is not None
     inputs = _inputs_again(job, store, given, found)
     digests = {record["step"]: record["plan"] for record in records if record["kind"] == "plan"}
@@ -173,14 +190,19 @@ def read_history(job: Job, store: Store, beginning: Beginning, given: Mapping[st
     return History(store, beginning, inputs, verdicts, digests)
 
 
-def _inputs(job: Job, store: Store, state: Mapping[str, Any] | None, records: Sequence[Record]) -> InputLog:
+def _inputs(job: Job, store: Store, state: Mapping[str, Any] | None, beginning: Beginning) -> InputLog:
     """Return the reports and changes of a state and of records; of one step's reports the first counts."""
     if state is None:
         return InputLog(job, store.journal, {}, [])
+    records = beginning.records
     known = list(state["changes"]) if isinstance(state["changes"], list) else [state["changes"]]
     changes = changes_from_json(with_changes(known, changes_of(records)), job)
     reports = _with_reports(state["reports"], records)
-    return InputLog(job, store.journal, reports, [change for change in changes if change.mesh is None])
+    kept = [change for change in changes if change.mesh is None]
+    if beginning.mesh is not None:  # a change like any other, so that a recovery of the new lineage finds it
+        assert beginning.replay_to is not None
+        kept.append(Change("mesh", beginning.replay_to, mesh=beginning.mesh))
+    return InputLog(job, store.journal, reports, kept)
 
 
 def _inputs_again(job: Job, store: Store, given: Mapping[str, Any], found: FoundLineage) -> InputLog:

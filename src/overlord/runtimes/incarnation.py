@@ -6,6 +6,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -22,7 +23,7 @@ from typing import Any
 from overlord.errors import OverlordError, ServiceLost, error_named
 from overlord.runtimes.doors import BEAT, knock
 from overlord.runtimes.opening import Progress
-from overlord.runtimes.service_main import SERVED
+from overlord.runtimes.service_main import CLOSED, REWOUND, SERVED
 from overlord.runtimes.wire import receive, send
 
 BEAT_EVERY_S = 1.0
@@ -75,6 +76,8 @@ class Incarnation:
         """Whether it was asked to end."""
         self.served = -1
         """The newest step that a client is known to have come to."""
+        self.rewound = False
+        """Whether it ends because all ranks go back to an earlier step."""
         self.heard_at = time.monotonic()
         """When it last said something."""
         self.has_spoken = False
@@ -131,6 +134,9 @@ class Incarnation:
     def end(self, patience_s: float) -> None:
         """Close the pipe that keeps it alive; kill it if it does not go."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        if not self._to_send:
+            with contextlib.suppress(OSError):  # it is gone already
+                os.write(self._into, CLOSED)
         self._process.stdin.close()
         self._process.stdout.close()
         if self._process.poll() is None and patience_s:
@@ -176,6 +182,8 @@ class Incarnation:
             self.error = error_named(event["error"], event["message"])
         elif event.get("progress", [None])[0] == SERVED:
             self.served = max(self.served, int(event["progress"][1]))
+        elif event.get("progress", [None])[0] == REWOUND:
+            self.rewound = True
         elif "progress" in event and progress is not None:
             progress(*event["progress"])
 

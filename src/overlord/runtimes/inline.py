@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
-import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -23,14 +21,19 @@ from overlord.errors import ClosedError, Fenced, StoreError
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.deployment import Roles, deploy, plan_first_step
+from overlord.runtimes.history import before
 from overlord.runtimes.launch_options import LaunchOptions
+from overlord.runtimes.leftovers import remove_scratch, scratch_folder
+from overlord.runtimes.local import check_step
 from overlord.runtimes.newcomers import Newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.parking import ReturnWatch
-from overlord.runtimes.planner_answers import SourceChange, change_source
+from overlord.runtimes.planner_answers import SourceChange, change_source, left_behind
+from overlord.runtimes.planner_host import goes_back, ranks_disagree, refuse_coming_step
 from overlord.runtimes.saving import Saver
 from overlord.runtimes.status import describe_roles
 from overlord.runtimes.workers import Hands
+from overlord.stores.store import newest_lineage
 from overlord.transforms.packed import PackedMicrobatch
 from overlord.transforms.step_samples import StepSamples
 
@@ -47,18 +50,23 @@ class InlineService:
     pid = os.getpid()
 
     def __init__(self, job: Job, options: LaunchOptions, progress: Progress | None) -> None:
+        self._job = job
         self._options = options
-        self._scratch = None if options.store else tempfile.mkdtemp(prefix="overlord-")
+        self._scratch = None if options.store else scratch_folder()
         self._samples: OrderedDict[int, StepSamples] = OrderedDict()
         self._packed: OrderedDict[tuple[int, int, int], PackedMicrobatch] = OrderedDict()
         self._labels: dict[int, int] = {}
         self._packed_bytes = 0
         self._positions: dict[int, int] = {}
+        self._asked: dict[int, int] = {}
         self._reached: dict[int, int] = {}
         self._roles: Roles | None = None
+        self._begin(options, progress)
+
+    def _begin(self, options: LaunchOptions, progress: Progress | None) -> None:
         hands = Hands.of_caller()
         try:
-            self._roles = deploy(job, options, options.store or f"{self._scratch}", hands, progress)
+            self._roles = deploy(self._job, options, options.store or f"{self._scratch}", hands, progress)
             self._saver = Saver(self._roles.planner, self._roles.fleet, nullcontext(), most_steps=options.keep // 2)
             self._newcomers = Newcomers(self._roles, hands)
             self._watch = ReturnWatch(self._roles.planner, options.on_source_failure)
@@ -68,10 +76,39 @@ class InlineService:
             self.close()
             raise
 
-    def client(self, rank: int) -> Client:
-        """Return the client of one rank."""
+    def client(self, rank: int, step: int | None = None, state: Mapping[str, Any] | None = None) -> Client:
+        """Return the client of one rank, at a step where one is given."""
+        check_step(step)
         begin = self.roles.planner.meshes.begin_of(rank) if is_whole(rank) else None
+        if step is not None and begin is not None:
+            self._join(int(rank), begin := int(step), state)
         return Client(_InlineFeed(self, rank, begin), rank, begin or 0)
+
+    def _join(self, rank: int, step: int, state: Mapping[str, Any] | None) -> None:
+        """Go back to a step where that is needed, at once: there are no other trainers that could be waited for.
+
+        Clients of other ranks that stand elsewhere are refused from then on.
+        """
+        planner = self.roles.planner
+        if state is not None:
+            planner.check_state(state)
+        refuse_coming_step(planner, step)
+        others = {other: at for other, at in self._asked.items() if other != rank and at != step}
+        if others:
+            raise ranks_disagree({**others, rank: step})
+        if goes_back(planner, rank, step, self._reached, self._positions):
+            store = planner.checkpoints.store
+            patiently(lambda: store.journal.commit(force=True))
+            newest = newest_lineage(store.place)
+            assert newest is not None
+            before(store.place, newest, step)
+            mesh = planner.meshes.at(max(planner.next_step - 1, planner.first_step))
+            self._end()
+            self._positions.clear()
+            self._reached.clear()
+            options = dataclasses.replace(self._options, before_step=step, mesh=mesh, latest=False, skip_steps=0)
+            self._begin(options, None)
+        self._asked[rank] = step
 
     def set_mixture(self, mixture: Mixture, at_step: int | None, change_id: str) -> int:
         """Change the mixture from a step on."""
@@ -115,15 +152,18 @@ class InlineService:
 
     def close(self) -> None:
         """Close files and remove what is temporary."""
-        roles, self._roles = self._roles, None
         try:
-            if roles is not None:
-                roles.close()
+            self._end()
         finally:
-            self._samples.clear()
-            self._packed.clear()
             if self._scratch is not None:
-                shutil.rmtree(self._scratch, ignore_errors=True)
+                remove_scratch(self._scratch)
+
+    def _end(self) -> None:
+        roles, self._roles = self._roles, None
+        self._samples.clear()
+        self._packed.clear()
+        if roles is not None:
+            roles.close()
 
     @property
     def roles(self) -> Roles:
@@ -165,6 +205,7 @@ class InlineService:
 
     def moved(self, rank: int, step: int) -> None:
         """Note a rank's position, and forget microbatches that every client has passed."""
+        self._asked.clear()  # the ranks have begun: who comes now does not come with the others
         self._positions[rank] = self._reached[rank] = step
         slowest = min(self._positions.values())
         planner = self.roles.planner
@@ -189,16 +230,18 @@ class _InlineFeed:
     def __init__(self, service: InlineService, rank: int, begin: int | None) -> None:
         self._service = service
         self._rank = rank
-        self._meshes = service.roles.planner.meshes
-        self.mesh = self._meshes.newest if begin is None else self._meshes.at(begin)
+        self._lineage = service.roles.planner.checkpoints.store.lineage
+        meshes = service.roles.planner.meshes
+        self.mesh = meshes.newest if begin is None else meshes.at(begin)
 
     def open_step(self, step: int) -> StepHeader | None:
+        self._follow(f"step {step}, where rank {self._rank} is,", step)
         plan = self._service.plan_raw(step)
         self._service.moved(self._rank, step)
         if plan is None or self._rank >= plan.mesh.world_size:
             return None
         header = self._service.roles.constructor.header_of(self._rank, plan, self._service.labels(plan))
-        following = self._meshes.at(step + 1)
+        following = self._service.roles.planner.meshes.at(step + 1)
         return header if following == plan.mesh else dataclasses.replace(header, next_mesh=following)
 
     def microbatch(self, step: int, microbatch: int) -> RankView:
@@ -211,7 +254,16 @@ class _InlineFeed:
         arrays = packed.named()
         return RankView({key: arrays[name] for key, name in names.items()}, scalars)
 
+    def _follow(self, what: str, step: int) -> None:
+        """Follow a service that went back, from the very step that it went back to."""
+        planner = self._service.roles.planner
+        lineage = planner.checkpoints.store.lineage
+        if lineage != self._lineage and step > planner.first_step:
+            raise left_behind(what, planner.first_step)
+        self._lineage = lineage
+
     def report(self, step: int, metrics: dict[str, float]) -> None:
+        self._follow(f"the report of step {step}", step)
         patiently(lambda: self._service.roles.planner.report(step, metrics))
 
     def state(self, step: int) -> dict[str, Any]:

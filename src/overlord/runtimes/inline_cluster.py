@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
-import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +20,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job
-from overlord.errors import ClosedError, Fenced, OverlordError, ReportMissing, ServiceLost
+from overlord.errors import ClosedError, Fenced, OverlordError, ReportMissing, Rewound, ServiceLost
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.bundle import pack
@@ -34,6 +32,8 @@ from overlord.runtimes.frames import Frame, frame_of, open_frame
 from overlord.runtimes.inline_engine import InlineEngine, InlinePeer
 from overlord.runtimes.inline_messages import Clock, Gone, Weather
 from overlord.runtimes.launch_options import LaunchOptions
+from overlord.runtimes.leftovers import remove_scratch, scratch_folder
+from overlord.runtimes.local import check_step
 from overlord.runtimes.owner_asks import OwnerAsks
 from overlord.runtimes.peers import RemoteLoaders, RemotePlanner
 from overlord.runtimes.planner_host import STORE_DOWN, HostNews, Waiting
@@ -166,7 +166,7 @@ class InlineCluster(OwnerAsks):
         self, job: Job, options: LaunchOptions, clock: Clock, weather: Weather, isolate: Isolate | None = None
     ) -> None:
         memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # nothing of it must outlive this process
-        self._scratch = None if options.store else tempfile.mkdtemp(prefix="overlord-", dir=memory)
+        self._scratch = None if options.store else scratch_folder(memory)
         self._options = dataclasses.replace(options, store=options.store or self._scratch)
         self._job = job
         self._clock = clock
@@ -183,9 +183,17 @@ class InlineCluster(OwnerAsks):
 
     # -- the service ------------------------------------------------------------------------------
 
-    def client(self, rank: int) -> Client:
-        """Return the client of one rank."""
+    def client(self, rank: int, step: int | None = None) -> Client:
+        """Return the client of one rank, at a step where one is given: there are no others that could be waited for."""
+        check_step(step)
         found = self._ask({"op": "begins", "rank": int(rank) if is_whole(rank) else -1})
+        if step is not None and found["first_step"] is not None:
+            message = {"op": "join", "rank": int(rank), "step": int(step), "alone": True}
+            try:
+                found = self._ask(message)
+            except Rewound:
+                self.crash()  # and the next who asks finds it launched again, at that step
+                found = self._ask(message)
         mesh = ClientPlaceTree.parse(found["mesh"])
         return Client(_Feed(self, rank, mesh), rank, found["first_step"] or 0)
 
@@ -200,7 +208,7 @@ class InlineCluster(OwnerAsks):
             if self.restarts >= 0 and not self.engine.crashed:
                 self.supervisor.close()
             if self._scratch is not None:
-                shutil.rmtree(self._scratch, ignore_errors=True)
+                remove_scratch(self._scratch)
 
     # -- what clients ask -------------------------------------------------------------------------
 

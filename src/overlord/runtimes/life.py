@@ -108,7 +108,7 @@ def look_at(
             silent = now - one.heard
             return None if silent <= heartbeat_s else f"did not answer for {silent:.1f} s", 0.0
         head = open_frame(answer)[0]
-        one.heard = now
+        one.heard, one.rewound = now, bool(head.get("rewound"))
         one.served = max(one.served, int(head.get("served", -1)))
         one.beat = one.peer.ask("beat", frame_of({}))
         if head["version"] < version:

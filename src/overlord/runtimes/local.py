@@ -15,15 +15,17 @@ import mmap
 import os
 import socket
 import threading
+import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from overlord.core.spec_errors import is_whole
-from overlord.errors import ClosedError, ServiceLost, SpecError, error_named
+from overlord.errors import ClosedError, OverlordError, Rewound, ServiceLost, SpecError, StateError, error_named
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.barrier import Barrier
@@ -37,22 +39,57 @@ BEAT_S = 10.0
 """How long a living service may take to say so."""
 FIRST_ATTACH_S = 60.0
 """How long a client that attaches for the first time waits for a service that is just being started again."""
+JOIN_S = 120.0
+"""How long a rank that goes back waits for the others to come back too."""
+WARN_S = 5.0
 LEAVE_S = 10.0
 """How long a client that goes waits for a service that is away, to say how far it came."""
 
 logger = logging.getLogger("overlord")
 
 
-def connect_local(address: str, rank: int) -> Client:
-    """Attach to a running service as one rank."""
+def connect_local(address: str, rank: int, step: int | None = None, state: Mapping[str, Any] | None = None) -> Client:
+    """Attach to a running service as one rank.
+
+    Args:
+        address: The service's.
+        rank: The rank.
+        step: The step to go on at; where that is behind what was handed out, all ranks must ask for it.
+        state: The state before that step: one that is not the service's own is refused.
+    """
     if not is_whole(rank):
         raise SpecError(f"rank is {rank!r:.80}, not a whole number; it has no data. Give the trainer's global rank.")
-    feed = LocalFeed(address, int(rank))
+    check_step(step)
+    feed = LocalFeed(address, int(rank), None if step is None else int(step), state)
     try:
         return Client(feed, rank, feed.first_step)
     except BaseException:
         feed.close()
         raise
+
+
+def check_step(step: object) -> None:
+    """Refuse what is no step to go on at."""
+    if step is not None and (not is_whole(step) or int(cast("int", step)) < 0):
+        raise SpecError(
+            f"step is {step!r:.80}, not a number of steps; nobody could tell where to go on. Give the step of your "
+            "checkpoint: state['step'] of what client.state_dict() returned."
+        )
+
+
+def check_state_at(address: str, state: Mapping[str, Any]) -> None:
+    """Refuse a state that is not one of the stream of a running service; nobody attaches, and nothing moves.
+
+    Raises:
+        StateError: it says what differs.
+    """
+    barrier = Barrier(written_out(address), several_doors=path_of(written_out(address)).is_dir(), what="a trainer")
+    while True:
+        try:
+            opened(ask_once(address, {"op": "check_state", "state": dict(state)}))
+            return
+        except Rewound as error:
+            barrier.wait(error)
 
 
 def status_of(address: str) -> dict[str, Any]:
@@ -84,7 +121,16 @@ def opened(reply: dict[str, Any]) -> dict[str, Any]:
 class _Line:
     """A connection to a service, and the books of what is leased over it."""
 
-    def __init__(self, connection: socket.socket, rank: int, at: int | None) -> None:
+    def __init__(
+        self, connection: socket.socket, hello: Mapping[str, Any], waits: Callable[[list[Any]], None] | None = None
+    ) -> None:
+        """Say hello.
+
+        Args:
+            connection: To the service.
+            hello: What is said.
+            waits: Told of the ranks (with the steps they are at) that must ask for the same step first; it may raise.
+        """
         self.connection = connection
         self.hang_up = weakref.finalize(self, connection.close)
         self.maps: dict[int, mmap.mmap] = {}
@@ -94,8 +140,13 @@ class _Line:
         """The step that was asked for ahead, and whose answer has not been read."""
         try:
             expect_within(connection, BEAT_S)
-            send(connection, {"op": "hello", "rank": rank} | ({} if at is None else {"at": at}))
+            message = {"op": "hello", "pid": os.getpid(), **hello}
+            send(connection, message)
             self.facts = opened(receive(connection)[0])
+            while "waits" in self.facts and waits is not None:
+                waits(self.facts["waits"])
+                send(connection, message)
+                self.facts = opened(receive(connection)[0])
             expect_within(connection, SILENCE_S)
         except BaseException:
             self.hang_up()
@@ -124,7 +175,9 @@ class _Ready:
 class LocalFeed:
     """A rank's door to the service of its host. Arrays lie in shared memory until nothing refers to them."""
 
-    def __init__(self, address: str, rank: int) -> None:
+    def __init__(
+        self, address: str, rank: int, step: int | None = None, state: Mapping[str, Any] | None = None
+    ) -> None:
         self._address = written_out(address)
         self._several_doors = path_of(self._address).is_dir()
         self._rank = rank
@@ -133,21 +186,21 @@ class LocalFeed:
         self._in_hand: dict[int, StepHeader] = {}
         self._at: int | None = None
         self._closed = False
-        self._line: _Line | None = self._first_line()
+        self._lineage = 0
+        self._line: _Line | None = self._first_line(step, state)
         self._names: tuple[str, ...] = ()
         facts = self._line.facts
         self.mesh = mesh_from_text(facts["mesh"])
         """The mesh of the step at which this rank begins; of a rank that none has, the newest."""
         self.first_step: int = facts["first_step"] or 0
-        if facts.get("seated"):
-            logger.warning(
-                "rank %d is attached to %s already: two trainers would train on the same data, and nobody on that of "
-                "another rank. Give each process its own rank", rank, address,
-            )  # fmt: skip
+        if step is not None:
+            self._at = self.first_step  # one that comes back before it took a step must not begin elsewhere
         elif (facts.get("reached") or 0) > self.first_step:
             logger.warning(
-                "rank %d of %s was at step %d before, and begins again at step %d. To go on from a checkpoint, start "
-                "the service from its state", rank, address, facts["reached"], self.first_step,
+                "rank %d of %s was at step %d before, and begins again at step %d, where the service was launched. To "
+                "go on from a checkpoint, attach with its step: ol.connect(address, rank, step=..), which may be %d to "
+                "%d, or load its state into a DataLoader", rank, address, facts["reached"], self.first_step,
+                *facts["steps"],
             )  # fmt: skip
 
     def open_step(self, step: int) -> StepHeader | None:
@@ -197,11 +250,11 @@ class LocalFeed:
         """
         self._check_open()
         # A service that has just come back may not have planned again what this client has had for long.
-        message = {"op": "report", "step": step, "metrics": metrics, "at": self._at}
+        message = {"op": "report", "step": step, "metrics": metrics, "at": self._at, "lineage": self._lineage}
         barrier = self._barrier("report")
         while True:
             try:
-                reply = ask_once(self._address, message)
+                reply = _unless_rewound(ask_once(self._address, message))
                 break
             except (OSError, ServiceLost) as error:
                 self._check_open()
@@ -223,8 +276,8 @@ class LocalFeed:
             if next_step is not None and folder.exists():  # without its folder the service was closed before
                 try:
                     self._ask({"op": "leave", "next_step": next_step}, patience_s=LEAVE_S)
-                except (ServiceLost, ClosedError):
-                    pass  # it went first, or is too busy; there is nobody to take leave of
+                except OverlordError:
+                    pass  # it went first, is too busy, or another process has the rank; nobody is there to be told
             self._drop_line()
             self._ready.clear()
 
@@ -258,6 +311,7 @@ class LocalFeed:
         if step is None:
             return
         reply, fds = receive(line.connection, self._check_alive)
+        _unless_rewound(reply)
         if reply.get("header") is not None:
             self._take(step, reply, fds)
             self._in_hand[step] = self._header_of(reply)
@@ -297,10 +351,13 @@ class LocalFeed:
                     self._check_open()
                 try:
                     if self._line is None:
-                        self._line = _Line(knock(self._address, self._rank), self._rank, self._at)
+                        at = {} if self._at is None else {"at": self._at, "lineage": self._lineage}
+                        self._line = _Line(knock(self._address, self._rank), {"rank": self._rank, **at})
+                        self._lineage = int(self._line.facts.get("lineage", 0))
                     self._line.send(message)
                     self._hear_ahead(self._line)
                     reply, fds = receive(self._line.connection, self._check_alive)
+                    _unless_rewound(reply)
                     break
                 except (OSError, ServiceLost) as error:
                     self._drop_line()
@@ -313,14 +370,21 @@ class LocalFeed:
                     raise
         return opened(reply), fds
 
-    def _first_line(self) -> _Line:
+    def _first_line(self, step: int | None, state: Mapping[str, Any] | None) -> _Line:
         """Attach for the first time. A service that was killed a moment ago has left its door, and comes back."""
         barrier = self._barrier("attaching")
         behind = False
+        others = None if step is None else _Others(self._rank, step)
+        hello = {"rank": self._rank} | ({} if step is None else {"step": step, "state": state})
         while True:
             try:
                 connection, behind = knock(self._address, self._rank), True
-                return _Line(connection, self._rank, None)
+                line = _Line(connection, hello, others)
+                self._lineage = int(line.facts.get("lineage", 0))
+                return line
+            except Rewound as error:  # it is started again at that very step, however long that takes
+                barrier = self._barrier("attaching")
+                barrier.wait(error)
             except (OSError, ServiceLost) as error:
                 # Where there is no door the address is wrong; where there is one that nobody answers at, it is not.
                 door = behind or isinstance(error.__cause__, ConnectionRefusedError)
@@ -353,6 +417,43 @@ class LocalFeed:
         if line is not None:
             line.hang_up()
             line.maps.clear()
+
+
+class _Others:
+    """Waits for the other ranks to ask for the same step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self._rank = rank
+        self._step = step
+        self._since = time.monotonic()
+        self._warned = False
+
+    def __call__(self, waits: list[Any]) -> None:
+        """Hear which ranks have not asked for the step, and where they are.
+
+        Raises:
+            StateError: They did not come.
+        """
+        waited = time.monotonic() - self._since
+        told = ", ".join(
+            f"rank {rank} " + ("is not attached" if at is None else f"is attached at step {at}") for rank, at in waits
+        )
+        if waited > JOIN_S:
+            raise StateError(
+                f"rank {self._rank} asks for step {self._step}, which is behind what was handed out, and for "
+                f"{waited:.0f} s not all ranks have asked for it: {told}. A stream goes back for all ranks at once. "
+                "Start all trainers again from the same checkpoint, each with step= or its state."
+            )
+        if waited > WARN_S and not self._warned:
+            self._warned = True
+            logger.warning("rank %d waits for all ranks to ask for step %d: %s", self._rank, self._step, told)
+
+
+def _unless_rewound(reply: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer; raise that of a service that is being started again at an earlier step: ask that one."""
+    if reply.get("error") == Rewound.__name__:
+        raise Rewound(reply["message"])
+    return reply
 
 
 def _view(root: Any, dtype: str, shape: list[int], offset: int) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from overlord.core.specs import Job
+from overlord.errors import OverlordError
 from overlord.runtimes.bundle import unpack
 from overlord.runtimes.constructor_host import ConstructorHost
 from overlord.runtimes.deployment import deploy, plan_first_step
@@ -26,7 +27,7 @@ from overlord.runtimes.planner_host import PlannerHost
 from overlord.runtimes.process_workers import ProcessWorkers
 from overlord.runtimes.reader_processes import ReaderProcesses
 from overlord.runtimes.scaler import local_scaler
-from overlord.runtimes.service_main import SERVED, run_service
+from overlord.runtimes.service_main import REWOUND, SERVED, run_service
 from overlord.runtimes.sizing import check_sizes, refresh_profile
 from overlord.runtimes.status import describe_roles
 from overlord.runtimes.workers import Hands
@@ -67,6 +68,7 @@ class LocalHost:
             keep=options.keep,
             add_source=Newcomers(roles, self._hands).add,
             on_source_failure=options.on_source_failure,
+            rewound=lambda: tell(REWOUND, 0, 1),
         )
         self._fleet, progress = roles.fleet, _Progress(tell)
         self.constructor = ConstructorHost(
@@ -117,7 +119,10 @@ def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     host = LocalHost(job, options, folder, progress)
     try:
         with host.constructor.open_door(folder / "socket"):
-            yield f"unix://{folder / 'socket'}"
+            try:
+                yield f"unix://{folder / 'socket'}"
+            except OverlordError as error:
+                host.constructor.ends_for = error
     finally:  # also when the socket cannot be had: its threads would keep the process for ever
         host.close()
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan_blob import plan_to_bytes
 from overlord.core.specs import Mixture
-from overlord.errors import SpecError
+from overlord.errors import SpecError, StateError
 from overlord.roles.inputs import FIXED_WHILE_RUNNING
 from overlord.roles.planner import Planner
 
@@ -21,6 +21,15 @@ def change_source(planner: Planner, change: SourceChange, name: str, at_step: in
     changes = planner.sources
     asked = {"remove_source": changes.remove, "park_source": changes.park, "return_source": changes.give_back}
     return asked[change](name, at_step, change_id=change_id)
+
+
+def left_behind(what: str, first_step: int) -> StateError:
+    """Say that a trainer stands in a lineage that all ranks have left."""
+    return StateError(
+        f"{what} is of a run that was left: the trainers of all ranks went back to step {first_step} of this service "
+        "meanwhile, and what this one has is not what they get. If it is still needed, attach it again with the step "
+        "of its checkpoint, as they did: ol.connect(address, rank, step=..)."
+    )
 
 
 def workload(planner: Planner, ahead: Sequence[int]) -> dict[str, Any]:
@@ -50,7 +59,9 @@ def answer(planner: Planner, message: dict[str, Any]) -> dict[str, Any]:
     if op == "state":
         return {"state": planner.state(int(message["step"]))}
     if op == "report":
-        at, newest = int(message["step"]), message.get("at")
+        at, newest, lineage = int(message["step"]), message.get("at"), message.get("lineage")
+        if lineage not in (None, planner.checkpoints.store.lineage) and at > planner.first_step:
+            raise left_behind(f"the report of step {at}", planner.first_step)
         if newest is not None and planner.next_step <= at <= newest:
             planner.plan_raw(at)  # handed out before this planner came in the place of another
         planner.report(at, message["metrics"])
@@ -70,7 +81,13 @@ def answer(planner: Planner, message: dict[str, Any]) -> dict[str, Any]:
         return {"step": at, "newest": planner.meshes.newest.sizes()}
     if op == "begins":
         begin, meshes = planner.meshes.begin_of(int(message["rank"])), planner.meshes
-        return {"first_step": begin, "mesh": str(meshes.newest if begin is None else meshes.at(begin))}
+        mesh = str(meshes.newest if begin is None else meshes.at(begin))
+        store = planner.checkpoints.store
+        steps = [min(store.oldest_step, planner.next_step), planner.next_step]
+        return {"first_step": begin, "mesh": mesh, "lineage": store.lineage, "steps": steps}
+    if op == "check_state":
+        planner.check_state(message["state"])
+        return {}
     if op == "mixture":
         fixed = (*FIXED_WHILE_RUNNING, "temperature")
         return {"mixture": {name: getattr(planner.mixture, name) for name in fixed}}

@@ -5,7 +5,12 @@ Rules of this file:
 2. What every rank that ever attached has passed is what a snapshot may begin at, on whichever host it sits by now. A
    planner that came in the place of another hears them all first, or waits for them for a while.
 3. A step is not planned because a rank waits for it that only comes with it: the others come there first.
-4. What is promised waits until it is written down. A store that is down pauses planning, and is tried again and again;
+4. A trainer that comes back with the step of its checkpoint goes on there. Where steps behind it were handed out to its
+   rank, or reported, the lineage ends: all ranks must ask for the same step, the rewind is written down (`history`
+   says what follows from that), and the service is started again. Also a short way back goes by that: the roles that
+   have moved on are many (read buffers, built steps, seats, sources that came since), and one path that a crash of the
+   service has always taken is worth more than seconds in a minute of restarting trainers.
+5. What is promised waits until it is written down. A store that is down pauses planning, and is tried again and again;
    what is planned is handed out meanwhile, and whoever asks how things are is answered. Who has lost the store ends.
 """
 
@@ -15,21 +20,24 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
+from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor
 from overlord.core.specs import Source
-from overlord.errors import Fenced, NothingToDraw, SpecError, StoreError
+from overlord.errors import Fenced, NothingToDraw, Rewound, SpecError, StateError, StoreError
 from overlord.job.launch_options import OnSourceFailure
 from overlord.roles.planner import Planner
 from overlord.roles.ports import Loaders
+from overlord.runtimes.history import REWIND, before
 from overlord.runtimes.parking import ReturnWatch
 from overlord.runtimes.planner_answers import answer, workload
 from overlord.runtimes.saving import Saver
+from overlord.stores.store import newest_lineage
 
 LOOK_S = 1.0
 """How often it is looked for sources that were parked, or should be looked at."""
@@ -43,6 +51,10 @@ COMMIT_S = 0.5
 """How long a plan record waits to be written, together with others."""
 RETURN_S = 60.0
 """How long a planner that came in the place of another waits for ranks to say where they are."""
+ASKED_S = 3.0
+"""How long a rank counts as asking for a step after it did so last: trainers ask again and again until they die."""
+JOIN_S = 0.5
+"""How long a rank that must wait for others is kept waiting before it is told."""
 STATUS_S = 1.0
 """How long somebody who asks how things are waits for the planner; then he is told without its leave."""
 
@@ -107,6 +119,49 @@ AddSource = Callable[[Source, float | None, int | None, AbstractContextManager[A
 told."""
 
 
+def goes_back(planner: Planner, rank: int, step: int, reached: Mapping[int, int], attached: Collection[int]) -> bool:
+    """Whether a rank that attaches at a step goes back behind what the lineage holds.
+
+    A rank goes on where it has not been handed out a later step, though the others may have: it is the only one that
+    died. Reports of that step and later ones would count for steps that are trained again, unless a rank that is
+    attached has trained them.
+
+    Args:
+        planner: Whose stream it is.
+        rank: The rank.
+        step: The step it asks for.
+        reached: For every rank that ever attached, the step before which it is done.
+        attached: The ranks that are attached.
+    """
+    if step < max(planner.first_step, reached.get(rank, planner.checkpoints.passed)):
+        return True
+    return planner.newest_report >= step and not set(attached) - {rank}
+
+
+def refuse_coming_step(planner: Planner, step: int) -> None:
+    """Refuse a step that the stream has not come to.
+
+    Raises:
+        StateError: it names the steps that can be asked for.
+    """
+    if step > planner.next_step:
+        oldest = planner.checkpoints.store.oldest_step
+        raise StateError(
+            f"step {step} was asked for, and this service has come to step {planner.next_step}; nobody could tell what "
+            f"was trained on before it. Give a step from {oldest} to {planner.next_step}, or launch a service from "
+            "the state of your checkpoint (state=)."
+        )
+
+
+def ranks_disagree(steps: Mapping[int, int]) -> StateError:
+    """Say that ranks ask for different steps."""
+    told = ", ".join(f"rank {rank} asks for step {step}" for rank, step in sorted(steps.items()))
+    return StateError(
+        f"the ranks do not agree where to go on: {told}; they would train on different global batches. Load the same "
+        "checkpoint on all ranks, and attach again."
+    )
+
+
 class Pace:
     """How a host waits: with threads, in the time of its machine."""
 
@@ -134,6 +189,7 @@ class PlannerHost:
         add_source: Opens a source while the stream runs; None where that cannot be done.
         on_source_failure: What becomes of a source that cannot be read.
         pace: How it waits.
+        rewound: Called when a rewind is written down: the service must be started again.
     """
 
     def __init__(
@@ -147,8 +203,14 @@ class PlannerHost:
         add_source: AddSource | None = None,
         on_source_failure: OnSourceFailure = "stop",
         pace: Pace | None = None,
+        rewound: Callable[[], None] | None = None,
     ) -> None:
         self._planner = planner
+        self._rewound = rewound
+        self._asked: dict[int, tuple[int, float]] = {}
+        self._told = set[int]()
+        self._replayable: set[int] = set()
+        self._back_to: int | None = None
         self._pace = pace or Pace()
         self._describe = describe
         self._add_source = add_source
@@ -190,6 +252,7 @@ class PlannerHost:
         """Return the plan of a step for a host: made now, or remembered; None past the end."""
         until = self._pace.now() + PATIENCE_S
         with self._changed:
+            self._check_not_rewound()
             self._hear(host, news)
             if news.newcomers and not self._comes_near(step, until):
                 return Waiting(None)
@@ -262,6 +325,9 @@ class PlannerHost:
         if op == "workload":  # without the lock: a planner that waits for loaders is what the asker wants to know of
             waited = max((news.waited_s for news in self._news.values()), default=0.0)
             return {"workload": {**workload(self._planner, message["ahead"]), "waited_s": waited}}
+        self._check_not_rewound()
+        if op == "join":
+            return self.durably(self._join, message)
         if op == "add_source":
             return {"step": self.durably(self._add, message, message.get("step"))}
         with self._changed:
@@ -269,6 +335,77 @@ class PlannerHost:
                 return self.durably(answer, self._planner, message)
             finally:
                 self._changed.notify_all()  # a step may have waited for what was told
+
+    def _join(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Let a rank go on at a step, or tell whom it waits for; all ranks that go back must ask for the same step.
+
+        Raises:
+            StateError: The state is not one of this stream, the ranks disagree, or the step cannot be told exactly.
+            Rewound: All ranks go back.
+        """
+        rank, step, planner = int(message["rank"]), int(message["step"]), self._planner
+        with self._changed:
+            self._check_not_rewound()
+            if message.get("state") is not None:
+                planner.check_state(message["state"])
+            refuse_coming_step(planner, step)
+            now = self._pace.now()
+            self._asked = {r: asked for r, asked in self._asked.items() if now - asked[1] < ASKED_S}
+            self._asked[rank] = (step, now)
+            self._changed.notify_all()
+            steps = {r: asked for r, (asked, _) in self._asked.items()}
+            if len(set(steps.values())) > 1:
+                self._told.add(rank)
+                if self._told >= set(steps):  # all of them know, and the next word of each is a new one
+                    self._asked.clear()
+                    self._told.clear()
+                raise ranks_disagree(steps)
+            positions = {r: at for news in self._news.values() for r, at in news.positions.items()}
+            if not goes_back(planner, rank, step, self._reached, positions):
+                return {"first_step": step, "mesh": str(planner.meshes.at(step))}
+            if step not in self._replayable:
+                self._check_replayable(step)
+                self._replayable.add(step)
+            # The mesh that trains now, which is that of the trainers that come back; a later one is left behind.
+            mesh = planner.meshes.at(max(planner.next_step - 1, planner.first_step))
+            others = [r for r in range(mesh.world_size) if r not in steps and positions.get(r) != step]
+            if others and not message.get("alone"):
+                self._pace.wait(self._changed, JOIN_S)
+                return {"waits": [[r, positions.get(r)] for r in others]}
+            self._write_rewind(step, mesh)
+        if self._rewound is not None:
+            self._rewound()
+        raise self._rewind_error(step)
+
+    def _write_rewind(self, step: int, mesh: ClientPlaceTree) -> None:
+        planner = self._planner
+        record = {"kind": REWIND, "step": step, "mesh": mesh.sizes()}
+        planner.checkpoints.store.end_lineage(record, lambda: self._check_replayable(step))
+        self._back_to = step
+        self._changed.notify_all()
+        logger.warning(
+            "all ranks go back to step %d from step %d: the service is started again there, in a new lineage. Reports "
+            "of the steps from there on stay in lineage %d",
+            step, planner.next_step, planner.checkpoints.store.lineage,
+        )  # fmt: skip
+        if left := planner.changes_after(step):
+            logger.warning(
+                "changes of later steps do not hold in the new lineage; make them again: %s", "; ".join(left)
+            )
+
+    def _check_replayable(self, step: int) -> None:
+        store = self._planner.checkpoints.store
+        store.journal.commit(force=True)
+        newest = newest_lineage(store.place)
+        assert newest is not None, "the lineage that is being written"
+        before(store.place, newest, step)
+
+    def _check_not_rewound(self) -> None:
+        if self._back_to is not None:
+            raise self._rewind_error(self._back_to)
+
+    def _rewind_error(self, step: int) -> Rewound:
+        return Rewound(f"the service goes back to step {step} and is being started again; ask again")
 
     def close(self) -> None:
         """Send home who waits, save where the clients stand, and leave the store."""
@@ -426,7 +563,11 @@ class PlannerHost:
                         self._failed(error)  # it returns when the store is back
 
     def _hear(self, host: int, news: HostNews) -> None:
+        before = self._news.get(host, news).positions
         self._news[host] = news
+        for rank in [rank for rank in self._asked if rank in before]:
+            if news.positions.get(rank) != self._asked[rank][0]:
+                del self._asked[rank]  # it has what it asked for, and went on or died
         for rank, step in news.reached.items():  # a rank may have sat on another host before
             self._reached[rank] = max(step, self._reached.get(rank, step))
 

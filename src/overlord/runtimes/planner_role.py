@@ -12,6 +12,7 @@ import numpy as np
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_blob import plan_to_bytes
 from overlord.core.specs import Source
+from overlord.errors import Rewound
 from overlord.runtimes.cluster_role import ClusterRole
 from overlord.runtimes.deployment import (
     SourceFacts,
@@ -53,6 +54,8 @@ class PlannerRole(ClusterRole):
             options, options.store or str(self._claim_folder() / "store"), self._means.open_place
         )
         try:
+            if self._board.me[1] > 1 and beginning.mesh is not None:  # its predecessor died behind the order to go back
+                raise Rewound(f"the service goes back to step {beginning.replay_to}, and is started again as a whole")
             if beginning.recovered:  # sources that came while its predecessor planned stand in the journal
                 self._prepared = prepare(self._job, options, state=beginning.numbering)
             job = self._prepared.job
@@ -109,7 +112,7 @@ class PlannerRole(ClusterRole):
         options, met = self._options, self._history.beginning.loaders
         self._planner_host = PlannerHost(
             planner, picture, loaders, keep=options.keep, met=met, on_source_failure=options.on_source_failure,
-            pace=self._means.pace(),
+            pace=self._means.pace(), rewound=self._go_back,
         )  # fmt: skip
         self._ends.callback(self._planner_host.close)
         self._put: OrderedDict[int, Any] = OrderedDict()
@@ -117,6 +120,9 @@ class PlannerRole(ClusterRole):
         self._led = -1
         self._putting = threading.Lock()
         return frame_of({"first_step": planner.first_step})
+
+    def _go_back(self) -> None:
+        self.rewound = True
 
     def work_beside(self) -> None:
         """Write what is due, where no thread does."""

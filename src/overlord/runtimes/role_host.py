@@ -98,7 +98,8 @@ class RoleHost:
             progress = self._role.await_progress(BEAT_S - PROGRESS_S)
         oldest = min(self._running.copy().values(), default=None)
         busy_s = 0.0 if oldest is None else time.monotonic() - oldest
-        return frame_of({"version": self.board.version, "busy_s": busy_s, **progress})
+        rewound = self._failed is None and self._role is not None and self._role.rewound
+        return frame_of({"version": self.board.version, "busy_s": busy_s, "rewound": rewound, **progress})
 
 
 def lease(heartbeat_s: float) -> float:

@@ -52,9 +52,9 @@ class Seats:
         self._waiting: Counter[tuple[int, int]] = Counter()
         self._reached: dict[int, int] = {}
 
-    def before(self, rank: int) -> tuple[int | None, bool]:
-        """Return how far a rank came that attaches again, and whether it sits here still."""
-        return self._reached.get(rank), any(seat.rank == rank for seat in self._seats.values())
+    def reached_by(self, rank: int) -> int | None:
+        """Return how far a rank came that attaches again; None for one that never was here."""
+        return self._reached.get(rank)
 
     def take(self, rank: int, begin: int, at: int | None = None) -> int:
         """Seat a client; return its seat.

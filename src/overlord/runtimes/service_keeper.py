@@ -193,6 +193,10 @@ class ServiceKeeper:
         with self._changed:
             self._up = False
         ended = process.ended or "is gone"
+        if process.rewound and process.error is None:  # it ended to begin again at an earlier step
+            self._failures = ["all ranks went back to an earlier step"]
+            self._served = -1
+            return False
         if self.restarts and _may_pass(process.error):  # a store that is away comes back; a role may die once more
             logger.warning("the service could not be started again: %s. It is tried once more", process.error)
             if isinstance(process.error, StoreError):
@@ -233,10 +237,11 @@ class ServiceKeeper:
 
     def _restart(self) -> None:
         self.restarts += 1
-        logger.warning(
-            "the service process %d %s; it is started again (restart %d), and clients wait for it",
-            self._process.pid, self._process.ended, self.restarts,
-        )  # fmt: skip
+        if not self._process.rewound:
+            logger.warning(
+                "the service process %d %s; it is started again (restart %d), and clients wait for it",
+                self._process.pid, self._process.ended, self.restarts,
+            )  # fmt: skip
         self._process.end(0.0)
         try:
             self._process = self._start(self._order.again)

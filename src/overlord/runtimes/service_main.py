@@ -1,11 +1,12 @@
 """What every service process does: takes its orders from its launcher's pipe, serves, and ends with that pipe.
 
 Rules of this file:
-1. Standard input holds the folder, the descriptor that keeps it, and the bundle, and then nothing: its end is the end
-   of the launcher.
+1. Standard input holds the folder, the descriptor that keeps it, and the bundle, and then nothing until the end.
 2. Standard output holds one JSON line an event: progress, alive (as long as it is starting), ready, error. What anybody
    prints goes to the log.
-3. The folder is the launcher's. It goes when launcher and service are both gone, also by a SIGKILL: each holds the
+3. A launcher that closes the service writes one byte first. The end of the input without it is the end of the launcher
+   itself, and clients are told that instead.
+4. The folder is the launcher's. It goes when launcher and service are both gone, also by a SIGKILL: each holds the
    pipe that somebody waits for the end of.
 """
 
@@ -24,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from overlord.errors import OverlordError
+from overlord.errors import OverlordError, Rewound, ServiceLost
 from overlord.runtimes.file_limits import raise_file_limit
 from overlord.runtimes.opening import Progress
 
@@ -33,9 +34,14 @@ END_S = 45.0
 ALIVE_S = 1.0
 SERVED = "serving steps"
 """The word of progress for a step that a client has come to."""
+REWOUND = "going back"
+"""The word of progress of a process that ends because all ranks go back to an earlier step: it is started again."""
+CLOSED = b"c"
+"""What a launcher writes that closes the service."""
 
 Serving = Callable[[bytes, Path, Progress], AbstractContextManager[str]]
-"""Starts what a bundle describes; the context gives the address, and its end is the end of the service."""
+"""Starts what a bundle describes; the context gives the address, and its end is the end of the service. An
+OverlordError that is raised in the context ends there: clients that wait are told it, by default a ClosedError."""
 
 
 def settle_in() -> None:
@@ -68,12 +74,20 @@ def run_service(serving: Serving) -> None:
     folder, keeps_folder, bundle = given
     os.set_inheritable(keeps_folder, False)  # it must end with this process, and not with one that this one starts
     end = _End()
+
+    def progress(what: str, done: int, of: int) -> None:
+        tell({"progress": (what, done, of)})
+        if what == REWOUND:
+            end.come(Rewound("the service goes back to an earlier step and is being started again; ask again"))
+
     try:
-        with _signs_of_life(tell) as stop, serving(bundle, folder, lambda *done: tell({"progress": done})) as address:
+        with _signs_of_life(tell) as stop, serving(bundle, folder, progress) as address:
             stop()  # from now on the door answers
             end.listen()  # an engine may have taken the signals for itself
             tell({"ready": address, "pid": os.getpid()})
             end.wait()
+            if end.why is not None:
+                raise end.why
     except OverlordError as error:
         tell({"error": type(error).__name__, "message": str(error)})
 
@@ -98,9 +112,11 @@ def _signs_of_life(tell: Callable[[dict[str, Any]], None]) -> Iterator[Callable[
 
 
 class _End:
-    """Comes when the launcher is gone, or when somebody sends SIGTERM."""
+    """Comes when the launcher closes the service or is gone, or when somebody sends SIGTERM."""
 
     def __init__(self) -> None:
+        self.why: OverlordError | None = None
+        """What clients are told; None where the service was closed by its launcher."""
         # Not an Event: its lock may be held by the very thread that a signal interrupts, which would wait for itself.
         self._stopped, self._stop = os.pipe()
         self.listen()
@@ -108,7 +124,16 @@ class _End:
 
     def listen(self) -> None:
         """Listen for SIGTERM."""
-        signal.signal(signal.SIGTERM, lambda *_: os.write(self._stop, b"!"))
+        ended = ServiceLost(
+            f"the service process {os.getpid()} was ended by a SIGTERM; no more data will come. Launch again with "
+            "state='latest', or from your last checkpoint."
+        )
+        signal.signal(signal.SIGTERM, lambda *_: self.come(ended))
+
+    def come(self, why: OverlordError | None) -> None:
+        """Let it come."""
+        self.why = why
+        os.write(self._stop, b"!")
 
     def wait(self) -> None:
         """Wait for it."""
@@ -116,9 +141,12 @@ class _End:
 
     def _watch_launcher(self) -> None:
         # The descriptor, not sys.stdin: a thread inside its lock would abort the interpreter's end after a SIGTERM.
-        while os.read(0, 1):
-            pass
-        os.write(self._stop, b"!")
+        closed = os.read(0, 1) == CLOSED
+        gone = ServiceLost(
+            f"the process that launched the service is gone, and process {os.getpid()}, which served, ends with it; no "
+            "more data will come. Launch again with state='latest', or from your last checkpoint."
+        )
+        self.come(None if closed else gone)
         time.sleep(END_S)
         os._exit(1)  # something hangs that nobody waits for any more
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.core.specs import Job
-from overlord.errors import ClosedError, ServiceLost, SpecError
+from overlord.errors import ClosedError, Rewound, ServiceLost, SpecError
 from overlord.roles.client import Client
 from overlord.runtimes.bundle import pack
 from overlord.runtimes.launch_options import LaunchOptions
@@ -72,10 +72,10 @@ class ServiceProcess(OwnerAsks):
         """How often the service's process was started again."""
         return self._keeper.restarts
 
-    def client(self, rank: int) -> Client:
+    def client(self, rank: int, step: int | None = None) -> Client:
         """Return the client of one rank in this process."""
         self._wait_up()
-        return connect_local(self.address, rank)
+        return connect_local(self.address, rank, step)
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met; while the service is started again, what was last seen of it.
@@ -111,6 +111,9 @@ class ServiceProcess(OwnerAsks):
             try:
                 reply = ask_once(self.address, message)
             except ServiceLost:
+                time.sleep(ASK_AGAIN_S)
+                continue
+            if reply.get("error") == Rewound.__name__:
                 time.sleep(ASK_AGAIN_S)
                 continue
             return opened(reply)

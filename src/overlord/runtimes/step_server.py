@@ -17,7 +17,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
@@ -69,6 +69,7 @@ class StepServer:
         self._end: int | None = None
         self._failed: tuple[int, OverlordError] | None = None
         self._closing, self._waits = False, WaitMeter()
+        self._ends_for: OverlordError | None = None
         self._gathering: dict[int, tuple[LoadingPlan, frozenset[int]]] = {}
         self._missing: int | None = None
         self._told_missing, self._last_bytes = -1, 0
@@ -82,8 +83,9 @@ class StepServer:
         for thread in self._threads:
             thread.start()
 
-    def close(self) -> None:
-        """End the threads; whoever waits is told."""
+    def close(self, why: OverlordError | None = None) -> None:
+        """End the threads; whoever waits is told why: by default that the launcher closed the service."""
+        self._ends_for = why
         self._closing = True
         self.moved()
         for thread in self._threads:
@@ -95,13 +97,13 @@ class StepServer:
             seats, waited_s = self._seats, self._waits.seconds()
             return HostNews(seats.reached, seats.positions, self._arena.used_bytes, waited_s=waited_s)
 
-    def attach(self, rank: int, begin: int, at: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Seat a client where its rank begins, or where it stood; return its seat, and who had its rank before."""
+    def attach(self, rank: int, begin: int, at: int | None = None) -> tuple[int, int | None]:
+        """Seat a client where its rank begins, or where it stood; return its seat, and how far its rank came before."""
         with self._changed:
-            reached, seated = self._seats.before(rank)
+            reached = self._seats.reached_by(rank)
             seat = self._seats.take(rank, begin, at)
             self._changed.notify_all()
-            return seat, {"reached": reached, "seated": seated}
+            return seat, reached
 
     def detach(self, seat: int) -> None:
         """Free a seat; nothing is built for it any more."""
@@ -243,8 +245,10 @@ class StepServer:
                 raise self._refused[step]
             if self._failed is not None and step >= self._failed[0]:
                 raise self._failed[1]
+            if self._closing and self._ends_for is not None:
+                raise type(self._ends_for)(*self._ends_for.args)  # a fresh one for each of those who wait
             if self._closing:
-                raise ClosedError("the service was closed while a client waited for data.")
+                raise ClosedError("the service was closed by its launcher while a client waited for data.")
             self._waits.wait(self._changed)
 
     def _next_task(self, choose: Callable[[], T | None]) -> T | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.core.specs import Job
+from overlord.errors import OverlordError
 from overlord.roles.recovery import Assignment
 from overlord.runtimes.bundle import pack, unpack
 from overlord.runtimes.cluster_placement import Site
@@ -21,7 +22,7 @@ from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.numbering import canonical, with_newcomers
 from overlord.runtimes.opening import Progress
 from overlord.runtimes.scaler import Scaler, scaler_of
-from overlord.runtimes.service_main import SERVED
+from overlord.runtimes.service_main import REWOUND, SERVED
 from overlord.runtimes.sizing import refresh_profile
 from overlord.runtimes.supervisor import Supervisor
 
@@ -54,6 +55,7 @@ def supervised(
     supervisor = Supervisor(
         engine, sites, assignment_of(sites), heartbeat_s=options.heartbeat_s, spares=spares, per_host=per_host,
         served=lambda step: progress(SERVED, step, step),
+        rewound=lambda: progress(REWOUND, 0, 1),
     )  # fmt: skip
     scaler = cluster_scaler(options, supervisor)
 
@@ -68,7 +70,10 @@ def supervised(
         supervisor.watch()
         scaler.start()
         with open_door(folder / CONTROL, lambda talk: answer_all(talk, answer)):
-            yield f"unix://{folder}"
+            try:
+                yield f"unix://{folder}"
+            except OverlordError as error:
+                supervisor.ends_for = error
         refresh_profile(options, lambda: supervisor.ask({"op": "status"})["status"])
     finally:
         supervisor.interrupt()  # the scaler may wait for a role

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from overlord.errors import Fenced, StoreError
+from overlord.errors import Fenced, OverlordError, Rewound, StoreError
 from overlord.roles.recovery import NOBODY, Assignment, promote
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.engine import Engine, Incarnation
@@ -72,6 +72,7 @@ class Supervisor:
         clock: Seconds that never go back.
         spawn: Starts work beside this; in the caller where there are no threads.
         served: Told the newest step that a client has come to.
+        rewound: Called when all ranks go back to an earlier step: the whole service must be started again.
     """
 
     def __init__(
@@ -87,8 +88,12 @@ class Supervisor:
         spawn: Callable[[Callable[[], None]], None] | None = None,
         idle: Callable[[float], None] | None = None,
         served: Callable[[int], None] | None = None,
+        rewound: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
+        self._rewound = rewound
+        self.ends_for: OverlordError | None = None
+        """What clients that wait are told when it closes; by default that the service was closed."""
         self._heartbeat_s = heartbeat_s
         self.clock = clock
         self._spawn = spawn or self._in_a_thread
@@ -186,6 +191,7 @@ class Supervisor:
         call to Ray after its end starts a cluster of its own.
         """
         self.interrupt()
+        why = {} if self.ends_for is None else {"why": [type(self.ends_for).__name__, str(self.ends_for)]}
         if self._watcher.is_alive():
             self._watcher.join()
         end = time.monotonic() + CLOSE_S
@@ -196,7 +202,7 @@ class Supervisor:
             until = time.monotonic() + CLOSE_S
             for one in self._of(role):
                 with contextlib.suppress(PeerGone):  # it has ended already
-                    asked += [] if one.peer is None else [self._send(one, "close")]
+                    asked += [] if one.peer is None else [self._send(one, "close", why)]
             for pending in asked:
                 with contextlib.suppress(PeerGone):  # which is what we want; who does not end is killed
                     pending.poll(max(0.0, until - time.monotonic()))
@@ -216,9 +222,16 @@ class Supervisor:
             if lost and not self._closing.is_set():
                 self._lose(lost)
             served = max(one.served for one in self.roles.values())
+            if self.roles[PLANNER].rewound:
+                self._go_back()
         if served > self._served:
             self._served = served
             self._tell_served(served)
+
+    def _go_back(self) -> None:
+        rewound, self._rewound = self._rewound, None  # once
+        if rewound is not None and not self._closing.is_set():
+            rewound()
 
     def _watch(self) -> None:
         while not self._closing.is_set():
@@ -280,6 +293,9 @@ class Supervisor:
                 if peer is not None:
                     self._engine.kill(peer, one.site, 0)
                 if self._closing.is_set():
+                    return
+                if isinstance(error, Rewound):
+                    self._go_back()
                     return
                 logger.warning("the successor of the %s did not come up: %s", one.site.name, error)
                 fault["why"] = str(error)

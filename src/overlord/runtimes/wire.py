@@ -1,12 +1,20 @@
-"""The protocol on the Unix socket: JSON messages with a length before them, descriptors beside them. No pickles."""
+"""The protocol on the Unix socket: JSON messages with a length before them, descriptors beside them. No pickles.
+
+A service takes no descriptors, and bounds what a peer that sends half a message can hold: bytes of one message, bytes
+of all messages that are being read, and the time from the first byte of a message to its last.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import struct
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from overlord.errors import ServiceLost
@@ -14,6 +22,38 @@ from overlord.errors import ServiceLost
 _HEAD = struct.Struct("<II")
 to_text = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` makes an encoder for every message
 MAX_MESSAGE = 64 << 20
+MAX_ASKED = 8 << 20
+"""Bytes of a message to a service: the largest are states, of a few hundred bytes a source."""
+MAX_READING = 64 << 20
+"""Bytes of all messages that a service is in the middle of reading."""
+MESSAGE_S = 30.0
+"""How long a message to a service may take from its first byte to its last."""
+LOOK_S = 5.0
+"""How often a service that waits for the rest of a message looks at the time."""
+_SLICE = 1 << 20
+
+
+class _Reading:
+    """Counts the bytes of messages that are being read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = 0
+
+    @contextmanager
+    def room(self, count: int) -> Iterator[None]:
+        with self._lock:
+            if self._bytes + count > MAX_READING:
+                raise ServiceLost(f"messages of {self._bytes} bytes are being read; one of {count} does not fit beside")
+            self._bytes += count
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._bytes -= count
+
+
+_reading = _Reading()
 
 
 def send(connection: socket.socket, message: dict[str, Any] | str, fds: list[int] | None = None) -> None:
@@ -50,6 +90,38 @@ def receive(
     return message, fds
 
 
+def receive_asked(connection: socket.socket) -> dict[str, Any]:
+    """Wait for one message to a service, for as long as none begins; `expect_within(connection, LOOK_S)` comes first.
+
+    Raises:
+        ServiceLost: when the other side is gone, sends what no client sends, or stops in the middle of a message.
+    """
+    until = math.inf
+
+    def read(count: int) -> bytes:
+        nonlocal until
+        parts: list[bytes] = []
+        while count:
+            parts.append(_receive_some(connection, min(count, _SLICE), check))
+            count -= len(parts[-1])
+            until = min(until, time.monotonic() + MESSAGE_S)
+            check()  # also where something comes now and then
+        return b"".join(parts)
+
+    def check() -> None:
+        if time.monotonic() > until:
+            raise ServiceLost(f"a message was not complete {MESSAGE_S:g} s after it began")
+
+    length, num_fds = _HEAD.unpack(read(_HEAD.size))
+    if length > MAX_ASKED or num_fds:
+        raise ServiceLost(f"a message of {length} bytes with {num_fds} descriptors was announced; no client sends that")
+    with _reading.room(length):
+        message = json.loads(read(length))
+    if not isinstance(message, dict):
+        raise ServiceLost("a message is not an object; no client sends that")
+    return message
+
+
 def expect_within(connection: socket.socket, seconds: float) -> None:
     """Let a connection be silent for so long at most.
 
@@ -68,8 +140,15 @@ def receive_exactly(connection: socket.socket, count: int, in_silence: Callable[
     """
     parts: list[bytes] = []
     while count:
+        parts.append(_receive_some(connection, count, in_silence))
+        count -= len(parts[-1])
+    return b"".join(parts)
+
+
+def _receive_some(connection: socket.socket, most: int, in_silence: Callable[[], None] | None) -> bytes:
+    while True:
         try:
-            part = connection.recv(count)
+            part = connection.recv(most)
         except BlockingIOError as error:
             if in_silence is None:
                 raise ServiceLost("the other side does not answer") from error
@@ -79,6 +158,4 @@ def receive_exactly(connection: socket.socket, count: int, in_silence: Callable[
             raise ServiceLost(f"the connection broke: {error}") from error
         if not part:
             raise ServiceLost("the other side closed the connection")
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+        return part

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,7 @@ class Store:
         self._claim = claim(place, service)
         self._saving = threading.Lock()
         self._folder = ""
+        self._over = False
         self._snapshots: list[tuple[int, str, str, int]] = []
         self._loaders: list[tuple[str, int]] = []
         self.lineage = 0
@@ -196,9 +197,23 @@ class Store:
             horizon: Steps up to here may be handed out from now on.
         """
         with self._saving:
+            if self._over:
+                return
             self.journal.rotate()
             self._write_snapshot(state, mark, horizon)
             self._compact()
+
+    def end_lineage(self, record: Record, check: Callable[[], None]) -> None:
+        """Write the last record of the lineage, on disk when this returns. No snapshot follows it.
+
+        Args:
+            record: What it ends for.
+            check: Refuses that by what the store holds, which stays from then on: a snapshot might remove older steps.
+        """
+        with self._saving:
+            check()
+            self.journal.append(record, durable=True)
+            self._over = True
 
     def save_loaders(self, step: int, loaders: Mapping[str, Any]) -> None:
         """Write down what the SourceLoaders have met."""

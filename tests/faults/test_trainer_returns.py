@@ -1,0 +1,276 @@
+"""A trainer that dies and comes back to a running service goes on at the step of its checkpoint, to the sample."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import overlord as ol
+from overlord.runtimes import local
+
+TRAINER = """
+import sys, json
+import overlord as ol
+
+address, rank, steps, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+client = ol.connect(address, rank, step=step)
+for _ in range(steps):
+    step = next(client)
+    digests = [batch.digest() for batch in step.microbatches]
+    print(json.dumps([step.index, step.plan_digest, digests]), flush=True)
+    if "report" in sys.argv[5:]:
+        client.report(step.index, {"loss/a": 1.0 + step.index % 3, "loss/b": 2.0, "loss/c": 0.5})
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+class Trainer:
+    """A trainer process that takes some steps, and then waits to be killed."""
+
+    def __init__(self, address: str, rank: int, steps: int, step: int | None = None, *words: str) -> None:
+        arguments = [address, str(rank), str(steps), json.dumps(step), *words]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", TRAINER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def finish(self) -> list[Any]:
+        assert self._process.stdout is not None
+        found: list[Any] = []
+        while (line := self._process.stdout.readline()) not in (b"done\n", b""):
+            found.append(json.loads(line))
+        return found
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def seen(client: ol.Client, steps: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(steps):
+        step = next(client)
+        found.append([step.index, step.plan_digest, [batch.digest() for batch in step.microbatches]])
+    return found
+
+
+def train_and_die(address: str, ranks: int, steps: int, step: int | None = None, *words: str) -> list[list[Any]]:
+    """Train on all ranks, and kill all of them."""
+    trainers = [Trainer(address, rank, steps, step, *words) for rank in range(ranks)]
+    try:
+        return [trainer.finish() for trainer in trainers]
+    finally:
+        for trainer in trainers:
+            trainer.kill()
+
+
+def attach_all(service: ol.Service, ranks: int, step: int) -> list[ol.Client]:
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: service.client(rank, step=step), range(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps", "back_to", "how"),
+    [
+        (1, 6, 3, {}),
+        pytest.param(2, 300, 280, {}, marks=pytest.mark.slow),
+        pytest.param(1, 300, 60, {}, marks=pytest.mark.slow),
+        pytest.param(2, 6, 0, {}, marks=pytest.mark.slow),
+        pytest.param(2, 30, 11, {"loader_hosts": 2}, marks=pytest.mark.slow),
+        pytest.param(2, 8, 5, {"runtime": "ray"}, marks=[pytest.mark.slow, pytest.mark.ray]),
+    ],
+)
+def test_samples_go_on_exactly(ids_job, cache, request, ranks, steps, back_to, how):
+    if how.get("runtime") == "ray":
+        how = {**how, "address": request.getfixturevalue("ray_address")}
+    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=ranks), cache=cache, **how) as service:
+        before = train_and_die(service.address, ranks, steps)
+        assert [index for index, *_ in before[0]] == list(range(steps))
+        again = train_and_die(service.address, ranks, steps - back_to + 4, back_to)
+        for rank in range(ranks):
+            assert again[rank][: steps - back_to] == before[rank][back_to:]
+            assert [index for index, *_ in again[rank]] == list(range(back_to, steps + 4))
+        clients = attach_all(service, ranks, steps + 2)  # a second time, now in the lineage that was begun
+        for rank, client in enumerate(clients):
+            assert seen(client, 2) == again[rank][-2:]
+            client.close()
+
+
+def learning_job(ids_job: ol.Job) -> ol.Job:
+    """A job whose mixture follows the reports: a report that does not belong to a lineage shows in its samples."""
+    sources = [source.replace(weight=None) for source in ids_job.sources]
+    return ids_job.replace(sources=sources, mixture=ol.Mixture({"a": 3, "b": 1, "c": 2}, learn="odm"), lag=4)
+
+
+def reported(client: ol.Client, steps: int, loss: float) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(steps):
+        found += seen(client, 1)
+        metrics = {f"loss/{name}": loss + (found[-1][0] * 7 + n) % 5 for n, name in enumerate("abc")}
+        client.report(found[-1][0], metrics)
+    return found
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"runtime": "inline"},
+        {"runtime": "local"},
+        pytest.param({"runtime": "local", "loader_hosts": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["inline", "local", "processes"],
+)
+def test_it_equals_a_launch_from_that_step(ids_job, cache, tmp_path, how):
+    """Reports and changes of steps that are trained again are left with the old lineage."""
+    job, back_to, steps = learning_job(ids_job), 20, 40
+
+    def train(service: ol.Service) -> None:
+        with service.client() as client:
+            reported(client, 10, 2.0)
+            service.set_mixture({"a": 1, "b": 1, "c": 1}, at_step=15)
+            reported(client, 20, 2.0)
+            service.set_mixture({"a": 1, "b": 5, "c": 1}, at_step=35)
+            reported(client, 6, 2.0)
+
+    with ol.launch(job, runtime="inline", cache=cache, store=tmp_path / "fresh") as service:
+        train(service)
+    with ol.launch(job, runtime="inline", cache=cache, store=tmp_path / "fresh", state=back_to) as service:
+        expected = reported(service.client(), steps - back_to, 9.0)
+    with ol.launch(job, cache=cache, store=tmp_path / "running", **how) as service:
+        train(service)
+        with service.client(step=back_to) as client:
+            assert reported(client, steps - back_to, 9.0) == expected
+        assert service.status()["store"]["lineage"] == 2
+    with ol.launch(job, runtime="inline", cache=cache, store=tmp_path / "running", state=back_to + 3) as service:
+        assert reported(service.client(), 5, 9.0) == expected[3:8], "the new lineage is the one that is resumed"
+
+
+def test_a_rank_that_died_alone_goes_on_alone(ids_job, cache):
+    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2), cache=cache) as service:
+        with service.client(0) as other, service.client(1) as client:
+            expected = seen(client, 8)
+            seen(other, 6)
+            for step in range(6):
+                other.report(step, {"loss": 1.0})
+        with service.client(0, step=6) as other:
+            trainer = Trainer(service.address, 1, 3, 8)
+            assert [index for index, *_ in trainer.finish()] == [8, 9, 10]
+            trainer.kill()
+            with service.client(1, step=10) as client:
+                assert next(client).index == 10
+            assert seen(other, 2)[0][0] == 6
+        assert service.status()["restarts"] == 0
+    assert len(expected) == 8
+
+
+def test_ranks_that_disagree_are_told(ids_job, cache, monkeypatch):
+    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2), cache=cache) as service:
+        for rank in range(2):
+            with service.client(rank) as client:
+                seen(client, 8)
+        with ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(service.client, rank, 3 + rank) for rank in range(2)]
+            for future in futures:
+                with pytest.raises(
+                    ol.StateError, match=r"rank 0 asks for step 3, rank 1 asks for step 4.*same checkpoint"
+                ):
+                    future.result(60)
+        monkeypatch.setattr(local, "JOIN_S", 1.0)
+        with service.client(1, step=8) as other:
+            assert next(other).index == 8
+            next(other)
+            with pytest.raises(ol.StateError, match=r"rank 1 is attached at step 9.*Start all trainers again"):
+                service.client(0, step=3)
+        with pytest.raises(ol.StateError, match="rank 1 is not attached"):
+            service.client(0, step=3)
+        assert service.status()["restarts"] == 0, "nothing has moved"
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_a_step_that_the_store_does_not_keep_is_refused(ids_job, cache, runtime):
+    with ol.launch(ids_job, cache=cache, keep=16, runtime=runtime) as service:
+        with service.client() as client:
+            seen(client, 60)
+        with pytest.raises(ol.StateError, match=r"step 3 was asked for.* keeps the steps \d\d to 6\d; .*larger keep"):
+            service.client(step=3)
+        with pytest.raises(ol.StateError, match=r"step 900 was asked for, and this service has come to step 6\d"):
+            service.client(step=900)
+        with pytest.raises(ol.SpecError, match=r"step is -1"):
+            service.client(step=-1)
+        with service.client(step=55) as client:
+            assert next(client).index == 55
+
+
+def test_who_comes_back_without_a_step_is_told_which_there_are(ids_job, cache, caplog):
+    with ol.launch(ids_job, cache=cache, keep=16) as service:
+        with service.client() as client:
+            seen(client, 3)
+        with service.client() as client:
+            assert "was at step 3 before, and begins again at step 0" in caplog.text
+            assert "ol.connect(address, rank, step=..), which may be 0 to" in caplog.text
+            seen(client, 60)
+        with service.client() as client, pytest.raises(ol.SpecError, match=r"step 0 is not kept.*step=\.\."):
+            next(client)
+
+
+@pytest.mark.slow
+def test_the_trainer_of_a_lineage_that_was_left_is_refused(ids_job, cache):
+    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2), cache=cache) as service:
+        stays, died = service.client(1), service.client(0)
+        seen(died, 9)
+        died.close()
+        seen(stays, 6)
+        stays._feed._drop_line()  # it lives, and its connection broke: another process takes its rank
+        clients = attach_all(service, 2, 4)
+        seen(clients[0], 3)
+        clients[1].close()
+        with pytest.raises(ol.StateError, match=r"step 6, where rank 1 is, is of a run that was left.*step 4"):
+            next(stays)
+        with pytest.raises(ol.StateError, match="report of step 5 is of a run that was left"):
+            stays.report(5, {"loss": 1.0})
+
+
+@pytest.mark.slow
+def test_a_service_that_is_killed_while_it_goes_back(ids_job, cache):
+    """The rewind is on disk before the service ends: whoever starts it goes back."""
+    with ol.launch(ids_job, cache=cache, heartbeat=0.5) as service:
+        with service.client() as client:
+            expected = seen(client, 20)
+        pid = service.pid
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(service.client, 0, 7)
+            until = time.monotonic() + 60
+            while service.pid == pid and time.monotonic() < until:
+                time.sleep(0.01)
+            os.kill(service.pid, signal.SIGKILL)
+            with future.result(60) as client:
+                assert seen(client, 13) == expected[7:]
+
+
+@pytest.mark.slow
+def test_the_mesh_that_trains_now_goes_back(ids_job, cache):
+    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=1), cache=cache) as service:
+        with service.client(0) as client:
+            seen(client, 4)
+            at = service.reshard(ol.ClientPlaceTree(dp=2))
+            with service.client(1) as other:
+                seen(client, at - 4 + 3)
+                seen(other, 3)
+        clients = attach_all(service, 2, 2)
+        assert [next(client).mesh.dp for client in clients] == [2, 2]
+        for client in clients:
+            client.close()
+        os.kill(service.pid, signal.SIGKILL)  # and a recovery of the new lineage has that mesh too
+        clients = attach_all(service, 2, 3)
+        assert [next(client).mesh.dp for client in clients] == [2, 2]
