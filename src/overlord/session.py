@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from overlord.core.draw import Buffer, Limits
+from overlord.core.launch_words import DEFAULT_CACHE, OnSourceFailure, Runtime
 from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
@@ -31,7 +32,6 @@ from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.local import connect_local
 from overlord.runtimes.numbering import canonical
 from overlord.runtimes.opening import Progress
-from overlord.runtimes.parking import OnSourceFailure
 from overlord.runtimes.planner_answers import SourceChange
 from overlord.runtimes.service_process import ServiceProcess, ray_service
 from overlord.runtimes.shapes import limits_of
@@ -44,11 +44,8 @@ from overlord.stores.store import KEEP
 if TYPE_CHECKING:
     from overlord.runtimes.metrics import MetricsDoor
 
-DEFAULT_CACHE = "~/.cache/overlord"
 LOADER_CPUS = 2
 """Threads of a loader host of a cluster, and the CPUs it reserves."""
-
-Runtime = Literal["local", "ray", "inline"]
 
 
 class Service:
@@ -153,7 +150,9 @@ class Service:
             raise SpecError(f"add_source: {source!r:.80} is not an ol.Source; there is nothing to read. Build one.")
         given = as_number(weight)
         if weight is not None and (given is None or not math.isfinite(given) or given < 0):
-            raise SpecError(f"add_source: weight is {weight!r:.80}; nobody could tell its share. Give 0 or more.")
+            raise SpecError(
+                f"add_source: weight is {weight!r:.80}; it gives no share of the mixture. Give a number of 0 or more."
+            )
         at = _step_or_none("add_source", at_step)
         return self._runtime.add_source(source, None if given is None else float(given), at, uuid.uuid4().hex)
 
@@ -298,14 +297,23 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     _check_folders(store=store, cache=cache)
     sizing = sizing_of(job, loaders_per_source, scaling, budget, None if profile is None else os.fspath(profile))
     _step("launch: skip_steps", skip_steps)
-    _check_word("placement", placement, PLACEMENTS, "nobody would decode")
-    _check_word("reconcile", reconcile, get_args(Reconcile), "nobody could tell which sources may differ")
-    _check_word("on_source_failure", on_source_failure, get_args(OnSourceFailure), "nobody could tell what follows")
+    _check_word("placement", placement, PLACEMENTS, "it would be unclear where images, clips and sounds are decoded")
+    _check_word(
+        "reconcile", reconcile, get_args(Reconcile), "it would be unclear which sources may differ from the state"
+    )
+    _check_word(
+        "on_source_failure",
+        on_source_failure,
+        get_args(OnSourceFailure),
+        "it would be unclear what to do when a source cannot be read",
+    )
     _check_word("runtime", runtime, get_args(Runtime), "nothing could run")
     chosen_shadows = shadows_of(canonical(job), shadows, runtime)
     cluster = cluster_of(runtime, address, ranks_per_host, loader_hosts, chosen_shadows)
     if not isinstance(heartbeat, (int, float)) or isinstance(heartbeat, bool) or not 0.2 <= heartbeat < math.inf:
-        raise SpecError(f"launch: heartbeat is {heartbeat!r:.80}; nobody could keep to it. Give seconds, 0.2 or more.")
+        raise SpecError(
+            f"launch: heartbeat is {heartbeat!r:.80}; no role could answer that often. Give seconds, 0.2 or more."
+        )
     chosen = _layout_of(layout)
     tree, given = mesh or ClientPlaceTree(), _check_state(state, store)
     options = LaunchOptions(
@@ -343,8 +351,8 @@ def connect(address: str, rank: int) -> Client:
 def _open_door(metrics: int | str, runtime: str) -> MetricsDoor:
     if runtime == "inline":
         raise SpecError(
-            f"launch: metrics is {metrics!r:.80} and runtime is 'inline', where nothing runs beside the caller; nobody "
-            "would answer. Use runtime='local' or 'ray', or leave metrics out."
+            f"launch: metrics is {metrics!r:.80} and runtime is 'inline', where nothing runs beside the caller, so "
+            "requests would get no answer. Use runtime='local' or 'ray', or leave metrics out."
         )
     from overlord.runtimes.metrics import MetricsDoor  # only who wants metrics needs Prometheus' client
 
@@ -373,8 +381,8 @@ def _check_job(job: object, mesh: object, strategy: object) -> None:
         )
     if strategy is not None and not callable(strategy):
         raise SpecError(
-            f"launch: strategy is {strategy!r:.80}, not a function of (buffer, tree); nobody would say where samples "
-            "go. Use one of ol.strategies, such as ol.strategies.backbone_balance()."
+            f"launch: strategy is {strategy!r:.80}, not a function of (buffer, tree); samples would have no place "
+            "in the mesh. Use one of ol.strategies, such as ol.strategies.backbone_balance()."
         )
 
 
@@ -407,7 +415,9 @@ def _step(what: str, step: int) -> int:
 
 def _name(name: object) -> str:
     if not isinstance(name, str):
-        raise SpecError(f"the name of a source is {name!r:.80}, not text; nobody knows which is meant. Give its name.")
+        raise SpecError(
+            f"the name of a source is {name!r:.80}, not text, so it names no source. Give the name as in the job."
+        )
     return name
 
 

@@ -257,8 +257,8 @@ def _load_python(file: Path) -> JobFile:
     function = given.pop("strategy") if callable(given.get("strategy")) else None
     if not isinstance(given.get("strategy", ""), (str, Mapping, StrategyChoice)):
         raise SpecError(
-            f"{file}: strategy is a {type(given['strategy']).__name__}, not a function of (buffer, tree); nobody would "
-            "say where samples go. Use one of ol.strategies, such as strategy = ol.strategies.hdp()."
+            f"{file}: strategy is a {type(given['strategy']).__name__}, not a function of (buffer, tree); samples "
+            "would have no place in the mesh. Use one of ol.strategies, such as strategy = ol.strategies.hdp()."
         )
     launch = LaunchOptions.from_mapping(given, lambda _: str(file))
     return dataclasses.replace(_resolved(job, launch, file.parent), function=function)

@@ -10,14 +10,13 @@ from pydantic import BeforeValidator, Field, InstanceOf, field_serializer, model
 from overlord.cli.layout_options import AnyLayout, written_layout
 from overlord.cli.sizing_options import BudgetOptions, LoadersField
 from overlord.cli.strategy_specs import AnyStrategy, StrategyChoice
+from overlord.core.launch_words import OnSourceFailure, Runtime
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import Fault, conflict
 from overlord.core.spec_model import Spec, Word, as_number, whole
 from overlord.errors import SpecError
 from overlord.roles.placement import Placement
-from overlord.runtimes.parking import OnSourceFailure
-from overlord.session import Runtime
 
 LoaderHosts = int | Literal["per_source"]
 """How many loader hosts a cluster service has."""
@@ -52,7 +51,7 @@ def as_loader_hosts(value: object) -> LoaderHosts:
     if value == "per_source":
         return "per_source"
     if not isinstance(number, int) or number < 1:
-        raise Fault("this must be a whole number of at least 1, or per_source; nobody would read the sources")
+        raise Fault("this must be a whole number of at least 1, or per_source; no process would read the sources")
     return number
 
 
@@ -102,7 +101,7 @@ class LaunchOptions(Spec):
     """File of what sources cost, as `overlord profile` writes it; by default the one beside the job."""
     budget: BudgetOptions | None = None
     """What a service may take: bytes held ahead, workers, memory of loaders."""
-    threads: Annotated[int, whole(1, "nobody would decode. Leave it out")] | None = None
+    threads: Annotated[int, whole(1, "nothing would be decoded. Leave it out")] | None = None
     """Threads for decoding; by default one per core, and 2 for each loader host of ray."""
     store: Word | None = None
     """Folder or URL for the journal and snapshots; none keeps none."""

@@ -1,27 +1,32 @@
-"""What several commands take and do alike: options, reading the job file, the JSON switch."""
+"""What several commands take and do alike: options, reading the job file, the JSON switch.
+
+What runs a job is imported when it is needed: a mistake in the job file is told before that.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from overlord import session
 from overlord.cli.job_files import JobFile, load_job_file
 from overlord.cli.launch_options import LaunchOptions, LoaderHosts, as_loader_hosts
 from overlord.cli.layout_options import read_layout
 from overlord.cli.output import Screen
-from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, Where, read_state
 from overlord.cli.sizing_options import BudgetOptions, loaders_of, profile_path
 from overlord.cli.strategy_specs import StrategyChoice
+from overlord.core.launch_words import DEFAULT_CACHE
+from overlord.core.launch_words import Runtime as AnyRuntime
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import Fault
 from overlord.core.specs import Job
 from overlord.errors import SpecError
-from overlord.runtimes.numbering import canonical
+
+if TYPE_CHECKING:
+    from overlord.cli.running import RunOptions, Where
 
 DEFAULT_STEPS = 100
 AS_JSON = "overlord.as_json"
@@ -164,7 +169,7 @@ Threads = Annotated[
     int | None,
     typer.Option("--threads", help="Threads for decoding; of each loader host of a Ray cluster.", show_default=False),
 ]
-CACHE = Path(session.DEFAULT_CACHE)
+CACHE = Path(DEFAULT_CACHE)
 
 
 def load(
@@ -195,6 +200,8 @@ def load(
 
 def completed(job: Job) -> Job:
     """Return the job with what its processor folder says, as a launch completes it; the sources stay in their order."""
+    from overlord.runtimes.numbering import canonical
+
     by_name = {source.name: source for source in canonical(job).sources}
     return job.model_copy(update={"sources": tuple(by_name[name] for name in job.names)})
 
@@ -204,9 +211,9 @@ def folder_of(cache: Path) -> str:
     return str(cache.expanduser().absolute())
 
 
-def runtime_of(name: RuntimeName | ServedRuntime | None) -> session.Runtime:
+def runtime_of(name: RuntimeName | ServedRuntime | None) -> AnyRuntime:
     """Return the runtime as `launch` takes it."""
-    return "local" if name is None else cast("session.Runtime", name.value)
+    return "local" if name is None else cast("AnyRuntime", name.value)
 
 
 def where_of(
@@ -221,6 +228,8 @@ def where_of(
     Raises:
         SpecError: An option of a cluster was given for a runtime that has none.
     """
+    from overlord.cli.running import Where
+
     chosen = launch.runtime if runtime is None else runtime_of(runtime)
     given = {"--address": address, "--ranks-per-host": ranks_per_host, "--loader-hosts": loader_hosts}
     if chosen != "ray":  # what the file says of a cluster waits for a run on it
@@ -303,6 +312,8 @@ def options_of(  # noqa: PLR0913 - one for each option of two commands
     path: Path | None = None,
 ) -> RunOptions:
     """Return how to run: what stands in the job file, unless the command line says otherwise."""
+    from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, read_state
+
     launch = loaded.launch
     return RunOptions(
         mesh=mesh_of(loaded, mesh),

@@ -26,6 +26,7 @@ from overlord.cli.manifests import read_text
 from overlord.cli.output import Tell
 from overlord.cli.sources import indexed_rows, open_each
 from overlord.cli.summary import RunSummary, SourceSummary, media_of
+from overlord.core.launch_words import OnSourceFailure, Runtime
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.reconcile import Reconcile
@@ -39,12 +40,11 @@ from overlord.roles.client import Client
 from overlord.roles.placement import Placement
 from overlord.roles.source_loader import judge_tolerance
 from overlord.runtimes.opening import open_sources
-from overlord.runtimes.parking import OnSourceFailure
 from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
 from overlord.runtimes.sizing import Loaders
 from overlord.runtimes.workers import SerialWorkers
 from overlord.scaling.budgets import Budget
-from overlord.session import Runtime, Service, launch
+from overlord.session import Service, launch
 from overlord.stores.places import open_place
 from overlord.stores.store import newest_lineage
 from overlord.transforms.sample_kinds import make_transform

@@ -31,7 +31,7 @@ def as_loaders(value: object) -> object:
         return value
     number = as_number(value)
     if not isinstance(number, int) or isinstance(value, bool) or number < 1:
-        raise Fault("this must be a whole number of at least 1, auto, or numbers by source; nobody would read it")
+        raise Fault("this must be a whole number of at least 1, auto, or numbers by source; no worker would read it")
     return number
 
 
@@ -49,7 +49,7 @@ class BudgetOptions(Spec):
 
     ahead: Bytes = AHEAD_BYTES
     """Bytes of samples and views held ahead of the trainers."""
-    cpus: Annotated[int, whole(1, "nobody would work. Leave it out")] | None = None
+    cpus: Annotated[int, whole(1, "no worker could run. Leave it out")] | None = None
     """Workers that all sources may have together; by default one for each core."""
     memory: Bytes | None = None
     """Bytes that the files and read buffers of all sources may take."""

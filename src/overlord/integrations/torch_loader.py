@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from overlord.core.launch_words import DEFAULT_CACHE
 from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Job
@@ -23,7 +24,7 @@ from overlord.integrations.torch_images import exchange_images, normalize_pixels
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.views import Step
-from overlord.session import DEFAULT_CACHE, Service, connect, launch
+from overlord.session import Service, connect, launch
 
 __all__ = [
     "DataLoader",

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from overlord.core.launch_words import OnSourceFailure
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.reconcile import Reconcile
 from overlord.planning.checking import Strategy
 from overlord.roles.placement import Placement
 from overlord.runtimes.cluster_placement import ClusterOptions
-from overlord.runtimes.parking import OnSourceFailure
 from overlord.scaling.autoscaler import Scaling
 
 

@@ -11,15 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
+from overlord.core.launch_words import OnSourceFailure
 from overlord.errors import ReaderError, SourceError, SpecError
 from overlord.roles.planner import Planner
 
 logger = logging.getLogger("overlord")
-
-OnSourceFailure = Literal["stop", "park", "reweight"]
-"""What happens to a source that cannot be read: the run stops; it is parked until it is back; it is parked for good."""
 
 RETURN_S = 30.0
 """How long after it was parked a source is looked at; twice as long after each look that found it away."""

@@ -20,13 +20,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
+from overlord.core.launch_words import OnSourceFailure
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor
 from overlord.core.specs import Source
 from overlord.errors import Fenced, NothingToDraw, SpecError, StoreError
 from overlord.roles.planner import Planner
 from overlord.roles.ports import Loaders
-from overlord.runtimes.parking import OnSourceFailure, ReturnWatch
+from overlord.runtimes.parking import ReturnWatch
 from overlord.runtimes.planner_answers import answer, workload
 from overlord.runtimes.saving import Saver
 
