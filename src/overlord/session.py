@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from overlord.core.draw import Buffer, Limits
+from overlord.core.launch_words import DEFAULT_CACHE, OnSourceFailure, Placement, Runtime
 from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
@@ -24,7 +25,6 @@ from overlord.core.specs import Job, Mixture, Source
 from overlord.core.states import check_seal
 from overlord.errors import SpecError, StateError
 from overlord.job.job_files import JobFile, load_job_file
-from overlord.job.launch_options import OnSourceFailure, Placement, Runtime
 from overlord.planning import strategies
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("overlord")
 
-DEFAULT_CACHE = "~/.cache/overlord"
 LOADER_CPUS = 2
 """Threads of a loader host of a cluster, and the CPUs it reserves."""
 
@@ -161,7 +160,9 @@ class Service:
             raise SpecError(f"add_source: {source!r:.80} is not an ol.Source; there is nothing to read. Build one.")
         given = as_number(weight)
         if weight is not None and (given is None or not math.isfinite(given) or given < 0):
-            raise SpecError(f"add_source: weight is {weight!r:.80}; nobody could tell its share. Give 0 or more.")
+            raise SpecError(
+                f"add_source: weight is {weight!r:.80}; it gives no share of the mixture. Give a number of 0 or more."
+            )
         at = _step_or_none("add_source", at_step)
         return self._runtime.add_source(source, None if given is None else float(given), at, uuid.uuid4().hex)
 
@@ -324,17 +325,29 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     measured = None if said["profile"] is None else os.fspath(said["profile"])
     sizing = sizing_of(job, said["loaders_per_source"], said["scaling"], said["budget"], measured)
     _step("launch: skip_steps", skip_steps)
-    _check_word("placement", said["placement"], get_args(Placement), "nobody would decode")
-    _check_word("reconcile", reconcile, get_args(Reconcile), "nobody could tell which sources may differ")
     _check_word(
-        "on_source_failure", said["on_source_failure"], get_args(OnSourceFailure), "nobody could tell what follows"
+        "placement",
+        said["placement"],
+        get_args(Placement),
+        "it would be unclear where images, clips and sounds are decoded",
+    )
+    _check_word(
+        "reconcile", reconcile, get_args(Reconcile), "it would be unclear which sources may differ from the state"
+    )
+    _check_word(
+        "on_source_failure",
+        said["on_source_failure"],
+        get_args(OnSourceFailure),
+        "it would be unclear what to do when a source cannot be read",
     )
     _check_word("runtime", where, get_args(Runtime), "nothing could run")
     chosen_shadows = shadows_of(canonical(job), said["shadows"], where)
     cluster = cluster_of(where, said["address"], said["ranks_per_host"], said["loader_hosts"], chosen_shadows)
     beat = said["heartbeat"]
     if not isinstance(beat, (int, float)) or isinstance(beat, bool) or not 0.2 <= beat < math.inf:
-        raise SpecError(f"launch: heartbeat is {beat!r:.80}; nobody could keep to it. Give seconds, 0.2 or more.")
+        raise SpecError(
+            f"launch: heartbeat is {beat!r:.80}; no role could answer that often. Give seconds, 0.2 or more."
+        )
     if not isinstance(said["layout"], Layout):
         raise SpecError(
             f"launch: layout is {said['layout']!r:.80}; batches would have unknown keys. Use "
@@ -404,8 +417,8 @@ def refuse_torch_workers(what: str) -> None:
 def _open_door(metrics: int | str, runtime: str) -> MetricsDoor:
     if runtime == "inline":
         raise SpecError(
-            f"launch: metrics is {metrics!r:.80} and runtime is 'inline', where nothing runs beside the caller; nobody "
-            "would answer. Use runtime='local' or 'ray', or leave metrics out."
+            f"launch: metrics is {metrics!r:.80} and runtime is 'inline', where nothing runs beside the caller, so "
+            "requests would get no answer. Use runtime='local' or 'ray', or leave metrics out."
         )
     from overlord.runtimes.metrics import MetricsDoor  # only who wants metrics needs Prometheus' client
 
@@ -445,8 +458,8 @@ def _check_mesh_and_strategy(mesh: object, strategy: object) -> None:
         )
     if strategy is not None and not callable(strategy):
         raise SpecError(
-            f"launch: strategy is {strategy!r:.80}, not a function of (buffer, tree); nobody would say where samples "
-            "go. Use one of ol.strategies, such as ol.strategies.backbone_balance()."
+            f"launch: strategy is {strategy!r:.80}, not a function of (buffer, tree); samples would have no place "
+            "in the mesh. Use one of ol.strategies, such as ol.strategies.backbone_balance()."
         )
 
 
@@ -471,7 +484,9 @@ def _step(what: str, step: int) -> int:
 
 def _name(name: object) -> str:
     if not isinstance(name, str):
-        raise SpecError(f"the name of a source is {name!r:.80}, not text; nobody knows which is meant. Give its name.")
+        raise SpecError(
+            f"the name of a source is {name!r:.80}, not text, so it names no source. Give the name as in the job."
+        )
     return name
 
 

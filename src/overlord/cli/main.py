@@ -19,8 +19,6 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from overlord import __version__
-from overlord.cli.demo import run_demo, write_report, write_text
-from overlord.cli.lint import count_errors, lint_job
 from overlord.cli.options import (
     AS_JSON,
     CACHE,
@@ -56,21 +54,7 @@ from overlord.cli.options import (
     runtime_of,
 )
 from overlord.cli.output import Screen, check_writable, show_error
-from overlord.cli.planning_commands import explain
-from overlord.cli.preview import preview_page, preview_source, show_previews
-from overlord.cli.profile import profile
-from overlord.cli.report import media_tables, source_table, summary_table
-from overlord.cli.running import aside_notes, check_job, launch_for, run_job
-from overlord.cli.serving import announcement, find_status, serve_until_stopped, status_tables, trainer_hosts
-from overlord.cli.sources import (
-    choose_sources,
-    count_rows,
-    describe_source,
-    measure_sources,
-    open_each,
-    source_listing,
-    sources_to_measure,
-)
+from overlord.cli.planning_commands import explain, profile
 from overlord.cli.summary import RunSummary, count, number
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, SpecError, ToleranceError
@@ -119,6 +103,8 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Write eight small sources, run a VLM-shaped job on them, and show what came out."""
+    from overlord.cli.demo import run_demo
+
     screen = Screen(as_json=as_json)
     tree = ClientPlaceTree.parse(mesh)
     result = run_demo(folder, tree, runtime_of(runtime), steps, folder_of(cache), screen, scale, media=media)
@@ -171,6 +157,9 @@ def run(  # noqa: PLR0913 - one for each option
     if report is not None:
         check_writable("--report", report)
     loaded = load(job, screen, strategy, layout, placement)
+    from overlord.cli.demo import write_report
+    from overlord.cli.running import check_job, run_job
+
     chosen = steps or loaded.launch.steps
     if chosen is None:
         screen.note(f"neither --steps nor launch.steps is given; running {DEFAULT_STEPS} steps")
@@ -229,6 +218,9 @@ def serve(  # noqa: PLR0913 - one for each option
     if address_file is not None:
         check_writable("--address-file", address_file)
     loaded = load(job, screen, strategy, layout, placement)
+    from overlord.cli.running import aside_notes, check_job, launch_for
+    from overlord.cli.serving import announcement, serve_until_stopped, trainer_hosts
+
     options = options_of(
         loaded, mesh=mesh, runtime=runtime, address=address, ranks_per_host=ranks_per_host, loader_hosts=loader_hosts,
         prefetch=prefetch, loaders=loaders, scaling=scaling, cpus=cpus, threads=threads, store=store,
@@ -266,6 +258,8 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show what a running service is doing: mixture, buffers, bad samples, clients, and the hosts of a cluster."""
+    from overlord.cli.serving import find_status, status_tables
+
     screen = Screen(as_json=as_json)
     found = find_status(address)
     screen.show(*status_tables(found))
@@ -282,6 +276,8 @@ def list_sources(
     """List the sources of a job: format, files, bytes, and rows where they are known."""
     screen = Screen(as_json=as_json)
     loaded = load(job, screen)
+    from overlord.cli.sources import count_rows, describe_source, open_each, source_listing
+
     with screen.progress() as tell:
         opened = open_each(loaded.job, loaded.job.sources, Path(folder_of(cache)), tell)
         if rows:
@@ -310,6 +306,10 @@ def preview(
     """Show the first samples of each source: text, token counts and thumbnails."""
     screen = Screen(as_json=as_json)
     loaded = load(job, screen)
+    from overlord.cli.demo import write_text
+    from overlord.cli.preview import preview_page, preview_source, show_previews
+    from overlord.cli.sources import choose_sources, open_each
+
     chosen = choose_sources(loaded.job, [] if source is None else [source])
     if html is not None:
         check_writable("--html", html)
@@ -334,6 +334,8 @@ def lint(
     """Look into every file of every source and say what is wrong; exit code 1 if there are errors."""
     screen = Screen(as_json=as_json)
     loaded = load(job, screen)
+    from overlord.cli.lint import count_errors, lint_job
+
     with screen.progress() as tell, screen.user_code():
         result = lint_job(loaded.job, Path(folder_of(cache)), rows, tell)
     findings = result.findings
@@ -376,6 +378,8 @@ def measure(
     """Count the tokens of every row once and keep them, for sources with lengths: sidecar or the named ones."""
     screen = Screen(as_json=as_json)
     loaded = load(job, screen)
+    from overlord.cli.sources import measure_sources, sources_to_measure
+
     chosen = sources_to_measure(loaded.job, sources or [])
     folder = Path(folder_of(cache))
     with screen.progress() as tell, screen.user_code():
@@ -397,6 +401,8 @@ def schema(
     out: Annotated[Path | None, typer.Option("--out", help="Write it to this file.")] = None, as_json: AsJson = False
 ) -> None:
     """Print the JSON Schema of job files, for editors."""
+    from overlord.cli.demo import write_text
+
     text = json.dumps(job_file_schema(), indent=2)
     if out is None:
         print(text)
@@ -426,6 +432,8 @@ def _command_name() -> str:
 
 
 def _show_run(screen: Screen, summary: RunSummary) -> None:
+    from overlord.cli.report import media_tables, source_table, summary_table
+
     screen.show(source_table(summary), *media_tables(summary.media), summary_table(summary))
     for note in summary.notes:
         screen.note(note)

@@ -1,18 +1,21 @@
-"""What several commands take and do alike: options, reading the job file, the JSON switch."""
+"""What several commands take and do alike: options, reading the job file, the JSON switch.
+
+What runs a job is imported when it is needed: a mistake in the job file is told before that.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from overlord import session
 from overlord.cli.layout_options import read_layout
 from overlord.cli.output import Screen
-from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, Where, read_state
+from overlord.core.launch_words import DEFAULT_CACHE
+from overlord.core.launch_words import Runtime as RuntimeWord
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import Fault
 from overlord.core.spec_model import as_number
@@ -20,9 +23,10 @@ from overlord.core.specs import Job
 from overlord.errors import SpecError
 from overlord.job.job_files import JobFile, load_job_file
 from overlord.job.launch_options import CLUSTER_KEYS, BudgetOptions, LoaderHosts, as_loader_hosts
-from overlord.job.launch_options import Runtime as RuntimeWord
 from overlord.job.strategy_specs import StrategyChoice
-from overlord.runtimes.numbering import canonical
+
+if TYPE_CHECKING:
+    from overlord.cli.running import RunOptions
 
 DEFAULT_STEPS = 100
 AS_JSON = "overlord.as_json"
@@ -165,7 +169,7 @@ Threads = Annotated[
     int | None,
     typer.Option("--threads", help="Threads for decoding; of each loader host of a Ray cluster.", show_default=False),
 ]
-CACHE = Path(session.DEFAULT_CACHE)
+CACHE = Path(DEFAULT_CACHE)
 
 
 def load(
@@ -196,6 +200,8 @@ def load(
 
 def completed(job: Job) -> Job:
     """Return the job with what its processor folder says, as a launch completes it; the sources stay in their order."""
+    from overlord.runtimes.numbering import canonical
+
     by_name = {source.name: source for source in canonical(job).sources}
     return job.model_copy(update={"sources": tuple(by_name[name] for name in job.names)})
 
@@ -282,6 +288,8 @@ def options_of(  # noqa: PLR0913 - one for each option of two commands
     Raises:
         SpecError: An option is wrong, or was given for a runtime that does not have it.
     """
+    from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, Where, read_state
+
     launch = loaded.launch
     budget = (launch.budget or BudgetOptions()).budget()
     said = loaded.arguments(

@@ -1,4 +1,7 @@
-"""Commands that plan and run nothing: `overlord explain`."""
+"""Commands that plan or measure and run nothing: `overlord explain`, `overlord profile`.
+
+What they need is imported when the job file has been read: a mistake in it is told before that.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,6 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from overlord.cli.demo import write_text
-from overlord.cli.explain import ExplainOptions, explain_job
-from overlord.cli.explain_report import explain_tables, headlines, render_explanation
 from overlord.cli.options import (
     CACHE,
     AsJson,
@@ -28,7 +28,6 @@ from overlord.cli.options import (
     mesh_of,
 )
 from overlord.cli.output import Screen, check_writable
-from overlord.cli.running import DEFAULT_STRATEGY, check_job
 from overlord.errors import SpecError
 from overlord.job.job_files import JobFile
 from overlord.job.launch_options import FileLoaders
@@ -36,6 +35,8 @@ from overlord.job.strategy_specs import Cost
 from overlord.planning.costs import CostModel, llama_12b, vit_2b
 
 EXPLAIN_STEPS = 20
+PROFILED_SAMPLES = 200
+PROFILED_SECONDS = 2.0
 
 
 def explain(  # noqa: PLR0913 - one for each option
@@ -68,6 +69,11 @@ def explain(  # noqa: PLR0913 - one for each option
     if html is not None:
         check_writable("--html", html)
     loaded = load(job, screen, strategy, layout, placement)
+    from overlord.cli.demo import write_text
+    from overlord.cli.explain import ExplainOptions, explain_job
+    from overlord.cli.explain_report import explain_tables, headlines, render_explanation
+    from overlord.cli.running import DEFAULT_STRATEGY, check_job
+
     launch = loaded.launch
     backbone, encoder = _costs(loaded, cost)
     options = ExplainOptions(
@@ -96,6 +102,54 @@ def explain(  # noqa: PLR0913 - one for each option
         screen.show(Text.assemble(("page  ", "dim"), str(html)))
     found = dataclasses.asdict(explained.facts)
     screen.give(found | {"headlines": headlines(explained.facts), "html": None if html is None else str(html)})
+
+
+def profile(
+    job: JobPath,
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, help="Samples of each source, at most about.")
+    ] = PROFILED_SAMPLES,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="Seconds for each source, at most about.")
+    ] = PROFILED_SECONDS,
+    source: Annotated[
+        list[str] | None,
+        typer.Option("--source", metavar="NAME", help="Only this one; may be repeated.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="Where the profile goes; else beside the job file, as its name.profile.json."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with plots to this file.")] = None,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Show how workers are given to the sources, by the profile that is there."),
+    ] = False,
+    cpus: Annotated[float | None, typer.Option("--cpus", help="With --plan: cores for loading.")] = None,
+    memory: Annotated[str | None, typer.Option("--memory", help="With --plan: memory for loading, as 64GiB.")] = None,
+    placement: PlacementOption = None,
+    cache: Cache = CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each source costs on real samples: latency, hand-over, memory, bytes; and keep it beside the job."""
+    screen = Screen(as_json=as_json)
+    loaded = load(job, screen, placement=placement)
+    from overlord.cli.profile import profile_sources
+
+    profile_sources(
+        screen,
+        loaded,
+        job,
+        samples=samples,
+        seconds=seconds,
+        source=source,
+        output=output,
+        html=html,
+        plan=plan,
+        cpus=cpus,
+        memory=memory,
+        cache=cache,
+    )
 
 
 def _one_number(loaders: FileLoaders) -> int:

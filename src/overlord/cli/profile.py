@@ -6,21 +6,13 @@ import dataclasses
 import datetime
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.text import Text
 
 from overlord.cli.demo import write_text
-from overlord.cli.options import (
-    CACHE,
-    AsJson,
-    Cache,
-    JobPath,
-    PlacementOption,
-    folder_of,
-    load,
-)
+from overlord.cli.options import folder_of
 from overlord.cli.output import Screen, Tell, check_writable, show_error
 from overlord.cli.profile_plan import show_plan
 from overlord.cli.profile_report import headlines, profile_tables, ranked, render_profile
@@ -32,8 +24,6 @@ from overlord.job.job_files import JobFile
 from overlord.job.launch_options import profile_path
 from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.profiling import (
-    SAMPLES,
-    SECONDS,
     Profiled,
     check_profile,
     profile_job,
@@ -44,31 +34,22 @@ from overlord.scaling.costs import Resources
 from overlord.scaling.profiles import Profile
 
 
-def profile(
-    job: JobPath,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples of each source, at most about.")] = SAMPLES,
-    seconds: Annotated[float, typer.Option("--seconds", help="Seconds for each source, at most about.")] = SECONDS,
-    source: Annotated[
-        list[str] | None,
-        typer.Option("--source", metavar="NAME", help="Only this one; may be repeated.", show_default=False),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", help="Where the profile goes; else beside the job file, as its name.profile.json."),
-    ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with plots to this file.")] = None,
-    plan: Annotated[
-        bool,
-        typer.Option("--plan", help="Show how workers are given to the sources, by the profile that is there."),
-    ] = False,
-    cpus: Annotated[float | None, typer.Option("--cpus", help="With --plan: cores for loading.")] = None,
-    memory: Annotated[str | None, typer.Option("--memory", help="With --plan: memory for loading, as 64GiB.")] = None,
-    placement: PlacementOption = None,
-    cache: Cache = CACHE,
-    as_json: AsJson = False,
+def profile_sources(
+    screen: Screen,
+    loaded: JobFile,
+    job: Path,
+    *,
+    samples: int,
+    seconds: float,
+    source: list[str] | None,
+    output: Path | None,
+    html: Path | None,
+    plan: bool,
+    cpus: float | None,
+    memory: str | None,
+    cache: Path,
 ) -> None:
-    """Measure what each source costs on real samples: latency, hand-over, memory, bytes; and keep it beside the job."""
-    screen = Screen(as_json=as_json)
+    """Do what `overlord profile` was asked for; its options are told there."""
     if not seconds > 0:
         raise SpecError(f"--seconds is {seconds:g}; nothing could be measured. Give seconds above 0.")
     resources = _resources(plan, cpus, memory)
@@ -76,7 +57,6 @@ def profile(
     check_writable("--output", path)
     if html is not None:
         check_writable("--html", html)
-    loaded = load(job, screen, placement=placement)
     options = LaunchOptions(mesh=loaded.launch.mesh, cache=folder_of(cache), placement=loaded.launch.placement)
     named = None if source is None else [one.name for one in choose_sources(loaded.job, source)]
     before = _before(screen, path, needed=plan or named is not None)
@@ -90,7 +70,7 @@ def profile(
             result = _kept(result, before, loaded, path)
     told = _show(screen, job, path, result, html)
     if resources is not None:
-        shown = show_plan(result.profile, loaded.job, loaded.launch, resources, as_json)
+        shown = show_plan(result.profile, loaded.job, loaded.launch, resources, screen.as_json)
         if isinstance(shown, dict):
             told["plan"] = shown
         else:
@@ -158,7 +138,7 @@ def _resources(plan: bool, cpus: float | None, memory: str | None) -> Resources 
                 raise SpecError(f"{name} is {value} and --plan is not given; it would have no effect. Add --plan.")
         return None
     if cpus is not None and not cpus > 0:
-        raise SpecError(f"--cpus is {cpus:g}; nobody could load anything. Give the cores that loading may use.")
+        raise SpecError(f"--cpus is {cpus:g}; nothing could be loaded. Give the cores that loading may use.")
     try:
         given = None if memory is None else as_bytes(memory)
     except Fault as fault:

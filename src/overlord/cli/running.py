@@ -24,13 +24,14 @@ from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
 from overlord.cli.sources import indexed_rows, open_each
 from overlord.cli.summary import RunSummary, SourceSummary, media_of
+from overlord.core.launch_words import OnSourceFailure, Placement, Runtime
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.reconcile import Reconcile
 from overlord.core.spec_model import is_whole
 from overlord.core.specs import Job, Source
 from overlord.errors import OverlordError, SpecError, StateError, joined
-from overlord.job.launch_options import LoaderHosts, OnSourceFailure, Placement, Runtime
+from overlord.job.launch_options import LoaderHosts
 from overlord.job.manifests import read_text
 from overlord.planning.checking import Strategy
 from overlord.readers.index import IndexCache

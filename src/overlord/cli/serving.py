@@ -73,7 +73,7 @@ def find_status(address: str) -> dict[str, Any]:
         raise SpecError(str(error)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(
-            f"{address}: the address cannot be read from this file ({error}); nobody could be asked. Give the "
+            f"{address}: the address cannot be read from this file ({error}); no service could be asked. Give the "
             "address that `overlord serve` shows."
         ) from error
 

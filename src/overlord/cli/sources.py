@@ -238,7 +238,7 @@ def sources_to_measure(job: Job, names: Sequence[str]) -> list[Source]:
     chosen = choose_sources(job, names) if names else [s for s in job.sources if s.lengths == "sidecar"]
     if not chosen:
         raise SpecError(
-            "no source has lengths: sidecar, so nobody would read the sidecars. Set it in the job file for sources "
+            "no source has lengths: sidecar, so the sidecars would not be used. Set it in the job file for sources "
             "whose text is slow to tokenize, or name the sources to measure."
         )
     for source in chosen:

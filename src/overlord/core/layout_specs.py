@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from overlord.core.draw import Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import conflict
 from overlord.core.spec_model import Spec, real, whole
+
+if TYPE_CHECKING:
+    from overlord.core.draw import Limits
 
 Keys = Literal["hf", "megatron", "torchtitan"]
 Rows = Literal["packed", "padded", "full"]

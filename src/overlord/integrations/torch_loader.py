@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from overlord.core.launch_words import DEFAULT_CACHE
 from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import name_choices
@@ -29,7 +30,7 @@ from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.views import Step
 from overlord.runtimes.local import check_state_at, connect_local
-from overlord.session import DEFAULT_CACHE, Service, connect, launch, refuse_torch_workers
+from overlord.session import Service, connect, launch, refuse_torch_workers
 
 __all__ = [
     "DataLoader",

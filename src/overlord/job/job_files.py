@@ -6,6 +6,7 @@ Relative paths are taken from the file they stand in. YAML is data only: no tags
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import os
 import runpy
@@ -19,7 +20,7 @@ from typing import Any, cast
 
 import yaml
 
-from overlord.core.spec_errors import Loc, did_you_mean, follow
+from overlord.core.spec_errors import MOST_PROBLEMS, Loc, did_you_mean, follow
 from overlord.core.spec_model import Spec, describe_schema
 from overlord.core.specs import Custom, Interleaved, Job, Source
 from overlord.errors import OverlordError, SpecError, joined
@@ -125,8 +126,10 @@ def _load_yaml(file: Path) -> JobFile:
         for key in data
         if key not in known
     ]
-    problems: list[OverlordError] = [*unknown]
-    data = {key: value for key, value in data.items() if key in known}
+    problems: list[OverlordError] = [*unknown[:MOST_PROBLEMS]]
+    # A key that is misspelt is checked as what it was meant to be: it must not be told as missing too.
+    meant = {key: difflib.get_close_matches(str(key), known, 1) or [key] for key in data}
+    data = {name: data[key] for key, (name,) in meant.items() if name in known and (name == key or name not in data)}
     launch_data = data.pop("launch", None)
     manifest = _manifest_of(data.get("sources"), file, root)
     lines: list[int] = []
@@ -283,8 +286,8 @@ def _load_python(file: Path) -> JobFile:
     function = given.pop("strategy") if callable(given.get("strategy")) else None
     if not isinstance(given.get("strategy", ""), (str, Mapping, StrategyChoice)):
         raise SpecError(
-            f"{file}: strategy is a {type(given['strategy']).__name__}, not a function of (buffer, tree); nobody would "
-            "say where samples go. Use one of ol.strategies, such as strategy = ol.strategies.hdp()."
+            f"{file}: strategy is a {type(given['strategy']).__name__}, not a function of (buffer, tree); samples "
+            "would have no place in the mesh. Use one of ol.strategies, such as strategy = ol.strategies.hdp()."
         )
     launch = LaunchOptions.from_mapping(given, lambda _: str(file))
     return dataclasses.replace(_resolved(job, launch, file.parent), function=function)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import BeforeValidator, Field, InstanceOf, field_serializer, model_validator
 
+from overlord.core.launch_words import OnSourceFailure, Placement, Runtime
 from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import Fault, conflict, did_you_mean, name_choices
@@ -21,12 +22,6 @@ from overlord.job.cost_specs import mapping_or_name
 from overlord.job.strategy_specs import AnyStrategy, StrategyChoice
 from overlord.scaling.budgets import AHEAD_BYTES, Budget
 
-Runtime = Literal["local", "ray", "inline"]
-"""Where the roles run."""
-Placement = Literal["auto", "loader", "constructor"]
-"""Where the media of a source are decoded."""
-OnSourceFailure = Literal["stop", "park", "reweight"]
-"""What happens to a source that cannot be read: the run stops; it is parked until it is back; it is parked for good."""
 LoaderHosts = int | Literal["per_source"]
 """How many loader hosts a cluster service has."""
 FileLoaders = int | Literal["auto"] | dict[Word, Annotated[int, Field(ge=1)]]
@@ -136,7 +131,7 @@ def as_loader_hosts(value: object) -> LoaderHosts:
     if value == "per_source":
         return "per_source"
     if not isinstance(number, int) or number < 1:
-        raise Fault("this must be a whole number of at least 1, or per_source; nobody would read the sources")
+        raise Fault("this must be a whole number of at least 1, or per_source; no process would read the sources")
     return number
 
 
@@ -186,7 +181,7 @@ class LaunchOptions(Spec):
     """File of what sources cost, as `overlord profile` writes it; by default the one beside the job."""
     budget: BudgetOptions | None = None
     """What a service may take: bytes held ahead, workers, memory of loaders."""
-    threads: Annotated[int, whole(1, "nobody would decode. Leave it out")] | None = None
+    threads: Annotated[int, whole(1, "nothing would be decoded. Leave it out")] | None = None
     """Threads for decoding; by default one per core, and 2 for each loader host of ray."""
     store: Word | None = None
     """Folder or URL for the journal and snapshots; none keeps none."""

@@ -29,7 +29,7 @@ Axis = Literal["TP", "CP", "DP"]
 def _as_axes(value: object) -> object:
     axes = [value] if isinstance(value, str) else value
     if not isinstance(axes, (list, tuple)):
-        raise Fault("this must be a list of axes, such as [TP]; nobody would know who broadcasts")
+        raise Fault("this must be a list of axes, such as [TP]; it would be unclear which ranks broadcast")
     return [axis.upper() if isinstance(axis, str) else axis for axis in cast("Sequence[object]", axes)]
 
 
@@ -292,7 +292,8 @@ class StrategyChoice(Spec):
         for name in cast("Mapping[Any, Any]", given):
             if name not in known:
                 raise conflict(
-                    f"there is no strategy {show(name)}; nobody would say where samples go.{did_you_mean(name, known)} "
+                    f"there is no strategy {show(name)}; samples would have no place in the mesh."
+                    f"{did_you_mean(name, known)} "
                     f"Strategies: {', '.join(known)}"
                 )
         if len(given) != 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from overlord.job.launch_options import Placement
+from overlord.core.launch_words import Placement
 
 
 class PlacementChoice:

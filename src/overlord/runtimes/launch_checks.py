@@ -21,7 +21,7 @@ def shadows_of(job: Job, shadows: bool | str | Collection[str], runtime: str) ->
     named = isinstance(shadows, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in shadows)
     if not isinstance(shadows, bool) and shadows != "auto" and not named:
         raise SpecError(
-            f"launch: shadows is {shadows!r:.80}; nobody would know which sources have one. Use True, False, 'auto' or "
+            f"launch: shadows is {shadows!r:.80}; which sources have one is unclear. Use True, False, 'auto' or "
             "a list of source names."
         )
     wanted = shadowed(job.sources, cast("bool | str | Collection[str]", shadows))

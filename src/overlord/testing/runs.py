@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from overlord.core.launch_words import DEFAULT_CACHE, Runtime
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.specs import Job
-from overlord.job.launch_options import Runtime
 from overlord.planning.checking import Strategy
 from overlord.roles.recovery import shadowed
 from overlord.runtimes.cluster_placement import ClusterOptions
@@ -26,7 +26,7 @@ from overlord.runtimes.numbering import canonical
 from overlord.runtimes.shapes import limits_of
 from overlord.runtimes.sizing import MOST_LANES
 from overlord.scaling.autoscaler import Scaling
-from overlord.session import DEFAULT_CACHE, Service, launch
+from overlord.session import Service, launch
 from overlord.testing.clock import FakeClock
 from overlord.testing.digests import Before, Report, StreamDigests, digest_service, digests_of
 from overlord.testing.fault_script import FaultScript
