@@ -127,6 +127,7 @@ def test_nothing_read_is_evaluated_or_unpickled():
             launched = (
                 "local_service.py",
                 "worker_main.py",
+                "reader_main.py",
                 "cluster_role.py",
                 "supervising.py",
             )
@@ -168,7 +169,7 @@ def test_import_has_no_side_effect_and_needs_neither_torch_nor_ray():
     assert done.stdout.split(maxsplit=1) == ["1", "[]\n"]
 
 
-IMAGES = "patch merge temporal size resize min_pixels max_pixels image_token before after augment"
+IMAGES = "patch merge temporal size resize min_pixels max_pixels image_token before after augment extra_formats"
 
 
 def test_job_fields_grow_deliberately():

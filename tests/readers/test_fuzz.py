@@ -152,7 +152,7 @@ def in_children(count: int, case: Callable[[int], None]) -> None:
                     os.write(write_end, seed.to_bytes(8, "little"))
                     case(seed)
                 code = 0
-            except BaseException as error:  # noqa: BLE001  # the parent tells which seed it was
+            except BaseException as error:  # the parent tells which seed it was
                 os.write(2, f"{type(error).__name__}: {error}\n".encode())
             finally:
                 os._exit(code)
