@@ -130,6 +130,7 @@ def test_nothing_read_is_evaluated_or_unpickled():
             launched = (
                 "bundle.py",
                 "worker_main.py",
+                "reader_main.py",
             )
             assert path.name in launched, "code goes from the launcher to its own roles"
 
@@ -184,7 +185,7 @@ def test_the_lazy_face_is_complete():
         overlord.lunch
 
 
-IMAGES = "patch merge temporal size resize min_pixels max_pixels image_token before after augment"
+IMAGES = "patch merge temporal size resize min_pixels max_pixels image_token before after augment exif_transpose extra_formats"
 
 
 def test_job_fields_grow_deliberately():

@@ -48,7 +48,7 @@ DESCRIBED = {
     "equal": [ol.Mixture()],
     "{text: text}": [ol.Text()],
     "one rank": [ol.ClientPlaceTree()],
-    "–": [None, "", {}],
+    "–": [None, "", {}, ()],
     "hf": ["hf", ol.Layout()],
     "images": [("images",)],
     "4/3": [4 / 3],

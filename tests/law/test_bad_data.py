@@ -147,7 +147,7 @@ def test_images_that_do_not_decode_or_are_bombs(tmp_path, tokenizer, cache, wher
     labels, status = run(job, cache, where)
     assert status["bad"] == 3
     if where["runtime"] == "inline":  # the service process logs to its own standard error
-        assert "bad sample s:0:1@0: the bytes are no image of a known format" in caplog.text
+        assert "bad sample s:0:1@0: the bytes are no image of an allowed format" in caplog.text
         assert "bad sample s:0:2@0" in caplog.text and "2500000000 pixels" in caplog.text
         assert "bad sample s:0:3@0: does not decode" in caplog.text
     for row in (1, 2, 3):
