@@ -15,6 +15,7 @@ import logging
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ COMMIT_S = 0.5
 """How long a plan record waits to be written, together with others."""
 RETURN_S = 60.0
 """How long a planner that came in the place of another waits for ranks to say where they are."""
+KEPT_LABELS = 64
+"""Steps of which it is remembered what does not decode: a host that asks later tells it again."""
 STATUS_S = 1.0
 """How long somebody who asks how things are waits for the planner; then he is told without its leave."""
 
@@ -156,6 +159,9 @@ class PlannerHost:
         if on_source_failure != "stop" and self._pace.threads:
             threading.Thread(target=self._watch_parked, name="overlord-parked", daemon=True).start()
         self._changed = threading.Condition()
+        self._heard = threading.Condition()
+        self._decoded: OrderedDict[str, tuple[set[int], dict[int, int]]] = OrderedDict()
+        """Of plans: the ranks whose media are decoded, and the labels of each sample that does not."""
         self._news: dict[int, HostNews] = {}
         self._reached: dict[int, int] = {}
         self._born = self._pace.now()
@@ -261,6 +267,8 @@ class PlannerHost:
         if op == "workload":  # without the lock: a planner that waits for loaders is what the asker wants to know of
             waited = max((news.waited_s for news in self._news.values()), default=0.0)
             return {"workload": {**workload(self._planner, message["ahead"]), "waited_s": waited}}
+        if op == "labels":
+            return self._labels(message)
         if op == "add_source":
             return {"step": self._durably(self._add, message, message.get("step"))}
         with self._changed:
@@ -268,6 +276,30 @@ class PlannerHost:
                 return self._durably(answer, self._planner, message)
             finally:
                 self._changed.notify_all()  # a step may have waited for what was told
+
+    def _labels(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Hear which samples of a step do not decode on a host; tell those of all, waiting a while for other hosts.
+
+        Nothing of this is written down: a planner that comes in the place of another is told it again.
+        """
+        until, world_size = self._pace.now() + PATIENCE_S, int(message["world_size"])
+        with self._heard:
+            ranks, lost = self._decoded.setdefault(str(message["plan"]), (set(), {}))
+            ranks.update(message["ranks"])
+            lost.update((int(sample), int(labels)) for sample, labels in message["lost"])
+            while len(self._decoded) > KEPT_LABELS:
+                self._decoded.popitem(last=False)
+            self._heard.notify_all()
+            while True:
+                missing = sorted(set(range(world_size)) - ranks)
+                near = self._any_near(missing, int(message["from"]))
+                if not near or self._closing or not self._pace.wait(self._heard, until - self._pace.now()):
+                    return {"missing": missing, "lost": sorted(lost.items()), "near": near}
+
+    def _any_near(self, ranks: Sequence[int], step: int) -> bool:
+        """Whether one of some ranks is attached and at a step or beyond: its host decodes what comes next for it."""
+        positions = [news.positions for news in list(self._news.values())]
+        return any(rank in found and found[rank] >= step for found in positions for rank in ranks)
 
     def close(self) -> None:
         """Send home who waits, save where the clients stand, and leave the store."""
@@ -290,8 +322,9 @@ class PlannerHost:
         """Send home who waits for a report."""
         self._closing = True
         self._ended.set()
-        with self._changed:
-            self._changed.notify_all()
+        for condition in (self._changed, self._heard):
+            with condition:
+                condition.notify_all()
 
     # -- the store -----------------------------------------------------------------------------
 
