@@ -168,7 +168,7 @@ def test_import_has_no_side_effect_and_needs_neither_torch_nor_ray():
     assert done.stdout.split(maxsplit=1) == ["1", "[]\n"]
 
 
-IMAGES = "patch merge temporal size resize min_pixels max_pixels image_token before after augment"
+IMAGES = "patch merge temporal size resize min_pixels max_pixels image_token before after augment exif_transpose"
 
 
 def test_job_fields_grow_deliberately():
