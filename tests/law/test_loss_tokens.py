@@ -117,6 +117,21 @@ def test_it_holds_on_every_mesh_and_on_several_hosts(broken_job, tmp_path, cache
     assert resumed == steps[state["step"] : state["step"] + 2]
 
 
+@pytest.mark.parametrize("placement", ["loader", "constructor"])
+def test_a_host_whose_neighbour_has_no_trainers_is_told_the_same(broken_job, tmp_path, cache, placement):
+    tree = ol.ClientPlaceTree(dp=2)
+    with ol.launch(broken_job, mesh=tree, runtime="inline", cache=cache) as service:
+        expected = [step.global_loss_tokens for step, _ in zip(service.client(0), range(STEPS), strict=False)]
+    options = {"mesh": tree, "ranks_per_host": 1, "loader_hosts": 2, "placement": placement}
+    with hosts_of(broken_job, tmp_path, cache, **options) as (service, _, loaders):
+        for rank in (1, 0):
+            client = service.client(rank)
+            assert [next(client).global_loss_tokens for _ in range(STEPS)] == expected
+            client.close()
+        where = {source["decoded_in"] for peer in loaders for source in peer.role._host.status().values()}
+        assert placement in where
+
+
 def test_a_sample_that_is_in_two_places_counts_once(tmp_path, cache):
     """The 35 of 40 labels of a short sample, and of one that is cut in pieces."""
     rows = [{"ids": [7] * 16, "n": 21}, {"ids": [8] * 21, "n": 21}]

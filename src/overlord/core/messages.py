@@ -138,12 +138,14 @@ class Payload:
     labels: int = 0
     """Labels of all samples that its loader has of the step, also of those that go to other hosts: without those of
     bad samples and of what is missing at the end of short ones, and with those whose media are still encoded."""
+    late: bool = False
+    """Whether some of these media are: their labels count only once a constructor host has decoded them."""
 
     def take(self, samples: Int64s, with_bytes: npt.NDArray[np.bool_]) -> Payload:
         """Return some of the samples, with the bytes of the media of some of them."""
         media = self.media.take(samples, with_bytes) if self.media is not None else None
         tokens, loss = self.tokens.take(samples), self.loss.take(samples)
-        return Payload(self.step, self.source, tokens, loss, media, samples, self.labels)
+        return Payload(self.step, self.source, tokens, loss, media, samples, self.labels, self.late)
 
     @staticmethod
     def joined(parts: Sequence[Payload]) -> Payload:
@@ -160,7 +162,8 @@ class Payload:
             Ragged.concat([part.loss for part in parts]),
             Media.concat(media) if media else None,
         ).take(order, np.ones(len(order), np.bool_))
-        return replace(whole, chosen=chosen[order], labels=sum(part.labels for part in parts))
+        labels, late = sum(part.labels for part in parts), any(part.late for part in parts)
+        return replace(whole, chosen=chosen[order], labels=labels, late=late)
 
     @property
     def nbytes(self) -> int:

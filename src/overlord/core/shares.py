@@ -68,7 +68,8 @@ def with_labels(plan: LoadingPlan, payload: Payload) -> Payload:
     labels = plan.labels_of(mine if payload.chosen is None else mine[payload.chosen], payload.loss)
     if payload.media is not None:  # a medium that does not decode silences all of its sample
         labels[np.repeat(np.arange(len(labels)), np.diff(payload.media.rows))[payload.media.bad]] = 0
-    return replace(payload, labels=int(labels.sum()))
+    late = payload.media is not None and payload.media.encoded and len(payload.media.start) > 0
+    return replace(payload, labels=int(labels.sum()), late=late)
 
 
 def _of_bucket(plan: LoadingPlan, bucket: int) -> npt.NDArray[np.int32]:

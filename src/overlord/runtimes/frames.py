@@ -114,7 +114,7 @@ def payloads_to_frame(payloads: Sequence[Payload], **facts: Any) -> Frame:
     arrays: list[npt.NDArray[Any]] = []
     for payload in payloads:
         media = payload.media
-        heads.append({"step": payload.step, "source": payload.source, "labels": payload.labels,
+        heads.append({"step": payload.step, "source": payload.source, "labels": payload.labels, "late": payload.late,
                       "part": payload.chosen is not None,
                       "media": None if media is None else [media.kind, media.encoded]})  # fmt: skip
         for column in (payload.tokens, payload.loss):
@@ -136,5 +136,5 @@ def payloads_from_frame(frame: Frame) -> tuple[list[Payload], dict[str, Any]]:
         if one["media"] is not None:
             columns = {name: next(arrays) for name in _MEDIA}
             media = Media(kind=one["media"][0], encoded=one["media"][1], **columns)
-        payloads.append(Payload(one["step"], one["source"], tokens, loss, media, chosen, one["labels"]))
+        payloads.append(Payload(one["step"], one["source"], tokens, loss, media, chosen, one["labels"], one["late"]))
     return payloads, head

@@ -18,7 +18,7 @@ from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.parts import WHOLE, Part
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor, take_meta
-from overlord.core.shares import Share, with_labels
+from overlord.core.shares import Share, known_early, with_labels
 from overlord.roles.ports import Collect
 from overlord.runtimes.loader_fleet import LoaderFleet
 
@@ -128,8 +128,9 @@ class LoaderHost:
             if found is not None:
                 return found
             orders = [_order_of(plan, source, part) for source, part in asked[1]]
-            if self._hosts > 1:  # all hosts must know which media decode, and so how many labels the step has
-                orders = [dataclasses.replace(order, open_media=True) for order in orders]
+            if self._hosts > 1:  # several hosts must know alike which media decode: they are told
+                early = set(plan.draw.source[known_early(plan)].tolist())
+                orders = [dataclasses.replace(order, open_media=order.source in early) for order in orders]
             staged = _StagedStep(_told(plan, asked[1], self._fleet.hand_over(orders)))
             with self._lock:
                 self._staged[asked] = staged

@@ -20,6 +20,7 @@ import logging
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ ASKED_S = 3.0
 """How long a rank counts as asking for a step after it did so last: trainers ask again and again until they die."""
 JOIN_S = 0.5
 """How long a rank that must wait for others is kept waiting before it is told."""
+KEPT_LABELS = 64
+"""Steps of which it is remembered what does not decode: a host that asks later tells it again."""
 STATUS_S = 1.0
 """How long somebody who asks how things are waits for the planner; then he is told without its leave."""
 
@@ -219,6 +222,9 @@ class PlannerHost:
         if on_source_failure != "stop" and self._pace.threads:
             threading.Thread(target=self._watch_parked, name="overlord-parked", daemon=True).start()
         self._changed = threading.Condition()
+        self._heard = threading.Condition()
+        self._decoded: OrderedDict[str, tuple[set[int], dict[int, int]]] = OrderedDict()
+        """Of plans: the ranks whose media are decoded, and the labels of each sample that does not."""
         self._news: dict[int, HostNews] = {}
         self._reached: dict[int, int] = {}
         self._born = self._pace.now()
@@ -328,6 +334,8 @@ class PlannerHost:
         self._check_not_rewound()
         if op == "join":
             return self.durably(self._join, message)
+        if op == "labels":
+            return self._labels(message)
         if op == "add_source":
             return {"step": self.durably(self._add, message, message.get("step"))}
         with self._changed:
@@ -407,6 +415,30 @@ class PlannerHost:
     def _rewind_error(self, step: int) -> Rewound:
         return Rewound(f"the service goes back to step {step} and is being started again; ask again")
 
+    def _labels(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Hear which samples of a step do not decode on a host; tell those of all, waiting a while for other hosts.
+
+        Nothing of this is written down: a planner that comes in the place of another is told it again.
+        """
+        until, world_size = self._pace.now() + PATIENCE_S, int(message["world_size"])
+        with self._heard:
+            ranks, lost = self._decoded.setdefault(str(message["plan"]), (set(), {}))
+            ranks.update(message["ranks"])
+            lost.update((int(sample), int(labels)) for sample, labels in message["lost"])
+            while len(self._decoded) > KEPT_LABELS:
+                self._decoded.popitem(last=False)
+            self._heard.notify_all()
+            while True:
+                missing = sorted(set(range(world_size)) - ranks)
+                near = self._any_near(missing, int(message["from"]))
+                if not near or self._closing or not self._pace.wait(self._heard, until - self._pace.now()):
+                    return {"missing": missing, "lost": sorted(lost.items()), "near": near}
+
+    def _any_near(self, ranks: Sequence[int], step: int) -> bool:
+        """Whether one of some ranks is attached and at a step or beyond: its host decodes what comes next for it."""
+        positions = [news.positions for news in list(self._news.values())]
+        return any(rank in found and found[rank] >= step for found in positions for rank in ranks)
+
     def close(self) -> None:
         """Send home who waits, save where the clients stand, and leave the store."""
         self.interrupt()
@@ -428,8 +460,9 @@ class PlannerHost:
         """Send home who waits for a report."""
         self._closing = True
         self._ended.set()
-        with self._changed:
-            self._changed.notify_all()
+        for condition in (self._changed, self._heard):
+            with condition:
+                condition.notify_all()
 
     # -- the store -----------------------------------------------------------------------------
 

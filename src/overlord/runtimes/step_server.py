@@ -13,6 +13,7 @@ Rules of this file:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection
@@ -35,6 +36,9 @@ from overlord.transforms.step_samples import StepSamples
 logger = logging.getLogger("overlord")
 
 T = TypeVar("T")
+
+OTHERS_TRIES = 10
+"""How often the planner's host is asked, a second each, before the media of a slow host's ranks are decoded here."""
 
 RanksOf = Callable[[ClientPlaceTree], Collection[int]]
 """The ranks that a host is expected to serve on a mesh."""
@@ -62,6 +66,7 @@ class StepServer:
         """The ranks this host is expected to serve on a mesh."""
         self._seats = Seats(prefetch=prefetch, first_step=planner.first_step, early=early)
         self._refused: dict[int, SpecError] = {}
+        self._prefetch = prefetch
         self._budget = budget_bytes
         self._read_bytes = read_bytes
         self._changed = threading.Condition()
@@ -75,7 +80,9 @@ class StepServer:
         self._told_missing, self._last_bytes = -1, 0
         self._turn, self._packing = threading.Lock(), set[Bin]()
         # Two threads gather and two pack: while one waits for its last decodes, the other's keep the workers busy.
-        loops = (self._plan_loop, self._gather_loop, self._gather_loop, self._pack_loop, self._pack_loop)
+        loops = (
+            self._plan_loop, self._gather_loop, self._gather_loop, self._pack_loop, self._pack_loop, self._label_loop
+        )  # fmt: skip
         self._threads = [threading.Thread(target=loop, name=f"overlord{loop.__name__}") for loop in loops]
 
     def start(self) -> None:
@@ -378,3 +385,40 @@ class StepServer:
                 self._changed.notify_all()
 
         self._run(choose, work, lambda key: key[0])
+
+    def _label_loop(self) -> None:
+        """Learn how many labels steps have whose media are decoded on several hosts.
+
+        Every host tells the planner's host which of its samples do not decode, and is told those of all when the last
+        one has. A host without attached trainers builds nothing, and one that is short of memory builds nothing ahead:
+        the media of their ranks are then decoded here too, so that no host waits for another's trainers. Whoever
+        decodes a sample finds the same, so the number depends on nothing of this.
+        """
+
+        def choose() -> int | None:
+            wanted = self._wanted_steps()
+            return next((s for s in wanted if s in self._shelf.checked and s not in self._shelf.labels), None)
+
+        def work(step: int) -> None:
+            with self._changed:
+                mine = self._shelf.checked.get(step)
+            if mine is None:
+                return
+            ranks, lost = set(mine.ranks), dict(mine.lost)
+            for tries in itertools.count(1):
+                told = self._planner.ask(
+                    {"op": "labels", "step": step, "plan": mine.plan.digest, "world_size": mine.plan.mesh.world_size,
+                     "ranks": sorted(ranks), "lost": list(lost.items()), "from": step - self._prefetch - 1}
+                )  # fmt: skip
+                if self._closing or not told["missing"]:
+                    break
+                if tries >= OTHERS_TRIES or not told["near"]:
+                    others = told["missing"][: len(mine.ranks)]  # no more at a time than this host has memory for
+                    lost |= self._constructor.gather(mine.plan, others, open_all=True)().lost
+                    ranks |= set(others)
+            with self._changed:
+                if step in self._shelf.plans and not self._closing:
+                    self._shelf.labels[step] = mine.counted - sum(count for _, count in told["lost"])
+                self.moved()
+
+        self._run(choose, work, lambda step: step)

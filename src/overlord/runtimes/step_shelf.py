@@ -29,6 +29,18 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """What a host knows of the labels of a step when it has decoded all media of its own ranks."""
+
+    plan: LoadingPlan
+    ranks: frozenset[int]
+    counted: int
+    """Labels of the step over all ranks, as the loaders counted them."""
+    lost: dict[int, int]
+    """Those of samples that do not decode here."""
+
+
+@dataclass(frozen=True, slots=True)
 class Built:
     """A microbatch in shared memory."""
 
@@ -57,6 +69,8 @@ class StepShelf:
         self.built: dict[Bin, Built] = {}
         self.labels: dict[int, int] = {}
         """Labels of each step over all ranks, once it is known which of its samples decode."""
+        self.checked: dict[int, Checked] = {}
+        """What is known here of steps whose other media are decoded on other hosts."""
         self._fresh: list[Bin] = []
         self._kept: dict[int, set[int]] = {}
         """What was wanted of planned steps when everything that is built was looked through."""
@@ -89,13 +103,15 @@ class StepShelf:
         for step in [s for s in self.plans if s not in wanted]:
             del self.plans[step]
             self.labels.pop(step, None)
+            self.checked.pop(step, None)
 
     def gathered(self, plan: LoadingPlan, samples: StepSamples, ranks: frozenset[int]) -> None:
         """Keep the samples of a step; those of more ranks come in the place of those of fewer."""
         before = self.samples.get(plan.step)
         if before is not None:  # what is packed by now is not packed again
             samples.lost |= before.samples.lost
-        unopened = samples.unopened(plan) if before is None else before.unopened
+        mine = set(self._constructor.bins_of(ranks, plan))
+        unopened = samples.unopened(plan) & mine if before is None else before.unopened
         self.samples[plan.step] = Gathered(samples, ranks, unopened)
         self._settle(plan.step)
 
@@ -106,8 +122,14 @@ class StepShelf:
             self._settle(step)
 
     def _settle(self, step: int) -> None:
-        if step in self.plans and not self.samples[step].unopened:
-            self.labels.setdefault(step, self.samples[step].samples.labels)
+        plan, gathered = self.plans.get(step), self.samples[step]
+        if plan is None or gathered.unopened:
+            return
+        samples, ranks = gathered.samples, gathered.ranks
+        if samples.late and len(ranks) < plan.mesh.world_size:
+            self.checked[step] = Checked(plan, ranks, samples.counted, dict(samples.lost))
+        else:
+            self.labels.setdefault(step, samples.labels)
 
     def next_missing(self, step: int, ranks: set[int], busy: Collection[Bin] = ()) -> Bin | None:
         """Return the first that is neither built nor being built: what ranks want, then what the labels wait for."""

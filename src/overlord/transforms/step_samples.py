@@ -103,6 +103,8 @@ class StepSamples:
     """The row of each drawn sample that is here."""
     counted: int = 0
     """Labels of the whole step, as far as its loaders knew."""
+    late: bool = False
+    """Whether some media of the step were handed over encoded, to this host or to others."""
     lost: dict[int, int] = field(default_factory=dict[int, int])
     """Labels of samples that were found not to decode since."""
     images: Pieces | None = None
@@ -115,7 +117,7 @@ class StepSamples:
 
     @property
     def labels(self) -> int:
-        """Labels of the whole step, on all hosts, without those of samples that do not decode."""
+        """Labels of the whole step, on all hosts, without those of samples that are known here not to decode."""
         return self.counted - sum(self.lost.values())
 
     def lose(self, plan: LoadingPlan, samples: Iterable[int]) -> None:
@@ -268,6 +270,7 @@ def join_payloads(plan: LoadingPlan, payloads: list[Payload]) -> StepSamples:
         sources=sources,
         row_of=row_of,
         counted=sum(payload.labels for payload in payloads),
+        late=any(payload.late for payload in payloads),
     )
 
 
