@@ -91,6 +91,7 @@ def attach_all(service: ol.Service, ranks: int, step: int) -> list[ol.Client]:
         pytest.param(2, 8, 5, {"runtime": "ray"}, marks=[pytest.mark.slow, pytest.mark.ray]),
     ],
 )
+@pytest.mark.timeout(600)
 def test_samples_go_on_exactly(ids_job, cache, request, ranks, steps, back_to, how):
     if how.get("runtime") == "ray":
         how = {**how, "address": request.getfixturevalue("ray_address")}

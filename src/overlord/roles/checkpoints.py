@@ -49,6 +49,8 @@ class Checkpoints:
         self._state_of = state_of
         self._next_step = next_step
         self._saved = step
+        self.began = step
+        """The step it goes on at."""
         self.passed = step
         """The step before which every client is done."""
         self.snapshot_every = SNAPSHOT_EVERY

@@ -136,7 +136,10 @@ def goes_back(planner: Planner, rank: int, step: int, reached: Mapping[int, int]
         reached: For every rank that ever attached, the step before which it is done.
         attached: The ranks that are attached.
     """
-    if step < max(planner.first_step, reached.get(rank, planner.checkpoints.passed)):
+    known, checkpoints = reached.get(rank), planner.checkpoints
+    if known is None and not checkpoints.store.goes_on:
+        return step < planner.first_step  # it has not been in this lineage, however far the others are by now
+    if step < max(planner.first_step, checkpoints.began if known is None else known):
         return True
     return planner.newest_report >= step and not set(attached) - {rank}
 

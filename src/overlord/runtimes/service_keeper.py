@@ -36,6 +36,8 @@ FIRST_SIGN_S = 60.0
 """How long the interpreter of a process that is started again may take to come up, on a host with much to do."""
 MOST_RESTARTS = 5
 """Restarts in a row without a new step served, after which a service is given up."""
+REWOUND_S = 3.0
+"""How long a service that goes back to an earlier step may take to end."""
 STEADY_S = 12.0
 """A service that ran for so long did not fail because it was started."""
 
@@ -156,6 +158,7 @@ class ServiceKeeper:
         """Return when a process is gone, having seen to it if it hangs."""
         beat_s = self._order.heartbeat_s
         looked_at = time.monotonic()
+        ends_at: float | None = None
         with contextlib.closing(Pulse(beat_s)) as pulse:
             while not self._closing and process.ended is None:
                 now = time.monotonic()
@@ -163,7 +166,12 @@ class ServiceKeeper:
                     pulse.excuse(now)
                     process.heard_at = now
                 looked_at = now
-                if process.address is not None:
+                if process.rewound:
+                    # What counts is on disk: one that takes long to end is killed, as trainers wait for the next one.
+                    ends_at = ends_at or now + REWOUND_S
+                    if now > ends_at:
+                        process.kill("took long to end and was killed")
+                elif process.address is not None:
                     silent_s, allowed_s = pulse.silent_s(now), 2 * beat_s
                     pulse.beat(process.address, now)
                     self._note_up()
