@@ -185,7 +185,8 @@ def test_the_lazy_face_is_complete():
         overlord.lunch
 
 
-IMAGES = "patch merge temporal size resize min_pixels max_pixels image_token before after augment exif_transpose extra_formats"
+IMAGES = "patch merge temporal size resize min_pixels max_pixels image_token before after augment exif_transpose "
+IMAGES += "extra_formats"
 
 
 def test_job_fields_grow_deliberately():
