@@ -7,6 +7,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -230,3 +232,20 @@ def test_a_service_outlives_a_deadly_file(what: str, tmp_path: Path) -> None:
             ]
             assert seen[-1] == {"a"} and service.status()["sources"]["b"]["parked"]
         assert service.status()["sources"]["a"]
+
+
+@pytest.mark.parametrize("command", [["run", "--steps", "2"], ["explain"], ["sources", "lint"]])
+def test_a_command_names_the_file_that_ends_its_reader(command: list[str], tmp_path: Path, mixed_job: ol.Job) -> None:
+    make_deadly(write(tmp_path / "bad.parquet"))
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "sources:\n  - {name: web, path: bad.parquet, sample: {kind: text, column: text}}\n"
+        f"tokenizer: {mixed_job.tokenizer}\n"
+        "batch: {context_length: 16, global_samples: 4}\n"
+    )
+    verb = command[:1] if command[0] != "sources" else command[:2]
+    line = [sys.executable, "-m", "overlord", *verb, str(job), *command[len(verb) :], "--cache", str(tmp_path / "c")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100)
+    assert done.returncode in (1, 2), done.stdout + done.stderr
+    told = " ".join((done.stdout + done.stderr).split())
+    assert "bad.parquet" in told and "damaged" in told and "Traceback" not in told, told

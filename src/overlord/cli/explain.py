@@ -17,6 +17,7 @@ from overlord.cli.explain_loaders import BufferWatch, LoaderFacts, loader_facts,
 from overlord.cli.explain_sources import SourceFacts, source_facts
 from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
+from overlord.cli.sources import isolated
 from overlord.cli.summary import LoadHeatmap
 from overlord.core.launch_words import Placement
 from overlord.core.layout_specs import Layout
@@ -134,7 +135,8 @@ def explain_job(job: Job, name: str, options: ExplainOptions, tell: Tell) -> Exp
                 layout=options.layout,
                 placement=options.placement,
             )
-            roles = deploy(job, launch, store, Hands(callers, SerialWorkers(), CallerLanes()), tell)
+            hands = Hands(callers, SerialWorkers(), CallerLanes())
+            roles = deploy(job, launch, store, hands, tell, isolate_reader=isolated())
             try:
                 return _explain(roles, job, name, options, steps, notes, tell)
             finally:

@@ -22,7 +22,7 @@ from overlord.cli.collecting import Collector
 from overlord.cli.context_fit import context_notes
 from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
-from overlord.cli.sources import indexed_rows, open_each
+from overlord.cli.sources import indexed_rows, isolated, open_each
 from overlord.cli.summary import RunSummary, SourceSummary, media_of
 from overlord.core.launch_words import OnSourceFailure, Placement, Runtime
 from overlord.core.layout_specs import Layout
@@ -265,11 +265,12 @@ def _list_source(source: Source, cache: str) -> None:
                 format=source.format,
                 columns=[],
                 storage_options=source.storage_options,
+                isolate=isolated(),
             )
         except SpecError as error:
             raise type(error)(f"source {source.name!r}: {error}") from error
     else:
-        open_sources([source], [transform], index, SerialWorkers(), None)
+        open_sources([source], [transform], index, SerialWorkers(), None, isolated())
 
 
 def _check_ranks(mesh: ClientPlaceTree) -> None:

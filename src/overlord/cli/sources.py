@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +25,8 @@ from overlord.errors import SpecError
 from overlord.readers.index import IndexCache
 from overlord.readers.sidecars import LengthSidecars
 from overlord.readers.source_files import SourceFiles
-from overlord.runtimes.opening import open_sources
+from overlord.runtimes.opening import IsolateReader, open_sources
+from overlord.runtimes.reader_processes import ReaderProcesses
 from overlord.runtimes.workers import SerialWorkers
 from overlord.transforms.per_sample import SampleTransform, no_seeds
 from overlord.transforms.sample_kinds import make_transform, reserve_placeholders
@@ -84,6 +87,18 @@ def load_tokenizer(job: Job) -> TextTokenizer | None:
     return tokenizer
 
 
+def isolated() -> IsolateReader:
+    """Return what reads Parquet and Arrow files in other processes: a damaged file must not end this command."""
+    return _reader_processes().isolate
+
+
+@functools.cache
+def _reader_processes() -> ReaderProcesses:
+    processes = ReaderProcesses(cores())
+    atexit.register(processes.close)
+    return processes
+
+
 def open_each(job: Job, sources: Sequence[Source], cache: Path, tell: Tell | None) -> list[OpenSource]:
     """Open some sources of a job; the fault of one does not keep the others from being opened."""
     if not sources:
@@ -94,7 +109,7 @@ def open_each(job: Job, sources: Sequence[Source], cache: Path, tell: Tell | Non
     def open_one(source: Source) -> OpenSource:
         try:
             transform = make_transform(source, tokenizer)
-            files = open_sources([source], [transform], index, SerialWorkers(), None)[0]
+            files = open_sources([source], [transform], index, SerialWorkers(), None, isolated())[0]
             opened = Opened(source, files, transform, tokenizer, job.batch.context_length, job.overlength)
             return OpenSource(source, opened)
         except SpecError as error:
