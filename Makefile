@@ -32,8 +32,10 @@ test: lint
 	$(BIN)/python -m pytest -q -m "not slow" -n $(JOBS) --dist loadscope
 
 # What takes more than a few seconds: real processes killed at every point, Ray, torchrun with eight ranks, long fuzzing.
+# Some of it watches real processes against the clock: what fails beside other tests is run once more alone, and counts then.
+SLOW := $(BIN)/python -m pytest -q -m slow
 test-slow: $(READY)
-	$(BIN)/python -m pytest -q -m slow -n $(JOBS) --dist loadscope
+	$(SLOW) -n $(JOBS) --dist loadscope --durations=40 || { test $$? -eq 1 && $(SLOW) --last-failed --last-failed-no-failures none; }
 
 test-all: test test-slow
 

@@ -7,7 +7,6 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 
-import cloudpickle
 import numpy as np
 import pytest
 
@@ -16,6 +15,7 @@ from overlord.core.messages import Media, MetaDelta, Payload
 from overlord.core.ragged import Ragged
 from overlord.core.samples import META, Cursor
 from overlord.roles.recovery import Assignment
+from overlord.runtimes.bundle import pack
 from overlord.runtimes.cluster_roles import ConstructorRole, LoaderRole, PlannerRole
 from overlord.runtimes.frames import (
     deltas_from_frame,
@@ -91,7 +91,7 @@ class Blocks:
 def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, split=False, **options):
     """Bring up a service of several hosts and give (service-like, planner peer, loader peers)."""
     given = LaunchOptions(mesh=mesh, cache=cache, **{"threads": 1, "budget_bytes": 64 << 20, **options})
-    bundle, folder = cloudpickle.dumps((job, given)), str(tmp_path)
+    bundle, folder = pack(job, given), str(tmp_path)
     count, blobs = mesh.world_size // ranks_per_host, Blocks()
     # Every other source is dealt to all hosts, group by group.
     dealt = tuple(
