@@ -77,7 +77,7 @@ def test_a_column_of_another_kind_ends_the_launch(tmp_path: Path, cache: str, de
     tail = f"tokenizer: {demo_files.tokenizer}\n"
     for sample, reason in (
         ("{kind: text, column: none}", "column 'none' is missing or null in this row"),
-        ("{kind: image_text, image: text, text: text}", "the bytes are no image of a known format"),
+        ("{kind: image_text, image: text, text: text}", "the bytes are no image of an allowed format"),
     ):
         outcome = run(job(tmp_path, "a.parquet", sample, tail=tail), cache)
         assert outcome.exit_code == 2, outcome.stderr

@@ -52,7 +52,7 @@ from overlord.errors import SpecError
         (ImageText, {"width": "w"}, ["height: missing, although width is given"]),
         (ImageText, {"image_token": -1}, ["image_token is -1", "<image>"]),
         (Custom, {"fn": 3}, ["fn is 3", "Python function"]),
-        (Batch, {"context_length": 0, "global_tokens": 8}, ["context_length is 0", "no sample would fit"]),
+        (Batch, {"context_length": 0, "global_tokens": 8}, ["context_length is 0", "nothing would count in the loss"]),
         (Batch, {"context_length": 8, "global_tokens": -5}, ["global_tokens is -5", "a step would be empty"]),
         (Batch, {"context_length": 8, "global_samples": 0}, ["global_samples is 0", "at least 1"]),
         (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import signal
@@ -17,6 +16,7 @@ import yaml
 
 import overlord as ol
 from overlord.cli.main import app
+from overlord.scaling.budgets import AHEAD_BYTES
 
 MANIFEST = Path(__file__).parents[2] / "deploy" / "kuberay.yaml"
 SCHEMA = json.loads(Path(__file__).with_name("manifest.schema.json").read_text())
@@ -159,7 +159,7 @@ def test_ray_gets_the_resource_that_marks_trainer_hosts(manifest):
 
 
 def test_memory_holds_budget_and_object_store(manifest):
-    budget = inspect.signature(ol.launch).parameters["budget"].default
+    budget = AHEAD_BYTES
     for group in groups_of(manifest).values():
         pod = group["template"]["spec"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}

@@ -107,7 +107,7 @@ def test_a_reason_is_a_warning_once_and_each_id_is_logged(tmp_path, tokenizer, c
     ("sample", "reason"),
     [
         (ol.Text("nothing"), "column 'nothing' is missing or null"),
-        (ol.ImageText("text", "text"), "no image of a known format"),
+        (ol.ImageText("text", "text"), "no image of an allowed format"),
         (ol.Chat("text"), "not JSON"),
     ],
 )

@@ -15,6 +15,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import overlord as ol
+from overlord.core.states import sealed
 from overlord.errors import StateError
 from overlord.testing import assert_resumes_anywhere, stream_digests
 
@@ -114,6 +115,6 @@ def test_a_state_of_the_old_order_is_refused(tmp_path: Path, cache):
     state["sources"]["one"][columns.index("group")] = 0  # the only group there was: the whole file, front to back
     with (
         pytest.raises(StateError, match=r"older version, which did not shuffle inside blocks larger than"),
-        ol.launch(job, runtime="inline", cache=cache, state=state) as service,
+        ol.launch(job, runtime="inline", cache=cache, state=sealed(state)) as service,
     ):
         next(service.client())

@@ -172,7 +172,7 @@ def test_wrong_arguments_are_spec_errors(ids_job, cache, where):
             ol.launch(ids_job, **{**where, "cache": cache, **options})
         return str(caught.value)
 
-    assert "mesh is 'dp=2'" in refused(mesh="dp=2")
+    assert "mesh is 2" in refused(mesh=2)
     assert "prefetch is '2'" in refused(prefetch="2")
     assert "prefetch is 1.5" in refused(prefetch=1.5)
     assert "threads is -1" in refused(threads=-1)

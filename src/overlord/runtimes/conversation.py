@@ -138,6 +138,7 @@ class Conversation:
         facts = {"lease_bytes": self._lease_bytes, **stands}
         if stands["first_step"] is None:
             return facts
+        self._pid = int(message.get("pid", 0))
         self._refuse_second(rank)
         if at is not None and message.get("lineage") != stands["lineage"] and at != stands["first_step"]:
             raise left_behind(f"step {at}, where rank {rank} is,", stands["first_step"])
@@ -148,20 +149,22 @@ class Conversation:
                 return joined
             facts |= joined
             at = int(step)
-        self._rank, self._pid = rank, int(message.get("pid", 0))
+        self._rank = rank
         self._seat, reached = desk.server.attach(rank, int(stands["first_step"]), at)
         desk.talks[rank] = self
         desk.planner.tell(desk.server.news())
         return {**facts, "reached": reached}
 
     def _refuse_second(self, rank: int) -> None:
-        """Refuse a rank that is attached already; one whose process has just been killed is given a moment to go.
+        """Refuse a rank that another process has; one whose process has just been killed is given a moment to go.
 
         The other connection is looked at by itself: its thread may wait for a step, and does not notice that its client
         is gone.
         """
         until = time.monotonic() + TWICE_S
         while (other := self._desk.talks.get(rank)) is not None and other is not self and not other.hung_up:
+            if other.pid == self._pid:
+                return  # a process may have several clients of a rank, to report on one while another one waits
             if time.monotonic() > until:
                 raise SpecError(
                     f"rank {rank} is attached to this service already, by process {other.pid}; two processes would "

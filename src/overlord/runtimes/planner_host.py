@@ -213,7 +213,7 @@ class PlannerHost:
     ) -> None:
         self._planner = planner
         self._rewound = rewound
-        self._asked: dict[int, tuple[int, float]] = {}
+        self._asked: dict[int, tuple[int, float, bool]] = {}
         self._told = set[int]()
         self._replayable: set[int] = set()
         self._back_to: int | None = None
@@ -362,17 +362,19 @@ class PlannerHost:
             refuse_coming_step(planner, step)
             now = self._pace.now()
             self._asked = {r: asked for r, asked in self._asked.items() if now - asked[1] < ASKED_S}
-            self._asked[rank] = (step, now)
+            positions = {r: at for news in self._news.values() for r, at in news.positions.items()}
+            back = goes_back(planner, rank, step, self._reached, positions)
+            self._asked[rank] = (step, now, back)
             self._changed.notify_all()
-            steps = {r: asked for r, (asked, _) in self._asked.items()}
-            if len(set(steps.values())) > 1:
+            steps = {r: asked for r, (asked, _, _) in self._asked.items()}
+            # Ranks that go on where each of them stood may stand at different steps; ranks that go back must agree.
+            if len(set(steps.values())) > 1 and any(goes for _, _, goes in self._asked.values()):
                 self._told.add(rank)
                 if self._told >= set(steps):  # all of them know, and the next word of each is a new one
                     self._asked.clear()
                     self._told.clear()
                 raise ranks_disagree(steps)
-            positions = {r: at for news in self._news.values() for r, at in news.positions.items()}
-            if not goes_back(planner, rank, step, self._reached, positions):
+            if not back:
                 return {"first_step": step, "mesh": str(planner.meshes.at(step))}
             if step not in self._replayable:
                 self._check_replayable(step)
