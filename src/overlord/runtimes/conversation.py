@@ -139,7 +139,7 @@ class Conversation:
         if stands["first_step"] is None:
             return facts
         self._pid = int(message.get("pid", 0))
-        self._refuse_second(rank)
+        twice = self._refuse_second(rank)
         if at is not None and message.get("lineage") != stands["lineage"] and at != stands["first_step"]:
             raise left_behind(f"step {at}, where rank {rank} is,", stands["first_step"])
         if at is None and step is not None:
@@ -151,12 +151,16 @@ class Conversation:
             at = int(step)
         self._rank = rank
         self._seat, reached = desk.server.attach(rank, int(stands["first_step"]), at)
-        desk.talks[rank] = self
+        if not twice:  # the first client of a process keeps the rank for as long as it is attached
+            desk.talks[rank] = self
         desk.planner.tell(desk.server.news())
-        return {**facts, "reached": reached}
+        return {**facts, "reached": reached, "twice": twice}
 
-    def _refuse_second(self, rank: int) -> None:
-        """Refuse a rank that another process has; one whose process has just been killed is given a moment to go.
+    def _refuse_second(self, rank: int) -> bool:
+        """Refuse a rank that another process has; return whether the process of this client has it already.
+
+        A process that has just been killed is given a moment to go. One process may have several clients of a rank, to
+        report on one of them while another one waits for a step.
 
         The other connection is looked at by itself: its thread may wait for a step, and does not notice that its client
         is gone.
@@ -164,7 +168,7 @@ class Conversation:
         until = time.monotonic() + TWICE_S
         while (other := self._desk.talks.get(rank)) is not None and other is not self and not other.hung_up:
             if other.pid == self._pid:
-                return  # a process may have several clients of a rank, to report on one while another one waits
+                return True
             if time.monotonic() > until:
                 raise SpecError(
                     f"rank {rank} is attached to this service already, by process {other.pid}; two processes would "
@@ -173,6 +177,7 @@ class Conversation:
                     "give it num_workers=0, as the service reads ahead by itself."
                 )
             time.sleep(0.05)
+        return False
 
     @property
     def pid(self) -> int:

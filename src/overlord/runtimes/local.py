@@ -193,9 +193,14 @@ class LocalFeed:
         self.mesh = mesh_from_text(facts["mesh"])
         """The mesh of the step at which this rank begins; of a rank that none has, the newest."""
         self.first_step: int = facts["first_step"] or 0
+        if facts.get("twice"):
+            logger.warning(
+                "rank %d of %s has a client in this process already: both get the same samples. Close the one that is "
+                "not needed, or give each its own rank", rank, address,
+            )  # fmt: skip
         if step is not None:
             self._at = self.first_step  # one that comes back before it took a step must not begin elsewhere
-        elif (facts.get("reached") or 0) > self.first_step:
+        elif (facts.get("reached") or 0) > self.first_step and not facts.get("twice"):
             logger.warning(
                 "rank %d of %s was at step %d before, and begins again at step %d, where the service was launched. To "
                 "go on from a checkpoint, attach with its step: ol.connect(address, rank, step=..), which may be %d to "
