@@ -119,6 +119,8 @@ def read_everything(path: Path, cache: Path, pool: ReaderProcesses | None, colum
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", COLUMNAR)
 def test_columnar_files(name: str, count: int, tmp_path: Path, pool: ReaderProcesses) -> None:
+    if count == MANY:  # of each reader, over all of its files
+        count = -(-MANY // sum(Path(name).suffix == Path(one).suffix for one in COLUMNAR))
     data, damaged = COLUMNAR[name](), 0
     for seed in range(count):
         path, cache = tmp_path / f"{seed}.{name}", tmp_path / "cache"
