@@ -463,7 +463,7 @@ def test_any_schedule(job, cache, newcomers, near_horizon):
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_very_many_schedules(job, cache, newcomers, near_horizon):
-    run_schedules(job, cache, newcomers, examples=2000, rules=30)
+    run_schedules(job, cache, newcomers, examples=600, rules=30)
 
 
 def test_resumes_anywhere_of_a_run_with_changes_and_faults(job, cache, tmp_path):
