@@ -15,11 +15,19 @@ import overlord as ol
 from tests.conftest import ray_started, start_ray
 from tests.faults.test_roles_killed import MESH, consume, expected, strike  # noqa: F401 - a fixture
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
+
+ROLES = [
+    pytest.param("planner", signal.SIGKILL, marks=pytest.mark.slow),
+    pytest.param("planner", signal.SIGSTOP, marks=pytest.mark.slow),
+    pytest.param("constructor host 0", signal.SIGKILL, marks=pytest.mark.slow),
+    pytest.param("constructor host 0", signal.SIGSTOP, marks=pytest.mark.slow),
+    ("loader host 1", signal.SIGKILL),
+    pytest.param("loader host 1", signal.SIGSTOP, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("role", ["planner", "constructor host 0", "loader host 1"])
+@pytest.mark.parametrize(("role", "signum"), ROLES)
 def test_every_role(ids_job, cache, expected, ray_address, role, signum):  # noqa: F811
     options = {"runtime": "ray", "address": ray_address, "threads": 1, "loader_hosts": 2, "heartbeat": 2.0}
     with ol.launch(ids_job, mesh=MESH, shadows=role == "planner", cache=cache, **options) as service:
@@ -31,6 +39,7 @@ def test_every_role(ids_job, cache, expected, ray_address, role, signum):  # noq
         assert consume(service, 0.05, at_step) == expected
 
 
+@pytest.mark.slow
 def test_the_service_process(ids_job, cache, expected, ray_address):  # noqa: F811
     """Ray's own driver: its actors go with it, and the launcher starts all of them again."""
     options = {"runtime": "ray", "address": ray_address, "threads": 1, "heartbeat": 2.0}
@@ -47,6 +56,7 @@ def moved_of(status, away):
     return next(host for host in status["hosts"] if host["role"] == away["role"])
 
 
+@pytest.mark.slow
 def test_a_node_that_goes(ids_job, cache, expected, tmp_path):  # noqa: F811
     """Ray takes 12 s and more to notice; the beats of its roles stop at once."""
     owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

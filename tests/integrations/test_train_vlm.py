@@ -152,7 +152,6 @@ def test_one_process_learns_from_text_and_images(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "runtime"), MESHES)
-@pytest.mark.slow
 def test_eight_ranks_train_as_one_process_does(mesh: str, runtime: str, runs: Runs, request: Request) -> None:
     assert_same_training(runs.train(mesh, where(runtime, request)), runs.train("dp=1"))
 
