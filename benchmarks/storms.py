@@ -39,10 +39,13 @@ from overlord.testing.digests import Trainers
 
 HEARTBEAT_S = 3.0
 PACE_S = 0.02
-GONE_S = 20.0
-"""How long what a service had may take to go after its end."""
+GONE_S, RAY_GONE_S = 20.0, 90.0
+"""How long what a service had may take to go after its end; agents of a cluster of its own take up to a minute."""
 STORM_S = 600.0
 """A storm that takes longer hangs."""
+MOST_LOST, NEAR_STEPS = 5, 6
+"""How often the service process may end within so many steps: the launcher gives up after six ends without a new step
+in between, and a client has some steps in hand."""
 LAUNCHES = 4
 """A launch that a fault ended is tried again so many times in all."""
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -63,6 +66,7 @@ SERVICE_LINES = (
 ROLE_LINES = (
     r"the (planner|constructor host \d|loader host \d) (ended|did not answer for) .*; its successor is started",
     r"\(generation \d+\) was replaced while nothing was heard of it; it ends",
+    r"the successor of the .* did not come up: ",
     r"is asked again: ",
     r"has not answered .* asked again",
     r"\(raylet\)",
@@ -121,7 +125,10 @@ class Faults:
         self._luck = luck
         self._timers: list[threading.Timer] = []
         self._stopped: list[psutil.Process] = []
+        self._lost_at: list[int] = []
         self.made: Counter[str] = Counter()
+        self.at = 0
+        """The step that is being trained."""
 
     def plan(self, count: int, within_s: float) -> None:
         """Make some faults within the next seconds."""
@@ -147,6 +154,10 @@ class Faults:
         chosen, name = (service, "service") if whom < 0.25 or not roles else (roles, "role")
         if not chosen:
             return  # nothing is up at this moment
+        if name == "service" and kind != "pause":
+            if sum(at > self.at - NEAR_STEPS for at in self._lost_at) >= MOST_LOST:
+                return  # a crash loop, which the launcher gives up
+            self._lost_at.append(self.at)
         process = chosen[int(whom * 1000) % len(chosen)]
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
@@ -226,6 +237,7 @@ def storm(seed: int, setting: str, folder: Path) -> Outcome:
     try:
         trainers = Trainers(service)
         for at in range(steps):
+            faults.at = at
             if at in hits:
                 faults.plan(hits[at], 0.6)
             if at in script:
@@ -290,7 +302,7 @@ def weather(seed: int, setting: str) -> Outcome:
             outcome.wrong.append(f"hung for {STORM_S:g} s")
         if outcome.differ:
             outcome.wrong.append(f"{outcome.differ} of {outcome.steps} steps differ")
-        outcome.wrong += leftovers(own, before)
+        outcome.wrong += leftovers(own, before, RAY_GONE_S if setting == "ray" else GONE_S)
         log.seek(0)
         text = log.read()
         outcome.wrong += wrong_lines(text, outcome.faults)
@@ -305,9 +317,9 @@ def segments() -> set[str]:
     return {path.name for path in found if path.name.startswith(("overlord", "psm_", "plasma")) and path.is_file()}
 
 
-def leftovers(own: Path, before: set[str]) -> list[str]:
+def leftovers(own: Path, before: set[str], within_s: float) -> list[str]:
     """Return what is left of a storm whose processes had a temporary folder of their own, after a while."""
-    until = time.monotonic() + GONE_S
+    until = time.monotonic() + within_s
     while True:
         left = [f"process {p.pid} is left: {' '.join(p.cmdline())[:80]}" for p in of_folder(own)]
         left += [f"folder {path.name} is left" for path in own.iterdir()]

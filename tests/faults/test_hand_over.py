@@ -165,7 +165,7 @@ def test_random_hand_overs(job, cache, expected):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_very_many_random_hand_overs(job, cache, expected):
-    run_random(job, cache, expected, range(1000, 2000))
+    run_random(job, cache, expected, range(1000, 1500))
 
 
 # -- what once went wrong -------------------------------------------------------------------------------

@@ -204,7 +204,7 @@ def test_random_scripts(job, cache, expected, shadows):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("shadows", [False, True])
 def test_very_many_random_scripts(job, cache, expected, shadows):
-    run_scripts(job, cache, expected, shadows, range(1000, 2500))
+    run_scripts(job, cache, expected, shadows, range(1000, 1800))
 
 
 ROLES = st.sampled_from(["planner", "constructor host 0", *(f"loader host {n}" for n in range(HOSTS))])

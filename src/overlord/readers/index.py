@@ -60,9 +60,10 @@ class IndexCache:
         if found is not None:
             return found
         with self._locks[int(path.stem[:8], 16) % _NUM_LOCKS]:
+            was_there = path.exists()  # before it is read: another process may write it in between
             found = _load(path)
             if found is None:
-                if path.exists():
+                if was_there:
                     logger.warning("the index of %s in %s is damaged; it is built again", file.path, path)
                 self._store(path, _build(file, reader, columns))
                 found = _load(path)

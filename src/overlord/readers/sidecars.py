@@ -29,9 +29,10 @@ class LengthSidecars:
     def open_all(self, source: Source, files: SourceFiles, tokenizer_digest: str) -> list[npt.NDArray[np.int32]]:
         """Return the lengths of every file of a source, memory-mapped."""
         paths = [self._path(source, files, number, tokenizer_digest) for number in range(len(files.files))]
+        were_there = [path.exists() for path in paths]  # before they are read: another process may write one in between
         tables = [read_array(path, np.int32) for path in paths]
         missing = [number for number, table in enumerate(tables) if table is None]
-        damaged = [str(paths[number]) for number in missing if paths[number].exists()]
+        damaged = [str(paths[number]) for number in missing if were_there[number]]
         if damaged:
             logger.warning(
                 "%d length sidecars are damaged (the first is %s); they count as missing", len(damaged), damaged[0]

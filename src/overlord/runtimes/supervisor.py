@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from overlord.errors import Fenced, OverlordError, Rewound, StoreError
+from overlord.errors import Fenced, OverlordError, Rewound, ServiceLost, StoreError
 from overlord.roles.recovery import NOBODY, Assignment, promote
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.engine import Engine, Incarnation
@@ -124,7 +124,20 @@ class Supervisor:
         """What was lost, why, and how long it took to replace it."""
 
     def begin(self, progress: Progress) -> None:
-        """Bring all roles up, side by side; what is wrong with the job shows here."""
+        """Bring all roles up, side by side; what is wrong with the job shows here.
+
+        Raises:
+            ServiceLost: when a role ends meanwhile.
+        """
+        try:
+            self._begin(progress)
+        except PeerGone as error:
+            raise ServiceLost(
+                f"a role ended while the service was launched ({error}); no data would come. What it logged stands on "
+                "standard error: mend that if it tells of a fault, and launch again."
+            ) from error
+
+    def _begin(self, progress: Progress) -> None:
         awake = self._of()
         for one in awake:
             one.peer = self._engine.start(one.site, one.generation)
@@ -400,7 +413,10 @@ class Supervisor:
 
     def _send(self, one: Incarnation, method: str, message: dict[str, Any] | None = None) -> Pending:
         assert one.peer is not None
-        return one.peer.ask(method, frame_of(message or {}))
+        try:
+            return one.peer.ask(method, frame_of(message or {}))
+        except PeerGone as error:
+            raise PeerGone(f"{method!r} did not reach the {one.site.name}: {error}") from error
 
     def _call(self, one: Incarnation, method: str, message: dict[str, Any]) -> Any:
         return self._answer(one, self._send(one, method, message))
