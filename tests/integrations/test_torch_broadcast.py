@@ -24,7 +24,7 @@ from overlord.roles.views import Batch, RankView
 
 WORLD, STEPS, PATIENCE = 4, 3, datetime.timedelta(seconds=45)
 
-pytestmark = pytest.mark.timeout(240)  # four processes with torch in each, started once for all of the module
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]  # four processes with torch in each
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from overlord.cli.options import (
     options_of,
     runtime_of,
 )
-from overlord.cli.output import Screen, check_writable, show_error
+from overlord.cli.output import Screen, check_writable, command, show_error
 from overlord.cli.planning_commands import explain, profile
 from overlord.cli.summary import RunSummary, count, number
 from overlord.core.place_tree import ClientPlaceTree
@@ -67,7 +67,8 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
         try:
-            return super().invoke(ctx)
+            with command():
+                return super().invoke(ctx)
         except OverlordError as error:
             raise typer.Exit(show_error(error, as_json=ctx.meta.get(AS_JSON, False))) from error
         except KeyboardInterrupt:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +119,22 @@ def check_writable(option: str, path: Path) -> None:
     if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
         reason = "it is a folder" if path.is_dir() else f"{folder} is not a folder that can be written"
         raise SpecError(f"{option} {path}: nothing can be written there, since {reason}. Name another file.")
+
+
+_commands: list[ExitStack] = []
+
+
+@contextmanager
+def command() -> Iterator[None]:
+    """Run a command: what `current_command` was given to end, ends with it."""
+    with ExitStack() as ends:
+        _commands.append(ends)
+        try:
+            yield
+        finally:
+            _commands.remove(ends)
+
+
+def current_command() -> ExitStack | None:
+    """Return what ends with the command under way; None outside of one."""
+    return _commands[-1] if _commands else None

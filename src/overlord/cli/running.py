@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -143,7 +142,8 @@ def _first_interrupt() -> Iterator[Callable[[], bool]]:
         if came:
             raise KeyboardInterrupt
         came = True
-        sys.stderr.write("\nstopping after this step; Ctrl-C again stops at once\n")
+        # Not sys.stderr: a signal may come while it is being written, and a buffer cannot be entered twice.
+        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False  # only the main thread hears signals

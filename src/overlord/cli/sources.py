@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +15,7 @@ import numpy.typing as npt
 from rich.table import Table
 from rich.text import Text as Words
 
-from overlord.cli.output import Tell
+from overlord.cli.output import Tell, current_command
 from overlord.cli.summary import number, size
 from overlord.core.spec_errors import did_you_mean, list_some
 from overlord.core.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Text, Video
@@ -37,6 +35,9 @@ LISTING_THREADS = 16
 MEASURE_ROWS = 256
 INDEX_ARRAYS = 5
 """Numbers that an index holds of each block: rows, bytes, where it starts and stops, its first row."""
+
+_readers: ReaderProcesses | None = None
+"""The reader processes of the command under way, once it has needed some."""
 
 T = TypeVar("T")
 
@@ -87,29 +88,39 @@ def load_tokenizer(job: Job) -> TextTokenizer | None:
     return tokenizer
 
 
-def isolated() -> IsolateReader:
-    """Return what reads Parquet and Arrow files in other processes: a damaged file must not end this command."""
-    return _reader_processes().isolate
+def isolated() -> IsolateReader | None:
+    """Return what reads Parquet and Arrow files in other processes: a damaged file must not end the command under way.
+
+    The processes end with the command. Call it in the thread that runs the command; outside of one it is None.
+    """
+    global _readers
+    ends = current_command()
+    if ends is None:
+        return None
+    if _readers is None:
+        _readers = ReaderProcesses(cores())
+        ends.callback(_end_readers)
+    return _readers.isolate
 
 
-@functools.cache
-def _reader_processes() -> ReaderProcesses:
-    processes = ReaderProcesses(cores())
-    atexit.register(processes.close)
-    return processes
+def _end_readers() -> None:
+    global _readers
+    readers, _readers = _readers, None
+    if readers is not None:
+        readers.close()
 
 
 def open_each(job: Job, sources: Sequence[Source], cache: Path, tell: Tell | None) -> list[OpenSource]:
     """Open some sources of a job; the fault of one does not keep the others from being opened."""
     if not sources:
         return []
-    tokenizer = load_tokenizer(job)
+    tokenizer, isolate = load_tokenizer(job), isolated()
     index = IndexCache(cache / "index")
 
     def open_one(source: Source) -> OpenSource:
         try:
             transform = make_transform(source, tokenizer)
-            files = open_sources([source], [transform], index, SerialWorkers(), None, isolated())[0]
+            files = open_sources([source], [transform], index, SerialWorkers(), None, isolate)[0]
             opened = Opened(source, files, transform, tokenizer, job.batch.context_length, job.overlength)
             return OpenSource(source, opened)
         except SpecError as error:
