@@ -309,6 +309,7 @@ def test_damaged_verdicts_are_refused(damaged):
     assert verdicts_from_json([], ["s"]) == verdicts_from_json(None, ["s"]) == {}
 
 
+@pytest.mark.slow  # a step waits for all of its samples: where reading ahead stands decides whether 25 steps come
 def test_a_service_whose_function_hangs_closes_at_once(tmp_path, cache):
     job = deadly_job(tmp_path, "sleep", rows=200, at=130)
     patient = job.sources[0].replace(sample=job.sources[0].sample.replace(deadline=600.0))
