@@ -162,6 +162,8 @@ class InlineService:
         roles, self._roles = self._roles, None
         self._samples.clear()
         self._packed.clear()
+        self._packed_bytes = 0
+        self._labels.clear()  # steps of another lineage may hold other samples
         if roles is not None:
             roles.close()
 
