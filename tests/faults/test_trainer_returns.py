@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 import overlord as ol
@@ -275,3 +276,16 @@ def test_the_mesh_that_trains_now_goes_back(ids_job, cache):
         os.kill(service.pid, signal.SIGKILL)  # and a recovery of the new lineage has that mesh too
         clients = attach_all(service, 2, 3)
         assert [next(client).mesh.dp for client in clients] == [2, 2]
+
+
+def test_an_inline_service_that_goes_back_forgets_what_it_knew_of_later_steps(ids_job, cache):
+    """A change of a later step stays in the lineage that is left: the step has other samples, and other labels."""
+    with ol.launch(ids_job, runtime="inline", cache=cache) as service:
+        service.set_mixture({"b": 1}, at_step=5)
+        lost = service.client()  # a loop that raised, and closed nothing
+        before = [next(lost).global_loss_tokens for _ in range(6)]
+        with service.client(step=4) as client:
+            for number, step in zip((4, 5), client, strict=False):
+                labels = sum(int((np.asarray(batch["labels"]) >= 0).sum()) for batch in step.microbatches)
+                assert (step.index, step.global_loss_tokens) == (number, labels)
+        assert step.global_loss_tokens != before[5]
