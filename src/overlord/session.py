@@ -19,8 +19,8 @@ from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.reconcile import Reconcile
-from overlord.core.spec_errors import name_choices
-from overlord.core.spec_model import as_number, is_whole
+from overlord.core.spec_errors import is_whole, name_choices
+from overlord.core.spec_model import as_number
 from overlord.core.specs import Job, Mixture, Source
 from overlord.core.states import check_seal
 from overlord.errors import SpecError, StateError

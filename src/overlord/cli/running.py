@@ -27,7 +27,7 @@ from overlord.core.launch_words import OnSourceFailure, Placement, Runtime
 from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.reconcile import Reconcile
-from overlord.core.spec_model import is_whole
+from overlord.core.spec_errors import is_whole
 from overlord.core.specs import Job, Source
 from overlord.errors import OverlordError, SpecError, StateError, joined
 from overlord.job.launch_options import LoaderHosts

@@ -20,8 +20,8 @@ from pydantic.json_schema import SkipJsonSchema, WithJsonSchema
 from overlord.core.chat_specs import Chat
 from overlord.core.image_specs import ImageText, Interleaved
 from overlord.core.media_specs import Audio, Video
-from overlord.core.spec_errors import Fault, conflict, did_you_mean, name_choices
-from overlord.core.spec_model import Spec, Word, code_of, is_whole, real
+from overlord.core.spec_errors import Fault, conflict, did_you_mean, is_whole, name_choices
+from overlord.core.spec_model import Spec, Word, code_of, real
 
 
 def _as_border_token(value: object) -> object:

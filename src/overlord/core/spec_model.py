@@ -19,7 +19,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from overlord.core.spec_errors import Fault, Loc, Locate, conflict, did_you_mean, explain, follow, list_some
-from overlord.core.spec_errors import is_whole as is_whole
 from overlord.errors import SpecError
 
 _BYTE_UNITS = {"": 1, "b": 1} | {

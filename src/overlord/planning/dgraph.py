@@ -22,8 +22,7 @@ from overlord.core.layout_specs import piece_multiple, shape_of
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, lay_out, order_in_bins, pad_lengths
 from overlord.core.samples import SampleId
-from overlord.core.spec_errors import did_you_mean
-from overlord.core.spec_model import is_whole
+from overlord.core.spec_errors import did_you_mean, is_whole
 from overlord.errors import SpecError
 from overlord.planning.balancing.balance import Level, Method, Objective
 from overlord.planning.balancing.greedy import loads as loads_of

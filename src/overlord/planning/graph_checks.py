@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.core.spec_errors import did_you_mean
-from overlord.core.spec_model import is_whole
+from overlord.core.spec_errors import did_you_mean, is_whole
 from overlord.errors import SpecError
 from overlord.planning.balancing.packing import PackMethod
 

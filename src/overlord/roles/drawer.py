@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -229,7 +229,8 @@ class Drawer:
         self._rest_undrawn(first)
         for part in range(SUBSTEPS if self._job.mixture.granularity == "substep" else 1):
             position = step + part / SUBSTEPS if part else float(step)
-            self._draw_part(work, _part_of(budget, part, self._job.mixture), position, budget, parts)
+            weights = self._weights(position, work) if part else first
+            self._draw_part(work, _part_of(budget, part, self._job.mixture), position, weights, budget, parts)
             if self._stopped:
                 break
         short = self._stopped and budget.samples < budget.max_samples and budget.tokens < budget.max_tokens
@@ -257,7 +258,7 @@ class Drawer:
         that is not: a stage that is read up early makes room for the next, and does not end the stream.
         """
         left = (work.finished == 0) & ~np.isin(np.arange(len(work.finished)), list(self._roster.removed))
-        for at in (position, *(later for later in self.mixer.mixture.positions() if later > position)):
+        for at in self._points_from(position):
             weights = self.mixer.weights(at)
             if (np.asarray(weights) > 0)[left].any():
                 break
@@ -273,10 +274,10 @@ class Drawer:
         work: StreamState,
         part: Budget,
         position: float,
+        weights: Sequence[float],
         whole: Budget,
         parts: list[tuple[Int32s, MetaArray]],
     ) -> None:
-        weights = self._weights(position, work)
         exact = integer_weights(weights, work.finished == 0)
         self._top_up(exact, part)
         while True:
@@ -364,9 +365,13 @@ class Drawer:
 
     def _wanted(self, position: float) -> list[int]:
         """Return the sources that the mixture gives a weight here or later, also those that are parked."""
-        points = (position, *(later for later in self.mixer.mixture.positions() if later > position))
-        wanted = np.any([np.asarray(self.mixer.weights(at)) > 0 for at in points], axis=0)
+        wanted = np.any([np.asarray(self.mixer.weights(at)) > 0 for at in self._points_from(position)], axis=0)
         return [i for i in np.flatnonzero(wanted).tolist() if i not in self._roster.removed]
+
+    def _points_from(self, position: float) -> Iterator[float]:
+        """Yield a position, then the later points of the mixture's schedule."""
+        yield position
+        yield from (later for later in self.mixer.mixture.positions() if later > position)
 
     def _refuse_to_wait(self, work: StreamState, weights: Sequence[float]) -> None:
         """Refuse to end a stream because those that are left of it are parked, or have no weight by a mistake."""

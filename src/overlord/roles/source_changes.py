@@ -79,7 +79,9 @@ class SourceChanges:
     def _check_share(self, name: str, weight: float | None, at: int) -> None:
         """Refuse a weight that is none, and a mixture that no source can join."""
         if weight is not None and not (math.isfinite(weight) and weight >= 0):
-            raise SpecError(f"add_source: weight is {weight!r}; nobody could tell its share. Give 0 or more.")
+            raise SpecError(
+                f"add_source: weight is {weight!r}; it gives no share of the mixture. Give a number of 0 or more."
+            )
         learn = self._inputs.mixture_at(at)[0].learn
         if learn is not None and learn.method == "function":
             raise SpecError(

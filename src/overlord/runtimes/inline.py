@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.core.spec_model import is_whole
+from overlord.core.spec_errors import is_whole
 from overlord.core.specs import Job, Mixture, Source
 from overlord.errors import ClosedError, Fenced, StoreError
 from overlord.roles.client import Client

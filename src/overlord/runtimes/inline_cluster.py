@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.core.spec_model import is_whole
+from overlord.core.spec_errors import is_whole
 from overlord.core.specs import Job
 from overlord.errors import ClosedError, Fenced, OverlordError, ReportMissing, Rewound, ServiceLost
 from overlord.roles.client import Client

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import cast
 
-from overlord.core.spec_model import is_whole
+from overlord.core.spec_errors import is_whole
 from overlord.core.specs import Job
 from overlord.errors import SpecError
 from overlord.roles.recovery import shadowed

@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from overlord.core.spec_errors import did_you_mean
-from overlord.core.spec_model import is_whole
+from overlord.core.spec_errors import did_you_mean, is_whole
 from overlord.core.specs import Job
 from overlord.errors import OverlordError, SpecError
 from overlord.runtimes.deployment import Prepared, SourceFacts

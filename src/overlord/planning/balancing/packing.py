@@ -16,8 +16,7 @@ from overlord.core.draw import Buffer, Pieces
 from overlord.core.layout_specs import bin_multiple
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.samples import PLAIN
-from overlord.core.spec_errors import did_you_mean, show
-from overlord.core.spec_model import is_whole
+from overlord.core.spec_errors import did_you_mean, is_whole, show
 from overlord.errors import SpecError
 from overlord.planning.balancing.greedy import NO_LIMIT, largest_first, loads
 from overlord.planning.balancing.lockstep import deal_slabs
