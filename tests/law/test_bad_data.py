@@ -336,3 +336,19 @@ def test_an_image_without_a_caption_is_not_trained_on(tmp_path, tokenizer, cache
     with ol.launch(job, runtime="inline", cache=cache) as service:
         step = next(service.client())
         assert sum(int((b["labels"] != -100).sum()) for b in step.microbatches) == step.global_loss_tokens
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 8, 64])
+@pytest.mark.parametrize("good", [3, 9])
+def test_the_first_rows_decide_in_whatever_chunks_they_are_read(
+    tmp_path, tokenizer, cache, rows_at_once, good, monkeypatch
+):
+    monkeypatch.setattr("overlord.roles.source_loader.CHUNK_ROWS", rows_at_once)
+    lines = ['{"text": "fine"}' if n == good else "not json" for n in range(64)]
+    (tmp_path / "s.jsonl").write_text("\n".join(lines) + "\n")
+    job = text_job(tmp_path / "s.jsonl", tokenizer, tolerance=0.99, shuffle_bytes=0)
+    if good < 8:
+        run(job, cache)
+    else:
+        with pytest.raises(ol.SourceError, match=r"all of the first .* rows that were read are bad"):
+            run(job, cache)

@@ -6,9 +6,10 @@ No pydantic here: `explain` takes the plain list of problems that pydantic's err
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 Loc = tuple[Any, ...]
 """Where a value stands: keys and list positions from the outermost mapping inwards."""
@@ -172,6 +173,21 @@ def follow(data: Any, loc: Loc) -> Any:
         else:
             return None
     return data
+
+
+def is_finite(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a number that a float can hold: no bool, no nan, no infinity, no int beyond a float's range.
+
+    Example:
+        >>> is_finite(3), is_finite(float("nan")), is_finite(10**400), is_finite(True)
+        (True, False, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def is_whole(value: object) -> bool:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Self, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from overlord.core.spec_errors import Fault, Loc, Locate, conflict, did_you_mean, explain, follow, list_some
+from overlord.core.spec_errors import Fault, Loc, Locate, conflict, did_you_mean, explain, follow, is_finite, list_some
 from overlord.errors import SpecError
 
 _BYTE_UNITS = {"": 1, "b": 1} | {
@@ -259,7 +259,7 @@ def as_number(value: object) -> int | float | None:
 def as_finite(value: object) -> float:
     """Return a finite float, or raise a Fault."""
     number = as_number(value)
-    if number is None or not math.isfinite(number):
+    if not is_finite(number):
         raise Fault("this must be a finite number")
     return float(number)
 
@@ -267,7 +267,7 @@ def as_finite(value: object) -> float:
 def as_position(value: object) -> int | float:
     """Return a step of a schedule: >= 0, an int where it is whole."""
     number = as_number(value)
-    if number is None or not math.isfinite(number) or number < 0:
+    if number is None or not is_finite(number) or number < 0:
         raise Fault("a step must be a number that is 0 or more; the run never comes by this one")
     return number
 

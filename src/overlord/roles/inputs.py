@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.spec_errors import list_some
+from overlord.core.spec_errors import is_finite, list_some
 from overlord.core.specs import Custom, Job, Mixture, Source
 from overlord.errors import SpecError, StateError
 from overlord.roles.roster import Roster, roster_at, roster_changes_from
@@ -110,7 +110,7 @@ def source_change(entry: Mapping[str, Any]) -> Change:
     kind, at = entry["kind"], int(entry["at"])
     if kind == "sources" and "add" in entry:
         weight = entry["weight"]
-        if weight is not None and not (math.isfinite(weight) and weight >= 0):
+        if weight is not None and not (is_finite(weight) and weight >= 0):
             raise ValueError(f"weight {weight}")
         return Change(
             "sources", at, add=Source.from_mapping(entry["add"]), weight=weight, joins=bool(entry.get("joins", True))

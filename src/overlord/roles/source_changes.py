@@ -8,10 +8,9 @@ Rules of this file:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
-from overlord.core.spec_errors import did_you_mean, list_some
+from overlord.core.spec_errors import did_you_mean, is_finite, list_some
 from overlord.core.specs import Source
 from overlord.errors import SpecError
 from overlord.roles.inputs import Change, InputLog
@@ -78,7 +77,7 @@ class SourceChanges:
 
     def _check_share(self, name: str, weight: float | None, at: int) -> None:
         """Refuse a weight that is none, and a mixture that no source can join."""
-        if weight is not None and not (math.isfinite(weight) and weight >= 0):
+        if weight is not None and not (is_finite(weight) and weight >= 0):
             raise SpecError(
                 f"add_source: weight is {weight!r}; it gives no share of the mixture. Give a number of 0 or more."
             )

@@ -8,6 +8,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -439,22 +440,25 @@ class SourceLoader:
     def _judge_first_rows(self, chunk: Chunk, faults: list[Fault]) -> None:
         """Refuse a source whose first rows are all bad: its files are sound, and the job reads them in a wrong way.
 
-        Only rows from the beginning of the source's order on are looked at, until one is good. A loader that begins
-        elsewhere judges by the tolerance alone: a run of bad rows in the middle of a source is damage.
+        Exactly the first `FIRST_ROWS` rows of the source's order decide, in whatever chunks they are read: one good row
+        among them, and the tolerance alone judges. A run of bad rows in the middle of a source is damage.
         """
         if self._first_bad is None or chunk.epoch != 0 or self._source.tolerance >= 1:
             return
         with self.reading():
             if chunk.group != self._order.first_group(0):
                 return
-        if chunk.offset > len(self._first_bad) or len(dict(faults)) < len(chunk.meta):
+        bad = {chunk.offset + at: reason for at, reason in faults}
+        if any(row not in bad for row in range(chunk.offset, min(chunk.stop, FIRST_ROWS))):
             self._first_bad = None
             return
-        self._first_bad.update((chunk.offset + at, reason) for at, reason in faults)
-        if len(self._first_bad) >= FIRST_ROWS:
-            (reason, count), *others = Counter(self._first_bad.values()).most_common()
+        self._first_bad.update(bad)
+        if all(row in self._first_bad for row in range(FIRST_ROWS)):
+            leading = next(row for row in itertools.count() if row not in self._first_bad)
+            reasons = Counter(self._first_bad[row] for row in range(leading))
+            (reason, count), *others = reasons.most_common()
             raise SourceError(
-                f"source {self._source.name!r}: all of the first {len(self._first_bad)} rows that were read are bad "
+                f"source {self._source.name!r}: all of the first {leading} rows that were read are bad "
                 f"({count} times: {reason}{'; and other reasons' if others else ''}). The sample kind "
                 f"({self._source.sample.kind!r}) or a column it names probably does not fit these files; training "
                 "would see stand-ins only. Look at the rows with `overlord sources preview`, and mend sample, or the "

@@ -362,6 +362,7 @@ class PlannerHost:
             refuse_coming_step(planner, step)
             now = self._pace.now()
             self._asked = {r: asked for r, asked in self._asked.items() if now - asked[1] < ASKED_S}
+            self._told &= set(self._asked)
             positions = {r: at for news in self._news.values() for r, at in news.positions.items()}
             back = goes_back(planner, rank, step, self._reached, positions)
             self._asked[rank] = (step, now, back)

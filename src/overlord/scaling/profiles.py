@@ -12,14 +12,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from overlord.core.spec_errors import list_some
+from overlord.core.spec_errors import is_finite, list_some
 from overlord.core.specs import Source
 from overlord.errors import SpecError
 from overlord.scaling.costs import SourceCost
@@ -350,5 +349,5 @@ def _source(name: str, given: Mapping[str, Any]) -> SourceProfile:
 
 def _check_numbers(values: Sequence[object]) -> None:
     for value in values:
-        if not isinstance(value, str) and not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+        if not isinstance(value, str) and not (is_finite(value) and value >= 0):
             raise ValueError(f"{value!r} is no amount")

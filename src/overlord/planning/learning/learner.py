@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.spec_errors import show
+from overlord.core.spec_errors import is_finite, show
 from overlord.errors import SpecError, StateError
 from overlord.planning.learning.portable_math import Float64s, exp, total
 
@@ -267,7 +267,7 @@ class SavedState:
     def number(self, name: str, least: float = 0.0) -> float:
         """Return a finite number."""
         value = self.field(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
+        if not is_finite(value) or value < least:
             raise self.refusal(name, f"is {value!r}, not a number of at least {least}")
         return float(value)
 
@@ -284,8 +284,7 @@ class SavedState:
         if not isinstance(value, Mapping):
             raise self.refusal(name, f"is {type(value).__name__}, not a mapping")
         for key, number in value.items():
-            fine = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
-            if not (isinstance(key, str) and fine):
+            if not (isinstance(key, str) and is_finite(number)):
                 raise self.refusal(name, f"has {key!r}: {number!r}, which is not a finite number")
         return {key: float(number) for key, number in value.items()}
 
