@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow test-all lint bench clean
+.PHONY: setup demo test test-slow test-nightly test-all lint bench clean
 
 setup: $(READY)
 
@@ -31,17 +31,20 @@ lint: $(READY)
 # Some tests watch real processes against the clock. What fails beside others on a busy machine is run once more, alone, and
 # counts then; both runs are shown.
 AGAIN := --last-failed --last-failed-no-failures none
-QUICK := $(BIN)/python -m pytest -q -m "not slow"
+QUICK := $(BIN)/python -m pytest -q -m "not slow and not nightly"
 test: lint
 	$(QUICK) -n $(JOBS) --dist loadscope || { test $$? -eq 1 && $(QUICK) $(AGAIN); }
 
-# What takes more than a few seconds: real processes killed at every point, Ray, torchrun with eight ranks, long fuzzing.
-SLOW_PATHS ?= tests
-SLOW := $(BIN)/python -m pytest -q -m slow $(SLOW_PATHS)
+# What takes more than a few seconds: real processes killed at every point, storms, Ray, torchrun with eight ranks.
+SLOW := $(BIN)/python -m pytest -q -m "slow and not nightly" tests
 test-slow: $(READY)
-	$(SLOW) -n $(JOBS) --dist loadscope --durations=40 || { test $$? -eq 1 && $(SLOW) $(AGAIN); }
+	$(SLOW) -n $(JOBS) --dist loadscope --durations=20 || { test $$? -eq 1 && $(SLOW) $(AGAIN); }
 
-test-all: test test-slow
+# What takes minutes each: 20,000 flipped bytes in a file of every format, thousands of fault schedules.
+test-nightly: $(READY)
+	$(BIN)/python -m pytest -q -m nightly tests -n $(JOBS) --dist worksteal --durations=20
+
+test-all: test test-slow test-nightly
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -162,7 +162,7 @@ def test_random_hand_overs(job, cache, expected):
     run_random(job, cache, expected, range(8))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_very_many_random_hand_overs(job, cache, expected):
     run_random(job, cache, expected, range(1000, 1500))

@@ -200,7 +200,7 @@ def test_random_scripts(job, cache, expected, shadows):
     run_scripts(job, cache, expected, shadows, range(60))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("shadows", [False, True])
 def test_very_many_random_scripts(job, cache, expected, shadows):
@@ -460,7 +460,7 @@ def test_any_schedule(job, cache, newcomers, near_horizon):
     run_schedules(job, cache, newcomers, examples=40, rules=15)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_very_many_schedules(job, cache, newcomers, near_horizon):
     run_schedules(job, cache, newcomers, examples=600, rules=30)

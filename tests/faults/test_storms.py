@@ -7,7 +7,7 @@ from benchmarks.storms import weather, wrong_lines
 
 
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize(("setting", "seed"), [("local", 3), ("shadows", 14)])
+@pytest.mark.parametrize(("setting", "seed"), [("local", 3), pytest.param("shadows", 14, marks=pytest.mark.slow)])
 def test_a_storm(setting, seed):
     assert weather(seed, setting).wrong == []
 

@@ -95,7 +95,15 @@ class _Wrapped(torch.utils.data.IterableDataset):
             yield step.index
 
 
-@pytest.mark.parametrize("what", ["loader", "client", "launch", "forked client", "forked inline client"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "loader",
+        "launch",
+        "forked client",
+        *(pytest.param(w, marks=pytest.mark.slow) for w in ("client", "forked inline client")),
+    ],
+)
 def test_workers_of_a_torch_loader_that_would_repeat_every_sample_are_refused(ids_job, cache, what):
     job = ids_job.replace(max_steps=3)
     inline = what == "forked inline client"

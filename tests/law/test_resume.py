@@ -299,7 +299,7 @@ def _mutated(state, dice: random.Random):
     return found
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.nightly)])
 def test_mutated_states_raise_nothing_but_our_errors(ids_job, cache, count):
     job, dice = ids_job.replace(mixture=ol.Mixture(learn="odm"), lag=3), random.Random(count)
     with ol.launch(job, runtime="inline", cache=cache) as service:

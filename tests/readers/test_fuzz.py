@@ -1,6 +1,6 @@
 """Flipped bytes: every reader and every image decoder answers with rows, bad samples or our errors, never a signal.
 
-Each case flips one byte of a small valid file, by a seed. `make test` runs 500 flips of each file, the nightly part
+Each case flips one byte of a small valid file, by a seed. `make test` runs 500 flips of each file, `make test-nightly`
 20,000. What pyarrow decodes is read in reader processes, as a service reads it; the rest in forked children, which
 must not end by a signal.
 """
@@ -45,7 +45,7 @@ BATCH = 100
 MOST_BYTES = 1 << 30
 """What a child may use beyond what it starts with, and a reader process in all."""
 
-COUNTS = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
+COUNTS = [FEW, pytest.param(MANY, marks=pytest.mark.nightly)]
 
 
 def flip(data: bytes, name: str, seed: int) -> bytes:
