@@ -184,12 +184,12 @@ def check_mixture(mixture: Mixture, now: Mixture, names: Sequence[str]) -> None:
                 f"set_mixture: no source has the name {name!r}; its weight would be lost. Sources: "
                 f"{', '.join(names[:12])}."
             )
-    for field in FIXED_WHILE_RUNNING:
-        before, after = getattr(now, field), getattr(mixture, field)
+    for option in FIXED_WHILE_RUNNING:
+        before, after = getattr(now, option), getattr(mixture, option)
         if before != after:
             raise SpecError(
-                f"set_mixture: {field} is {after!r} and the running mixture has {before!r}; what the sources are owed "
-                f"would mean something else. Write {field}={before!r}; only weights, schedule, temperature and learn "
+                f"set_mixture: {option} is {after!r} and the running mixture has {before!r}; what the sources are owed "
+                f"would mean something else. Write {option}={before!r}; only weights, schedule, temperature and learn "
                 "can change while a stream runs."
             )
 
