@@ -27,8 +27,8 @@ from overlord.planning.checking import run_strategy
 from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.shapes import limits_of, media_shape
 from overlord.runtimes.workers import SerialWorkers
-from overlord.transforms.per_microbatch import PackingJob
-from overlord.transforms.step_samples import Opening, join_payloads
+from overlord.transforms.microbatches.per_microbatch import PackingJob
+from overlord.transforms.microbatches.step_samples import Opening, join_payloads
 
 CONTEXT = 8192
 SOURCES = 8

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import overlord as ol
 from benchmarks.measuring import arguments, publish
-from overlord.transforms.images import decode_image, resize_image
+from overlord.transforms.samples.images import decode_image, resize_image
 
 SIDE = 512
 TARGET = 224

@@ -24,11 +24,11 @@ import numpy as np
 import overlord as ol
 from benchmarks.measuring import arguments, publish
 from overlord.core.messages import MetaDelta
-from overlord.core.plan_blob import plan_from_bytes, plan_to_bytes
+from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
 from overlord.core.samples import META, Cursor
 from overlord.core.states import StreamState
 from overlord.planning.checking import run_strategy
-from overlord.roles.inputs import InputLog
+from overlord.roles.changes import InputLog
 from overlord.roles.planner import Planner
 from overlord.runtimes.shapes import limits_of
 from overlord.stores.places import open_place

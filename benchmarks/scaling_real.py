@@ -23,9 +23,8 @@ import psutil
 
 import overlord as ol
 from benchmarks.waiting_sources import by_name, measured_costs, waiting_source
-from overlord.scaling.costs import Resources, SourceCost, demand
-from overlord.scaling.fleets import whole_workers
-from overlord.scaling.partition import partition
+from overlord.scaling.partition import partition, whole_workers
+from overlord.scaling.source_costs import Resources, SourceCost, demand
 
 WORKERS = 36
 SAMPLES, STEP_S = 60, 0.1

@@ -25,8 +25,8 @@ import psutil
 import overlord as ol
 from benchmarks.measuring import arguments, publish
 from benchmarks.waiting_sources import by_name, measured_costs, waiting_source
-from overlord.scaling.costs import Resources, SourceCost
 from overlord.scaling.partition import Partition, partition
+from overlord.scaling.source_costs import Resources, SourceCost
 
 SOURCES = 306
 WORKERS = 32

@@ -10,11 +10,24 @@ from typing import TYPE_CHECKING, Any
 from overlord.version import VERSION
 
 if TYPE_CHECKING:
-    from overlord.core.layout_specs import Layout
     from overlord.core.place_tree import ClientPlaceTree
     from overlord.core.plan import LoadingPlan
     from overlord.core.samples import SampleId
-    from overlord.core.specs import (
+    from overlord.errors import (
+        ClosedError,
+        OverlordError,
+        PlanError,
+        ReaderError,
+        ReportMissing,
+        ServiceLost,
+        SourceError,
+        SpecError,
+        StateError,
+        StoreError,
+        ToleranceError,
+    )
+    from overlord.job.layout_specs import Layout
+    from overlord.job.specs import (
         Audio,
         Augment,
         Batch,
@@ -29,27 +42,14 @@ if TYPE_CHECKING:
         Text,
         Video,
     )
-    from overlord.errors import (
-        ClosedError,
-        OverlordError,
-        PlanError,
-        ReaderError,
-        ReportMissing,
-        ServiceLost,
-        SourceError,
-        SpecError,
-        StateError,
-        StoreError,
-        ToleranceError,
-    )
-    from overlord.job.job_files import load_job
+    from overlord.job_files import load_job
     from overlord.planning import costs, strategies
     from overlord.planning.balancing.balance import balance
     from overlord.planning.dgraph import DGraph
     from overlord.planning.low_level import constructor_do_plan, loader_do_plan, plan_raw, summary_buffer
     from overlord.roles.client import Client
     from overlord.scaling.autoscaler import Scaling
-    from overlord.scaling.budgets import Budget
+    from overlord.scaling.source_costs import Budget
     from overlord.session import Service, connect, launch
 
 __version__ = VERSION
@@ -101,11 +101,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "core.layout_specs": ("Layout",),
+    "job.layout_specs": ("Layout",),
     "core.place_tree": ("ClientPlaceTree",),
     "core.plan": ("LoadingPlan",),
     "core.samples": ("SampleId",),
-    "core.specs": (
+    "job.specs": (
         "Audio",
         "Augment",
         "Batch",
@@ -133,7 +133,7 @@ _HOMES = {
         "StoreError",
         "ToleranceError",
     ),
-    "job.job_files": ("load_job",),
+    "job_files": ("load_job",),
     "planning.costs": ("costs",),
     "planning.strategies": ("strategies",),
     "planning.balancing.balance": ("balance",),
@@ -146,7 +146,7 @@ _HOMES = {
     ),
     "roles.client": ("Client",),
     "scaling.autoscaler": ("Scaling",),
-    "scaling.budgets": ("Budget",),
+    "scaling.source_costs": ("Budget",),
     "session": (
         "Service",
         "connect",

@@ -14,21 +14,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from overlord.core.draw import Buffer, Limits
-from overlord.core.launch_words import DEFAULT_CACHE, OnSourceFailure, Placement, Runtime
-from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.core.reconcile import Reconcile
 from overlord.core.spec_errors import is_whole, name_choices
-from overlord.core.spec_model import as_number
-from overlord.core.specs import Job, Mixture, Source
 from overlord.core.states import check_seal
 from overlord.errors import SpecError, StateError
-from overlord.job.job_files import JobFile, load_job_file
+from overlord.job.launch_words import DEFAULT_CACHE, OnSourceFailure, Placement, Runtime
+from overlord.job.layout_specs import Keys, Layout
+from overlord.job.reconcile import Reconcile
+from overlord.job.spec_model import as_number
+from overlord.job.specs import Job, Mixture, Source
+from overlord.job_files import JobFile, load_job_file
 from overlord.planning import strategies
 from overlord.planning.checking import Strategy
+from overlord.roles.changes import FIXED_WHILE_RUNNING
 from overlord.roles.client import Client
-from overlord.roles.inputs import FIXED_WHILE_RUNNING
 from overlord.runtimes.inline import InlineService
 from overlord.runtimes.inline_cluster import InlineCluster
 from overlord.runtimes.launch_checks import check_numbers, cluster_of, shadows_of
@@ -41,7 +41,7 @@ from overlord.runtimes.service_process import ServiceProcess, ray_service
 from overlord.runtimes.shapes import few_samples, limits_of
 from overlord.runtimes.sizing import Loaders, sizing_of
 from overlord.scaling.autoscaler import Scaling
-from overlord.scaling.budgets import Budget
+from overlord.scaling.source_costs import Budget
 from overlord.storage import StorageOptions
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from overlord.core.draw import Buffer, Draw, Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, chain_digest
 from overlord.core.samples import META
-from overlord.core.specs import Batch, Job, Mixture, Source, Text
+from overlord.job.specs import Batch, Job, Mixture, Source, Text
 from overlord.planning.checking import Strategy, run_strategy
 
 NAMES = ("a", "b")

@@ -24,8 +24,8 @@ from overlord.cli.layout_options import layout_advice
 from overlord.cli.main import app
 from overlord.cli.summary import NARROW_SPACE
 from overlord.core.samples import BAD, SKIP, apply_overlength
-from overlord.job.job_files import LaunchOptions, dump_job_yaml
-from overlord.transforms.per_sample import Measured
+from overlord.job_files import LaunchOptions, dump_job_yaml
+from overlord.transforms.samples.per_sample import Measured
 
 
 def call(*arguments: object) -> Any:

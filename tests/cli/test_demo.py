@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from overlord.cli.main import app
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.job.job_files import LaunchOptions, load_job_file
+from overlord.job_files import LaunchOptions, load_job_file
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import overlord as ol
 from overlord.cli.main import app
 from overlord.errors import SpecError
-from overlord.job.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
-from overlord.job.strategy_specs import Cost, StrategyChoice
+from overlord.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
+from overlord.planning.strategy_specs import Cost, StrategyChoice
 
 JOB = """\
 sources:

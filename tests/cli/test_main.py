@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import overlord as ol
 from overlord.cli.main import app
 from overlord.cli.running import MemoryWatch, processes_of
-from overlord.job.job_files import LaunchOptions, dump_job_yaml, load_job_file
-from overlord.job.launch_options import CLUSTER_KEYS
+from overlord.job_files import LaunchOptions, dump_job_yaml, load_job_file
+from overlord.launch_section import CLUSTER_KEYS
 
 
 def call(*arguments: object) -> Any:

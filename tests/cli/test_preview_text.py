@@ -23,8 +23,8 @@ from overlord.cli.main import app
 from overlord.cli.preview import preview_source, show_previews
 from overlord.cli.preview_text import GAP, written_tokens
 from overlord.cli.sources import open_each
-from overlord.job.job_files import dump_job_yaml
-from overlord.transforms.tokenize import TextTokenizer
+from overlord.job_files import dump_job_yaml
+from overlord.transforms.samples.tokenize import TextTokenizer
 
 SPECIAL = ["<s>", "</s>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>", "<|im_end|>"]
 ROWS = 40

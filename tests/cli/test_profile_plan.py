@@ -12,8 +12,8 @@ from rich.console import Console
 import overlord as ol
 from overlord.cli.profile_plan import schedule_shares, show_plan
 from overlord.errors import SpecError
-from overlord.job.launch_options import LaunchOptions
-from overlord.scaling.costs import Resources, SourceCost
+from overlord.launch_section import LaunchOptions
+from overlord.scaling.source_costs import Resources, SourceCost
 
 MS = {"web": 0.3, "photos": 40.0, "audio": 160.0}
 RESOURCES = Resources(cpus=16, bytes=8 << 30)

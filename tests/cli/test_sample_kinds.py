@@ -26,8 +26,8 @@ from overlord.cli.preview import Preview, preview_source, show_previews
 from overlord.cli.preview_media import mel_picture
 from overlord.cli.serving import status_tables
 from overlord.cli.sources import choose_sources, open_each
-from overlord.job.job_files import LaunchOptions, dump_job_yaml
-from overlord.transforms.images import resize_image
+from overlord.job_files import LaunchOptions, dump_job_yaml
+from overlord.transforms.samples.images import resize_image
 
 NAMES = ["chats", "clips", "docs", "parts", "sounds"]
 ROWS = 40

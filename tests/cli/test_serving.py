@@ -26,7 +26,7 @@ from overlord.cli.main import app
 from overlord.cli.output import Screen
 from overlord.cli.running import RunOptions
 from overlord.cli.serving import _on_sigterm, announcement, serve_until_stopped, status_tables
-from overlord.job.job_files import LaunchOptions, dump_job_yaml
+from overlord.job_files import LaunchOptions, dump_job_yaml
 
 Serve = Callable[..., tuple["subprocess.Popen[str]", dict[str, Any]]]
 

@@ -22,7 +22,7 @@ from overlord.cli.lint import Finding, lint_job
 from overlord.cli.main import app
 from overlord.cli.preview import half_blocks, preview_source, show_previews
 from overlord.cli.sources import choose_sources, open_each
-from overlord.job.job_files import LaunchOptions, dump_job_yaml
+from overlord.job_files import LaunchOptions, dump_job_yaml
 
 
 def call(*arguments: object) -> Any:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.core.mixture_specs import Mixture
 from overlord.errors import SpecError
+from overlord.job.mixture_specs import Mixture
 
 
 def test_static_weights() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from overlord.core.specs import Batch, Custom, ImageText, Mixture, Source, Text
 from overlord.errors import SpecError
+from overlord.job.specs import Batch, Custom, ImageText, Mixture, Source, Text
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from overlord.core.mixture_specs import Mixture
-from overlord.core.specs import (
+from overlord.errors import SpecError
+from overlord.job.mixture_specs import Mixture
+from overlord.job.specs import (
     Batch,
     Custom,
     ImageText,
@@ -23,7 +24,6 @@ from overlord.core.specs import (
     job_schema,
     stream_parts,
 )
-from overlord.errors import SpecError
 
 
 def make_job(**changes: Any) -> Job:

@@ -16,7 +16,7 @@ import yaml
 
 import overlord as ol
 from overlord.cli.main import app
-from overlord.scaling.budgets import AHEAD_BYTES
+from overlord.scaling.source_costs import AHEAD_BYTES
 
 MANIFEST = Path(__file__).parents[2] / "deploy" / "kuberay.yaml"
 SCHEMA = json.loads(Path(__file__).with_name("manifest.schema.json").read_text())

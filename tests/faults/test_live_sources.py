@@ -82,7 +82,7 @@ ROLES = ["planner", "constructor host 0", "loader host 0", "loader host 1", "ser
 @pytest.fixture
 def near_horizon(monkeypatch):
     """After a crash a change takes effect no sooner than at the horizon: let it be near, so that it does here."""
-    monkeypatch.setattr("overlord.roles.checkpoints.AHEAD", 4)
+    monkeypatch.setattr("overlord.roles.planner.AHEAD", 4)
 
 
 WINDOWS = [

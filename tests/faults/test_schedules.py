@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import overlord as ol
 from overlord.core.ragged import BAD_COLUMN, num_rows, take_rows
 from overlord.core.samples import META, Cursor
-from overlord.roles.buffer import KNOWN_BYTES, Chunk, ReadBuffer
+from overlord.roles.read_buffer import KNOWN_BYTES, Chunk, ReadBuffer
 from overlord.roles.source_loader import SourceLoader
 from overlord.testing import (
     Fault,
@@ -446,7 +446,7 @@ def run_schedules(job, cache, newcomers, *, examples, rules):
 @pytest.fixture
 def near_horizon(monkeypatch):
     """After a crash a change takes effect no sooner than at the horizon: let it be near, so that it does here."""
-    monkeypatch.setattr("overlord.roles.checkpoints.AHEAD", 4)
+    monkeypatch.setattr("overlord.roles.planner.AHEAD", 4)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import torch
 
 import overlord as ol
 from overlord.integrations.torch_loader import DataLoader
-from overlord.job.job_files import LaunchOptions, dump_job_yaml
-from overlord.job.launch_options import CLUSTER_KEYS
+from overlord.job_files import LaunchOptions, dump_job_yaml
+from overlord.launch_section import CLUSTER_KEYS
 
 
 def _tokens(loader, steps):

@@ -16,7 +16,7 @@ from pytest import FixtureRequest as Request
 
 import overlord as ol
 from overlord.cli.demo_data import DemoFiles
-from overlord.job.job_files import LaunchOptions, dump_job_yaml
+from overlord.job_files import LaunchOptions, dump_job_yaml
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_vlm.py"
 STEPS, SAVED = 20, 10

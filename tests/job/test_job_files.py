@@ -11,10 +11,11 @@ import cloudpickle
 import pytest
 import yaml
 
-from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.spec_model import Spec
-from overlord.core.specs import (
+from overlord.errors import SpecError
+from overlord.job.layout_specs import Layout
+from overlord.job.spec_model import Spec
+from overlord.job.specs import (
     Audio,
     Augment,
     Batch,
@@ -28,8 +29,7 @@ from overlord.core.specs import (
     Text,
     Video,
 )
-from overlord.errors import SpecError
-from overlord.job.job_files import (
+from overlord.job_files import (
     JobFile,
     LaunchOptions,
     dump_job_yaml,
@@ -358,7 +358,7 @@ def test_problems_of_the_whole_job_name_the_line_of_the_manifest(tmp_path: Path)
 # ---- Python files
 
 PYTHON = """\
-from overlord.core.specs import Batch, Custom, Job, Source
+from overlord.job.specs import Batch, Custom, Job, Source
 import {neighbour}
 
 SCALE = 2
@@ -396,7 +396,7 @@ def test_python_job(tmp_path: Path) -> None:
         ("import nowhere_to_be_found\n", ["job.py:1: ModuleNotFoundError"]),
         ("raise SystemExit(3)\n", ["job.py:1: SystemExit: 3"]),
         (
-            "from overlord.core.specs import *\n\nbatch = Batch(0, global_samples=1)\n",
+            "from overlord.job.specs import *\n\nbatch = Batch(0, global_samples=1)\n",
             ["job.py:3: Batch: context_length is 0"],
         ),
         ("x = 1\n", ["job.py: the file has no `job`", "job = ol.Job(..)"]),
@@ -474,7 +474,7 @@ def test_functions_cannot_be_written() -> None:
 def test_the_schema_in_the_docs_is_current(tmp_path: Path) -> None:
     write_job_schema(tmp_path / "schema.json")
     assert SCHEMA.read_text() == (tmp_path / "schema.json").read_text(), (
-        "docs/job.schema.json is old; write it again with overlord.job.job_files.write_job_schema"
+        "docs/job.schema.json is old; write it again with overlord.job_files.write_job_schema"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import overlord as ol
-from overlord.job.job_files import LaunchOptions, dump_job_yaml, load_job_file
+from overlord.job_files import LaunchOptions, dump_job_yaml, load_job_file
 from overlord.testing.digests import StreamDigests, digest_service
 
 PYTHON = """\

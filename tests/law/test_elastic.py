@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.core.place_tree import ranks_of_host
-from overlord.core.plan_blob import plan_from_bytes, plan_to_bytes
-from overlord.roles.inputs import Change, InputLog, changes_from_json
-from overlord.roles.meshes import Meshes
+from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
+from overlord.roles.changes import Change, InputLog, changes_from_json
+from overlord.roles.planner import Meshes
 from overlord.runtimes.seats import Seats
 from overlord.stores.journal import Journal
 from overlord.stores.places import open_place

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 
 import overlord as ol
 from overlord.cli.demo_media import media_job, write_media
-from overlord.core.specs import audio_tokens
+from overlord.job.specs import audio_tokens
 from overlord.testing import assert_resumes_anywhere, stream_digests
-from overlord.transforms.audio import AudioDecoder
-from overlord.transforms.video import VideoDecoder
+from overlord.transforms.samples.audio import AudioDecoder
+from overlord.transforms.samples.video import VideoDecoder
 
 STEPS = 6
 MEDIA = {"pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "input_features", "feature_attention_mask"}

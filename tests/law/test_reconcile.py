@@ -13,8 +13,8 @@ from tests.conftest import write_ids
 
 import overlord as ol
 from overlord.core.order import BEGIN
-from overlord.core.reconcile import number_names
 from overlord.core.states import sealed
+from overlord.job.reconcile import number_names
 
 SAMPLE = ol.Text("ids", tokenized=True)
 

@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from overlord.core.samples import ENDS_EPOCH, SKIP
-from overlord.planning.drawing import Budget, Pause, Supply, Tally, draw_more
-from overlord.planning.mixing import SCALE, integer_weights
+from overlord.planning.drawing import SCALE, Budget, Pause, Supply, Tally, draw_more, integer_weights
 
 
 def supply_of(lengths: list[np.ndarray], flags: list[np.ndarray] | None = None) -> Supply:

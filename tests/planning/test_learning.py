@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from overlord.errors import PlanError, SpecError, StateError
 from overlord.planning.learning import portable_math
-from overlord.planning.learning.power_law import fit_power_laws
+from overlord.planning.learning.ado import fit_power_laws
 from overlord.planning.learning.rule import ADO, ODM, RULES, DoReMi, FunctionRule, SkillIt, make_rule
 
 KINDS = ["doremi", "odm", "smoothed", "ado", "skill_it", "function"]

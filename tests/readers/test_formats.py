@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from overlord.errors import SourceError, SpecError
-from overlord.readers.formats import FORMATS, format_of
 from overlord.readers.listing import list_files
+from overlord.readers.source_files import FORMATS, format_of
 
 
 def listed(folder: Path, *names: str):

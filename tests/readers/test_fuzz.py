@@ -35,8 +35,8 @@ from overlord.readers.parquet_footer import read_footer, warm_footer
 from overlord.readers.reader import DamagedFile
 from overlord.readers.source_files import SourceFiles
 from overlord.runtimes.reader_processes import ReaderProcesses
-from overlord.transforms.images import decode_image
-from overlord.transforms.per_sample import MediaFault
+from overlord.transforms.samples.images import decode_image
+from overlord.transforms.samples.per_sample import MediaFault
 
 ROWS = 24
 FEW, MANY = 500, 20_000

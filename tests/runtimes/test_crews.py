@@ -13,10 +13,9 @@ from tests.conftest import write_ids
 import overlord as ol
 from overlord.core.messages import MetaRequest
 from overlord.core.order import BEGIN
-from overlord.core.parts import Part
-from overlord.core.samples import Cursor
+from overlord.core.samples import Cursor, Part
 from overlord.errors import OverlordError
-from overlord.roles.verdicts import Verdicts
+from overlord.roles.poisoned_rows import Verdicts
 from overlord.runtimes.deployment import make_fleet, open_files, prepare
 from overlord.runtimes.lanes import CrewWorkers, ThreadLanes
 from overlord.runtimes.launch_options import LaunchOptions

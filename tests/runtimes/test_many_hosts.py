@@ -14,7 +14,7 @@ import overlord as ol
 from overlord.core.messages import Media, MetaDelta, Payload
 from overlord.core.ragged import Ragged
 from overlord.core.samples import META, Cursor
-from overlord.roles.recovery import Assignment
+from overlord.roles.assignment import Assignment
 from overlord.runtimes.bundle import pack
 from overlord.runtimes.cluster_roles import ConstructorRole, LoaderRole, PlannerRole
 from overlord.runtimes.frames import (

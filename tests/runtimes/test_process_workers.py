@@ -25,7 +25,7 @@ import overlord as ol
 from overlord.core.ragged import Ragged, RowBatch, num_rows, slice_rows
 from overlord.runtimes.process_workers import ProcessWorkers
 from overlord.runtimes.row_wire import receive_rows, rows_to_bytes, send_rows
-from overlord.transforms.isolation import run_rows
+from overlord.transforms.samples.per_sample import run_rows
 
 SEGFAULT, EXIT, SLEEP, SPIN, SYS_EXIT = 1000, 1001, 1002, 1003, 1004
 

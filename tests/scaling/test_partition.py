@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import SpecError
-from overlord.scaling.costs import Resources, SourceCost
 from overlord.scaling.partition import Partition, cluster_sources, levels, partition
+from overlord.scaling.source_costs import Resources, SourceCost
 
 MB, GB = 1 << 20, 1 << 30
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.scaling.starvation import Waited, find_bottleneck
+from overlord.scaling.autoscaler import Waited, find_bottleneck
 
 
 def waited(source: str, waited_s: float, demand: float = 1.0, workers: int = 1) -> Waited:

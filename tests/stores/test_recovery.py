@@ -219,7 +219,7 @@ def test_wrong_states_and_stores_are_refused(ids_job, cache, tmp_path):
 
 
 def test_steps_behind_keep_are_gone(ids_job, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("overlord.roles.kept_states.KEPT_STATES", 16)
+    monkeypatch.setattr("overlord.roles.planner.KEPT_STATES", 16)
     with launch(ids_job, cache, tmp_path, keep=32) as service, service.client() as client:
         for _ in range(100):
             next(client)

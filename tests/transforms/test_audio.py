@@ -16,13 +16,12 @@ from transformers import WhisperFeatureExtractor
 
 from overlord.core.ragged import BAD_COLUMN, Ragged, take_rows
 from overlord.core.samples import BAD
-from overlord.core.specs import Audio, Source, audio_frames, audio_tokens
 from overlord.errors import SpecError
-from overlord.transforms.audio import AudioDecoder, AudioTransform, decode_sound, resample, sound_size
-from overlord.transforms.log_mel import log_mel
-from overlord.transforms.per_sample import MediaFault
-from overlord.transforms.sample_kinds import make_transform
-from overlord.transforms.tokenize import TextTokenizer
+from overlord.job.specs import Audio, Source, audio_frames, audio_tokens
+from overlord.transforms.samples.audio import AudioDecoder, AudioTransform, decode_sound, log_mel, resample, sound_size
+from overlord.transforms.samples.per_sample import MediaFault
+from overlord.transforms.samples.sample_kinds import make_transform
+from overlord.transforms.samples.tokenize import TextTokenizer
 
 RATE = 16000
 WORDS = ["<unk>", "<|AUDIO|>", "<bos>", "<eos>", "one", "two", "three"]

@@ -19,14 +19,13 @@ from transformers import PreTrainedTokenizerFast
 
 from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, concat_rows, slice_rows, take_rows
 from overlord.core.samples import BAD, SKIP
-from overlord.core.specs import Batch, Chat, Job, Source, Text, stream_parts
 from overlord.errors import SpecError
+from overlord.job.specs import Batch, Chat, Job, Source, Text, stream_parts
 from overlord.readers.arrow_columns import kinds_of_schema, to_rows
-from overlord.transforms.chat import ChatTransform, inline_templates, rendering
-from overlord.transforms.chat_template import BUILTIN_TEMPLATES
-from overlord.transforms.per_sample import Measured
-from overlord.transforms.sample_kinds import make_transform
-from overlord.transforms.tokenize import TextTokenizer
+from overlord.transforms.samples.chat import BUILTIN_TEMPLATES, ChatTransform, inline_templates, rendering
+from overlord.transforms.samples.per_sample import Measured
+from overlord.transforms.samples.sample_kinds import make_transform
+from overlord.transforms.samples.tokenize import TextTokenizer
 
 SPECIAL = [
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",

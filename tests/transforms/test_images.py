@@ -16,15 +16,22 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from overlord.core.image_specs import Augment, ImageText, Interleaved, any_resize, image_grid, smart_resize
 from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, offsets_of
 from overlord.core.samples import BAD
 from overlord.errors import SpecError
-from overlord.transforms.augment import crop_boxes, item_seeds
-from overlord.transforms.image_text import ImageTextTransform
-from overlord.transforms.images import ImageDecoder, decode_image, image_size, normalize_patches, patchify_into
-from overlord.transforms.per_sample import MediaFault
-from overlord.transforms.tokenize import TextTokenizer
+from overlord.job.media_specs import Augment, ImageText, Interleaved, any_resize, image_grid, smart_resize
+from overlord.transforms.samples.image_text import ImageTextTransform
+from overlord.transforms.samples.images import (
+    ImageDecoder,
+    crop_boxes,
+    decode_image,
+    image_size,
+    item_seeds,
+    normalize_patches,
+    patchify_into,
+)
+from overlord.transforms.samples.per_sample import MediaFault
+from overlord.transforms.samples.tokenize import TextTokenizer
 
 transformers = pytest.importorskip("transformers")
 qwen = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")

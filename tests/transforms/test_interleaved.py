@@ -21,7 +21,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import overlord as ol
-from overlord.core.image_specs import Augment, Interleaved, image_tokens
 from overlord.core.ragged import (
     BAD_COLUMN,
     Ragged,
@@ -32,15 +31,16 @@ from overlord.core.ragged import (
     sizes_column,
     take_rows,
 )
-from overlord.core.sample_specs import Text
 from overlord.core.samples import BAD, SKIP
-from overlord.core.source_specs import Source
 from overlord.errors import SpecError
+from overlord.job.media_specs import Augment, Interleaved, image_tokens
+from overlord.job.sample_specs import Text
+from overlord.job.specs import Source
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
-from overlord.transforms.interleaved import InterleavedTransform, RowFault, split_parts
-from overlord.transforms.per_sample import Finished, Measured, count_loss_tokens
-from overlord.transforms.tokenize import TextTokenizer
+from overlord.transforms.samples.image_text import InterleavedTransform, RowFault, split_parts
+from overlord.transforms.samples.per_sample import Finished, Measured, count_loss_tokens
+from overlord.transforms.samples.tokenize import TextTokenizer
 
 WORDS = ["<unk>", "<image>", "<start>", "<end>", "<s>", "</s>", *"abcdefgh"]
 IDS = {word: number for number, word in enumerate(WORDS)}

@@ -8,19 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.core.draw import Buffer, Draw, Limits
-from overlord.core.layout_specs import Layout
 from overlord.core.messages import Payload
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.ragged import Ragged
 from overlord.core.samples import META
+from overlord.job.layout_specs import Layout
 from overlord.planning.strategies import backbone_balance
 from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.workers import SerialWorkers
-from overlord.transforms.images import decode_image, image_size, patchify_into
-from overlord.transforms.media_keys import MediaShape
-from overlord.transforms.per_microbatch import PackingJob, pack_microbatch
-from overlord.transforms.per_rank import slice_indices
-from overlord.transforms.step_samples import Opening, join_payloads
+from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob, pack_microbatch
+from overlord.transforms.microbatches.per_rank import slice_indices
+from overlord.transforms.microbatches.step_samples import Opening, join_payloads
+from overlord.transforms.samples.images import decode_image, image_size, patchify_into
 
 
 def packed_of(lengths, dp=1, cp=1, context=16, cap=64, layout=None):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2VLConfig, Qwen2VLModel
 
 from overlord.errors import SpecError
-from overlord.transforms.positions import mrope_positions
+from overlord.transforms.microbatches.positions import mrope_positions
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 TOKENS_PER_SECOND = 4

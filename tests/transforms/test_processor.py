@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2AudioProcessor, WhisperFeatureExtractor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from overlord.core.specs import Audio, Batch, ImageText, Interleaved, Job, Source, Text, Video, image_grid
 from overlord.errors import SpecError
+from overlord.job.specs import Audio, Batch, ImageText, Interleaved, Job, Source, Text, Video, image_grid
 from overlord.runtimes.numbering import canonical
 from overlord.runtimes.shapes import media_shape
-from overlord.transforms.processor import ProcessorFacts, fill_from_processor, read_processor
+from overlord.transforms.samples.processor import ProcessorFacts, fill_from_processor, read_processor
 
 QWEN = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 SOUND = ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch
 from overlord.core.samples import BAD, SKIP
-from overlord.core.specs import Source, Text
 from overlord.errors import SpecError
-from overlord.transforms.sample_kinds import make_transform
-from overlord.transforms.text import TextTransform, with_borders
-from overlord.transforms.tokenize import TextTokenizer
+from overlord.job.specs import Source, Text
+from overlord.transforms.samples.sample_kinds import make_transform
+from overlord.transforms.samples.text import TextTransform, with_borders
+from overlord.transforms.samples.tokenize import TextTokenizer
 
 SPECIAL = ["<s>", "</s>", "<pad>"]
 TEXTS = ["the quick brown fox", "jumps over the lazy dog", "größer als 10 €", "日本語の文章", "🙂🙃 emoji"]

@@ -23,13 +23,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from overlord.core.ragged import BAD_COLUMN, Ragged
 from overlord.core.samples import BAD
-from overlord.core.specs import Batch, Job, Source, Video, pick_frames, video_frames, video_grid
 from overlord.errors import SpecError
+from overlord.job.specs import Batch, Job, Source, Video, pick_frames, video_frames, video_grid
 from overlord.transforms import video
-from overlord.transforms.per_sample import MediaFault
-from overlord.transforms.sample_kinds import make_transform
-from overlord.transforms.tokenize import TextTokenizer
-from overlord.transforms.video import VideoDecoder, VideoTransform, read_clip
+from overlord.transforms.samples.per_sample import MediaFault
+from overlord.transforms.samples.sample_kinds import make_transform
+from overlord.transforms.samples.tokenize import TextTokenizer
+from overlord.transforms.samples.video import VideoDecoder, VideoTransform, read_clip
 
 SMALL = {"min_pixels": 56 * 56, "max_pixels": 112 * 112}
 WORDS = ["<unk>", "<|video_pad|>", "<start>", "<end>", "one", "two"]

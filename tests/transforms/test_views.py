@@ -13,21 +13,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from overlord.core.draw import Buffer, Draw
-from overlord.core.layout_specs import Layout
 from overlord.core.messages import Media, Payload
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.ragged import Ragged, offsets_of
 from overlord.core.samples import META
-from overlord.core.specs import Batch, Job, Source, Text
 from overlord.errors import OverlordError
+from overlord.job.layout_specs import Layout
+from overlord.job.specs import Batch, Job, Source, Text
 from overlord.planning import strategies
 from overlord.planning.checking import run_strategy
 from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.shapes import check_multiples, limits_of
 from overlord.runtimes.workers import SerialWorkers
-from overlord.transforms.media_keys import MediaShape
-from overlord.transforms.per_microbatch import PackingJob
-from overlord.transforms.step_samples import Opening, join_payloads
+from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob
+from overlord.transforms.microbatches.step_samples import Opening, join_payloads
 
 CONTEXT, CAP = 192, 384
 MERGE, PATCH_BYTES = 2, 12
@@ -275,7 +274,7 @@ def test_views_make_the_global_batch(batch, pp, dp, cp, tp, layout, kind):
 @given(batches(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from(["zigzag", "contiguous"]))
 def test_m_rope_is_computed_before_slicing(batch, cp, dp, slicing):
     """Slices of three-row positions are cut from those of the whole sequence."""
-    from overlord.transforms.positions import mrope_positions
+    from overlord.transforms.microbatches.positions import mrope_positions
 
     lengths, items, _ = batch
     tree = ClientPlaceTree(dp=dp, cp=cp)

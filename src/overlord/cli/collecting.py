@@ -14,7 +14,7 @@ from overlord.cli.summary import LoadHeatmap, StepSummary
 from overlord.core.draw import Buffer, Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.core.specs import Job
+from overlord.job.specs import Job
 from overlord.planning.costs import CostFunction, llama_12b
 from overlord.planning.strategies import vanilla
 

@@ -13,10 +13,10 @@ from overlord.cli.sources import Opened, open_each
 from overlord.cli.summary import percent
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
 from overlord.core.samples import BAD, OVERLONG, SKIP, apply_overlength
-from overlord.core.specs import Custom, Interleaved, Job
 from overlord.errors import OverlordError
-from overlord.roles.row_metadata import media_items
-from overlord.transforms.per_sample import Measured, no_seeds
+from overlord.job.specs import Custom, Interleaved, Job
+from overlord.roles.source_loader import media_items
+from overlord.transforms.samples.per_sample import Measured, no_seeds
 
 _LOOKED_AT = 64
 """Rows of a file that are measured to know what a context leaves of them."""

@@ -12,10 +12,10 @@ from overlord.cli.output import Screen, Tell, check_writable
 from overlord.cli.report import render_report
 from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, Where, run_job
 from overlord.cli.summary import RunSummary
-from overlord.core.launch_words import Runtime
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
-from overlord.job.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
+from overlord.job.launch_words import Runtime
+from overlord.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
 
 JOB_NAME = "job.yaml"
 MEDIA = 80

@@ -27,8 +27,8 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from overlord.cli.demo_text import Writer
-from overlord.core.specs import Batch, ImageText, Job, Mixture, Source, Text
 from overlord.errors import SpecError
+from overlord.job.specs import Batch, ImageText, Job, Mixture, Source, Text
 
 VERSION = 1
 """Raised when the data changes, so that a folder written by an older version is written again."""

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 
 from overlord.cli.demo_data import train_tokenizer
 from overlord.cli.demo_text import Writer
-from overlord.core.specs import Audio, Batch, Job, Mixture, Source, Text, Video
 from overlord.errors import SpecError
-from overlord.transforms.media_text import media_library
+from overlord.job.specs import Audio, Batch, Job, Mixture, Source, Text, Video
+from overlord.transforms.samples.media_text import media_library
 
 SPECIAL_TOKENS = (
     "<unk>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",

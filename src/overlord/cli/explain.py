@@ -19,12 +19,12 @@ from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
 from overlord.cli.sources import isolated
 from overlord.cli.summary import LoadHeatmap
-from overlord.core.launch_words import Placement
-from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.core.specs import Job, Video
 from overlord.errors import SpecError
+from overlord.job.launch_words import Placement
+from overlord.job.layout_specs import Layout
+from overlord.job.specs import Job, Video
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
 from overlord.runtimes.deployment import Roles, deploy

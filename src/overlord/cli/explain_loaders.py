@@ -23,13 +23,12 @@ from overlord.cli.summary import decoded_in
 from overlord.core.messages import LoaderOrder, MetaRequest, Payload
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import BAD, SKIP, Cursor, MetaArray
-from overlord.core.specs import Audio, Source
+from overlord.job.specs import Audio, Source
 from overlord.roles.source_loader import AHEAD_BYTES, AHEAD_ROWS
 from overlord.runtimes.deployment import Roles, base_weights
 from overlord.runtimes.workers import SerialWorkers
-from overlord.transforms.media import decode_media
-from overlord.transforms.per_sample import MediaDecoder
-from overlord.transforms.sample_kinds import make_transform
+from overlord.transforms.samples.per_sample import MediaDecoder, decode_media
+from overlord.transforms.samples.sample_kinds import make_transform
 
 Unit = Literal["image_tokens", "samples", "tokens"]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from overlord.core.layout_specs import Layout
 from overlord.core.spec_errors import Fault, show
-from overlord.core.specs import Job
 from overlord.errors import SpecError
-from overlord.job.cost_specs import mapping_or_name
-from overlord.job.launch_options import as_layout
+from overlord.job.layout_specs import Layout
+from overlord.job.specs import Job
+from overlord.launch_section import as_layout
+from overlord.planning.cost_specs import mapping_or_name
 
 
 def read_layout(text: str) -> Layout:

@@ -28,16 +28,16 @@ from overlord.cli.sources import (
 from overlord.cli.summary import number, percent
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
 from overlord.core.samples import FILE_SHIFT, SKIP, SampleId
-from overlord.core.specs import Audio, ImageSpec, Job, Video
 from overlord.errors import OverlordError, SpecError
+from overlord.job.specs import Audio, ImageSpec, Job, Video
 from overlord.readers.filesystems import StoredFile
-from overlord.readers.sidecars import LengthSidecars
+from overlord.readers.source_files import LengthSidecars
 from overlord.readers.spill import most_kept
 from overlord.roles.source_loader import FEW_SAMPLES, Lengths
 from overlord.runtimes.opening import known_lengths
-from overlord.transforms.audio import sound_size
-from overlord.transforms.images import open_image
-from overlord.transforms.per_sample import no_seeds
+from overlord.transforms.samples.audio import sound_size
+from overlord.transforms.samples.images import open_image
+from overlord.transforms.samples.per_sample import no_seeds
 
 FEW_ROWS = 32
 """A source with fewer rows is seen again and again."""

@@ -58,7 +58,7 @@ from overlord.cli.planning_commands import explain, profile
 from overlord.cli.summary import RunSummary, count, number
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, SpecError, ToleranceError
-from overlord.job.job_files import job_file_schema
+from overlord.job_files import job_file_schema
 
 
 class _Commands(TyperGroup):

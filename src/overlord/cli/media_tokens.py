@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from overlord.cli.sources import Opened
-from overlord.core.specs import Audio, ImageSpec, Interleaved, Video
-from overlord.transforms.per_sample import Measured, ragged_column
+from overlord.job.specs import Audio, ImageSpec, Interleaved, Video
+from overlord.transforms.samples.per_sample import Measured, ragged_column
 
 _VISION = (("<|vision_start|>", "<|vision_end|>"), ("<|vision_bos|>", "<|vision_eos|>"))
 _SOUND = (("<|audio_bos|>", "<|audio_eos|>"), ("<|audio_start|>", "<|audio_end|>"))

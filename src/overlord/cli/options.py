@@ -14,16 +14,16 @@ import typer
 
 from overlord.cli.layout_options import read_layout
 from overlord.cli.output import Screen
-from overlord.core.launch_words import DEFAULT_CACHE
-from overlord.core.launch_words import Runtime as RuntimeWord
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import Fault
-from overlord.core.spec_model import as_number
-from overlord.core.specs import Job
 from overlord.errors import SpecError
-from overlord.job.job_files import JobFile, load_job_file
-from overlord.job.launch_options import CLUSTER_KEYS, BudgetOptions, LoaderHosts, as_loader_hosts
-from overlord.job.strategy_specs import StrategyChoice
+from overlord.job.launch_words import DEFAULT_CACHE
+from overlord.job.launch_words import Runtime as RuntimeWord
+from overlord.job.spec_model import as_number
+from overlord.job.specs import Job
+from overlord.job_files import JobFile, load_job_file
+from overlord.launch_section import CLUSTER_KEYS, BudgetOptions, LoaderHosts, as_loader_hosts
+from overlord.planning.strategy_specs import StrategyChoice
 
 if TYPE_CHECKING:
     from overlord.cli.running import RunOptions

@@ -29,10 +29,10 @@ from overlord.cli.options import (
 )
 from overlord.cli.output import Screen, check_writable
 from overlord.errors import SpecError
-from overlord.job.job_files import JobFile
-from overlord.job.launch_options import FileLoaders
-from overlord.job.strategy_specs import Cost
+from overlord.job_files import JobFile
+from overlord.launch_section import FileLoaders
 from overlord.planning.costs import CostModel, llama_12b, vit_2b
+from overlord.planning.strategy_specs import Cost
 
 EXPLAIN_STEPS = 20
 PROFILED_SAMPLES = 200

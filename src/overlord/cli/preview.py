@@ -27,7 +27,7 @@ from overlord.cli.summary import size
 from overlord.core.ragged import RowBatch, slice_rows
 from overlord.core.samples import BAD, FILE_SHIFT, SKIP, SampleId
 from overlord.runtimes.workers import SerialWorkers
-from overlord.transforms.per_sample import no_seeds
+from overlord.transforms.samples.per_sample import no_seeds
 
 _SHOWN_CHARACTERS = 400
 _SHOWN_END = 48

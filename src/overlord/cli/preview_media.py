@@ -12,12 +12,12 @@ from PIL import Image
 
 from overlord.cli.sources import Opened
 from overlord.core.samples import BAD
-from overlord.core.specs import Audio, ImageSpec, Interleaved, Video
+from overlord.job.specs import Audio, ImageSpec, Interleaved, Video
 from overlord.runtimes.workers import SerialWorkers
-from overlord.transforms.audio import sound_size
-from overlord.transforms.images import decode_image, is_turned
-from overlord.transforms.per_sample import Bools, Int64s, Measured, MediaFault
-from overlord.transforms.video import read_clip
+from overlord.transforms.samples.audio import sound_size
+from overlord.transforms.samples.images import decode_image, is_turned
+from overlord.transforms.samples.per_sample import Bools, Int64s, Measured, MediaFault
+from overlord.transforms.samples.video import read_clip
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from overlord.cli.sources import Opened
 from overlord.core.ragged import Ragged, RowBatch
 from overlord.core.samples import BAD, SKIP
-from overlord.core.specs import Chat, Custom, Interleaved, Text
-from overlord.transforms.per_sample import Finished, Measured
-from overlord.transforms.tokenize import TextTokenizer
+from overlord.job.specs import Chat, Custom, Interleaved, Text
+from overlord.transforms.samples.per_sample import Finished, Measured
+from overlord.transforms.samples.tokenize import TextTokenizer
 
 _SHOWN_IDS = 24
 _FIRST_TOKENS, _LAST_TOKENS = 2000, 48

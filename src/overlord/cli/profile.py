@@ -18,10 +18,10 @@ from overlord.cli.profile_plan import show_plan
 from overlord.cli.profile_report import headlines, profile_tables, ranked, render_profile
 from overlord.cli.sources import choose_sources
 from overlord.core.spec_errors import Fault
-from overlord.core.spec_model import as_bytes
 from overlord.errors import SourceError, SpecError
-from overlord.job.job_files import JobFile
-from overlord.job.launch_options import profile_path
+from overlord.job.spec_model import as_bytes
+from overlord.job_files import JobFile
+from overlord.launch_section import profile_path
 from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.profiling import (
     Profiled,
@@ -30,8 +30,8 @@ from overlord.runtimes.profiling import (
     read_profile,
     write_profile,
 )
-from overlord.scaling.costs import Resources
 from overlord.scaling.profiles import Profile
+from overlord.scaling.source_costs import Resources
 
 
 def profile_sources(

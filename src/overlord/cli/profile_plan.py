@@ -13,11 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from overlord.cli.summary import count, number, percent, seconds, size
-from overlord.core.specs import Job
-from overlord.job.launch_options import LaunchOptions
-from overlord.scaling.costs import TINY, Resources, SourceCost
+from overlord.job.specs import Job
+from overlord.launch_section import LaunchOptions
 from overlord.scaling.partition import Allotment, Partition, partition
-from overlord.scaling.schedules import mean_shares, schedule_shares
+from overlord.scaling.source_costs import TINY, Resources, SourceCost, mean_shares, schedule_shares
 
 _MOST_ROWS = 40
 """Sources that the table holds: those with the most workers."""

@@ -23,15 +23,15 @@ from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
 from overlord.cli.sources import indexed_rows, isolated, open_each
 from overlord.cli.summary import RunSummary, SourceSummary, media_of
-from overlord.core.launch_words import OnSourceFailure, Placement, Runtime
-from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.reconcile import Reconcile
 from overlord.core.spec_errors import is_whole
-from overlord.core.specs import Job, Source
 from overlord.errors import OverlordError, SpecError, StateError, joined
-from overlord.job.launch_options import LoaderHosts
-from overlord.job.manifests import read_text
+from overlord.job.launch_words import OnSourceFailure, Placement, Runtime
+from overlord.job.layout_specs import Layout
+from overlord.job.reconcile import Reconcile
+from overlord.job.specs import Job, Source
+from overlord.launch_section import LoaderHosts
+from overlord.manifests import read_text
 from overlord.planning.checking import Strategy
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
@@ -41,11 +41,11 @@ from overlord.runtimes.opening import open_sources
 from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
 from overlord.runtimes.sizing import Loaders
 from overlord.runtimes.workers import SerialWorkers
-from overlord.scaling.budgets import Budget
+from overlord.scaling.source_costs import Budget
 from overlord.session import Service, launch
 from overlord.stores.places import open_place
 from overlord.stores.store import newest_lineage
-from overlord.transforms.sample_kinds import make_transform
+from overlord.transforms.samples.sample_kinds import make_transform
 
 MOST_RANKS = 256
 """Ranks that one process can hold without running out of file descriptors."""

@@ -18,17 +18,16 @@ from rich.text import Text as Words
 from overlord.cli.output import Tell, current_command
 from overlord.cli.summary import number, size
 from overlord.core.spec_errors import did_you_mean, list_some
-from overlord.core.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Text, Video
 from overlord.errors import SpecError
+from overlord.job.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Text, Video
 from overlord.readers.index import IndexCache
-from overlord.readers.sidecars import LengthSidecars
-from overlord.readers.source_files import SourceFiles
+from overlord.readers.source_files import LengthSidecars, SourceFiles
 from overlord.runtimes.opening import IsolateReader, open_sources
 from overlord.runtimes.reader_processes import ReaderProcesses
 from overlord.runtimes.workers import SerialWorkers
-from overlord.transforms.per_sample import SampleTransform, no_seeds
-from overlord.transforms.sample_kinds import make_transform, reserve_placeholders
-from overlord.transforms.tokenize import TextTokenizer
+from overlord.transforms.samples.per_sample import SampleTransform, no_seeds
+from overlord.transforms.samples.sample_kinds import make_transform, reserve_placeholders
+from overlord.transforms.samples.tokenize import TextTokenizer
 
 LISTING_THREADS = 16
 """Opening a source mostly waits for storage."""

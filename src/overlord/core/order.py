@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.seeds import derive, hash64, permutation
+from overlord.core.samples import derive, hash64, permutation
 
 WINDOW_FILES = 16
 WINDOW_BYTES = 256 << 20

@@ -6,36 +6,351 @@ coordinate consume the same samples. Other frameworks' meshes are read in place_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import prod
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.place_checks import (
-    COORDINATES,
-    as_index,
-    axis_named,
-    broadcast_axes,
-    check_counts,
-    check_fit,
-    check_world_size,
-    parts_of,
-    resized,
-)
 from overlord.core.place_drawing import draw_svg, draw_text
-from overlord.core.place_layouts import AXES as AXES
-from overlord.core.place_layouts import (
-    COUNTS,
-    fields_from_device_mesh,
-    fields_from_megatron,
-    flat_sizes,
-    sizes_from_text,
-    values_from_sizes,
-)
 from overlord.core.spec_errors import did_you_mean, show
 from overlord.errors import SpecError
+
+# --------------------------------------------------------------------------------------------------------------
+# How a mesh is written down: short text, mappings, Megatron's settings, torch's DeviceMesh.
+#
+# Everything here returns the fields of a ClientPlaceTree, which does the last checks itself. Nothing of
+# torch is imported: a DeviceMesh is known by its names and its grid of ranks.
+
+
+AXES = ("pp", "dp", "cp", "tp")
+"""Outermost first: neighbouring ranks differ in tp."""
+
+COUNTS = (*AXES, "dp_replicate", "ep", "vpp")
+"""Every size a tree has."""
+
+_MEGATRON = ("tp", "cp", "ep", "dp", "pp")
+_AXIS_OF_NAME = {
+    "pp": "pp",
+    "dp": "dp",
+    "batch": "dp",
+    "dp_replicate": "dp",
+    "dp_shard": "dp",
+    "fsdp": "dp",
+    "ep": "dp",  # experts are spread over ranks that each have samples of their own
+    "cp": "cp",
+    "ulysses": "cp",
+    "sp": "cp",
+    "tp": "tp",
+}
+
+
+def sizes_from_text(text: str) -> dict[str, Any]:
+    """Return the fields of a short form; those of a module stand under "modules".
+
+    Example:
+        >>> sizes_from_text("dp=4,encoder.dp=8")
+        {'dp': '4', 'modules': {'encoder': {'dp': '8'}}}
+    """
+    if not isinstance(cast("object", text), str):
+        raise SpecError(f"mesh is {show(text)}, not text; the ranks cannot be counted. Write it as 'dp=2,cp=2,tp=2'.")
+    sizes: dict[str, Any] = {}
+    modules: dict[str, dict[str, Any]] = {}
+    for part in text.replace(",", " ").split():
+        name, equals, size = part.partition("=")
+        module, dot, axis = name.rpartition(".")
+        if not equals or axis == "modules":
+            raise SpecError(f"mesh {text!r}: {part!r} is not axis=size. Write it as in 'dp=2,cp=2,tp=2'.")
+        into = modules.setdefault(module, {}) if dot else sizes
+        if axis in into:
+            raise SpecError(f"mesh {text!r}: {name} is given twice; one would be lost. Give it once.")
+        into[axis] = size
+    return sizes | {"modules": modules} if modules else sizes
+
+
+def values_from_sizes(sizes: Mapping[str, Any], known: Sequence[str], what: str) -> dict[str, Any]:
+    """Return fields with their sizes as whole numbers; meshes of modules stay as they were written."""
+    if not isinstance(cast("object", sizes), Mapping):
+        raise SpecError(
+            f"{what} is {show(sizes)}, not a mapping of axes to sizes; the ranks cannot be counted. Write it as in "
+            "{dp: 2, tp: 2}."
+        )
+    values: dict[str, Any] = {}
+    for axis, size in sizes.items():
+        if axis not in known:
+            raise SpecError(
+                f"{what}: unknown axis {axis!r}; its ranks would get no data."
+                f"{did_you_mean(axis, known)} Known axes: {', '.join(COUNTS)}."
+            )
+        if axis == "modules" and not isinstance(size, Mapping):
+            raise SpecError(
+                f"{what}: modules is {show(size)}, not a mapping of names to meshes; no module would be found. "
+                "Write it as in {encoder: {dp: 8}}."
+            )
+        values[axis] = size if axis in ("modules", "order") else _whole(axis, size, what)
+    return values
+
+
+def flat_sizes(sizes: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return sizes as the short form has them: of a module only the axes it uses."""
+    flat = [(name, size) for name, size in sizes.items() if name != "modules"]
+    for module, inner in sizes.get("modules", {}).items():
+        flat += [(f"{module}.{name}", size) for name, size in inner.items() if size != 1 or name == "dp"]
+    return flat
+
+
+def _whole(axis: str, size: Any, what: str) -> int:
+    try:
+        if isinstance(size, (bool, float)):
+            raise ValueError
+        return int(size)
+    except (TypeError, ValueError):
+        raise SpecError(
+            f"{what}: {axis} is {size!r}, not a whole number; the ranks cannot be counted. Write it as in {axis}=2."
+        ) from None
+
+
+def fields_from_megatron(order: str, sizes: Mapping[str, int | None], world_size: int | None) -> dict[str, Any]:
+    """Return the fields for Megatron's order and sizes; a dp of None follows from the world size."""
+    names = order.lower().split("-") if isinstance(cast("object", order), str) else []
+    missing = [name for name in _MEGATRON if name not in names]
+    if not names or not set(names) <= set(_MEGATRON) or len(set(names)) != len(names):
+        raise SpecError(
+            f"from_megatron: order is {show(order)}: it must name {', '.join(_MEGATRON)}, each once, the one that "
+            "varies fastest first, or ranks would get the data of others. Write 'tp-cp-ep-dp-pp'."
+        )
+    for name in missing:
+        if sizes[name] not in (1, None) or (name == "dp" and world_size is not None):
+            raise SpecError(
+                f"from_megatron: order is {order!r}, without {name}, but {name} is {sizes[name] or 'to be found'}; "
+                f"where its ranks stand is not known. Name {name} in order."
+            )
+    fields: dict[str, Any] = dict(sizes)
+    if fields["dp"] is None:
+        fields["dp"] = 1 if world_size is None else _dp_of(world_size, sizes)
+    ranks = prod(_counted(fields[axis], axis) for axis in AXES)
+    if world_size is not None and ranks != world_size:
+        raise SpecError(
+            f"from_megatron: dp is {fields['dp']}, so pp*dp*cp*tp is {ranks}, but world_size is {world_size}; some "
+            "ranks would get no data, or some data no rank. Leave dp out, and it follows from world_size."
+        )
+    return fields | {"order": _whole_order([name for name in reversed(names) if name != "ep"])}
+
+
+def _dp_of(world_size: int, sizes: Mapping[str, int | None]) -> int:
+    rest = prod(_counted(sizes[axis], axis) for axis in ("tp", "cp", "pp"))
+    if _counted(world_size, "world_size") % rest:
+        raise SpecError(
+            f"from_megatron: world_size is {world_size}, not a multiple of tp*cp*pp = {sizes['tp']}*{sizes['cp']}*"
+            f"{sizes['pp']} = {rest}; some ranks would get no data. Use a multiple of {rest} ranks, or smaller axes."
+        )
+    return world_size // rest
+
+
+def _counted(size: object, name: str) -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise SpecError(
+            f"from_megatron: {name} is {size!r}: it must be a whole number of at least 1, or there are no ranks to "
+            f"feed. Write {name}=1 for an axis you do not use."
+        )
+    return size
+
+
+def _whole_order(axes: Sequence[str]) -> str:
+    """Return an order of all axes; those not named have one rank, so any place is right for them."""
+    if [axis for axis in AXES if axis in axes] == list(axes):
+        return "-".join(AXES)
+    return "-".join([*(axis for axis in AXES if axis not in axes), *axes])
+
+
+def fields_from_device_mesh(mesh: Any) -> dict[str, Any]:
+    """Return the fields for a DeviceMesh, with the order that its grid of ranks shows."""
+    names, grid = _names_and_grid(mesh)
+    wide = [dim for dim in range(grid.ndim) if grid.shape[dim] > 1]
+    corner = (0,) * grid.ndim
+    step = {dim: int(grid[(*corner[:dim], 1, *corner[dim + 1 :])]) - int(grid[corner]) for dim in wide}
+    outer = sorted(wide, key=lambda dim: -step[dim])
+    flat = grid.squeeze().transpose([wide.index(dim) for dim in outer]).ravel()
+    if not np.array_equal(flat, np.arange(grid.size)):
+        first = int(np.flatnonzero(flat != np.arange(grid.size))[0])
+        raise SpecError(
+            f"device mesh ({_described(names, grid)}): its place {first} holds rank {int(flat[first])}; a tree of the "
+            f"same sizes has rank {first} there, so ranks would get the data of others. Give the mesh of all ranks, "
+            f"0 to {grid.size - 1}, laid out axis by axis, not a part of it."
+        )
+    axes = [_AXIS_OF_NAME[names[dim]] for dim in outer]
+    runs = [axis for i, axis in enumerate(axes) if i == 0 or axes[i - 1] != axis]
+    batch = [names[dim] for dim in outer if _AXIS_OF_NAME[names[dim]] == "dp"]
+    if len(set(runs)) != len(runs) or "dp_replicate" in batch[1:]:
+        raise SpecError(
+            f"device mesh ({_described(names, grid)}): dimensions of one axis must stand together, dp_replicate "
+            f"outside dp_shard, or ranks would get the data of others. Outermost first they are now "
+            f"{', '.join(names[dim] for dim in outer)}; order them as pp, dp_replicate, dp_shard, cp, tp."
+        )
+    sizes = dict.fromkeys(AXES, 1)
+    for dim in wide:
+        sizes[_AXIS_OF_NAME[names[dim]]] *= grid.shape[dim]
+    of_name = dict(zip(names, grid.shape, strict=True))
+    extras = {name: int(of_name.get(name, 1)) for name in ("dp_replicate", "ep")}
+    return {**sizes, **extras, "order": _whole_order(runs)}
+
+
+def _names_and_grid(mesh: Any) -> tuple[list[str], npt.NDArray[np.int64]]:
+    inner: Any = getattr(mesh, "mesh", None)
+    named = getattr(mesh, "mesh_dim_names", None)
+    if not hasattr(inner, "tolist"):
+        raise SpecError(
+            f"from_device_mesh: {show(mesh)} is not a DeviceMesh: it has no grid of ranks, so nobody could be fed. "
+            "Give torch.distributed.device_mesh.init_device_mesh(...), or write ClientPlaceTree(dp=..., tp=...)."
+        )
+    grid = np.asarray(inner.tolist(), dtype=np.int64)
+    if not named or len(named) != grid.ndim or len(set(named)) != len(named):
+        raise SpecError(
+            f"device mesh of shape {grid.shape}: mesh_dim_names is {named!r}: each of the {grid.ndim} dimensions needs "
+            "a name of its own, or it is not known which ranks share samples. Give mesh_dim_names=('dp', 'tp')."
+        )
+    for name in named:
+        if name not in _AXIS_OF_NAME:
+            raise SpecError(
+                f"device mesh: unknown dimension {name!r}; it is not known whether its ranks share samples."
+                f"{did_you_mean(name, _AXIS_OF_NAME)} Known dimensions: {', '.join(_AXIS_OF_NAME)}."
+            )
+    return list(named), grid
+
+
+def _described(names: Sequence[str], grid: npt.NDArray[np.int64]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in zip(names, grid.shape, strict=True))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What is said about a mesh that cannot be, and about axes and numbers that are not in it.
+
+
+COORDINATES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Directions a rank has a coordinate in."""
+
+
+def check_counts(tree: ClientPlaceTree) -> None:
+    """Raise SpecError for a size that is no count of ranks, or an order that is not of the axes."""
+    for axis in (*COUNTS, "microbatch_group"):
+        size: object = getattr(tree, axis)
+        if axis == "microbatch_group" and size is None:
+            continue
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise SpecError(
+                f"mesh: {axis} is {size!r}: an axis must be a whole number of at least 1, or there "
+                f"are no ranks to feed. Write {axis}=1 for an axis you do not use."
+            )
+    if not isinstance(cast("object", tree.order), str) or sorted(tree.order.split("-")) != sorted(AXES):
+        raise SpecError(
+            f"mesh: order is {tree.order!r}: it must name each of {', '.join(AXES)} once, outermost "
+            f"first, or ranks would get the data of others. Write order={'-'.join(AXES)!r} or leave it out."
+        )
+
+
+def check_fit(tree: ClientPlaceTree) -> None:
+    """Raise SpecError for sizes that do not go together."""
+    if tree.dp % tree.dp_replicate:
+        raise SpecError(
+            f"mesh: dp_replicate is {tree.dp_replicate}, but dp is {tree.dp}, not a multiple of it; dp counts all "
+            f"replicas, so some would lack ranks. Write dp={tree.dp_replicate} times the ranks of one replica."
+        )
+    if tree.dp * tree.cp % tree.ep:
+        raise SpecError(
+            f"mesh: ep is {tree.ep}, but dp*cp is {tree.dp * tree.cp}, not a multiple of it; experts are spread over "
+            "dp and cp ranks, so some would have no place. Give an ep that divides dp*cp."
+        )
+    if tree.vpp > 1 and tree.pp == 1:
+        raise SpecError(
+            f"mesh: vpp is {tree.vpp}, but pp is 1; there is no pipeline whose stages could hold several chunks. "
+            "Leave vpp out, or give pp=2 or more."
+        )
+    if tree.microbatch_group is not None and tree.vpp == 1:
+        raise SpecError(
+            f"mesh: microbatch_group is {tree.microbatch_group}, but vpp is 1; it would change nothing, as there are "
+            "no chunks to take turns. Leave it out, or give vpp=2 or more."
+        )
+
+
+def check_world_size(tree: ClientPlaceTree, world_size: int) -> None:
+    """Raise SpecError if the trainer has another number of ranks than the mesh."""
+    if isinstance(world_size, bool) or not isinstance(cast("object", world_size), int | np.integer):
+        raise SpecError(
+            f"world_size is {show(world_size)}, which counts no ranks; it cannot be told whether all {tree.world_size} "
+            f"ranks of the mesh {tree} are there. Give the number of ranks of the trainer."
+        )
+    if world_size == tree.world_size:
+        return
+    rest = tree.pp * tree.cp * tree.tp
+    fits = f"; dp={world_size // rest} would fit" if world_size > 0 and world_size % rest == 0 else ""
+    effect = (
+        "ranks beyond the mesh would get no data"
+        if world_size > tree.world_size
+        else ("some buckets would have nobody to consume them and the others would wait")
+    )
+    raise SpecError(
+        f"mesh {tree} has {tree.world_size} ranks but the world has {world_size}; {effect}. "
+        f"Make pp*dp*cp*tp equal to the number of ranks{fits}."
+    )
+
+
+def resized(tree: ClientPlaceTree, axis: str, by: int, sign: int) -> dict[str, Any]:
+    """Return an axis with its new size; `sign` is 1 to grow and -1 to shrink."""
+    name, verb = axis_named(axis, COUNTS), "grow" if sign > 0 else "shrink"
+    size: int = getattr(tree, name)
+    if isinstance(by, bool) or as_index("by", by) < 1:
+        raise SpecError(f"mesh {tree}: {verb} {name} by {by!r}: nothing would change. Give a by of 1 or more.")
+    if size + sign * by < 1:
+        raise SpecError(
+            f"mesh {tree}: shrink {name} by {by} would leave {name}={size - by}; an axis below 1 has no ranks to feed. "
+            + (f"Shrink it by {size - 1} at most." if size > 1 else f"{name} cannot shrink any more.")
+        )
+    return {name: size + sign * by}
+
+
+def as_index(what: str, value: object) -> int:
+    """Return a number that counts ranks or buckets, or raise SpecError."""
+    try:
+        return operator.index(cast("int", value))
+    except TypeError:
+        raise SpecError(
+            f"{what} is {show(value)}, not a whole number; it stands nowhere in the mesh. Give a number such as 0."
+        ) from None
+
+
+def axis_named(axis: str, known: Collection[str]) -> str:
+    """Return an axis in lower case if it is known here, or raise SpecError."""
+    name = axis.lower() if isinstance(cast("object", axis), str) else ""
+    if name in known:
+        return name
+    names = [word.upper() for word in known]
+    why = "it has no data of its own" if name in ("ep", "vpp") else "no rank stands along it"
+    raise SpecError(
+        f"axis {axis!r} cannot be used here: {why}.{did_you_mean(str(axis).upper(), names)} "
+        f"Known axes: {', '.join(names)}."
+    )
+
+
+def broadcast_axes(broadcast: Collection[str]) -> list[str]:
+    """Return the directions in which the trainer broadcasts; one axis may be given as plain text."""
+    given = (broadcast,) if isinstance(broadcast, str) else broadcast
+    if not isinstance(cast("object", given), Collection):
+        raise SpecError(
+            f"broadcast is {show(given)}, not a collection of axes; nobody knows who fetches. Write ('TP',) or ()."
+        )
+    return [axis_named(axis, COORDINATES) for axis in given]
+
+
+def parts_of(axes: Collection[str]) -> set[str]:
+    """Return axes with dp as its two parts."""
+    return {part for axis in axes for part in (("dp_replicate", "dp_shard") if axis == "dp" else (axis,))}
+
+
+# --------------------------------------------------------------------------------------------------------------
+
 
 Int32s = npt.NDArray[np.int32]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.draw import Draw, Pieces
-from overlord.core.messages import LoaderOrder
+from overlord.core.messages import LoaderOrder, Payload
 from overlord.core.ragged import Ragged, expand_ranges
 from overlord.core.samples import Cursor, take_meta
 from overlord.errors import PlanError
 
 if TYPE_CHECKING:
     from overlord.core.place_tree import ClientPlaceTree
-    from overlord.core.routing import Routing
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -369,3 +368,189 @@ def chain_digest(digests: Sequence[str]) -> str:
         True
     """
     return hashlib.blake2b("\n".join(digests).encode(), digest_size=16).hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What one host needs of a step: the samples its ranks train on or encode, and whose media it must see.
+
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Share:
+    """One host's part of a step."""
+
+    samples: Bools
+    """Drawn samples whose tokens or media the host needs."""
+    media: Bools
+    """Those whose images and clips it needs byte by byte; of the others it learns shapes and faults."""
+    whole: bool
+    """Whether all ranks are there, so that nothing need be left out."""
+
+    @classmethod
+    def of(cls, plan: LoadingPlan, ranks: Collection[int]) -> Share:
+        """Work out what some ranks need of a plan.
+
+        Example:
+            Which half of a step the second data-parallel rank needs::
+
+                share = Share.of(plan, {1})
+                assert share.samples[plan.bin(1, 0).sample].all()
+        """
+        tree = plan.mesh
+        if len(set(ranks)) == tree.world_size:
+            everything = np.ones(len(plan.draw), np.bool_)
+            return cls(everything, everything, whole=True)
+        samples = np.zeros(len(plan.draw), np.bool_)
+        fetching = [rank for rank in ranks if tree.fetches(rank, plan.broadcast)]
+        for bucket in {tree.bucket_of(plan.axis, rank) for rank in fetching}:
+            samples[_of_bucket(plan, bucket)] = True
+        if plan.encoder is None:
+            return cls(samples, samples, whole=False)
+        media = np.zeros(len(plan.draw), np.bool_)
+        for rank in ranks:
+            media[plan.encoder.bin(rank, 0).sample] = True
+        return cls(samples | media, media, whole=False)
+
+    def cut(self, plan: LoadingPlan, payload: Payload) -> Payload:
+        """Return the host's part of a payload: all samples of its source, or those that one of its loaders has."""
+        if self.whole:
+            return payload
+        mine = plan.draw.samples_of(payload.source)
+        mine = mine if payload.chosen is None else mine[payload.chosen]
+        chosen = np.flatnonzero(self.samples[mine])
+        heard = payload.media is not None and payload.media.kind == "audio"  # sounds stay with their tokens
+        part = payload.take(chosen, np.ones(len(chosen), np.bool_) if heard else self.media[mine[chosen]])
+        return part if payload.chosen is None else replace(part, chosen=payload.chosen[chosen])
+
+
+def with_labels(plan: LoadingPlan, payload: Payload) -> Payload:
+    """Return a payload as it leaves its loader, with the labels that its samples have by the plan."""
+    mine = plan.draw.samples_of(payload.source).astype(np.int64)
+    labels = plan.labels_of(mine if payload.chosen is None else mine[payload.chosen], payload.loss)
+    if payload.media is not None:  # a medium that does not decode silences all of its sample
+        labels[np.repeat(np.arange(len(labels)), np.diff(payload.media.rows))[payload.media.bad]] = 0
+    late = payload.media is not None and payload.media.encoded and len(payload.media.start) > 0
+    return replace(payload, labels=int(labels.sum()), late=late)
+
+
+def _of_bucket(plan: LoadingPlan, bucket: int) -> npt.NDArray[np.int32]:
+    first, stop = plan.bin_offsets[[bucket * plan.num_microbatches, (bucket + 1) * plan.num_microbatches]]
+    return plan.pieces.sample[int(first) : int(stop)]
+
+
+def known_early(plan: LoadingPlan) -> Bools:
+    """Return the drawn samples of which it must be known at once whether their media decode.
+
+    That is where images are encoded elsewhere than where their tokens are, and where a sample is cut into pieces: a
+    broken image must silence all of its sample, wherever that goes. Other media can be opened when they are packed.
+    """
+    early = np.full(len(plan.draw), plan.encoder is not None)
+    early[plan.pieces.sample[plan.pieces.start > 0]] = True
+    return early
+
+
+# --------------------------------------------------------------------------------------------------------------
+# How encoded images travel from the ranks that encode them to the ranks that hold their tokens.
+#
+# A route is a run of tokens of one image that goes from one rank to another in one piece. Routes are
+# columns sorted by (sender, receiver, microbatch, position): the order in which a sender concatenates
+# what it sends, and the same arithmetic on every rank. The backward pass swaps senders and receivers.
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """All routes of one step."""
+
+    world_size: int
+    sender: Int32s
+    receiver: Int32s
+    microbatch: Int32s
+    """The backbone microbatch that needs the tokens."""
+    position: Int32s
+    """Where the first token of the run stands in the receiver's sequence of that microbatch."""
+    length: Int32s
+    """Tokens of the run."""
+    sample: Int32s
+    """The image's sample, as an index into the draw."""
+    start: Int32s
+    """The first token of the run inside its image."""
+    row: Int32s
+    """The first row of the run in what its sender has encoded."""
+    heads: Int64s
+    """[bucket, cp]: the ranks of the first pipeline stage that hold the tokens (the first of each TP group)."""
+    images: tuple[Int64s, Int64s]
+    """Patches of all images (or runs of one) in the order in which ranks encode them, and where each rank begins."""
+
+    @cached_property
+    def _sender_offsets(self) -> Int64s:
+        return np.searchsorted(self.sender, np.arange(self.world_size + 1)).astype(np.int64)
+
+    @cached_property
+    def _arrivals(self) -> tuple[Int64s, Int64s]:
+        """Routes sorted by receiver, then sender (as all-to-all delivers), and where each receiver begins."""
+        order = np.argsort(self.receiver, kind="stable")
+        return order, np.searchsorted(self.receiver[order], np.arange(self.world_size + 1)).astype(np.int64)
+
+    def vit_cu_seqlens(self, rank: int) -> Int64s:
+        """Return where the images of a rank begin in its sequence of patches (a clip counts as one).
+
+        The images themselves are those of `plan.encoder.bin(rank, 0)`, in this order, which is the order in which
+        their tokens are sent.
+        """
+        patches, offsets = self.images
+        mine = patches[int(offsets[rank]) : int(offsets[rank + 1])]
+        return np.concatenate([[0], np.cumsum(mine)]).astype(np.int64)
+
+    def sent_by(self, rank: int) -> slice:
+        """Return the routes that begin at a rank."""
+        return slice(int(self._sender_offsets[rank]), int(self._sender_offsets[rank + 1]))
+
+    def received_by(self, rank: int) -> Int64s:
+        """Return the routes that end at a rank, in the order in which they arrive."""
+        order, offsets = self._arrivals
+        return order[int(offsets[rank]) : int(offsets[rank + 1])]
+
+    def send_splits(self, rank: int) -> Int64s:
+        """Return how many tokens a rank sends to each rank of the world."""
+        mine = self.sent_by(rank)
+        return np.bincount(self.receiver[mine], self.length[mine], self.world_size).astype(np.int64)
+
+    def recv_splits(self, rank: int) -> Int64s:
+        """Return how many tokens a rank gets from each rank of the world."""
+        mine = self.received_by(rank)
+        return np.bincount(self.sender[mine], self.length[mine], self.world_size).astype(np.int64)
+
+    def recv_perm(self, rank: int) -> Int64s:
+        """Return the arrivals of a rank in the order of its sequences: by microbatch, then position."""
+        mine = self.received_by(rank)
+        return np.lexsort((self.position[mine], self.microbatch[mine]))
+
+    def send_rows(self, rank: int) -> Int64s:
+        """Return the rows of what a rank has encoded, in the order in which it sends them."""
+        mine = self.sent_by(rank)
+        return expand_ranges(self.row[mine].astype(np.int64), self.length[mine].astype(np.int64))
+
+    def arrivals(self, rank: int, microbatch: int) -> tuple[Int64s, Int64s]:
+        """Return where a microbatch's image tokens stand in the rank's sequence, and their rows among all it received.
+
+        So `embeddings[positions] = received[rows]` puts every image in its place.
+        """
+        mine = self.received_by(int(rank))
+        lengths = self.length[mine].astype(np.int64)
+        before = np.cumsum(lengths) - lengths
+        chosen = np.flatnonzero(self.microbatch[mine] == microbatch)
+        chosen = chosen[np.argsort(self.position[mine[chosen]], kind="stable")]
+        at = self.position[mine[chosen]].astype(np.int64)
+        return expand_ranges(at, lengths[chosen]), expand_ranges(before[chosen], lengths[chosen])
+
+    def scatter_index(self, rank: int, microbatch: int) -> Int64s:
+        """Return the places of a microbatch's image tokens in the rank's sequence, in sequence order."""
+        mine = self.received_by(rank)[self.recv_perm(rank)]
+        mine = mine[self.microbatch[mine] == microbatch]
+        return expand_ranges(self.position[mine].astype(np.int64), self.length[mine].astype(np.int64))
+
+    def crossing_tokens(self) -> int:
+        """Return how many tokens leave their rank."""
+        return int(self.length[self.sender != self.receiver].sum(dtype=np.int64))

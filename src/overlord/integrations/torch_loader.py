@@ -14,18 +14,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from overlord.core.launch_words import DEFAULT_CACHE
-from overlord.core.layout_specs import Keys, Layout
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import name_choices
-from overlord.core.specs import Job
 from overlord.errors import ClosedError, PlanError, ServiceLost, SpecError, StateError
 from overlord.integrations.torch_batches import TorchBatch, TorchMeta, TorchMicrobatches, TorchStep
 from overlord.integrations.torch_broadcast import Channel, Relay, Roster, open_channel, share_outcome
 from overlord.integrations.torch_copies import Ahead, Copies, Parcel, copies_to, device_of
 from overlord.integrations.torch_images import exchange_images, normalize_pixels
-from overlord.job.job_files import SUFFIXES, JobFile, load_job_file
-from overlord.job.launch_options import LaunchOptions
+from overlord.job.launch_words import DEFAULT_CACHE
+from overlord.job.layout_specs import Keys, Layout
+from overlord.job.specs import Job
+from overlord.job_files import SUFFIXES, JobFile, load_job_file
+from overlord.launch_section import LaunchOptions
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.views import Step

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from overlord.core.draw import Buffer, Limits, Pieces, context_pieces
-from overlord.core.layout_specs import shape_of
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import PLAIN
 from overlord.errors import OverlordError, PlanError
+from overlord.job.layout_specs import shape_of
 from overlord.planning.encoder import join_encoder
 
 Strategy = Callable[[Buffer, ClientPlaceTree], "LoadingPlan | Mapping[str, LoadingPlan]"]

@@ -12,18 +12,18 @@ import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from overlord.core.draw import Buffer, Pieces, context_pieces
-from overlord.core.layout_specs import piece_multiple, shape_of
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, lay_out, order_in_bins, pad_lengths
-from overlord.core.samples import SampleId
+from overlord.core.samples import FILE_SHIFT, SampleId
 from overlord.core.spec_errors import did_you_mean, is_whole
 from overlord.errors import SpecError
+from overlord.job.layout_specs import piece_multiple, shape_of
 from overlord.planning.balancing.balance import Level, Method, Objective
 from overlord.planning.balancing.greedy import loads as loads_of
 from overlord.planning.balancing.microbatches import place_hybrid, place_tokens, spread_over_blocks
@@ -31,11 +31,189 @@ from overlord.planning.balancing.packing import PackMethod, fill_bins, place_bin
 from overlord.planning.checking import SPLIT_AXES
 from overlord.planning.costs import as_costs
 from overlord.planning.encoder import Scope, place_images, split_images
-from overlord.planning.graph_checks import check_owner, check_packing, checked_axis, checked_places
-from overlord.planning.lineage import Trace, trace_sample
 from overlord.planning.pictures.picture import picture_of
 
+# --------------------------------------------------------------------------------------------------------------
+# What the primitives of a DGraph refuse: each check names the primitive, what is wrong, and what to do.
+
+
 Int64s = npt.NDArray[np.int64]
+
+
+def checked_axis(axis: str, tree: ClientPlaceTree, modality: str, *, rows: bool = False) -> str:
+    """Return the name of an axis that samples can be distributed over, or raise SpecError."""
+    name = axis.upper()
+    if name not in ("DP", "CP", "WORLD"):
+        raise SpecError(f"distribute: axis is {axis!r}; its ranks share samples. Use 'DP', 'CP' or 'WORLD'.")
+    if modality == "tokens" and name == "WORLD" and tree.num_buckets(axis) != tree.dp:
+        raise SpecError(
+            f"distribute: the mesh {tree} has pp, cp or tp above 1, whose ranks need the same tokens; over "
+            "WORLD they would train on different ones. Use axis='DP' (or 'CP') for tokens, 'WORLD' for images."
+        )
+    if modality == "tokens" and name == "CP" and rows:
+        raise SpecError(
+            "distribute: over CP short sequences are packed on one rank and long ones spread over several, which "
+            "rows of one length cannot follow. Use axis='DP' (not hdp), or the layout rows='packed'."
+        )
+    if modality == "tokens" and name == "CP" and tree.pp > 1:
+        raise SpecError(
+            f"distribute: over CP every rank gets its own number of microbatches, which {tree.pp} pipeline "
+            "stages cannot follow. Use axis='DP' with pp > 1."
+        )
+    return name
+
+
+def checked_places(places: npt.ArrayLike, count: int, num_buckets: int, num_microbatches: int) -> Int64s:
+    """Return a place for each of so many items as int64, or raise SpecError where one does not exist."""
+    given = np.asarray(places)
+    if not is_whole(num_microbatches) or num_microbatches < 1:
+        raise SpecError(f"placed: num_microbatches is {num_microbatches!r:.80}; use a whole number of at least 1.")
+    most = num_buckets * num_microbatches
+    if given.shape != (count,) or given.dtype.kind not in "iu":
+        raise SpecError(
+            f"placed: {given.shape} places of type {given.dtype} for {count} items; some would be lost. "
+            "Give a whole number for each item."
+        )
+    if len(given) and not (int(given.min()) >= 0 and int(given.max()) < most):
+        raise SpecError(f"placed: places go from {int(given.min())} to {int(given.max())}; there are bins 0 to "
+                        f"{most - 1}. Use bucket * num_microbatches + microbatch.")  # fmt: skip
+    return given.astype(np.int64)
+
+
+def check_packing(graph: DGraph, method: PackMethod) -> None:
+    """Raise SpecError where a graph cannot be packed by a method."""
+    if method not in get_args(PackMethod):
+        known = get_args(PackMethod)
+        raise SpecError(
+            f"pack: method is {method!r:.80}, which is unknown; no microbatch would be filled."
+            f"{did_you_mean(method, known)} Use one of {', '.join(known)}."
+        )
+    if graph.modality != "tokens" or graph.axis != "DP":
+        raise SpecError(
+            f"pack: the graph is of {graph.modality} over {graph.axis}; microbatches are filled with tokens of "
+            "data-parallel groups. Use modality='tokens' and distribute('DP'), or balance()."
+        )
+    if method == "concat" and graph.buffer.limits.row_tokens:
+        raise SpecError(
+            "pack: method is 'concat' and the layout gives every piece a row of its own; cutting pieces would fill no "
+            "row. Use rows='packed', or method='best_fit'."
+        )
+    if graph.group_size is not None:
+        raise SpecError(
+            f"pack: group_size is {graph.group_size}, and microbatches are dealt to all groups alike; it would be "
+            "ignored. Leave it out, or use balance()."
+        )
+
+
+def check_owner(graph: DGraph, backbone: LoadingPlan, scope: str) -> None:
+    """Raise SpecError where the items of a graph cannot follow a plan of tokens."""
+    known = isinstance(backbone, LoadingPlan) and backbone.modality == "tokens"
+    if not known or backbone.draw is not graph.buffer.draw:
+        raise SpecError("toward: the backbone is no plan of this step's tokens; images would have no destination.")
+    if graph.modality != "images" or scope not in ("world", "group"):
+        raise SpecError(
+            f"toward: modality is {graph.modality!r} and scope {scope!r}; only images have an owner. Use it on a "
+            "graph of images, with scope 'world' or 'group'."
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The states of one sample in a DGraph, from its source to the ranks that consume it.
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One state of a sample."""
+
+    name: str
+    """The primitive that led to it, or "source"."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The states of one sample, in order."""
+
+    sample: SampleId
+    states: tuple[State, ...]
+
+    def __str__(self) -> str:
+        width = max(len(state.name) for state in self.states)
+        return "\n".join([str(self.sample), *(f"  {s.name:<{width}}  {s.detail}" for s in self.states)])
+
+
+def parse_sample_id(text: str) -> SampleId:
+    """Read the form that `str(sample_id)` writes.
+
+    Example:
+        >>> parse_sample_id("web:2:7@0") == SampleId("web", (2 << 32) + 7, 0)
+        True
+    """
+    try:
+        place, epoch = text.rsplit("@", 1)
+        source, file, row = place.rsplit(":", 2)
+        return SampleId(source, (int(file) << FILE_SHIFT) + int(row), int(epoch))
+    except ValueError:
+        raise SpecError(
+            f"sample {text!r} is not a sample id; nothing could be found. Write source:file:row@epoch, as batches and "
+            "logs show it."
+        ) from None
+
+
+def trace_sample(graph: DGraph, sample: SampleId | str) -> Trace:
+    """Tell the states of a sample, as far as the graph has come."""
+    if not isinstance(sample, (str, SampleId)):
+        raise SpecError(f"trace: {sample!r:.80} is not a sample id. Give one of `batch.meta.sample_ids`, or its text.")
+    wanted = parse_sample_id(sample) if isinstance(sample, str) else sample
+    draw = graph.buffer.draw
+    source = draw.names.index(wanted.source) if wanted.source in draw.names else -1
+    found = np.flatnonzero(
+        (draw.source == source) & (draw.meta["row"] == wanted.row) & (draw.meta["epoch"] == wanted.epoch)
+    )
+    if not len(found):
+        raise SpecError(
+            f"trace: sample {wanted} is not in step {draw.step}; it was drawn in another step, or not at all. Take an "
+            "id from `batch.meta.sample_ids` of this step."
+        )
+    at = int(found[0])
+    meta = draw.meta[at]
+    states = [
+        State("source", f"{wanted.source}, row {wanted.row_in_file} of file {wanted.file}, epoch {wanted.epoch}"),
+        State("from_buffer", f"number {at} of {len(draw)} in step {draw.step}: {int(meta['tokens'])} tokens"),
+    ]
+    items = np.flatnonzero(graph.items.sample == at)
+    for edge in graph.edges[1:]:
+        detail = edge.detail
+        if edge.primitive == "cost" and graph.costs is not None:
+            detail = f"{', '.join(f'{int(c):,}' for c in graph.costs[items])} ({edge.detail})"
+        if edge.primitive in ("balance", "pack") and graph.places is not None:
+            detail = "; ".join(_place(graph, int(item)) for item in items)
+        states.append(State(edge.primitive, detail if len(items) else f"not in this graph ({edge.detail})"))
+    if graph.places is not None and len(items):
+        states.append(State("consumers", "; ".join(_consumers(graph, int(item)) for item in items)))
+    return Trace(wanted, tuple(states))
+
+
+def _place(graph: DGraph, item: int) -> str:
+    assert graph.places is not None
+    bucket, microbatch = divmod(int(graph.places[item]), graph.num_microbatches)
+    start, length = int(graph.items.start[item]), int(graph.items.length[item])
+    return f"{graph.modality} {start} to {start + length - 1}: bucket {bucket}, microbatch {microbatch}"
+
+
+def _consumers(graph: DGraph, item: int) -> str:
+    assert graph.places is not None
+    axis, first = graph.axis or "DP", int(graph.places[item]) // graph.num_microbatches
+    width = int(graph.cp_sizes[item]) if graph.cp_sizes is not None else 1
+    ranks = [rank for bucket in range(first, first + width) for rank in graph.tree.consumers(axis, bucket)]
+    fetching = [rank for rank in ranks if graph.tree.fetches(rank, graph.broadcast)]
+    named = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"ranks {named}" + ("" if len(fetching) == len(ranks) else f", fetched by {', '.join(map(str, fetching))}")
+
+
+# --------------------------------------------------------------------------------------------------------------
+
+
 Modality = Literal["tokens", "images"]
 CostFn = Callable[[Int64s], npt.ArrayLike]
 """Lengths (tokens with padding, or patches of images) in, what each costs out."""

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from overlord.core.draw import Pieces
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan
-from overlord.core.routing import Routing
+from overlord.core.plan import LoadingPlan, Routing
 from overlord.errors import PlanError, SpecError
 from overlord.planning.balancing.balance import Method, balance
 

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.draw import Buffer, Draw, Limits, Pieces, context_pieces
-from overlord.core.layout_specs import piece_multiple, shape_of
 from overlord.core.messages import LoaderOrder
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, lay_out
 from overlord.core.samples import META, Cursor
 from overlord.core.spec_errors import did_you_mean
 from overlord.errors import SpecError
+from overlord.job.layout_specs import piece_multiple, shape_of
 from overlord.planning.checking import check_plan
 
 Columns = Mapping[str, npt.ArrayLike]

@@ -14,9 +14,9 @@ from overlord.core.plan import LoadingPlan
 from overlord.errors import SpecError
 from overlord.planning import costs
 from overlord.planning.balancing.balance import Level, Method, Objective
-from overlord.planning.balancing.dealing import deal
 from overlord.planning.balancing.microbatches import least_labels, no_room, spread_labels
 from overlord.planning.balancing.packing import PackMethod
+from overlord.planning.balancing.zigzag import deal
 from overlord.planning.checking import Strategy
 from overlord.planning.dgraph import CostFn, DGraph
 from overlord.planning.encoder import Scope

@@ -17,9 +17,8 @@ from overlord.planning import strategies
 from overlord.planning.balancing.balance import Method, Objective, balance, place
 from overlord.planning.balancing.packing import PackMethod
 from overlord.planning.checking import run_strategy
-from overlord.planning.drawing import Budget, Supply, Tally, draw_more
+from overlord.planning.drawing import SCALE, Budget, Supply, Tally, draw_more
 from overlord.planning.low_level import summary_buffer
-from overlord.planning.mixing import SCALE
 
 METHODS: tuple[Method, ...] = ("greedy", "karmarkar_karp", "zigzag")
 OBJECTIVES: tuple[Objective, ...] = ("sum", "lockstep", "pipeline")

@@ -10,8 +10,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from overlord.errors import SourceError
-from overlord.readers.filesystems import StoredFile
-from overlord.readers.suffixes import SUFFIXES, format_of_name, is_data_file
+from overlord.readers.filesystems import SUFFIXES, StoredFile, format_of_name, is_data_file
 from overlord.storage import StorageOptions, filesystem_of
 
 _WILDCARD = re.compile(r"[*?\[]")

@@ -4,24 +4,75 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from overlord.core.order import FileBlocks
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
-from overlord.errors import OverlordError, ReaderError, SourceError
-from overlord.readers.filesystems import StoredFile, verify_unchanged
-from overlord.readers.formats import FORMATS, format_of
-from overlord.readers.index import IndexCache, build_indices
-from overlord.readers.jsonl import why_no_row
+from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
+from overlord.job.specs import Source
+from overlord.readers.arrow_ipc import ArrowReader
+from overlord.readers.filesystems import StoredFile, format_of_name, verify_unchanged
+from overlord.readers.index import IndexCache, build_indices, read_array, write_array
+from overlord.readers.jsonl import JsonlReader, why_no_row
 from overlord.readers.listing import list_files
+from overlord.readers.parquet import ParquetReader
 from overlord.readers.reader import BlockIndex, Kind, Reader, missing_column, reason_of, unreadable
 from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows
-from overlord.readers.suffixes import format_of_name
+from overlord.readers.tar_shards import TarReader
 from overlord.storage import StorageOptions
+
+# --------------------------------------------------------------------------------------------------------------
+# The table of formats, and which of them a source's files are.
+
+
+FORMATS: dict[str, Reader] = {
+    "parquet": ParquetReader(),
+    "jsonl": JsonlReader(),
+    "tar": TarReader(),
+    "arrow": ArrowReader(),
+}
+"""Every format that a source may have."""
+
+
+def format_of(files: Sequence[StoredFile], declared: str | None) -> str:
+    """Return the format of a source: what it declares, or what the names of its files say.
+
+    Raises:
+        SpecError: The declared format does not exist.
+        SourceError: The names say nothing, or not all the same.
+    """
+    choice = f"Set format= to one of {', '.join(map(repr, FORMATS))}"
+    if declared is not None:
+        if declared not in FORMATS:
+            raise SpecError(f"format={declared!r} is not a format; the files could not be read. {choice}.")
+        return declared
+    found = format_of_name(files[0].path)
+    if found is None:
+        tables = files[0].path.lower().endswith((".csv", ".tsv"))
+        raise SourceError(
+            f"the name of {files[0].path} does not say which format it has; it could not be read. "
+            + ("CSV and TSV are not read: write it as Parquet or JSON lines." if tables else f"{choice}.")
+        )
+    for file in files:
+        other = format_of_name(file.path)
+        if other != found:
+            raise SourceError(
+                f"{files[0].path} is {found} but {file.path} is {other or 'of no known format'}; a source "
+                f"has one format. {choice}, or narrow the source's paths with a glob."
+            )
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------
+
 
 Rows = Generator[RowBatch, None, None]
 
@@ -299,3 +350,54 @@ class NoFiles(SourceFiles):
     def listing_digest(self) -> str:
         """Return what stands for the files, which may be gone."""
         return "removed"
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Length sidecars: token counts of a source's rows, written by a one-off pass and memory-mapped ever after.
+#
+# A sidecar belongs to one file as it was, one sample spec and one tokenizer: its name is the hash of all three.
+
+
+logger = logging.getLogger("overlord")
+
+
+class LengthSidecars:
+    """A folder of sidecars."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def open_all(self, source: Source, files: SourceFiles, tokenizer_digest: str) -> list[npt.NDArray[np.int32]]:
+        """Return the lengths of every file of a source, memory-mapped."""
+        paths = [self._path(source, files, number, tokenizer_digest) for number in range(len(files.files))]
+        were_there = [path.exists() for path in paths]  # before they are read: another process may write one in between
+        tables = [read_array(path, np.int32) for path in paths]
+        missing = [number for number, table in enumerate(tables) if table is None]
+        damaged = [str(paths[number]) for number in missing if were_there[number]]
+        if damaged:
+            logger.warning(
+                "%d length sidecars are damaged (the first is %s); they count as missing", len(damaged), damaged[0]
+            )
+        if missing:
+            raise SourceError(
+                f"source {source.name!r}: lengths='sidecar', but {len(missing)} of {len(paths)} files have none for "
+                f"this tokenizer (the first is {files.files[missing[0]].path!r}); no sample could be planned. Write "
+                "them once with `overlord sources measure JOB`, or leave lengths out to tokenize on read."
+            )
+        return [table[0] for table in tables if table is not None]
+
+    def write(
+        self,
+        source: Source,
+        files: SourceFiles,
+        number: int,
+        tokenizer_digest: str,
+        lengths: npt.NDArray[np.int32],
+    ) -> None:
+        """Write the lengths of one file; they appear whole or not at all."""
+        write_array(self._path(source, files, number, tokenizer_digest), lengths.astype(np.int32)[None])
+
+    def _path(self, source: Source, files: SourceFiles, number: int, tokenizer_digest: str) -> Path:
+        file = files.files[number]
+        identity = (file.location, file.size, file.mtime_ns, source.sample.model_dump_json(), tokenizer_digest)
+        return self._folder / f"{hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()}.lengths"

@@ -12,16 +12,19 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan
-from overlord.core.shares import known_early
+from overlord.core.plan import LoadingPlan, known_early
 from overlord.core.stage_keys import Stage, needs
 from overlord.roles.ports import Loaders
 from overlord.roles.views import ENCODER, StepHeader
-from overlord.transforms.encoder_inputs import pack_encoder
-from overlord.transforms.packed import PackedMicrobatch
-from overlord.transforms.per_microbatch import Allocate, PackingJob, pack_microbatch
-from overlord.transforms.per_sample import MediaDecoder
-from overlord.transforms.step_samples import StepSamples, join_payloads
+from overlord.transforms.microbatches.per_microbatch import (
+    Allocate,
+    PackedMicrobatch,
+    PackingJob,
+    pack_encoder,
+    pack_microbatch,
+)
+from overlord.transforms.microbatches.step_samples import StepSamples, join_payloads
+from overlord.transforms.samples.per_sample import MediaDecoder
 
 KEPT_MESHES = 4
 """Meshes whose places are remembered: clients may stand on both sides of a boundary."""

@@ -22,12 +22,11 @@ from overlord.core.messages import MetaDelta, MetaRequest
 from overlord.core.order import BEGIN
 from overlord.core.ragged import expand_ranges
 from overlord.core.samples import META, OVERLONG, Cursor, MetaArray
-from overlord.core.specs import Job, Mixture
 from overlord.core.states import StreamState
 from overlord.errors import NothingToDraw, PlanError
-from overlord.planning.drawing import Budget, Pause, Supply, Tally, draw_more
-from overlord.planning.mixing import SUBSTEPS, integer_weights
-from overlord.roles.inputs import InputLog
+from overlord.job.specs import Job, Mixture
+from overlord.planning.drawing import SUBSTEPS, Budget, Pause, Supply, Tally, draw_more, integer_weights
+from overlord.roles.changes import InputLog
 from overlord.roles.mixer import Mixer
 from overlord.roles.ports import Loaders
 

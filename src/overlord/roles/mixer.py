@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.draw import Draw
-from overlord.core.reconcile import RULE_BEGINS
 from overlord.core.spec_errors import did_you_mean
-from overlord.core.specs import Job, Mixture
 from overlord.errors import ReportMissing, SpecError, StateError
+from overlord.job.reconcile import RULE_BEGINS
+from overlord.job.specs import Job, Mixture
 from overlord.planning.learning.rule import FunctionRule, MixingRule, make_rule
-from overlord.roles.inputs import InputLog, Report
+from overlord.roles.changes import InputLog, Report
 
 Int64s = npt.NDArray[np.int64]
 

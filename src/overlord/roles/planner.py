@@ -9,7 +9,8 @@ Rules of this file:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,19 +21,285 @@ from overlord.core.order import BEGIN
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor
-from overlord.core.specs import Job, Mixture
 from overlord.core.states import StreamState, check_form, describe_differences, names_of, restricted_parts
 from overlord.errors import PlanError, ReaderError, SourceError, SpecError, StateError
-from overlord.roles.checkpoints import Checkpoints
+from overlord.job.specs import Job, Mixture
+from overlord.roles.changes import Change, InputLog, Roster, SourceChanges, check_mixture
 from overlord.roles.drawer import Drawer, DrawnStep
-from overlord.roles.inputs import Change, InputLog, check_mixture
-from overlord.roles.kept_states import KeptStates
-from overlord.roles.meshes import Meshes
+from overlord.roles.poisoned_rows import Verdicts
 from overlord.roles.ports import Loaders
-from overlord.roles.roster import Roster
-from overlord.roles.source_changes import SourceChanges
-from overlord.roles.verdicts import Verdicts
 from overlord.stores.store import KEEP, Store
+
+# --------------------------------------------------------------------------------------------------------------
+# Which mesh every step has: that of the launch, until a change of the running job gives another.
+#
+# Rules of this file:
+# 1. A mesh holds from a step that was not planned yet, so where a rank stands at a step never changes.
+# 2. A rank that a mesh does not have is done at its first step; one that only a later mesh has begins there.
+
+
+class Meshes:
+    """The meshes of one stream, step by step.
+
+    Example:
+        Four ranks become two at step 10, and eight at step 20::
+
+            meshes.at(9).dp, meshes.at(10).dp
+            (4, 2)
+            meshes.begin_of(1), meshes.begin_of(3), meshes.begin_of(8)
+            (0, 20, None)
+    """
+
+    def __init__(self, launched: ClientPlaceTree, first_step: int, inputs: InputLog) -> None:
+        self._launched = launched
+        self._first_step = first_step
+        self._inputs = inputs
+
+    def at(self, step: int) -> ClientPlaceTree:
+        """Return the mesh of a step."""
+        return self._inputs.mesh_at(step) or self._launched
+
+    @property
+    def newest(self) -> ClientPlaceTree:
+        """The mesh behind all changes so far."""
+        return self.eras()[-1][1]
+
+    def after(self, step: int) -> tuple[int, ClientPlaceTree] | None:
+        """Return the next change behind a step: from where it holds, and the mesh; None if none is known."""
+        return next(((begin, tree) for begin, tree in self.eras() if begin > step), None)
+
+    def eras(self) -> list[tuple[int, ClientPlaceTree]]:
+        """Return from which step on each mesh holds, in order; the first from the first step of the stream."""
+        later = [(begin, tree) for begin, tree in self._inputs.meshes() if begin > self._first_step]
+        return [(self._first_step, self.at(self._first_step)), *later]
+
+    def begin_of(self, rank: int) -> int | None:
+        """Return where a rank that attaches now begins; None for one that no mesh has.
+
+        At the first step if it was always there; else at the step from which on it is there, for the last time if it
+        came and went.
+        """
+        begin, there = None, False
+        for step, tree in self.eras():
+            if rank < tree.world_size and not there:
+                begin = step
+            there = rank < tree.world_size
+        return begin if rank >= 0 else None
+
+    def passed(self, reached: Mapping[int, int], attached: Collection[int]) -> int:
+        """Return the step before which all ranks are done that ever attached, each where a mesh has it.
+
+        Args:
+            reached: For every rank that ever attached, the step before which it is done.
+            attached: Those that are attached now.
+        """
+        done, eras = self._first_step, self.eras()
+        for number, (begin, tree) in enumerate(eras):
+            came = {rank: at for rank, at in reached.items() if rank < tree.world_size and (at >= begin or not number)}
+            if not came:
+                return done
+            if number + 1 == len(eras):
+                return max(done, min(came.values()))
+            end, then = eras[number + 1]
+            # Who left without a word when the others had gone on is done too, or nothing would ever be.
+            staying = [at for rank, at in came.items() if rank < then.world_size]
+            if staying and min(staying) > end:
+                came = {rank: at for rank, at in came.items() if rank < then.world_size or rank in attached}
+            if min(came.values()) < end:
+                return max(done, min(came.values()))
+            done = end
+        return done
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The states of a stream that are remembered, so that an older step can be planned again; a part of the Planner.
+#
+# Rules of this file:
+# 1. Recent states are all kept, older ones now and then, and none of them for ever: what lies `keep` steps behind
+#    every
+#    client is let go of, except the one that the oldest step which can still be asked for is drawn from.
+
+
+KEPT_STATES = 256
+"""States of this many recent steps are kept, and of every step that is a multiple of it."""
+KEPT_REPLAYED = 64
+"""Old states that were computed again are kept too: a client that comes late asks for one step after the other."""
+
+
+class KeptStates:
+    """Some states of a stream, by step.
+
+    Args:
+        states: Those that are known from the beginning.
+        keep: Steps behind the slowest client that can be asked for again.
+
+    Example:
+        >>> states = KeptStates([StreamState.begin(1)], keep=256)
+        >>> states.nearest(3).step
+        0
+    """
+
+    def __init__(self, states: Iterable[StreamState], *, keep: int) -> None:
+        self._keep = keep
+        self._states = {state.step: state for state in states}
+        self._first = max(self._states)
+        self._replayed: OrderedDict[int, StreamState] = OrderedDict()
+
+    def add(self, state: StreamState, passed: int) -> None:
+        """Keep the state behind a new step; thin out the older ones, but for the one that clients stand at."""
+        self._states[state.step] = state
+        old = state.step - KEPT_STATES
+        if old in self._states and old % KEPT_STATES and old not in (self._first, passed):
+            del self._states[old]
+
+    def add_replayed(self, state: StreamState) -> None:
+        """Keep a state that was computed again, for a while."""
+        if state.step not in self._states:
+            self._replayed[state.step] = state
+            self._replayed.move_to_end(state.step)
+            while len(self._replayed) > KEPT_REPLAYED:
+                self._replayed.popitem(last=False)
+
+    def forget(self, passed: int) -> None:
+        """Let go of what no client can ask for any more, now that all are done with the steps before this one."""
+        behind = sorted(step for step in self._states if step <= passed - self._keep)
+        for step in behind[:-1]:
+            del self._states[step]
+
+    def nearest(self, step: int) -> StreamState:
+        """Return the newest known state at or before a step.
+
+        Raises:
+            SpecError: The step is not kept any more.
+        """
+        self.check(step)
+        known = self._states.get(step) or self._replayed.get(step)
+        if known is not None:
+            return known
+        start = max(one for one in (*list(self._states), *list(self._replayed)) if one <= step)
+        return self._states.get(start) or self._replayed[start]
+
+    @property
+    def oldest(self) -> int:
+        """The oldest step that can be asked for."""
+        return min(list(self._states))  # a copy: others may add to them
+
+    def check(self, step: int) -> None:
+        """Refuse a step that is not kept any more."""
+        oldest = self.oldest
+        if step < oldest:
+            raise SpecError(
+                f"step {step} is not kept any more: {self._keep} steps behind the slowest client are (keep=), and the "
+                f"oldest is step {oldest}; its samples could not be told exactly. Attach with the step of your "
+                f"checkpoint, ol.connect(address, rank, step=..) with {oldest} or more, or launch with a larger keep."
+            )
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What a planner has for its store: when a snapshot is due, and how far steps may be handed out; a part of the
+# Planner.
+#
+# Rules of this file:
+# 1. Nothing is written while a step is planned: `due` hands out what a runtime writes in its own time.
+# 2. The horizon, up to which steps may be handed out, must be on disk before. It is moved long before it is reached.
+
+
+SNAPSHOT_EVERY = 16
+"""Steps between snapshots at first; a runtime that finds them slow takes them less often."""
+AHEAD = 32
+"""How far the horizon is moved ahead; after a crash a change can take effect no sooner than there."""
+SLACK = 24
+"""It is moved when less than this is left: so many steps may be planned while that is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What is to be written to the store."""
+
+    state: Mapping[str, Any] | None
+    """The state of a snapshot; None where only the horizon moves."""
+    mark: str
+    """Where the journal stood when the state was taken."""
+    horizon: int
+
+
+class Checkpoints:
+    """When one stream is written down.
+
+    Args:
+        store: Where.
+        step: The step it goes on at.
+        state_of: Returns the state before a step.
+        next_step: Returns the step that is not planned yet.
+    """
+
+    def __init__(
+        self, store: Store, step: int, state_of: Callable[[int], Mapping[str, Any]], next_step: Callable[[], int]
+    ) -> None:
+        self.store = store
+        self._state_of = state_of
+        self._next_step = next_step
+        self._saved = step
+        self.began = step
+        """The step it goes on at."""
+        self.passed = step
+        """The step before which every client is done."""
+        self.snapshot_every = SNAPSHOT_EVERY
+        """Steps between snapshots."""
+
+    def begin(self) -> None:
+        """Begin a lineage in the store, unless the stream goes on in one; nothing can be planned before."""
+        if not self.store.lineage:
+            step = self._next_step()
+            self.store.begin(self._state_of(step), horizon=step + AHEAD)
+
+    def reserve(self, step: int) -> None:
+        """See to it that a step may be handed out: what it is made without must not come back after a crash."""
+        self.store.journal.settle()
+        if step >= self.store.horizon:
+            self.store.reserve(step + AHEAD)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is anything to be written."""
+        return self._snapshot_due or self._horizon_due
+
+    def due(self, *, last: bool = False) -> Due | None:
+        """Return what is to be written now, if anything; `saved` must be told when it is.
+
+        Args:
+            last: Whether this is the end, so that a snapshot is due for any step.
+        """
+        mark, horizon = self.store.journal.mark(), self._next_step() + AHEAD  # before the state: more may come in
+        if self._snapshot_due or (last and self.passed > self._saved):
+            return Due(self._state_of(self.passed), mark, horizon)
+        return Due(None, mark, horizon) if self._horizon_due and not last else None
+
+    def saved(self, due: Due) -> None:
+        """Learn that something is written."""
+        if due.state is not None:
+            self._saved = int(due.state["step"])
+
+    def close(self) -> None:
+        """Save where the clients stand, and leave the store."""
+        try:
+            due = self.due(last=True) if self.store.lineage else None
+            if due is not None and due.state is not None:
+                self.store.save(due.state, due.mark, horizon=due.horizon)
+        finally:
+            self.store.close()
+
+    @property
+    def _snapshot_due(self) -> bool:
+        return self.passed // self.snapshot_every > self._saved // self.snapshot_every
+
+    @property
+    def _horizon_due(self) -> bool:
+        return self.store.horizon - self._next_step() < SLACK
+
+
+# --------------------------------------------------------------------------------------------------------------
+
 
 MakePlan = Callable[[Buffer, ClientPlaceTree], LoadingPlan]
 """A strategy, with its answer checked."""

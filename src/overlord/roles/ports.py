@@ -10,7 +10,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor, SampleId
 from overlord.roles.views import RankView, StepHeader
-from overlord.transforms.per_sample import Workers
+from overlord.transforms.samples.per_sample import Workers
 
 __all__ = ["Collect", "Feed", "Loaders", "Telemetry", "Workers"]
 

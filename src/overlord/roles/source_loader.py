@@ -11,34 +11,135 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.draw import cut_pieces
+from overlord.core.draw import Pieces, cut_pieces
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
-from overlord.core.ragged import BAD_COLUMN, NOT_PARSED, RowBatch
-from overlord.core.samples import BAD, ENDS_EPOCH, META, PLAIN, Cursor, MetaArray, SampleId, apply_overlength
-from overlord.core.seeds import derive, hash64
-from overlord.core.specs import Source
+from overlord.core.ragged import BAD_COLUMN, NOT_PARSED, RowBatch, expand_ranges, offsets_of
+from overlord.core.samples import (
+    BAD,
+    ENDS_EPOCH,
+    META,
+    PLAIN,
+    Cursor,
+    MetaArray,
+    SampleId,
+    apply_overlength,
+    derive,
+    hash64,
+)
 from overlord.errors import ReaderError, SourceError, StateError, ToleranceError
-from overlord.roles.buffer import Chunk, ReadBuffer, gather
-from overlord.roles.group_reader import Blocks, GroupReader
-from overlord.roles.placement import PlacementChoice
+from overlord.job.launch_words import Placement
+from overlord.job.specs import Source
+from overlord.roles.poisoned_rows import VerdictBook
 from overlord.roles.ports import Telemetry, Workers
-from overlord.roles.row_metadata import count_images, listed_items, media_items, row_bytes_of
-from overlord.roles.verdicts import VerdictBook
-from overlord.transforms.media import decode_media
-from overlord.transforms.per_sample import (
+from overlord.roles.read_buffer import Blocks, Chunk, GroupReader, ReadBuffer, gather
+from overlord.transforms.samples.per_sample import (
     Fault,
     Finished,
+    Measured,
     SampleTransform,
     count_loss_tokens,
+    decode_media,
+    flat,
+    ragged_column,
 )
+
+# --------------------------------------------------------------------------------------------------------------
+# Metadata of measured rows: bytes, images, and where images stand that do not just begin their sample. Pure.
+
+
+def row_bytes_of(kept: RowBatch, count: int) -> npt.NDArray[np.int64]:
+    """Return the bytes that each row holds."""
+    total = np.zeros(count, np.int64)
+    for column in kept.values():
+        total += column.lengths * column.values.itemsize if hasattr(column, "lengths") else 0  # type: ignore[union-attr]
+    return total
+
+
+def media_items(measured: Measured) -> tuple[Pieces | None, Pieces | None]:
+    """Return every image, clip and sound by its placeholders, and with the tokens around it that go with it."""
+    if "media_start" not in measured.kept:
+        return None, None
+    start = ragged_column(measured.kept, "media_start")
+    rows = np.repeat(np.arange(len(start)), start.lengths).astype(np.int32)
+    first, length = flat(start), flat(ragged_column(measured.kept, "media_length"))
+    before, behind = measured.margin
+    return Pieces(rows, first, length), Pieces(rows, first - before, length + before + behind)
+
+
+def count_images(meta: MetaArray, images: Pieces) -> None:
+    """Count the images that are delivered; those of a sample that does not just begin with one are listed."""
+    kept = images.start.astype(np.int64) + images.length <= meta["tokens"][images.sample]
+    sample = images.sample[kept]
+    meta["image_tokens"] = np.bincount(sample, images.length[kept], len(meta))
+    meta["images"] = np.bincount(sample, minlength=len(meta))
+    simple = (meta["images"] <= 1) & (np.bincount(sample, images.start[kept], len(meta)) == 0)
+    meta["items"] = ~simple
+
+
+def listed_items(meta: MetaArray, parts: list[tuple[MetaArray, Chunk]]) -> npt.NDArray[np.int32] | None:
+    """List the images of samples that do not just begin with one, and let their metadata point into the list."""
+    if not meta["items"].any():
+        return None
+    found: list[npt.NDArray[np.int32]] = []
+    for part, chunk in parts:
+        rows = np.flatnonzero(part["items"])
+        start, length = ragged_column(chunk.kept, "media_start"), ragged_column(chunk.kept, "media_length")
+        # Images come in the order of their tokens: those that the overlength policy leaves out are the last.
+        places = expand_ranges(start.offsets[rows + int(part["offset"][0]) - chunk.offset], part["images"][rows])
+        margins = np.broadcast_to(np.array(chunk.margin), (len(places), 2))
+        found.append(np.concatenate([np.stack([start.values[places], length.values[places]], axis=1), margins], axis=1))
+    listed = np.flatnonzero(meta["items"])
+    meta["items"][listed] = 1 + offsets_of(meta["images"][listed])[:-1]
+    return np.concatenate(found).astype(np.int32)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Where the media of a source are decoded: before the hand-over to the DataConstructor, or behind it.
+#
+# Decoding that makes bytes grow moves behind the hand-over (the paper's transformation reordering, section 6.2). The
+# choice changes what travels and where the work is done, and never the stream.
+
+
+class PlacementChoice:
+    """The choice for one source; all of its loaders share it, under the lock that a runtime with threads gives.
+
+    Example:
+        >>> choice = PlacementChoice("auto")
+        >>> choice.decodes_in_loader(encoded_bytes=10_000, decoded_bytes=150_000), choice.ratio
+        (False, 15.0)
+    """
+
+    def __init__(self, wanted: Placement, lock: AbstractContextManager[Any] | None = None) -> None:
+        self._wanted = wanted
+        self._lock: AbstractContextManager[Any] = lock or nullcontext()
+        self._in_loader: bool | None = None
+        self.ratio: float | None = None
+        """Decoded bytes over encoded ones, of the first samples seen."""
+
+    def decodes_in_loader(self, encoded_bytes: int, decoded_bytes: int) -> bool:
+        """Return whether media are decoded in the loader; the first samples decide, once and for all."""
+        with self._lock:
+            if self._in_loader is None:
+                self.ratio = decoded_bytes / max(encoded_bytes, 1)
+                self._in_loader = self._wanted == "loader" or (self._wanted == "auto" and self.ratio <= 1)
+            return self._in_loader
+
+    @property
+    def where(self) -> str:
+        """Where media are decoded: "loader" or "constructor"; "undecided" before the first."""
+        return "undecided" if self._in_loader is None else "loader" if self._in_loader else "constructor"
+
+
+# --------------------------------------------------------------------------------------------------------------
+
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
@@ -504,3 +605,43 @@ def rows_at_once(group: Group, wanted: int) -> int:
     row_bytes = max(group.row_bytes, 1.0)
     most = max(1, min(CHUNK_ROWS, int(CHUNK_BYTES / row_bytes)))
     return min(most, max(wanted, min(AHEAD_ROWS, int(AHEAD_BYTES / row_bytes))))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# ShadowLoader: follows the position of an active SourceLoader with a warm read buffer (paper section 6.1).
+#
+# Rules of this file:
+# 1. A shadow reads and measures what its primary was asked for, and hands nothing over. What it holds is what a step
+#    that is planned and not delivered yet may need, so that it can take over between two calls.
+# 2. It is told of positions after the fact and may lag behind: what it lacks when it is promoted, it reads then.
+# 3. It never lives in its primary's process, and never promotes itself.
+
+
+class ShadowLoader:
+    """A SourceLoader in waiting."""
+
+    def __init__(self, loader: SourceLoader) -> None:
+        self._loader = loader
+        self._passed = Cursor(-1, BEGIN, -1)
+        self.followed = 0
+        """Requests of its primary that it has repeated."""
+
+    def follow(self, requests: Sequence[MetaRequest], passed: Cursor | None) -> None:
+        """Repeat what the primary was asked, and let go of what every trainer has passed."""
+        if passed is not None and passed > self._passed:
+            self._passed = passed
+        for request in requests:
+            if request.cursor.group == BEGIN or request.cursor >= self._passed or self._holds_end(request):
+                self._loader.summary_buffer(request)
+                self.followed += 1
+        if passed is not None:
+            self._loader.release(self._passed)
+
+    def promote(self) -> SourceLoader:
+        """Return the loader, which is asked itself from now on."""
+        return self._loader
+
+    def _holds_end(self, request: MetaRequest) -> bool:
+        """Whether a request reaches beyond what was passed: then its later rows are still needed."""
+        epoch, group, offset = request.cursor
+        return (epoch, group) == self._passed[:2] and offset + request.count > self._passed.offset

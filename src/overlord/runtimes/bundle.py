@@ -15,10 +15,10 @@ from typing import Any
 
 import cloudpickle
 
-from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.specs import Job, Source
 from overlord.errors import SpecError
+from overlord.job.layout_specs import Layout
+from overlord.job.specs import Job, Source
 from overlord.runtimes.cluster_placement import ClusterOptions
 from overlord.runtimes.launch_options import LaunchOptions
 from overlord.scaling.autoscaler import Scaling

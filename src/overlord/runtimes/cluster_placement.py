@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from overlord.core.place_tree import ranks_of_host
 from overlord.errors import SpecError
-from overlord.roles.recovery import NOBODY, Assignment
+from overlord.roles.assignment import NOBODY, Assignment
 
 TRAINER = "overlord_trainer"
 """The custom resource that marks the hosts of trainers."""

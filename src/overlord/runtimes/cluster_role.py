@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from overlord.core.specs import Source
 from overlord.errors import SpecError
+from overlord.job.specs import Source
 from overlord.runtimes.bundle import unpack
 from overlord.runtimes.deployment import (
     Prepared,
@@ -33,8 +33,7 @@ from overlord.runtimes.switchboard import Switchboard
 from overlord.runtimes.workers import Hands, ThreadWorkers
 from overlord.storage import StorageOptions
 from overlord.stores.places import Place, open_place
-from overlord.transforms.isolation import Isolate
-from overlord.transforms.per_sample import Workers
+from overlord.transforms.samples.per_sample import Isolate, Workers
 
 
 class Means:

@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
-from overlord.core.parts import WHOLE, Part
-from overlord.core.samples import Cursor
+from overlord.core.samples import WHOLE, Cursor, Part
 from overlord.roles.source_loader import SourceLoader, Staged, rows_at_once
 from overlord.runtimes.lanes import CrewWorkers, Lanes
 

@@ -15,22 +15,20 @@ from typing import Any
 from overlord.core.draw import Limits
 from overlord.core.order import BEGIN
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.reconcile import reconcile_state, unweighted
 from overlord.core.samples import Cursor, SampleId
-from overlord.core.specs import Job, Source, stream_parts
 from overlord.core.states import StreamState, restricted_parts
 from overlord.errors import NothingToDraw, SpecError
+from overlord.job.reconcile import reconcile_state, unweighted
+from overlord.job.specs import Job, Source, stream_parts
 from overlord.planning.checking import run_strategy
 from overlord.planning.strategies import backbone_balance
 from overlord.readers.index import IndexCache
-from overlord.readers.sidecars import LengthSidecars
-from overlord.readers.source_files import NoFiles, SourceFiles
+from overlord.readers.source_files import LengthSidecars, NoFiles, SourceFiles
 from overlord.roles.data_constructor import DataConstructor
-from overlord.roles.placement import PlacementChoice
 from overlord.roles.planner import Planner
+from overlord.roles.poisoned_rows import VerdictBook
 from overlord.roles.ports import Loaders
-from overlord.roles.source_loader import SourceLoader
-from overlord.roles.verdicts import VerdictBook
+from overlord.roles.source_loader import PlacementChoice, SourceLoader
 from overlord.runtimes.crews import Crew
 from overlord.runtimes.history import Beginning, History, draw_again, earlier_states, open_store, read_history
 from overlord.runtimes.lanes import CrewWorkers
@@ -49,13 +47,12 @@ from overlord.runtimes.parking import Patience
 from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
 from overlord.runtimes.warming import warm_job
 from overlord.runtimes.workers import Hands
-from overlord.transforms.chat import inline_templates
-from overlord.transforms.isolation import Isolate
-from overlord.transforms.per_microbatch import PackingJob
-from overlord.transforms.per_sample import SampleTransform, Workers
-from overlord.transforms.sample_kinds import make_transform, reserve_placeholders
-from overlord.transforms.step_samples import Opening
-from overlord.transforms.tokenize import TextTokenizer
+from overlord.transforms.microbatches.per_microbatch import PackingJob
+from overlord.transforms.microbatches.step_samples import Opening
+from overlord.transforms.samples.chat import inline_templates
+from overlord.transforms.samples.per_sample import Isolate, SampleTransform, Workers
+from overlord.transforms.samples.sample_kinds import make_transform, reserve_placeholders
+from overlord.transforms.samples.tokenize import TextTokenizer
 
 logger = logging.getLogger("overlord")
 

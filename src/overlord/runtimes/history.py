@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.specs import Job
 from overlord.core.states import StreamState, restricted_parts
 from overlord.errors import Fenced, StateError
+from overlord.job.specs import Job
+from overlord.roles.changes import Change, InputLog, changes_from_json
 from overlord.roles.drawer import Drawer
-from overlord.roles.inputs import Change, InputLog, changes_from_json
+from overlord.roles.poisoned_rows import Verdicts
 from overlord.roles.ports import Loaders
-from overlord.roles.verdicts import Verdicts
 from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.numbering import changes_of, with_changes, with_records, without_files
 from overlord.stores.places import OpenPlace, Place, open_place

@@ -19,8 +19,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from overlord.core.parts import Part
-from overlord.roles.recovery import NOBODY, Assignment
+from overlord.core.samples import Part
+from overlord.roles.assignment import NOBODY, Assignment
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.engine import Engine, Incarnation
 from overlord.runtimes.frames import frame_of, open_frame

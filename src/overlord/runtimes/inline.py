@@ -16,8 +16,8 @@ import numpy.typing as npt
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.spec_errors import is_whole
-from overlord.core.specs import Job, Mixture, Source
 from overlord.errors import ClosedError, Fenced, StoreError
+from overlord.job.specs import Job, Mixture, Source
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.deployment import Roles, deploy, plan_first_step
@@ -34,8 +34,8 @@ from overlord.runtimes.saving import Saver
 from overlord.runtimes.status import describe_roles
 from overlord.runtimes.workers import Hands
 from overlord.stores.store import newest_lineage
-from overlord.transforms.packed import PackedMicrobatch
-from overlord.transforms.step_samples import StepSamples
+from overlord.transforms.microbatches.per_microbatch import PackedMicrobatch
+from overlord.transforms.microbatches.step_samples import StepSamples
 
 STORE_PATIENCE_S = 1.0
 """How long a store that is down is tried before whoever asked is told."""

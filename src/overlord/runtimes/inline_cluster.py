@@ -19,8 +19,8 @@ import numpy.typing as npt
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.spec_errors import is_whole
-from overlord.core.specs import Job
 from overlord.errors import ClosedError, Fenced, OverlordError, ReportMissing, Rewound, ServiceLost
+from overlord.job.specs import Job
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.bundle import pack
@@ -41,9 +41,9 @@ from overlord.runtimes.process_engine import InlineBlobs
 from overlord.runtimes.supervising import assignment_of, spares_of, unbundled
 from overlord.runtimes.supervisor import Supervisor
 from overlord.runtimes.switchboard import PeerGone, Switchboard
-from overlord.transforms.isolation import Isolate
-from overlord.transforms.packed import PackedMicrobatch
-from overlord.transforms.step_samples import StepSamples
+from overlord.transforms.microbatches.per_microbatch import PackedMicrobatch
+from overlord.transforms.microbatches.step_samples import StepSamples
+from overlord.transforms.samples.per_sample import Isolate
 
 CONSTRUCTOR = "constructor host 0"
 START_TRIES = 64

@@ -30,7 +30,7 @@ from overlord.runtimes.inline_means import InlinePace, SerialMeans, StoreFailure
 from overlord.runtimes.inline_messages import Clock, Fate, Gone, Letter, Weather
 from overlord.runtimes.role_host import answer_of
 from overlord.runtimes.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender, Switchboard
-from overlord.transforms.isolation import Isolate
+from overlord.transforms.samples.per_sample import Isolate
 
 LOCK_FREE = frozenset({"where", "verdict", "learn", "pid", "progress"})
 """What a role answers while it is in the middle of a call."""

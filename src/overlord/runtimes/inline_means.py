@@ -21,8 +21,7 @@ from overlord.runtimes.planner_host import Pace
 from overlord.runtimes.workers import Hands, SerialWorkers
 from overlord.storage import StorageOptions
 from overlord.stores.places import Appender, Place, open_place
-from overlord.transforms.isolation import Isolate
-from overlord.transforms.per_sample import Workers
+from overlord.transforms.samples.per_sample import Isolate, Workers
 
 StoreFailure = Literal["", "store_errors", "full_disk"]
 """How a write to a store fails, if it does."""

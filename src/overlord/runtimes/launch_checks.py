@@ -6,9 +6,9 @@ from collections.abc import Collection
 from typing import cast
 
 from overlord.core.spec_errors import is_whole
-from overlord.core.specs import Job
 from overlord.errors import SpecError
-from overlord.roles.recovery import shadowed
+from overlord.job.specs import Job
+from overlord.roles.assignment import shadowed
 from overlord.runtimes.cluster_placement import ClusterOptions
 
 

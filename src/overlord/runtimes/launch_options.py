@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlord.core.launch_words import OnSourceFailure, Placement
-from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.reconcile import Reconcile
+from overlord.job.launch_words import OnSourceFailure, Placement
+from overlord.job.layout_specs import Layout
+from overlord.job.reconcile import Reconcile
 from overlord.planning.checking import Strategy
 from overlord.runtimes.cluster_placement import ClusterOptions
 from overlord.scaling.autoscaler import Scaling

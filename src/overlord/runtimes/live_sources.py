@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from overlord.errors import OverlordError, SpecError
-from overlord.roles.recovery import NOBODY, Assignment
+from overlord.roles.assignment import NOBODY, Assignment
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.engine import Incarnation
 from overlord.runtimes.frames import frame_of, open_frame

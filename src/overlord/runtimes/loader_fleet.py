@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest
-from overlord.core.parts import Part
-from overlord.core.plan import LoadingPlan
-from overlord.core.samples import Cursor, SampleId
-from overlord.core.shares import with_labels
+from overlord.core.plan import LoadingPlan, with_labels
+from overlord.core.samples import Cursor, Part, SampleId
 from overlord.roles.ports import Collect, Workers
-from overlord.roles.shadow_loader import ShadowLoader
-from overlord.roles.source_loader import Met, Staged
+from overlord.roles.source_loader import Met, ShadowLoader, Staged
 from overlord.runtimes.crews import Crew
 from overlord.runtimes.memory import give_back_freed_memory
 from overlord.runtimes.parking import Patience

@@ -15,10 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
-from overlord.core.parts import WHOLE, Part
-from overlord.core.plan import LoadingPlan
-from overlord.core.samples import Cursor, take_meta
-from overlord.core.shares import Share, known_early, with_labels
+from overlord.core.plan import LoadingPlan, Share, known_early, with_labels
+from overlord.core.samples import WHOLE, Cursor, Part, take_meta
 from overlord.roles.ports import Collect
 from overlord.runtimes.loader_fleet import LoaderFleet
 

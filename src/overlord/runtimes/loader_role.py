@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from overlord.core.order import BEGIN
-from overlord.core.parts import Part
-from overlord.core.plan_blob import plan_from_bytes
-from overlord.core.samples import Cursor
-from overlord.core.specs import Source
-from overlord.roles.verdicts import verdicts_from_json
+from overlord.core.plan_codec import plan_from_bytes
+from overlord.core.samples import Cursor, Part
+from overlord.job.specs import Source
+from overlord.roles.poisoned_rows import verdicts_from_json
 from overlord.runtimes.cluster_role import ClusterRole
 from overlord.runtimes.deployment import (
     SourceFacts,

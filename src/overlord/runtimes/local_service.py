@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from overlord.core.specs import Job
 from overlord.errors import OverlordError
+from overlord.job.specs import Job
 from overlord.runtimes.bundle import unpack
 from overlord.runtimes.constructor_host import ConstructorHost
 from overlord.runtimes.deployment import deploy, plan_first_step

@@ -16,12 +16,12 @@ from typing import Any
 
 from overlord.core.order import BEGIN
 from overlord.core.samples import Cursor
-from overlord.core.specs import Job, Source
 from overlord.errors import SpecError
+from overlord.job.specs import Job, Source
 from overlord.readers.source_files import SourceFiles
-from overlord.roles.inputs import source_to_json
+from overlord.roles.changes import source_to_json
 from overlord.roles.planner import Planner
-from overlord.roles.verdicts import VerdictBook
+from overlord.roles.poisoned_rows import VerdictBook
 from overlord.runtimes.crews import Crew
 from overlord.runtimes.deployment import (
     Prepared,
@@ -38,9 +38,9 @@ from overlord.runtimes.opening import index_first_windows
 from overlord.runtimes.shapes import media_shape
 from overlord.runtimes.warming import warm_job
 from overlord.runtimes.workers import Hands
-from overlord.transforms.chat import inline_templates
-from overlord.transforms.sample_kinds import reserve_placeholders
-from overlord.transforms.tokenize import TextTokenizer
+from overlord.transforms.samples.chat import inline_templates
+from overlord.transforms.samples.sample_kinds import reserve_placeholders
+from overlord.transforms.samples.tokenize import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from overlord.core.reconcile import number_names
-from overlord.core.specs import Job
 from overlord.core.states import check_form
-from overlord.roles.inputs import ROSTER_KINDS, roster_log
-from overlord.transforms.processor import fill_from_processor, read_processor, share_patches
+from overlord.job.reconcile import number_names
+from overlord.job.specs import Job
+from overlord.roles.changes import ROSTER_KINDS, roster_log
+from overlord.transforms.samples.processor import fill_from_processor, read_processor, share_patches
 
 
 def canonical(job: Job, state: Mapping[str, Any] | None = None) -> Job:

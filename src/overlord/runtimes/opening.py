@@ -9,14 +9,13 @@ import numpy as np
 from overlord.core.order import DataFile, SourceOrder
 from overlord.core.ragged import Ragged, RowBatch
 from overlord.core.samples import FILE_SHIFT, Cursor
-from overlord.core.specs import Audio, ImageText, Job, Source, Text, Video
 from overlord.errors import OverlordError, SourceError, SpecError, joined
+from overlord.job.specs import Audio, ImageText, Job, Source, Text, Video
 from overlord.readers.index import IndexCache
 from overlord.readers.reader import Kind, Reader
-from overlord.readers.sidecars import LengthSidecars
-from overlord.readers.source_files import SourceFiles
+from overlord.readers.source_files import LengthSidecars, SourceFiles
 from overlord.roles.source_loader import Lengths
-from overlord.transforms.per_sample import SampleTransform, Workers
+from overlord.transforms.samples.per_sample import SampleTransform, Workers
 
 Progress = Callable[[str, int, int], None]
 """Told (what is being done, how much is done, of how much)."""

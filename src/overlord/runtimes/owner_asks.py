@@ -8,9 +8,9 @@ from typing import Any
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.core.plan_blob import plan_from_bytes
-from overlord.core.specs import Mixture, Source
-from overlord.roles.inputs import mixture_to_json, source_to_json
+from overlord.core.plan_codec import plan_from_bytes
+from overlord.job.specs import Mixture, Source
+from overlord.roles.changes import mixture_to_json, source_to_json
 from overlord.runtimes.planner_answers import SourceChange
 
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from overlord.core.launch_words import OnSourceFailure
 from overlord.errors import ReaderError, SourceError, SpecError
+from overlord.job.launch_words import OnSourceFailure
 from overlord.roles.planner import Planner
 
 logger = logging.getLogger("overlord")

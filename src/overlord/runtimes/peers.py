@@ -17,14 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.messages import MetaDelta, MetaRequest, Payload
-from overlord.core.parts import WHOLE, Part
 from overlord.core.plan import LoadingPlan
-from overlord.core.plan_blob import plan_from_bytes, plan_to_bytes
-from overlord.core.samples import Cursor
+from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
+from overlord.core.samples import WHOLE, Cursor, Part
+from overlord.roles.assignment import NOBODY
+from overlord.roles.poisoned_rows import Verdict, rows_given_up
 from overlord.roles.ports import Collect
-from overlord.roles.recovery import NOBODY
 from overlord.roles.source_loader import Met
-from overlord.roles.verdicts import Verdict, rows_given_up
 from overlord.runtimes.frames import (
     Frame,
     deltas_from_frame,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast, get_args
 
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan_blob import plan_to_bytes
-from overlord.core.specs import Mixture
+from overlord.core.plan_codec import plan_to_bytes
 from overlord.errors import SpecError, StateError
-from overlord.roles.inputs import FIXED_WHILE_RUNNING
+from overlord.job.specs import Mixture
+from overlord.roles.changes import FIXED_WHILE_RUNNING
 from overlord.roles.planner import Planner
 
 SourceChange = Literal["remove_source", "park_source", "return_source"]

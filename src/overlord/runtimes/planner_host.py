@@ -26,12 +26,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
-from overlord.core.launch_words import OnSourceFailure
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor
-from overlord.core.specs import Source
 from overlord.errors import Fenced, NothingToDraw, Rewound, SpecError, StateError, StoreError
+from overlord.job.launch_words import OnSourceFailure
+from overlord.job.specs import Source
 from overlord.roles.planner import Planner
 from overlord.roles.ports import Loaders
 from overlord.runtimes.history import REWIND, before

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from overlord.core.plan import LoadingPlan
-from overlord.core.plan_blob import plan_to_bytes
-from overlord.core.specs import Source
+from overlord.core.plan_codec import plan_to_bytes
 from overlord.errors import Rewound
+from overlord.job.specs import Source
 from overlord.runtimes.cluster_role import ClusterRole
 from overlord.runtimes.deployment import (
     SourceFacts,

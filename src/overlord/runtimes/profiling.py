@@ -22,8 +22,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from overlord.core.order import Group, SourceOrder, rows_per_read, stream_bytes
-from overlord.core.specs import Job, Source
 from overlord.errors import OverlordError, SpecError
+from overlord.job.specs import Job, Source
 from overlord.readers.source_files import SourceFiles
 from overlord.runtimes.crews import WORKER_BYTES
 from overlord.runtimes.deployment import Prepared, SourceFacts, make_crew, open_files, prepare

@@ -32,8 +32,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from overlord.core.specs import Job
 from overlord.errors import AnswerLost, ServiceLost, SpecError
+from overlord.job.specs import Job
 from overlord.runtimes.cluster_placement import TRAINER, ClusterOptions, Node, Site, cpus_needed, place
 from overlord.runtimes.frames import Frame
 from overlord.runtimes.launch_options import LaunchOptions

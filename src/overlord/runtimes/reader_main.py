@@ -22,9 +22,9 @@ import numpy as np
 
 from overlord.core.ragged import RowBatch
 from overlord.errors import ReaderError, ServiceLost, SourceError
-from overlord.readers.formats import FORMATS
 from overlord.readers.parquet_footer import warm_footer
 from overlord.readers.reader import reason_of
+from overlord.readers.source_files import FORMATS
 from overlord.runtimes.row_wire import receive_rows, send_rows
 from overlord.runtimes.wire import receive
 from overlord.runtimes.worker_main import run_nursery

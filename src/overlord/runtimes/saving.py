@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from overlord.roles.checkpoints import SNAPSHOT_EVERY, Due
-from overlord.roles.planner import Planner
+from overlord.roles.planner import SNAPSHOT_EVERY, Due, Planner
 from overlord.roles.ports import Loaders
 
 PLANNER_SHARE = 0.02

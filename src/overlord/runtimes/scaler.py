@@ -21,9 +21,8 @@ from typing import Any
 from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.loader_fleet import LoaderFleet
 from overlord.runtimes.profiling import read_profile
-from overlord.scaling.autoscaler import Fleet, Scaling, decide
-from overlord.scaling.costs import SourceCost, demand, sample_shares
-from overlord.scaling.starvation import Bottleneck, Waited, find_bottleneck
+from overlord.scaling.autoscaler import Bottleneck, Fleet, Scaling, Waited, decide, find_bottleneck
+from overlord.scaling.source_costs import SourceCost, demand, sample_shares
 
 logger = logging.getLogger("overlord")
 

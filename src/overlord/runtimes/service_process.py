@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from overlord.core.specs import Job
 from overlord.errors import ClosedError, Rewound, ServiceLost, SpecError
+from overlord.job.specs import Job
 from overlord.roles.client import Client
 from overlord.runtimes.bundle import pack
 from overlord.runtimes.launch_options import LaunchOptions

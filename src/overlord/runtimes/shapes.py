@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from overlord.core.draw import Limits
-from overlord.core.image_specs import ImageSpec
-from overlord.core.layout_specs import Layout, bin_multiple, piece_multiple
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import list_some
-from overlord.core.specs import Audio, Job, Video
 from overlord.errors import SpecError
-from overlord.transforms.media_keys import MediaShape
+from overlord.job.layout_specs import Layout, bin_multiple, piece_multiple
+from overlord.job.media_specs import ImageSpec
+from overlord.job.specs import Audio, Job, Video
+from overlord.transforms.microbatches.per_microbatch import MediaShape
 
 
 def limits_of(job: Job, layout: Layout | None = None, mesh: ClientPlaceTree | None = None) -> Limits:

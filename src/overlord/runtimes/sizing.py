@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from overlord.core.spec_errors import did_you_mean, is_whole
-from overlord.core.specs import Job
 from overlord.errors import OverlordError, SpecError
+from overlord.job.specs import Job
 from overlord.runtimes.deployment import Prepared, SourceFacts
 from overlord.runtimes.launch_options import LaunchOptions
 from overlord.runtimes.profiling import digests_of, read_profile, refresh
 from overlord.scaling.autoscaler import Scaling
-from overlord.scaling.budgets import Budget
-from overlord.scaling.costs import Resources, counted_by_workers
 from overlord.scaling.partition import partition
-from overlord.scaling.schedules import mean_shares, schedule_shares
+from overlord.scaling.source_costs import Budget, Resources, counted_by_workers, mean_shares, schedule_shares
 
 logger = logging.getLogger("overlord")
 
@@ -51,7 +49,7 @@ def sizing_of(job: Job, loaders: object, scaling: object, budget: object, profil
         SpecError: for what cannot be; nothing has run.
 
     Example:
-        >>> from overlord.core.specs import Batch, Source, Text
+        >>> from overlord.job.specs import Batch, Source, Text
         >>> web = Source("web", "web.jsonl", sample=Text("text", tokenized=True))
         >>> job = Job(sources=[web], batch=Batch(8, global_samples=4))
         >>> sizing_of(job, {"web": 4}, False, Budget(cpus=16), None).workers

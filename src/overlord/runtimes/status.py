@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from overlord.core.specs import Job
+from overlord.job.specs import Job
+from overlord.roles.changes import Parked
 from overlord.roles.planner import Planner
-from overlord.roles.roster import Parked
 from overlord.runtimes.deployment import Roles, SourceFacts, base_weights
 
 

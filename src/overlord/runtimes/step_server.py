@@ -31,7 +31,7 @@ from overlord.runtimes.seats import Seats
 from overlord.runtimes.shared_memory import Arena
 from overlord.runtimes.step_shelf import Bin, Built, StepShelf
 from overlord.runtimes.waits import WaitMeter
-from overlord.transforms.step_samples import StepSamples
+from overlord.transforms.microbatches.step_samples import StepSamples
 
 logger = logging.getLogger("overlord")
 

@@ -13,8 +13,8 @@ from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.views import ENCODER, StepHeader
 from overlord.runtimes.shared_memory import Arena, Segment
 from overlord.runtimes.wire import to_text
-from overlord.transforms.packed import PackedMicrobatch
-from overlord.transforms.step_samples import StepSamples
+from overlord.transforms.microbatches.per_microbatch import PackedMicrobatch
+from overlord.transforms.microbatches.step_samples import StepSamples
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from overlord.errors import ServiceLost
-from overlord.roles.recovery import Assignment
+from overlord.roles.assignment import Assignment
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.engine import OPEN_S, Incarnation
 from overlord.runtimes.frames import frame_of, open_frame

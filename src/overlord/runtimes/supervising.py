@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from overlord.core.specs import Job
 from overlord.errors import OverlordError
-from overlord.roles.recovery import Assignment
+from overlord.job.specs import Job
+from overlord.roles.assignment import Assignment
 from overlord.runtimes.bundle import pack, unpack
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.deployment import check_launch

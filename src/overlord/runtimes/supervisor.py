@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from overlord.errors import Fenced, OverlordError, Rewound, ServiceLost, StoreError
-from overlord.roles.recovery import NOBODY, Assignment, promote
+from overlord.roles.assignment import NOBODY, Assignment, promote
 from overlord.runtimes.cluster_placement import Site
 from overlord.runtimes.engine import Engine, Incarnation
 from overlord.runtimes.frames import frame_of, open_frame

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from overlord.errors import AnswerLost, ServiceLost, Succeeded, Superseded
-from overlord.roles.recovery import Assignment
+from overlord.roles.assignment import Assignment
 from overlord.runtimes.frames import Frame, error_in
 
 logger = logging.getLogger("overlord")

@@ -26,8 +26,7 @@ from overlord.errors import SourceError
 from overlord.roles.source_loader import AHEAD_ROWS, SourceLoader
 from overlord.runtimes.worker_clock import Clock, Took
 from overlord.runtimes.workers import SerialWorkers
-from overlord.transforms.media import decode_media
-from overlord.transforms.per_sample import (
+from overlord.transforms.samples.per_sample import (
     Bools,
     Fault,
     Finished,
@@ -37,6 +36,7 @@ from overlord.transforms.per_sample import (
     SampleTransform,
     UInt64s,
     Workers,
+    decode_media,
 )
 
 Floats = npt.NDArray[np.float64]

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from overlord.core.image_specs import ImageSpec
-from overlord.core.layout_specs import Layout
 from overlord.core.ragged import Ragged, gather_runs
-from overlord.core.specs import Audio, Chat, Job, Video
+from overlord.job.layout_specs import Layout
+from overlord.job.media_specs import ImageSpec
+from overlord.job.specs import Audio, Chat, Job, Video
 from overlord.planning.warm import warm_kernels, warm_launch
-from overlord.transforms.chat import loss_in_spans
-from overlord.transforms.images import normalize_patches, patchify_into
-from overlord.transforms.log_mel import log_mel
-from overlord.transforms.packing_kernels import copy_runs, warm_packing
-from overlord.transforms.positions import mrope_positions
-from overlord.transforms.tokenize import TokenSpans
+from overlord.transforms.microbatches.packing_kernels import copy_runs, warm_packing
+from overlord.transforms.microbatches.positions import mrope_positions
+from overlord.transforms.samples.audio import log_mel
+from overlord.transforms.samples.chat import loss_in_spans
+from overlord.transforms.samples.images import normalize_patches, patchify_into
+from overlord.transforms.samples.tokenize import TokenSpans
 
 
 def warm_job(job: Job, layout: Layout) -> None:

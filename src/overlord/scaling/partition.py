@@ -27,13 +27,333 @@ Rules of this file:
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from overlord.scaling.costs import TINY, Resources, SourceCost
-from overlord.scaling.fleets import Draft, cpus_of, draft_fleet, room_of, whole_workers
-from overlord.scaling.shortfalls import check_asked, check_least, check_rate, written_bytes
+from overlord.errors import SpecError
+from overlord.scaling.source_costs import TINY, Resources, SourceCost
+
+# --------------------------------------------------------------------------------------------------------------
+# What a feed rate takes: the workers of each source, the actors they stand in, and what all of it costs.
+#
+# The ground of `partition`: a fleet is drafted for a rate, its CPUs and bytes are counted, and the caller looks for
+# the
+# largest rate whose fleet it can pay for. Both only grow with the rate, so that search is a bisection.
+
+
+_ROUNDING = 1e-9
+"""A demand that lies this little above a whole number of workers is that number."""
+
+
+def whole_workers(busy: float) -> int:
+    """Return how many workers a source needs that keeps so many busy; at least one.
+
+    Example:
+        >>> [whole_workers(busy) for busy in (0.0, 1.0, 1.0000000001, 1.1)]
+        [1, 1, 1, 2]
+    """
+    return max(1, math.ceil(busy - _ROUNDING))
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A fleet for one rate, before anybody has said whether it can be paid for."""
+
+    rate: float
+    workers: tuple[int, ...]
+    """Of each source."""
+    places: tuple[tuple[tuple[int, int], ...], ...]
+    """Of each source: (actor, workers there)."""
+    actor_sources: tuple[tuple[int, ...], ...]
+    """Of each actor: its sources."""
+    actor_workers: tuple[int, ...]
+    """Of each actor: how many of its workers are busy at once at most; tiny sources take turns."""
+    actor_bytes: tuple[int, ...]
+    source_cpus: tuple[float, ...]
+    """Of each source: CPUs that its workers take; a tiny one takes what it keeps busy."""
+
+    @property
+    def cpus(self) -> float:
+        """CPUs of all workers."""
+        return sum(self.source_cpus)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all actors."""
+        return sum(self.actor_bytes)
+
+
+def cpus_of(rate: float, loads: Sequence[float], costs: Sequence[SourceCost], group_tiny: bool) -> float:
+    """Return the CPUs that the workers of all sources take; a tiny source takes what it keeps busy."""
+    return sum(
+        cost.cpu_share * (rate * load if group_tiny and rate * load < TINY else whole_workers(rate * load))
+        for load, cost in zip(loads, costs, strict=True)
+    )
+
+
+def room_of(cost: SourceCost, resources: Resources) -> int:
+    """Return how many workers of a source one actor can hold, by its bound and its bytes; 0 where not even one."""
+    if resources.bytes_per_actor is None:
+        return resources.per_actor
+    left = resources.bytes_per_actor - resources.actor_bytes - cost.file_bytes
+    if cost.buffer_bytes <= 0:
+        return resources.per_actor if left >= 0 else 0
+    return max(0, min(resources.per_actor, left // cost.buffer_bytes))
+
+
+def draft_fleet(
+    rate: float, loads: Sequence[float], costs: Sequence[SourceCost], resources: Resources, grouped_below: float
+) -> Draft:
+    """Return the fleet that a rate takes.
+
+    Args:
+        rate: Samples of all sources in a second.
+        loads: Seconds of work of each source for one sample of the mixture: its share of it, times its P.
+        costs: What each source costs.
+        resources: The bounds of one actor; how much there is in all is not looked at.
+        grouped_below: A source that keeps fewer workers busy shares an actor with others; 0: none does.
+    """
+    workers = tuple(whole_workers(rate * load) for load in loads)
+    busy = [rate * load if rate * load < TINY else float(n) for load, n in zip(loads, workers, strict=True)]
+    grouped = [s for s in range(len(costs)) if rate * loads[s] < grouped_below]
+    lone = grouped[0] if len(grouped) == 1 < len(costs) else None
+    apart = set(grouped)
+    if lone is not None:
+        grouped = []
+    members, most = _share_actors(grouped, busy, costs, workers, resources, grouped_below)
+    places: list[tuple[tuple[int, int], ...]] = [()] * len(costs)
+    for actor, sources in enumerate(members):
+        for source in sources:
+            places[source] = ((actor, workers[source]),)
+    for source, cost in enumerate(costs):
+        if source in apart:
+            continue
+        degree = math.ceil(workers[source] / max(1, room_of(cost, resources)))
+        each = [workers[source] // degree + (number < workers[source] % degree) for number in range(degree)]
+        places[source] = tuple((len(members) + number, there) for number, there in enumerate(each))
+        members += [[source]] * degree
+        most += each
+    if lone is not None:
+        actor = _guest_of(lone, places, most, costs, workers, resources)
+        places[lone] = ((actor, workers[lone]),)
+        if actor == len(members):
+            members, most = [*members, []], [*most, 0]
+        members[actor] = sorted([*members[actor], lone])
+        most[actor] += workers[lone]
+    held = [resources.actor_bytes] * len(members)
+    for cost, where in zip(costs, places, strict=True):
+        for actor, there in where:
+            held[actor] += cost.file_bytes + there * cost.buffer_bytes
+    cpus = tuple(cost.cpu_share * n for cost, n in zip(costs, busy, strict=True))
+    return Draft(rate, workers, tuple(places), tuple(map(tuple, members)), tuple(most), tuple(held), cpus)
+
+
+def _guest_of(
+    lone: int,
+    places: Sequence[tuple[tuple[int, int], ...]],
+    most: Sequence[int],
+    costs: Sequence[SourceCost],
+    workers: Sequence[int],
+    resources: Resources,
+) -> int:
+    """Return the actor that takes in a source with nobody to share one with: the emptiest, or a new one."""
+    held = [resources.actor_bytes] * len(most)
+    for cost, where in zip(costs, places, strict=True):
+        for actor, there in where:
+            held[actor] += cost.file_bytes + there * cost.buffer_bytes
+    own = costs[lone].file_bytes + workers[lone] * costs[lone].buffer_bytes
+    limit = resources.bytes_per_actor
+    roomy = [
+        actor
+        for actor, there in enumerate(most)
+        if there + workers[lone] <= resources.per_actor and (limit is None or held[actor] + own <= limit)
+    ]
+    return min(roomy, key=lambda actor: (most[actor], actor), default=len(most))
+
+
+def _share_actors(
+    grouped: Sequence[int],
+    busy: Sequence[float],
+    costs: Sequence[SourceCost],
+    workers: Sequence[int],
+    resources: Resources,
+    grouped_below: float,
+) -> tuple[list[list[int]], list[int]]:
+    """Deal sources to as few shared actors as hold them; return the sources and the busy workers of each actor."""
+    if not grouped:
+        return [], []
+    largest = TINY if grouped_below <= TINY else float(math.ceil(grouped_below))
+    # Dealt largest first to the emptiest, no actor is fuller than the mean and one source more: this many suffice.
+    count = 1 + int(sum(busy[s] for s in grouped) / max(resources.per_actor - largest, TINY))
+    sizes = {s: costs[s].file_bytes + workers[s] * costs[s].buffer_bytes for s in grouped}
+    limit = None if resources.bytes_per_actor is None else resources.bytes_per_actor - resources.actor_bytes
+    while True:
+        members = _deal_out(grouped, busy, sizes, count, limit)
+        if limit is None or count >= len(grouped) or all(sum(sizes[s] for s in one) <= limit for one in members):
+            break
+        count += 1  # source parallel: fewer files open in each
+    members = [sorted(one) for one in members if one]
+    return members, [max(1, math.ceil(sum(busy[s] for s in one) - _ROUNDING)) for one in members]
+
+
+def _deal_out(
+    grouped: Sequence[int], busy: Sequence[float], sizes: dict[int, int], count: int, limit: int | None
+) -> list[list[int]]:
+    """Deal sources out so that no actor has much more to do, or to hold, than another."""
+    work = sum(busy[s] for s in grouped) or 1.0
+
+    def weight(source: int) -> float:
+        return max(busy[source] / work, 0.0 if limit is None else sizes[source] / (limit * count or 1))
+
+    members: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0.0, actor) for actor in range(count)]
+    for source in sorted(grouped, key=lambda s: (-weight(s), s)):
+        filled, actor = heapq.heappop(heap)
+        members[actor].append(source)
+        heapq.heappush(heap, (filled + weight(source), actor))
+    return members
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What is said when the resources do not suffice: how much is missing, who needs it, what to do.
+
+
+def written_bytes(value: float) -> str:
+    """Write a number of bytes for a person.
+
+    Example:
+        >>> written_bytes(3 << 30), written_bytes(1500)
+        ('3.22 GB', '1.5 kB')
+    """
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def check_asked(
+    costs: Sequence[SourceCost],
+    shares: Sequence[float],
+    resources: Resources,
+    samples_per_s: float | None,
+    cluster_size: int,
+) -> None:
+    """Refuse numbers that mean nothing."""
+    if not costs or len(costs) != len(shares):
+        raise SpecError(f"{len(costs)} costs and {len(shares)} shares: each source needs both. Profile them all.")
+    wrong = next((n for n, share in enumerate(shares) if not (share >= 0 and math.isfinite(share))), None)
+    if wrong is not None:
+        raise SpecError(f"the share of source {costs[wrong].name!r} is {shares[wrong]}; give a number of 0 or more.")
+    if sum(shares) <= 0:
+        raise SpecError("no source has a share of the mixture; nothing would be drawn. Give one a weight above 0.")
+    if samples_per_s is not None and not samples_per_s > 0:
+        raise SpecError(f"samples_per_s is {samples_per_s:g}; no fleet would be needed. Give a rate above 0.")
+    for name, value in (
+        ("cluster_size", cluster_size),
+        ("per_source", resources.per_source),
+        ("per_actor", resources.per_actor),
+    ):
+        if value < 1:
+            raise SpecError(f"{name} is {value}; no source could have a worker. Give 1 or more.")
+
+
+def check_least(costs: Sequence[SourceCost], resources: Resources, group_tiny: bool) -> None:
+    """Refuse resources that do not even hold every source once."""
+    paid = resources.cpus - resources.loader_cpus
+    if resources.loader_cpus <= 0:
+        raise SpecError(
+            f"{resources.cpus:g} CPUs are given and the planner and {resources.constructors} constructors take "
+            f"{paid:g}: at least {paid + 1 - resources.cpus:g} more are needed for one worker. Give "
+            f"{paid + 1:g} CPUs or fewer constructors."
+        )
+    if not group_tiny:
+        least = sum(cost.cpu_share for cost in costs)
+        if least > resources.loader_cpus + 1e-9:
+            raise SpecError(
+                f"one worker for each of {len(costs)} sources takes {least:g} CPUs, and beside the planner and the "
+                f"constructors there are {resources.loader_cpus:g}: {least - resources.loader_cpus:g} are missing. "
+                f"Give {least + paid:g} CPUs, or let tiny sources share workers (group_tiny)."
+            )
+    for cost in costs:
+        if room_of(cost, resources) < 1:
+            need = resources.actor_bytes + cost.file_bytes + cost.buffer_bytes
+            limit = resources.bytes_per_actor or 0
+            raise SpecError(
+                f"source {cost.name!r} needs {written_bytes(need)} in an actor with one worker, and an actor may hold "
+                f"{written_bytes(limit)}: {written_bytes(need - limit)} are missing. Raise bytes_per_actor, or lower "
+                "the source's read buffer."
+            )
+    none = [0.0] * len(costs)
+    draft = draft_fleet(0.0, none, costs, resources, float(max(resources.per_actor // 2, 1)) if group_tiny else 0.0)
+    if draft.bytes > resources.loader_bytes:
+        raise _bytes_missing(draft.bytes, "every source open once, with one worker", costs, draft.workers, resources)
+
+
+def check_rate(
+    asked: float,
+    reached: float,
+    loads: Sequence[float],
+    handover: float,
+    costs: Sequence[SourceCost],
+    resources: Resources,
+    group_tiny: bool,
+) -> None:
+    """Refuse a rate that the resources do not reach; say which of them falls short, and by how much."""
+    what = f"{asked:g} samples/s"
+    workers = [whole_workers(asked * load) for load in loads]
+    most = max(range(len(costs)), key=lambda s: (workers[s], -s))
+    at_best = f"At most {reached:,.4g} samples/s can be had."
+    if workers[most] > resources.per_source:
+        raise SpecError(
+            f"{what} need {workers[most]} workers of source {costs[most].name!r} "
+            f"({1000 * costs[most].transform_s:.3g} ms a sample), and one source may have {resources.per_source}: "
+            f"{workers[most] - resources.per_source} are missing. {at_best} Raise per_source, or draw it less often."
+        )
+    if asked * handover > 1:
+        raise SpecError(
+            f"{what} cannot be handed over: a sample takes {handover * 1e6:,.0f} µs of planning and handing over, "
+            f"which is {asked * handover:.3g} s of work in a second. {at_best} Use fewer, larger samples."
+        )
+    needed = cpus_of(asked, loads, costs, group_tiny)
+    if needed > resources.loader_cpus + 1e-9:
+        missing = needed - resources.loader_cpus
+        paid = resources.cpus - resources.loader_cpus
+        most = max(range(len(costs)), key=lambda s: (costs[s].cpu_share * workers[s], -s))
+        raise SpecError(
+            f"{what} need {needed:.4g} CPUs for workers, and beside the planner and the constructors there are "
+            f"{resources.loader_cpus:g}: {missing:.3g} are missing; source {costs[most].name!r} alone needs "
+            f"{workers[most]} workers. {at_best} Give {math.ceil(needed + paid - 1e-9)} CPUs, or ask for less."
+        )
+    below = float(max(resources.per_actor // 2, 1)) if group_tiny else 0.0
+    draft = draft_fleet(asked, loads, costs, resources, below)
+    raise _bytes_missing(draft.bytes, what, costs, draft.workers, resources, at_best)
+
+
+def _bytes_missing(
+    needed: int,
+    what: str,
+    costs: Sequence[SourceCost],
+    workers: Sequence[int],
+    resources: Resources,
+    at_best: str = "",
+) -> SpecError:
+    held = [cost.file_bytes + n * cost.buffer_bytes for cost, n in zip(costs, workers, strict=True)]
+    most = max(range(len(costs)), key=lambda s: (held[s], -s))
+    reserved = resources.bytes - resources.loader_bytes
+    return SpecError(
+        f"{what}: the actors take {written_bytes(needed)}, and beside the planner and the constructors there are "
+        f"{written_bytes(max(resources.loader_bytes, 0))}: {written_bytes(needed - resources.loader_bytes)} are "
+        f"missing; source {costs[most].name!r} takes most, {written_bytes(held[most])}. "
+        f"{at_best + ' ' if at_best else ''}Give {written_bytes(needed + reserved)}, lower the read buffers, or draw "
+        "fewer sources at a time."
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------
+
 
 Parallelism = Literal["worker", "source", "data"]
 """How a source is spread: workers of one actor of its own, an actor shared with other sources, or several actors."""

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from overlord.core.spec_errors import is_finite, list_some
-from overlord.core.specs import Source
 from overlord.errors import SpecError
-from overlord.scaling.costs import SourceCost
+from overlord.job.specs import Source
+from overlord.scaling.source_costs import SourceCost
 
 PROFILE_VERSION = 1
 MOST_ENTRIES = 16

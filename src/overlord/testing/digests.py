@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from overlord.core.launch_words import DEFAULT_CACHE, Runtime
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import chain_digest
 from overlord.core.samples import SampleId
-from overlord.core.specs import Job
+from overlord.job.launch_words import DEFAULT_CACHE, Runtime
+from overlord.job.specs import Job
 from overlord.roles.client import Client
 from overlord.roles.views import Step
 from overlord.session import Service, launch

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from overlord.core.launch_words import DEFAULT_CACHE, Runtime
-from overlord.core.layout_specs import Layout
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.specs import Job
+from overlord.job.launch_words import DEFAULT_CACHE, Runtime
+from overlord.job.layout_specs import Layout
+from overlord.job.specs import Job
 from overlord.planning.checking import Strategy
-from overlord.roles.recovery import shadowed
+from overlord.roles.assignment import shadowed
 from overlord.runtimes.cluster_placement import ClusterOptions
 from overlord.runtimes.inline_cluster import InlineCluster
 from overlord.runtimes.launch_options import LaunchOptions
@@ -31,7 +31,7 @@ from overlord.testing.clock import FakeClock
 from overlord.testing.digests import Before, Report, StreamDigests, digest_service, digests_of
 from overlord.testing.fault_script import FaultScript
 from overlord.testing.storm import Signals, Storm, check_for_processes
-from overlord.transforms.isolation import Isolate
+from overlord.transforms.samples.per_sample import Isolate
 
 HEARTBEAT_S = 5.0
 CHANGES = (

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.draw import Buffer, Pieces
-from overlord.core.layout_specs import bin_multiple
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.samples import PLAIN
 from overlord.core.spec_errors import did_you_mean, is_whole, show
 from overlord.errors import SpecError
+from overlord.job.layout_specs import bin_multiple
 from overlord.planning.balancing.greedy import NO_LIMIT, largest_first, loads
 from overlord.planning.balancing.lockstep import deal_slabs
 from overlord.planning.balancing.microbatches import Placement, least_labels, no_room, spread_labels

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from overlord.core.spec_errors import show
 from overlord.errors import PlanError, SpecError
-from overlord.planning.cost_model import finite
+from overlord.planning.costs import finite
 from overlord.planning.learning.learner import (
     WEIGHT_ONE,
     Learner,

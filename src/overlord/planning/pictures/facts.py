@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.plan import pad_lengths
-from overlord.planning.balancing.dealing import deal
+from overlord.planning.balancing.zigzag import deal
 
 if TYPE_CHECKING:
     from overlord.planning.dgraph import DGraph

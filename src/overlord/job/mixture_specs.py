@@ -1,0 +1,544 @@
+"""`Mixture`: how much of each source, as a schedule over steps. What is drawn is decided in planning."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack, cast
+
+from pydantic import BeforeValidator, Field, field_serializer, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from overlord.core.spec_errors import Fault, Loc, conflict
+from overlord.job.spec_model import Spec, as_finite, as_position, code_of, real, whole
+
+# --------------------------------------------------------------------------------------------------------------
+# `Learn`: how a mixture follows the trainer's reports. The update rules themselves are in planning.
+
+
+Rule = Literal["doremi", "odm", "ado", "skill_it", "function"]
+MixtureFunction = Callable[[int, Mapping[str, float]], Mapping[str, float]]
+"""(step, the report in force) -> weights of the sources; the report is empty before the first one counts."""
+
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "doremi": ("eta", "eps"),
+    "odm": ("warmup", "smoothing", "floor"),
+    "ado": ("refit_every", "first_fit"),
+    "skill_it": ("eta", "graph", "window"),
+    "function": ("fn", "name", "code_digest"),
+}
+
+
+def _as_graph(value: object) -> dict[str, dict[str, float]]:
+    example = "Write {from: {to: strength}}, such as {math: {code: 0.4}}"
+    if not isinstance(value, Mapping) or not value:
+        raise Fault(f"this must map each source to the sources it helps. {example}")
+    graph: dict[str, dict[str, float]] = {}
+    for source, helped in cast("Mapping[object, object]", value).items():
+        if not isinstance(source, str) or not isinstance(helped, Mapping):
+            raise Fault(f"this is not a row of a skill graph. {example}", at=(source,))
+        graph[source] = {str(k): as_finite(v) for k, v in cast("Mapping[object, object]", helped).items()}
+    return graph
+
+
+class Learn(Spec):
+    """How weights follow the losses that `client.report` brings; the mixture's own weights are where it begins.
+
+    Example:
+        >>> Learn("odm", warmup=100).options()
+        {'warmup': 100}
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("method",)
+
+    method: Rule
+    """The update rule: "odm", "ado", "doremi", "skill_it", or "function" with your own."""
+    every: Annotated[int, whole(1, "no report would ever be looked at. Write 1 or more")] = 1
+    """Only the reports of every so many steps count; the others need not come."""
+    eta: Annotated[float, real(0, 1e6, "the weights would never move")] | None = None
+    """Step size (doremi, skill_it)."""
+    eps: Annotated[float, real(0, 1, "it is a share of the weights")] | None = None
+    """Share of the weights that stays uniform (doremi)."""
+    warmup: Annotated[int, whole(0, "it is a number of reports")] | None = None
+    """Reports before the weights begin to move (odm)."""
+    smoothing: Annotated[float, real(0, 1, "it is a share of the past")] | None = None
+    """Smooth rewards instead of summing them (odm); how much of the past stays."""
+    floor: Annotated[float, real(0, 1, "it is a share of the prior")] | None = None
+    """A source keeps at least this part of its first weight (odm)."""
+    refit_every: Annotated[int, whole(1, "the scaling laws would never be fitted")] | None = None
+    """Reports between two fits of the scaling laws (ado)."""
+    first_fit: Annotated[int, whole(1, "there is nothing to fit before the first report")] | None = None
+    """Reports before the first fit (ado)."""
+    graph: (
+        Annotated[
+            dict[str, dict[str, float]],
+            BeforeValidator(_as_graph, json_schema_input_type=dict[str, dict[str, float]]),
+        ]
+        | None
+    ) = None
+    """How much a source helps others: {from: {to: strength}} (skill_it)."""
+    window: Annotated[int, whole(1, "no loss would be looked at")] | None = None
+    """Reports that are summed (skill_it)."""
+    fn: SkipJsonSchema[MixtureFunction | None] = None
+    """Your own rule: (step, metrics) -> {source: weight}; only in Python."""
+    name: SkipJsonSchema[Annotated[str, Field(repr=False)]] = ""
+    code_digest: SkipJsonSchema[Annotated[str, Field(repr=False)]] = ""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            method: Rule,
+            *,
+            every: int = 1,
+            eta: float | None = None,
+            eps: float | None = None,
+            warmup: int | None = None,
+            smoothing: float | None = None,
+            floor: float | None = None,
+            refit_every: int | None = None,
+            first_fit: int | None = None,
+            graph: Mapping[str, Mapping[str, float]] | None = None,
+            window: int | None = None,
+            fn: MixtureFunction | None = None,
+        ) -> None: ...
+
+    def options(self) -> dict[str, Any]:
+        """Return what was given for the update rule."""
+        names = _OPTIONS[self.method][:1] if self.method == "function" else _OPTIONS[self.method]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def places(self) -> Sequence[tuple[tuple[Any, ...], str]]:
+        """Return every source name the rule uses, with where it stands."""
+        found = [(("graph", name), name) for name in self.graph or {}]
+        return found + [(("graph", a, b), b) for a, row in (self.graph or {}).items() for b in row]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _describe_function(cls, data: Any) -> Any:
+        # Here and not on use: in the process that runs the function its source is often not to be had.
+        fn = cast("Mapping[str, Any]", data).get("fn") if isinstance(data, Mapping) else None
+        if not callable(fn):
+            return data
+        return code_of(fn) | {k: v for k, v in data.items() if v not in ("", None)}
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Learn:
+        for method, names in _OPTIONS.items():
+            for name in names:
+                if name not in _OPTIONS[self.method] and getattr(self, name) not in (None, ""):
+                    raise conflict(
+                        f"given, but {self.method!r} does not use it ({method!r} does), so it would do nothing. Leave "
+                        f"it out; {self.method!r} takes {', '.join(_OPTIONS[self.method][:3])}",
+                        name,
+                    )
+        if (self.method == "function") != (self.fn is not None):
+            raise conflict(
+                'method "function" and fn belong together; there would be no rule. Write ol.Learn("function", fn=rule)',
+                "fn",
+            )
+        if self.method == "skill_it" and self.graph is None:
+            raise conflict("missing; skill_it needs to know which source helps which", "graph")
+        return self
+
+    @field_serializer("fn")
+    def _no_code_in_files(self, fn: Any) -> str | None:
+        return self.name if fn is not None else None
+
+
+# --------------------------------------------------------------------------------------------------------------
+
+
+Level = Literal["sample", "token"]
+Stopping = Literal["never_exhausted", "first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]
+Schedule = Literal["static", "stages", "linear", "step"]
+Points = dict[int | float, float]
+
+_ONCE = ("first_exhausted", "all_exhausted_without_replacement")
+_LARGEST_EXPONENT = math.log(1e300)
+
+
+class MixtureOptions(TypedDict, total=False):
+    """The options every kind of mixture takes."""
+
+    level: Level
+    stopping: Stopping
+    max_repetition: int | None
+    temperature: float | None
+    granularity: Literal["step", "substep"]
+    order: Literal["interleaved", "sequential"]
+    learn: Learn | None
+
+
+def _inside(at: Loc, fault: Fault) -> Fault:
+    return Fault(fault.text, at=(*at, *fault.at), show_value=fault.show_value)
+
+
+def _as_weights(value: object) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise Fault("this must be a mapping of source names to weights, such as {web: 0.7, code: 0.3}")
+    weights: dict[str, float] = {}
+    for name, weight in cast("Mapping[object, object]", value).items():
+        if not isinstance(name, str):
+            raise Fault("the name of a source must be text; in a file, put it in quotes", at=(name,))
+        try:
+            weights[name] = as_finite(weight)
+        except Fault as fault:
+            raise _inside((name,), fault) from None
+        if weights[name] < 0:
+            raise Fault("a weight must be 0 or more; write 0 to leave the source out", at=(name,))
+    return weights
+
+
+def _as_stages(value: object) -> tuple[tuple[int | float, dict[str, float]], ...]:
+    example = "Write pairs of first step and weights, such as [[0, {web: 1}], [1000, {web: 0.5, code: 0.5}]]"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise Fault(f"this must be a list with at least one stage. {example}")
+    stages: list[tuple[int | float, dict[str, float]]] = []
+    for number, stage in enumerate(cast("Sequence[object]", value)):
+        pair = cast("Sequence[object]", stage) if isinstance(stage, (list, tuple)) else ()
+        if len(pair) != 2:
+            raise Fault(f"this is not a stage. {example}", at=(number,))
+        try:
+            start = as_position(pair[0])
+        except Fault as fault:
+            raise _inside((number, 0), fault) from None
+        if number == 0 and start != 0:
+            raise Fault(
+                f"the first stage must start at step 0; steps 0 to {start} would have no weights. Start it at 0",
+                at=(0, 0),
+            )
+        if number and start <= stages[-1][0]:
+            raise Fault(
+                f"stages must start one after another, but the one before starts at {stages[-1][0]}; one of "
+                "them would never be used. Sort them and give each its own first step",
+                at=(number, 0),
+            )
+        try:
+            stages.append((start, _as_weights(pair[1])))
+        except Fault as fault:
+            raise _inside((number, 1), fault) from None
+    return tuple(stages)
+
+
+def _as_curves(value: object) -> dict[str, Points]:
+    if not isinstance(value, Mapping) or not value:
+        raise Fault("this must map each source to its points, such as {web: {0: 1.0, 1000: 0.1}}")
+    curves: dict[str, Points] = {}
+    for name, points in cast("Mapping[object, object]", value).items():
+        if not isinstance(name, str):
+            raise Fault("the name of a source must be text; in a file, put it in quotes", at=(name,))
+        if not isinstance(points, Mapping) or not points:
+            raise Fault("this must map steps to weights, such as {0: 1.0, 1000: 0.1}", at=(name,))
+        curve: Points = {}
+        for position, weight in cast("Mapping[object, object]", points).items():
+            try:
+                step = as_position(position)
+                curve[step] = _as_weights({name: weight})[name]
+            except Fault as fault:
+                raise Fault(fault.text, at=(name, position)) from None
+        curves[name] = dict(sorted(curve.items()))
+    return curves
+
+
+def _as_temperature(value: object) -> float:
+    number = as_finite(value)
+    if number <= 0:
+        raise Fault(
+            "a temperature must be more than 0: weights become w ** (1 / temperature). Write 1 to leave them "
+            "as they are, more to even them out"
+        )
+    return number
+
+
+def _as_learn(value: object) -> object:
+    return Learn.nested({"method": value}) if isinstance(value, str) else value
+
+
+class Mixture(Spec):
+    """How much of each source goes into a step.
+
+    `Mixture({..})` is constant; `Mixture.stages`, `Mixture.linear` and `Mixture.step` change over steps.
+    Without weights, those beside the sources count; with none there either, all sources are equal, or
+    (with a temperature) count by their size. A source that is not named has weight 0.
+
+    Example:
+        >>> mix = Mixture.stages([(0, {"web": 3, "code": 1}), (100, {"web": 1})])
+        >>> mix.weights_at(99.5, ["code", "web"], {}), mix.weights_at(100, ["code", "web"], {})
+        ([1.0, 3.0], [0.0, 1.0])
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("weights",)
+
+    weights: (
+        Annotated[dict[str, float], BeforeValidator(_as_weights, json_schema_input_type=dict[str, float])] | None
+    ) = None
+    """Weight of each source; they need not sum to 1."""
+    stage_weights: (
+        Annotated[
+            tuple[tuple[int | float, dict[str, float]], ...],
+            BeforeValidator(_as_stages, json_schema_input_type=list[tuple[float, dict[str, float]]]),
+        ]
+        | None
+    ) = Field(default=None, alias="stages")
+    """Pairs of first step and weights."""
+    linear_points: (
+        Annotated[
+            dict[str, Points],
+            BeforeValidator(_as_curves, json_schema_input_type=dict[str, dict[str, float]]),
+        ]
+        | None
+    ) = Field(default=None, alias="linear")
+    """For each source step -> weight, with straight lines between the points and level ends."""
+    step_points: (
+        Annotated[
+            dict[str, Points],
+            BeforeValidator(_as_curves, json_schema_input_type=dict[str, dict[str, float]]),
+        ]
+        | None
+    ) = Field(default=None, alias="step")
+    """For each source step -> weight from that step on; 0 before the first point."""
+    level: Level = "sample"
+    """Whether weights are shares of samples or of tokens."""
+    stopping: Stopping = "never_exhausted"
+    """When the stream ends: never (sources repeat), or when the first or when all sources are through."""
+    max_repetition: (
+        Annotated[int, whole(1, "a source that may not be read even once gives nothing. Write 1 or more")] | None
+    ) = None
+    """How often a source may be read at most; after that its weight is 0."""
+    temperature: Annotated[float, BeforeValidator(_as_temperature, json_schema_input_type=float)] | None = None
+    """Weights become w ** (1 / temperature)."""
+    granularity: Literal["step", "substep"] = "step"
+    """Whether a schedule is looked at once a step or at every draw inside it."""
+    order: Literal["interleaved", "sequential"] = "interleaved"
+    """Whether sources are mixed or read one after another."""
+    learn: Annotated[Learn, BeforeValidator(_as_learn, json_schema_input_type=Learn | str)] | None = None
+    """How the weights follow the trainer's reports; without it they do not."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            weights: Mapping[str, float] | None = None,
+            *,
+            level: Level = "sample",
+            stopping: Stopping = "never_exhausted",
+            max_repetition: int | None = None,
+            temperature: float | None = None,
+            granularity: Literal["step", "substep"] = "step",
+            order: Literal["interleaved", "sequential"] = "interleaved",
+            learn: Learn | Mapping[str, Any] | str | None = None,
+        ) -> None: ...
+
+    @classmethod
+    def stages(cls, stages: Sequence[tuple[float, Mapping[str, float]]], **options: Unpack[MixtureOptions]) -> Mixture:
+        """Return a mixture whose weights change at the given steps; the first stage starts at 0."""
+        return cls.model_validate({"stages": stages, **options})
+
+    @classmethod
+    def linear(cls, curves: Mapping[str, Mapping[float, float]], **options: Unpack[MixtureOptions]) -> Mixture:
+        """Return a mixture whose weights run in straight lines between points.
+
+        Example:
+            >>> fading = Mixture.linear({"web": {0: 1.0, 100: 0.0}, "code": {0: 1}})
+            >>> fading.weights_at(25, ["web", "code"], {})
+            [0.75, 1.0]
+        """
+        return cls.model_validate({"linear": curves, **options})
+
+    @classmethod
+    def step(cls, curves: Mapping[str, Mapping[float, float]], **options: Unpack[MixtureOptions]) -> Mixture:
+        """Return a mixture in which each source's weight jumps at its own points (0 before the first)."""
+        return cls.model_validate({"step": curves, **options})
+
+    @property
+    def schedule(self) -> Schedule:
+        """How the weights change."""
+        if self.stage_weights is not None:
+            return "stages"
+        if self.linear_points is not None:
+            return "linear"
+        return "static" if self.step_points is None else "step"
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether weights are given here (and not beside the sources)."""
+        return self.weights is not None or self.schedule != "static"
+
+    def weights_at(self, position: float, names: Sequence[str], base: Mapping[str, float]) -> list[float]:
+        """Return the weight of each source at a step; they are >= 0 and do not sum to anything in particular.
+
+        Args:
+            position: The step; with a fraction for draws inside it.
+            names: The sources, in the order of the result.
+            base: Weights that count when the mixture has none: those beside the sources, or their
+                sizes. Empty makes all sources equal.
+        """
+        if self.stage_weights is not None:
+            number = bisect.bisect_right([start for start, _ in self.stage_weights], position) - 1
+            stage = self.stage_weights[max(number, 0)][1]
+            found = [stage.get(name, 0.0) for name in names]
+        elif self.linear_points is not None:
+            found = [_on_lines(self.linear_points.get(name), position) for name in names]
+        elif self.step_points is not None:
+            found = [_on_steps(self.step_points.get(name), position) for name in names]
+        else:
+            weights = self.weights if self.weights is not None else (base or dict.fromkeys(names, 1.0))
+            found = [float(weights.get(name, 0.0)) for name in names]
+        return found if self.temperature is None else _tempered(found, self.temperature)
+
+    def positions(self) -> list[float]:
+        """Return the points of the schedule, in order. Weights that are all 0 somewhere are so at one of them."""
+        curves = self.linear_points or self.step_points or {}
+        starts = [start for start, _ in self.stage_weights or ()]
+        return sorted({0, *starts, *(point for curve in curves.values() for point in curve)})
+
+    def with_source(
+        self, name: str, weight: float | None, position: float, names: Sequence[str], base: Mapping[str, float]
+    ) -> Mixture:
+        """Return the mixture with one more source at every point of its schedule; the others stay in their ratio.
+
+        A mixture that names the source already decides its share.
+
+        Args:
+            name: The source.
+            weight: Against the weights of the others; None for the mean of those that have one.
+            position: The step it comes at.
+            names: The other sources.
+            base: Weights that count when the mixture has none.
+
+        Example:
+            >>> Mixture({"web": 3, "code": 1}).with_source("math", None, 0, ["web", "code"], {}).weights
+            {'web': 3.0, 'code': 1.0, 'math': 2.0}
+        """
+        if any(name == one for _, one in self.places()):
+            return self
+        if self.stage_weights is not None:
+            return self.replace(stages=[(start, _extended(stage, name, weight)) for start, stage in self.stage_weights])
+        if self.schedule in ("linear", "step"):
+            now = dict(zip(names, self.replace(temperature=None).weights_at(position, names, {}), strict=True))
+            curves = (self.linear_points or {}) | (self.step_points or {})
+            return self.replace(**{self.schedule: {**curves, name: {0: _extended(now, name, weight)[name]}}})
+        table = self.weights if self.weights is not None else {n: base.get(n, 0.0) for n in names}
+        return self.replace(weights=_extended(table, name, weight))
+
+    def places(self) -> Iterator[tuple[Loc, str]]:
+        """Yield every source name the weights use, with where it stands."""
+        for name in self.weights or {}:
+            yield ("weights", name), name
+        for number, (_, stage) in enumerate(self.stage_weights or ()):
+            for name in stage:
+                yield (("stages", number, 1, name), name)
+        for key, curves in (("linear", self.linear_points), ("step", self.step_points)):
+            for name in curves or {}:
+                yield (key, name), name
+        for loc, name in self.learn.places() if self.learn else ():
+            yield ("learn", *loc), name
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Mixture:
+        given = [k for k, v in self._forms().items() if v is not None]
+        if len(given) > 1:
+            raise conflict(
+                f"given beside {given[0]}; only one of them can decide. Keep one of weights, stages, linear, step",
+                given[1],
+            )
+        if self.max_repetition is not None and self.stopping in _ONCE:
+            raise conflict(
+                f"stopping={self.stopping!r} never repeats a source, so this limit would do nothing. Leave "
+                'max_repetition out, or use stopping="never_exhausted" or "all_exhausted"',
+                "max_repetition",
+            )
+        if self.order == "sequential" and self.stopping != "all_exhausted_without_replacement":
+            raise conflict(
+                f"with stopping={self.stopping!r} a sequential order would repeat or never leave its first "
+                'source. Add stopping="all_exhausted_without_replacement"',
+                "order",
+            )
+        if self.learn is not None and (self.schedule != "static" or self.order == "sequential"):
+            other = "order='sequential'" if self.order == "sequential" else f"a schedule ({self.schedule})"
+            raise conflict(
+                f"the reports decide the weights, and so does {other}; only one can. Keep constant weights as the "
+                "beginning, or leave learn out",
+                "learn",
+            )
+        self._check_not_zero()
+        return self
+
+    def _forms(self) -> dict[str, object]:
+        return {
+            "weights": self.weights,
+            "stages": self.stage_weights,
+            "linear": self.linear_points,
+            "step": self.step_points,
+        }
+
+    def _check_not_zero(self) -> None:
+        end = "nothing could be drawn. Give at least one source a weight above 0"
+        if self.weights is not None and not any(self.weights.values()):
+            raise conflict(f"the weights sum to zero; {end}", "weights")
+        for number, (start, stage) in enumerate(self.stage_weights or ()):
+            if not any(stage.values()):
+                raise conflict(
+                    f"the weights of stage {number} (from step {start}) sum to zero; {end}",
+                    "stages",
+                    number,
+                )
+        curves = self.linear_points or self.step_points or {}
+        # Both kinds of curve are extreme at their points, so looking there (and at 0) is enough.
+        for position in self.positions() if curves else ():
+            if not any(self.weights_at(position, list(curves), {})):
+                raise conflict(
+                    f"the weights at step {position} sum to zero; {end}",
+                    self.schedule,
+                )
+
+    def __repr_name__(self) -> str:
+        return "Mixture" if self.schedule == "static" else f"Mixture.{self.schedule}"
+
+    def __repr_args__(self) -> Any:
+        """Show what `Mixture` or its classmethod was given."""
+        if self.has_weights:
+            points = self._forms()["weights" if self.schedule == "static" else self.schedule]
+            yield None, list(self.stage_weights) if self.stage_weights else points
+        for name, value in super().__repr_args__():
+            if name is not None and name not in self._forms():
+                yield name, value
+
+
+def _extended(table: Mapping[str, float], name: str, weight: float | None) -> dict[str, float]:
+    others = [w for w in table.values() if w > 0]
+    mean = sum(others) / len(others) if others else 1.0
+    return {**table, name: mean if weight is None else weight}
+
+
+def _on_lines(points: Points | None, position: float) -> float:
+    if not points:
+        return 0.0
+    steps = list(points)
+    right = bisect.bisect_right(steps, position)
+    if right == 0:
+        return points[steps[0]]
+    if right == len(steps):
+        return points[steps[-1]]
+    a, b = steps[right - 1], steps[right]
+    part = (position - a) / (b - a)
+    return points[a] * (1 - part) + points[b] * part
+
+
+def _on_steps(points: Points | None, position: float) -> float:
+    if not points:
+        return 0.0
+    steps = list(points)
+    right = bisect.bisect_right(steps, position)
+    return points[steps[right - 1]] if right else 0.0
+
+
+def _tempered(weights: list[float], temperature: float) -> list[float]:
+    largest = max(weights, default=0.0)
+    if largest <= 0:
+        return weights
+    # Only ratios count. A huge power is taken relative to the largest weight, so it cannot overflow.
+    scale = largest if abs(math.log(largest)) / temperature > _LARGEST_EXPONENT else 1.0
+    return [(weight / scale) ** (1 / temperature) for weight in weights]

@@ -1,0 +1,474 @@
+"""The job: `Source`, `Batch`, `Job`, and what of a job decides the stream (its fingerprint).
+
+All configuration is here and in the two files beside it (samples, mixture): frozen, checked when
+built. Reading job files is I/O and lives above, in `job/job_files.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from overlord.core.spec_errors import Fault, conflict, did_you_mean, list_some
+from overlord.job.chat_specs import Chat
+from overlord.job.media_specs import (
+    Audio,
+    Augment,
+    ImageSpec,
+    ImageText,
+    Interleaved,
+    Video,
+    audio_frames,
+    audio_tokens,
+    image_grid,
+    image_tokens,
+    pick_frames,
+    smart_resize,
+    video_frames,
+    video_grid,
+)
+from overlord.job.mixture_specs import Learn, Mixture
+from overlord.job.sample_specs import Custom, Sample, Text
+from overlord.job.spec_model import Spec, Word, as_bytes, as_number, describe_schema, real, whole
+
+# --------------------------------------------------------------------------------------------------------------
+# `Source`: one place samples come from, and what its fields may hold.
+
+
+def _as_name(value: object) -> object:
+    if not isinstance(value, str):
+        raise Fault("the name of a source must be text; in a file, put it in quotes")
+    if not value or value in (".", ".."):
+        raise Fault("a source needs a name; states and sample ids are kept by it. Write a short word")
+    bad = sorted({c for c in value if c in "/:@" or c.isspace() or not c.isprintable()})
+    if bad:
+        raise Fault(
+            f"a name must not contain {list_some(bad)}; sample ids such as name:row could not be read back. "
+            "Use letters, digits, '-', '_' or '.'"
+        )
+    return value
+
+
+def _as_paths(value: object) -> object:
+    if isinstance(value, (str, os.PathLike)):
+        return [cast("object", value)]
+    if not isinstance(value, (list, tuple)) or not value:
+        raise Fault("this must be a path, a glob, a folder or a URL, or a list of them; nothing could be read")
+    return cast("Any", value)
+
+
+class Source(Spec):
+    """One place samples come from: files of one kind with one kind of row.
+
+    Example:
+        >>> Source("web", "data/web/*.parquet", sample=Text("body"), shuffle_bytes="16MB")
+        Source('web', ('data/web/*.parquet',), sample=Text('body'), shuffle_bytes=16000000)
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("name", "path")
+
+    name: Annotated[str, BeforeValidator(_as_name, json_schema_input_type=str)]
+    """Unique name; weights, states and sample ids use it."""
+    path: Annotated[tuple[Word, ...], BeforeValidator(_as_paths, json_schema_input_type=str | list[str])]
+    """File, glob, folder or URL, or a list of them."""
+    sample: Sample = Text("text")
+    """What a row is."""
+    weight: (
+        Annotated[float, real(0, math.inf, "a source cannot be drawn less than never. Write 0 to leave it out")] | None
+    ) = None
+    """Weight in the mixture, unless the mixture has its own."""
+    lengths: Word | None = None
+    """Where token counts come from: a column's name, "sidecar", or none to tokenize on read."""
+    shuffle_bytes: Annotated[int, BeforeValidator(as_bytes, json_schema_input_type=int | str)] = 4 * 2**20
+    """Memory of the shuffle, as bytes or "16MB"; 0 keeps the order of the files."""
+    tolerance: Annotated[
+        float, real(0, 1, "it is the share of samples that may be bad. Write 0.01 for one in a hundred")
+    ] = 0.01
+    """Share of bad samples at which the run stops."""
+    format: Word | None = None
+    """File format, where it cannot be told from the names."""
+    storage_options: dict[str, Any] = Field(default={}, repr=False)
+    """Options of the filesystem: region, endpoint, credentials."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            name: str,
+            path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+            *,
+            sample: Spec | Mapping[str, Any] = ...,
+            weight: float | None = None,
+            lengths: str | None = None,
+            shuffle_bytes: int | str = 4 * 2**20,
+            tolerance: float = 0.01,
+            format: str | None = None,
+            storage_options: Mapping[str, Any] = ...,
+        ) -> None: ...
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Source:
+        if self.lengths is not None and isinstance(self.sample, (Chat, Interleaved, Custom)):
+            raise conflict(
+                f"{self.lengths!r} would not be looked at: {type(self.sample).__name__} is measured when it is read, "
+                "since its labels or images decide the length too. Leave it out",
+                "lengths",
+            )
+        return self
+
+
+# --------------------------------------------------------------------------------------------------------------
+
+
+__all__ = [
+    "Audio",
+    "Augment",
+    "Batch",
+    "Chat",
+    "Custom",
+    "ImageSpec",
+    "ImageText",
+    "Interleaved",
+    "Job",
+    "Learn",
+    "Mixture",
+    "Sample",
+    "Source",
+    "Spec",
+    "Text",
+    "Video",
+    "audio_frames",
+    "audio_tokens",
+    "image_grid",
+    "image_tokens",
+    "job_schema",
+    "pick_frames",
+    "smart_resize",
+    "stream_parts",
+    "video_frames",
+    "video_grid",
+]
+
+FINGERPRINT_VERSION = 3
+
+Overlength = Literal["truncate", "split", "drop", "error"]
+
+
+class Batch(Spec):
+    """How large a step and a sequence are.
+
+    Example:
+        >>> Batch(8192, global_tokens=2**20).microbatch_cap
+        8192
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("context_length",)
+
+    context_length: Annotated[
+        int,
+        whole(
+            2,
+            "a sequence of one token has no next token to predict: nothing would count in the loss. Give the model's "
+            "sequence length",
+            example="8192",
+        ),
+    ]
+    """Tokens in a sequence; no sample is longer."""
+    global_tokens: (
+        Annotated[int, whole(1, "a step would be empty. Give the tokens of a step", example="1048576")] | None
+    ) = None
+    """Tokens in a step over all ranks."""
+    global_samples: (
+        Annotated[int, whole(1, "a step would be empty. Give the samples of a step", example="512")] | None
+    ) = None
+    """Samples in a step over all ranks."""
+    microbatch_tokens: (
+        Annotated[int, whole(1, "a microbatch would be empty. Give what fits a rank's memory")] | None
+    ) = None
+    """Most tokens in a microbatch of one rank; context_length by default."""
+    microbatches: Annotated[int, whole(1, "a step would have no microbatch. Leave it out to have it chosen")] | None = (
+        None
+    )
+    """Microbatches in a step of one rank; chosen by the plan by default."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            context_length: int,
+            *,
+            global_tokens: int | None = None,
+            global_samples: int | None = None,
+            microbatch_tokens: int | None = None,
+            microbatches: int | None = None,
+        ) -> None: ...
+
+    @property
+    def microbatch_cap(self) -> int:
+        """Most tokens in a microbatch of one rank."""
+        return self.microbatch_tokens or self.context_length
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Batch:
+        length = self.context_length
+        if (self.global_tokens is None) == (self.global_samples is None):
+            found = "neither is given" if self.global_tokens is None else "both are given"
+            raise conflict(
+                f"a step is measured by global_tokens or by global_samples, but {found}; its size would be "
+                "unclear. Give exactly one, such as global_tokens=2**20",
+                "global_tokens",
+            )
+        for name, value in (
+            ("global_tokens", self.global_tokens),
+            ("microbatch_tokens", self.microbatch_tokens),
+        ):
+            if value is not None and value < length:
+                raise conflict(
+                    f"{value} is less than context_length = {length}; a sample of full length would never "
+                    f"fit. Write at least {name}={length}, or a shorter context_length",
+                    name,
+                )
+        return self
+
+
+def _as_sources(value: object) -> object:
+    if isinstance(value, (str, Mapping, Source)):
+        raise Fault(
+            "this must be a list of sources. Write sources=[ol.Source(..)]; a manifest belongs into a job "
+            "file, or is read with overlord.job_files.read_manifest"
+        )
+    return value
+
+
+def _as_mixture(value: object) -> object:
+    """Take a Mixture, its fields, or bare weights {source: weight}."""
+    if value is None:
+        return Mixture()
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[str, Any]", value)
+        numbers = all(as_number(v) is not None for v in mapping.values())
+        if mapping and numbers and not set(mapping) & set(Mixture.known_keys()):
+            return Mixture.nested({"weights": mapping})
+        return Mixture.nested(mapping)
+    if not isinstance(value, Mixture):
+        raise Fault("this must be an ol.Mixture(..), or a mapping of source names to weights")
+    return value
+
+
+class Job(Spec):
+    """Everything that decides the stream, and nothing about who consumes it.
+
+    Example:
+        >>> web = Source("web", "web/*.parquet")
+        >>> job = Job([web], tokenizer="tok.json", batch=Batch(512, global_samples=8))
+        >>> job.names
+        ['web']
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("sources", "mixture", "tokenizer")
+
+    sources: Annotated[tuple[Source, ...], BeforeValidator(_as_sources, json_schema_input_type=list[Source])]
+    """The sources, each with its own name."""
+    mixture: Annotated[
+        Mixture, BeforeValidator(_as_mixture, json_schema_input_type=Mixture | dict[str, float] | None)
+    ] = Mixture()
+    """How much of each source; by default the weights beside the sources."""
+    tokenizer: Word | None = None
+    """A tokenizer.json, or a folder with a Hugging Face tokenizer or processor."""
+    batch: Batch
+    """Size of a step and of a sequence."""
+    seed: Annotated[int, whole(None, "", example="0")] = 0
+    """Seed of the order; another seed is another stream."""
+    overlength: Overlength = "truncate"
+    """What happens to a sample longer than context_length."""
+    lag: Annotated[
+        int, whole(1, "feedback on a step cannot count before the step is over. Write 16 or leave it out")
+    ] = 16
+    """Steps after which reported metrics take effect; larger than the prefetch depth."""
+    max_steps: Annotated[int, whole(1, "nothing would run. Leave it out for no limit")] | None = None
+    """Steps after which the stream ends."""
+    drop_last: bool = False
+    """Whether a last step that is not full is left out."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            sources: Sequence[Source | Mapping[str, Any]],
+            mixture: Mixture | Mapping[str, Any] | None = None,
+            tokenizer: str | os.PathLike[str] | None = None,
+            *,
+            batch: Batch | Mapping[str, Any],
+            seed: int = 0,
+            overlength: Overlength = "truncate",
+            lag: int = 16,
+            max_steps: int | None = None,
+            drop_last: bool = False,
+        ) -> None: ...
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the sources, in order."""
+        return [source.name for source in self.sources]
+
+    def evaluation(self) -> Job:
+        """Return the job that gives every sample once, in order, and ends.
+
+        Weights do not count: a source with weight 0 is read as well.
+        """
+        sources = tuple(s.model_copy(update={"shuffle_bytes": 0, "weight": None}) for s in self.sources)
+        mixture = Mixture(order="sequential", stopping="all_exhausted_without_replacement")
+        return self.model_copy(update={"sources": sources, "mixture": mixture, "max_steps": None, "drop_last": False})
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Job:
+        _check_names(self)
+        _check_weights(self)
+        _check_tokenizer(self)
+        _check_contexts(self)
+        return self
+
+
+def _check_names(job: Job) -> None:
+    if not job.sources:
+        raise conflict(
+            "there are no sources, so there is nothing to read. Add at least one",
+            "sources",
+        )
+    seen: dict[str, int] = {}
+    for number, source in enumerate(job.sources):
+        if source.name in seen:
+            raise conflict(
+                f"{source.name!r} is also the name of sources[{seen[source.name]}]; weights and states are "
+                "kept by name and would mix the two. Give each source its own name",
+                "sources",
+                number,
+                "name",
+            )
+        seen[source.name] = number
+
+
+def _check_weights(job: Job) -> None:
+    names = job.names
+    for loc, name in job.mixture.places():
+        if name not in names:
+            raise conflict(
+                f"no source has the name {name!r}; its weight would be lost and the shares of the others "
+                f"would change.{did_you_mean(name, [*names, *Mixture.known_keys()])} Sources: "
+                f"{list_some(names)}",
+                "mixture",
+                *loc,
+            )
+    weighted = [n for n, s in enumerate(job.sources) if s.weight is not None]
+    if weighted and job.mixture.has_weights:
+        raise conflict(
+            "there are weights in the mixture too, and neither wins over the other. Choose one place: "
+            "weights beside the sources, or in the mixture",
+            "sources",
+            weighted[0],
+            "weight",
+        )
+    missing = [n for n, s in enumerate(job.sources) if s.weight is None]
+    if weighted and missing:
+        raise conflict(
+            f"missing, although {names[weighted[0]]!r} has one; the share of this source would be a guess. "
+            "Give every source a weight (0 leaves it out), or none",
+            "sources",
+            missing[0],
+            "weight",
+        )
+    if weighted and not any(source.weight for source in job.sources):
+        raise conflict(
+            "the weights beside the sources sum to zero; nothing could be drawn. Give at least one source a "
+            "weight above 0",
+            "sources",
+        )
+
+
+def _check_tokenizer(job: Job) -> None:
+    if job.tokenizer is not None:
+        return
+    for source in job.sources:
+        sample = source.sample
+        if isinstance(sample, Custom) or (isinstance(sample, Text) and sample.tokenized):
+            continue
+        ready = (
+            ""
+            if not isinstance(sample, Text)
+            else (f", or write {sample!r} with tokenized=True if the column already holds token ids")
+        )
+        raise conflict(
+            f"missing, but source {source.name!r} holds text; it could be neither counted nor packed. Give "
+            f'tokenizer="tokenizer.json" or a Hugging Face tokenizer folder{ready}',
+            "tokenizer",
+        )
+
+
+def _check_contexts(job: Job) -> None:
+    length = job.batch.context_length
+    for source in job.sources:
+        sample = source.sample
+        if isinstance(sample, ImageSpec) and sample.min_tokens > length:
+            what = "size" if sample.size is not None else "min_pixels"
+            raise conflict(
+                f"{length} tokens are fewer than the {sample.min_tokens} of the smallest image of source "
+                f"{source.name!r} ({what}={getattr(sample, what)}, patch*merge={sample.factor}); an image is "
+                f"never cut, so no sample would fit. Write a longer context_length or a smaller {what}",
+                "batch",
+                "context_length",
+            )
+        if isinstance(sample, Video) and sample.min_tokens > length:
+            raise conflict(
+                f"{length} tokens are fewer than the {sample.min_tokens} of the smallest clip of source "
+                f"{source.name!r} (min_pixels={sample.min_pixels}, patch*merge={sample.factor}); a clip is never "
+                "cut, so no sample would fit. Write a longer context_length or a smaller min_pixels",
+                "batch",
+                "context_length",
+            )
+
+
+def stream_parts(job: Job, *, tokenizer_digest: str, listings: Mapping[str, str]) -> dict[str, Any]:
+    """Return what decides the stream, as plain JSON: the parts of the stream fingerprint.
+
+    Two jobs with equal parts have the same stream; where parts differ, the keys say what changed.
+    Where files lie, how they are reached, how microbatches are cut and when the run stops are not part.
+
+    Args:
+        job: The job.
+        tokenizer_digest: Digest of the tokenizer's files.
+        listings: For each source, the digest of its list of files.
+    """
+    mixture = job.mixture.model_dump(mode="json", by_alias=True)
+    if job.mixture.order == "sequential":
+        mixture["sequence"] = job.names  # only here does the order of the sources decide anything
+    batch = job.batch.model_dump(mode="json", include={"context_length", "global_tokens", "global_samples"})
+    return {
+        "version": FINGERPRINT_VERSION,
+        "seed": job.seed,
+        "lag": job.lag,
+        "overlength": job.overlength,
+        "batch": batch,
+        "drop_last": job.drop_last,
+        "tokenizer": tokenizer_digest,
+        "mixture": mixture,
+        "weights": {source.name: source.weight for source in job.sources if source.weight is not None},
+        "sources": {source.name: _source_digest(source, listings[source.name]) for source in job.sources},
+    }
+
+
+def _source_digest(source: Source, listing: str) -> str:
+    """Return "how it is read:which files": two digests, so that a refusal can tell which of them changed."""
+    how = source.model_dump(mode="json", include={"sample", "lengths", "shuffle_bytes", "format"})
+    texts = (json.dumps(how, sort_keys=True, separators=(",", ":")), listing)
+    return ":".join(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts)
+
+
+def job_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a job, for editors; custom samples exist in Python only."""
+    return describe_schema(Job)

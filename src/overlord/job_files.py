@@ -1,0 +1,400 @@
+"""Job files: a job read from YAML or Python, and a job written as YAML for a person to edit.
+
+Relative paths are taken from the file they stand in. YAML is data only: no tags, no code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import runpy
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from overlord.core.spec_errors import MOST_PROBLEMS, Loc, did_you_mean, follow
+from overlord.errors import OverlordError, SpecError, joined
+from overlord.job.spec_model import Spec, describe_schema
+from overlord.job.specs import Custom, Interleaved, Job, Source
+from overlord.launch_section import LaunchOptions
+from overlord.manifests import read_manifest, read_manifest_lines, read_text, resolve_path, resolve_source
+from overlord.planning.checking import Strategy
+from overlord.planning.strategy_specs import StrategyChoice
+
+__all__ = [
+    "JobFile",
+    "LaunchOptions",
+    "dump_job_yaml",
+    "job_file_schema",
+    "load_job",
+    "load_job_file",
+    "read_manifest",
+    "write_job_schema",
+]
+
+SUFFIXES = (".yaml", ".yml", ".json", ".py")
+"""How the names of job files end."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFile:
+    """What a job file says."""
+
+    job: Job
+    launch: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
+    function: Strategy | None = None
+    """The strategy of a Python file that is a function of its own."""
+    path: Path | None = dataclasses.field(default=None, compare=False)
+    """The file; None for a job that was built in Python."""
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The strategy, if the file has one."""
+        if self.function is not None or self.launch.strategy is None:
+            return self.function
+        return self.launch.strategy.build()
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `ol.launch`: what was given (not None), else what the file says.
+
+        Raises:
+            SpecError: for a mesh, strategy or layout that cannot be.
+        """
+        function = {} if self.function is None else {"strategy": self.function}
+        return self.launch.arguments(function | {k: v for k, v in given.items() if v is not None}, self.path)
+
+    @property
+    def strategy_name(self) -> str | None:
+        """What the strategy is called."""
+        if self.function is not None:
+            return getattr(self.function, "__name__", type(self.function).__name__)
+        return None if self.launch.strategy is None else self.launch.strategy.name
+
+
+def load_job(path: str | os.PathLike[str]) -> Job:
+    """Return the job of a job file: YAML (.yaml, .yml, .json), or Python (.py) with a module-level `job`.
+
+    Relative paths in it are taken from its folder. Its `launch` section is used by `ol.launch(path)`, not here.
+
+    Raises:
+        SpecError: The file is missing or wrong; the message says where in it.
+    """
+    return load_job_file(path).job
+
+
+def load_job_file(path: str | os.PathLike[str]) -> JobFile:
+    """Read a job file with its launch section, as `load_job` reads the job.
+
+    Raises:
+        SpecError: The file is missing or wrong; the message says where in it.
+    """
+    file = Path(path)
+    if file.suffix == ".py":
+        found = _load_python(file)
+    elif file.suffix in SUFFIXES:
+        found = _load_yaml(file)
+    else:
+        raise SpecError(
+            f"{file}: a job file ends in .yaml, .yml, .json or .py, not {file.suffix!r}; its language "
+            "cannot be told. Rename it."
+        )
+    if found.launch.prefetch >= found.job.lag:
+        raise SpecError(
+            f"{file}: launch.prefetch is {found.launch.prefetch}, but the job's lag is {found.job.lag}; a "
+            "step would be asked for before the feedback it depends on can exist. Write a lag larger than "
+            "prefetch."
+        )
+    return dataclasses.replace(found, path=file)
+
+
+def _load_yaml(file: Path) -> JobFile:
+    data, root = _parse_yaml(file)
+    known = [*Job.known_keys(), "launch"]
+    unknown = [
+        SpecError(
+            f"{file}:{_line_of(root, (key,))}: {key}: unknown key; it would be ignored and the job "
+            f"would not do what you asked.{did_you_mean(key, known)} Known keys: {', '.join(known)}."
+        )
+        for key in data
+        if key not in known
+    ]
+    problems: list[OverlordError] = [*unknown[:MOST_PROBLEMS]]
+    # A key that is misspelt is checked as what it was meant to be: it must not be told as missing too.
+    meant = {key: difflib.get_close_matches(str(key), known, 1) or [key] for key in data}
+    data = {name: data[key] for key, (name,) in meant.items() if name in known and (name == key or name not in data)}
+    launch_data = data.pop("launch", None)
+    manifest = _manifest_of(data.get("sources"), file, root)
+    lines: list[int] = []
+    if manifest is not None:
+        found = read_manifest_lines(manifest)
+        data["sources"] = [source for source, _ in found]
+        lines = [line for _, line in found]
+
+    def locate(loc: Loc) -> str:
+        if lines and loc[:1] == ("sources",) and len(loc) > 1:
+            return f"{manifest}:{lines[loc[1]]}"
+        return f"{file}:{_line_of(root, loc)}"
+
+    job: Job | None = None
+    launch = LaunchOptions()
+    try:
+        _refuse_function(data.get("mixture"), locate)
+        job = Job.from_mapping(data, locate)
+    except SpecError as error:
+        problems.append(error)
+    try:
+        launch = LaunchOptions.from_mapping(
+            {} if launch_data is None else launch_data,
+            lambda loc: f"{file}:{_line_of(root, ('launch', *loc))}: launch",
+        )
+    except SpecError as error:
+        problems.append(error)
+    if problems or job is None:
+        raise joined(problems)
+    return _resolved(job, launch, file.parent)
+
+
+def _refuse_function(mixture: object, locate: Callable[[Loc], str]) -> None:
+    learn = follow(mixture, ("learn",))
+    if learn == "function" or follow(learn, ("method",)) == "function" or follow(learn, ("fn",)) is not None:
+        raise SpecError(
+            f"{locate(('mixture', 'learn'))}: mixture.learn: a rule of your own is a Python function, which this file "
+            'cannot hold. Keep the job in a Python file with ol.Learn("function", fn=rule), or name one of the rules '
+            "odm, ado, doremi, skill_it."
+        )
+
+
+def _parse_yaml(file: Path) -> tuple[dict[Any, Any], yaml.Node]:
+    """Return what a YAML file holds, and its nodes, which know their lines."""
+    text = read_text(file)
+    try:
+        root = cast("yaml.Node | None", yaml.compose(text, Loader=yaml.SafeLoader))  # type: ignore[reportUnknownMemberType]
+        data: object = None
+        if root is not None:
+            _refuse_double_keys(root, file)
+            data = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark, begin = error.problem_mark or error.context_mark, error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        inside = f" (in what begins on line {begin.line + 1})" if begin else ""
+        raise SpecError(
+            f"{file}{line}: this is not plain YAML: {error.problem or error.context}{inside}. "
+            "Look at the indentation, quotes and colons of this line and the one before."
+        ) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise SpecError(f"{file}: this is not YAML: {error}. Write the file anew as plain text.") from None
+    if root is None or not isinstance(data, dict):
+        raise SpecError(
+            f"{file}: a job file must be a mapping with the keys sources, batch and so on, but this one "
+            f"holds {'nothing' if data is None else f'a {type(data).__name__}'}. Start from the file that "
+            "`overlord demo` writes."
+        )
+    return cast("dict[Any, Any]", data), root
+
+
+def _manifest_of(value: object, file: Path, root: yaml.Node) -> Path | None:
+    """Return the manifest that `sources` names, if it names one."""
+    at: Loc = ("sources",)
+    if isinstance(value, Mapping):
+        keys = list(cast("Mapping[Any, Any]", value))
+        if keys != ["manifest"]:
+            raise SpecError(
+                f"{file}:{_line_of(root, at)}: sources is a mapping of "
+                f"{', '.join(map(repr, keys)) or 'nothing'}, but must be a list of sources or "
+                "{manifest: file.jsonl}; no source would be found. Begin each source with '- name: ..'."
+            )
+        value, at = cast("Mapping[str, object]", value)["manifest"], ("sources", "manifest")
+        if not isinstance(value, str):
+            raise SpecError(
+                f"{file}:{_line_of(root, at)}: sources.manifest is {value!r}, not the path of a file; no "
+                "source would be found. Write {manifest: file.jsonl}."
+            )
+    return Path(resolve_path(value, file.parent)) if isinstance(value, str) else None
+
+
+def _refuse_double_keys(root: yaml.Node, file: Path) -> None:
+    seen: set[int] = set()  # an alias is the same node again; without this a file could grow without end
+    waiting: list[yaml.Node] = [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting.extend(node.value)
+        elif isinstance(node, yaml.MappingNode):
+            first: dict[tuple[str, str], int] = {}
+            for key, value in node.value:
+                waiting.append(value)
+                if not isinstance(key, yaml.ScalarNode):
+                    continue
+                line = key.start_mark.line + 1
+                if (key.tag, key.value) in first:
+                    raise SpecError(
+                        f"{file}:{line}: the key {key.value!r} is given twice (first on line "
+                        f"{first[key.tag, key.value]}); one would be lost. Give it once."
+                    )
+                first[key.tag, key.value] = line
+
+
+def _line_of(root: yaml.Node, loc: Loc) -> int:
+    """Return the line of the deepest part of a location that stands in the file."""
+    node, line = root, root.start_mark.line + 1
+    for part in loc:
+        if isinstance(node, yaml.MappingNode):
+            found = [(k, v) for k, v in node.value if isinstance(k, yaml.ScalarNode) and k.value == str(part)]
+            if not found:
+                break
+            node, line = found[0][1], found[0][0].start_mark.line + 1
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line
+
+
+def _load_python(file: Path) -> JobFile:
+    read_text(file)  # a missing or unreadable file is told like any other
+    folder = str(file.parent.absolute())
+    sys.path.insert(0, folder)  # as `python job.py` does: a job file may import its neighbours
+    try:
+        names = runpy.run_path(str(file), run_name="overlord_job_file")
+    except (Exception, SystemExit) as error:
+        line = _line_in(file, error)
+        what = str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
+        hint = "" if isinstance(error, SpecError) else "; the job could not be built. Run the file with python."
+        raise SpecError(f"{file}{f':{line}' if line else ''}: {what}{hint}") from error
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+    job = names.get("job")
+    if not isinstance(job, Job):
+        found = "has no `job`" if job is None else f"has a `job` that is a {type(job).__name__}"
+        raise SpecError(
+            f"{file}: the file {found}; there is nothing to run. Write job = ol.Job(..) at the top level of it."
+        )
+    given = {name: names[name] for name in ("mesh", "strategy", "layout") if names.get(name) is not None}
+    function = given.pop("strategy") if callable(given.get("strategy")) else None
+    if not isinstance(given.get("strategy", ""), (str, Mapping, StrategyChoice)):
+        raise SpecError(
+            f"{file}: strategy is a {type(given['strategy']).__name__}, not a function of (buffer, tree); samples "
+            "would have no place in the mesh. Use one of ol.strategies, such as strategy = ol.strategies.hdp()."
+        )
+    launch = LaunchOptions.from_mapping(given, lambda _: str(file))
+    return dataclasses.replace(_resolved(job, launch, file.parent), function=function)
+
+
+def _line_in(file: Path, error: BaseException) -> int | None:
+    """Return the line of the file at which an error came up."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return error.lineno
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+    return lines[-1] if lines else None
+
+
+def _resolved(job: Job, launch: LaunchOptions, folder: Path) -> JobFile:
+    changes: dict[str, Any] = {"sources": tuple(resolve_source(s, folder) for s in job.sources)}
+    if job.tokenizer is not None:
+        changes["tokenizer"] = resolve_path(job.tokenizer, folder)
+    if launch.store is not None:
+        launch = launch.model_copy(update={"store": resolve_path(launch.store, folder)})
+    return JobFile(job.model_copy(update=changes), launch)
+
+
+def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
+    """Return a job as a YAML file to edit, with a comment on each key; reading it gives the same job.
+
+    Raises:
+        SpecError: A sample or the mixture's rule is a Python function, which YAML cannot hold.
+    """
+    for source in job.sources:
+        if isinstance(source.sample, Custom):
+            raise SpecError(
+                f"source {source.name!r}: its sample is the Python function {source.sample.name!r}, which "
+                "YAML cannot hold; the file would not give the same job. Keep this job in a Python file."
+            )
+    if job.mixture.learn is not None and job.mixture.learn.fn is not None:
+        raise SpecError(
+            f"mixture.learn: its rule is the Python function {job.mixture.learn.name!r}, which YAML cannot hold; the "
+            "file would not give the same job. Keep this job in a Python file."
+        )
+    out = ["# A job of overlord. Run it with: overlord run FILE", ""]
+    for name, field in Job.model_fields.items():
+        value = getattr(job, name)
+        if name == "sources":
+            value = [_source_keys(source) for source in value]
+        elif name == "mixture":
+            value = _mixture_keys(job)
+        elif name == "batch":
+            value = job.batch.model_dump(mode="json", exclude_none=True)
+        out += [f"# {field.description}", _yaml(name, value), ""]
+    out += ["# How the job is run; nothing here changes the stream.", "launch:"]
+    for name, field in LaunchOptions.model_fields.items():
+        value = (launch or LaunchOptions()).model_dump(mode="json")[name]
+        out += [f"  # {field.description}", textwrap.indent(_yaml(name, value), "  ")]
+    return "\n".join(out) + "\n"
+
+
+def _source_keys(source: Source) -> dict[str, Any]:
+    path = source.path[0] if len(source.path) == 1 else list(source.path)
+    front = {"name": source.name, "path": path, "sample": _sample_keys(source.sample)}
+    return front | source.model_dump(mode="json", exclude_defaults=True, exclude=set(front))
+
+
+def _sample_keys(sample: Spec) -> dict[str, Any]:
+    """Return what was given of a sample, also where it is the default: a processor folder fills in the rest."""
+    given = sample.model_fields_set
+    # What is no part of a fingerprint (where a sample is rendered) is left out of a dump, but not out of a file.
+    aside = {n: getattr(sample, n) for n, field in type(sample).model_fields.items() if field.exclude and n in given}
+    keys = {n: getattr(sample, n) for n in ("kind", *sample.positional)}
+    keys |= sample.model_dump(mode="json", exclude_unset=True) | aside
+    if isinstance(sample, Interleaved):
+        keys["images"] = sample.images[0] if len(sample.images) == 1 else list(sample.images)
+        if sample.parts is not None:  # instead of a text with markers
+            del keys["text"]
+    return keys
+
+
+def _mixture_keys(job: Job) -> dict[str, Any]:
+    # In JSON mode the steps of a curve would become text.
+    keys = job.mixture.model_dump(mode="python", by_alias=True, exclude_defaults=True)
+    if "stages" in keys:
+        keys["stages"] = [list(stage) for stage in keys["stages"]]
+    return {"level": job.mixture.level, "stopping": job.mixture.stopping} | keys
+
+
+def _yaml(key: str, value: object) -> str:
+    flow = None if isinstance(value, (dict, list)) else False  # None: short collections on one line
+    text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=100)
+    return text.rstrip("\n")
+
+
+def job_file_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a YAML job file: a job, its launch options, or a manifest for its sources."""
+    schema, launch = describe_schema(Job), describe_schema(LaunchOptions)
+    schema["$defs"] |= launch.pop("$defs", {}) | {"LaunchOptions": launch}
+    properties = schema["properties"]
+    properties["launch"] = {"$ref": "#/$defs/LaunchOptions"}
+    listed = {key: properties["sources"].pop(key) for key in ("items", "type")}
+    manifest = {
+        "type": "object",
+        "properties": {"manifest": {"type": "string"}},
+        "required": ["manifest"],
+        "additionalProperties": False,
+    }
+    properties["sources"]["anyOf"] = [listed, manifest, {"type": "string"}]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+
+
+def write_job_schema(path: str | os.PathLike[str]) -> None:
+    """Write the JSON Schema of a job file."""
+    Path(path).write_text(json.dumps(job_file_schema(), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,132 @@
+"""What follows from a loss: which shadow is promoted, and which sources deserve one. Pure.
+
+The planner's rule of the paper's section 6.1. Who finds out that a host is gone, and who starts another one, is the
+runtime's business; nobody promotes himself.
+
+    primary and shadow live     a step's samples come from the primary; the shadow follows its position
+    primary lost                shadow becomes primary; the lost host's successor becomes shadow
+    shadow lost                 its successor becomes shadow
+    both lost, or no shadow     the primary's successor begins at the position of the trainers, and reads again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overlord.core.samples import Part
+from overlord.errors import SpecError
+from overlord.job.specs import Audio, Custom, Source, Video
+
+NOBODY = -1
+
+WORTH_S = 0.25
+"""A source whose loader takes longer than this to come back, beside the start of its process, deserves a shadow."""
+_REMOTE_S = 1.0
+"""What listing and opening remote files costs at least."""
+_MB_S = {"stream": 60.0, "block": 400.0}
+"""How fast rows are read again: through a decompressor, and from files that can be entered anywhere."""
+_STREAMED = (".gz", ".zst", ".tar", ".tgz", ".bz2", ".xz")
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which loader hosts have each source, and which one shadows it."""
+
+    primary: tuple[tuple[int, ...], ...]
+    """Of each source its hosts: the groups of its order are dealt to them in turn."""
+    shadow: tuple[int, ...]
+    """NOBODY for a source without a shadow."""
+
+    def host_of(self, source: int, part: Part) -> int:
+        """Return who is asked for a part of a source; also for one as it was dealt before."""
+        hosts = self.primary[source]
+        return hosts[part.number % len(hosts)]
+
+    def parts_of(self, source: int) -> list[Part]:
+        """Return the parts of a source, one for each of its hosts.
+
+        Example:
+            >>> Assignment(((0, 2),), (-1,)).parts_of(0)
+            [Part(number=0, of=2), Part(number=1, of=2)]
+        """
+        of = len(self.primary[source])
+        return [Part(number, of) for number in range(of)]
+
+    def sources_of(self, host: int) -> list[int]:
+        """Return the sources that a host is asked for."""
+        return [source for source, hosts in enumerate(self.primary) if host in hosts]
+
+    def shadows_of(self, host: int) -> list[int]:
+        """Return the sources that a host follows."""
+        return [source for source, at in enumerate(self.shadow) if at == host]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {"primary": [list(hosts) for hosts in self.primary], "shadow": list(self.shadow)}
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Assignment:
+        """Read what `to_json` wrote."""
+        return cls(tuple(tuple(hosts) for hosts in given["primary"]), tuple(given["shadow"]))
+
+
+def promote(now: Assignment, lost: Collection[int]) -> Assignment:
+    """Return who has what after some loader hosts were lost.
+
+    Example:
+        >>> promote(Assignment(((0,), (1,)), (1, -1)), {0})
+        Assignment(primary=((1,), (1,)), shadow=(0, -1))
+        >>> promote(Assignment(((0,),), (1,)), {0, 1})
+        Assignment(primary=((0,),), shadow=(1,))
+    """
+    swapped = [_swap(hosts, shadow, lost) for hosts, shadow in zip(now.primary, now.shadow, strict=True)]
+    return Assignment(tuple(hosts for hosts, _ in swapped), tuple(shadow for _, shadow in swapped))
+
+
+def _swap(hosts: tuple[int, ...], shadow: int, lost: Collection[int]) -> tuple[tuple[int, ...], int]:
+    """Let a shadow take the place of the first of a source's hosts that is lost."""
+    gone = next((host for host in hosts if host in lost), None)
+    if gone is None or shadow in lost or shadow == NOBODY:
+        return hosts, shadow
+    return tuple(shadow if host == gone else host for host in hosts), gone
+
+
+def restart_cost_s(source: Source) -> float:
+    """Estimate how long a loader of this source takes to reach its position again.
+
+    It lists its files, and reads the group it stands in from the group's beginning.
+
+    Example:
+        >>> from overlord.job.specs import Text
+        >>> restart_cost_s(Source("a", "a.parquet", sample=Text("t"), shuffle_bytes=40_000_000))
+        0.1
+        >>> restart_cost_s(Source("a", "s3://b/a.jsonl.gz", sample=Text("t"), shuffle_bytes=60_000_000))
+        2.0
+    """
+    remote = any("://" in path and not path.startswith("file://") for path in source.path)
+    streamed = any(part in path for path in source.path for part in _STREAMED)
+    slow = isinstance(source.sample, (Custom, Audio, Video))  # measured by code that may take long for each row
+    megabytes = max(source.shuffle_bytes, 1 << 20) / 1e6
+    return (_REMOTE_S if remote else 0.0) + megabytes / _MB_S["stream" if streamed or slow else "block"]
+
+
+def shadowed(sources: Sequence[Source], wanted: bool | str | Collection[str]) -> tuple[bool, ...]:
+    """Return which sources get a shadow: all, none, those that are named, or with "auto" those that deserve one.
+
+    Raises:
+        SpecError: for a name that no source has.
+    """
+    if wanted == "auto":
+        return tuple(restart_cost_s(source) > WORTH_S for source in sources)
+    if isinstance(wanted, bool):
+        return (wanted,) * len(sources)
+    names = {source.name for source in sources}
+    for name in wanted:
+        if name not in names:
+            raise SpecError(
+                f"shadows: no source has the name {name!r}; it would have no shadow. Name sources of the job, or use "
+                "True, False or 'auto'."
+            )
+    return tuple(source.name in wanted for source in sources)

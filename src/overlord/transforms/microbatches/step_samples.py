@@ -1,0 +1,276 @@
+"""The samples of one step, as the DataConstructor gathered them: joined columns, and where every image belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.draw import Pieces
+from overlord.core.messages import Media, Payload
+from overlord.core.plan import LoadingPlan
+from overlord.core.ragged import Ragged, expand_ranges, offsets_of
+from overlord.transforms.microbatches.packing_kernels import rows_of_ones
+from overlord.transforms.samples.per_sample import MediaDecoder, Place, Workers, decode_into, decode_media
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+KINDS = ("image", "video", "audio")
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What it takes to decode media behind the hand-over."""
+
+    decoders: list[MediaDecoder | None]
+    """One for each source by its number; there may come more."""
+    workers: Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Images, clips and sounds of a step, sorted by sample and place in it."""
+
+    sample: Int64s
+    start: Int64s
+    """First placeholder token inside the sample."""
+    length: Int64s
+    kind: Int64s
+    """Index into KINDS."""
+    payload: Int64s
+    number: Int64s
+    """Which item of its payload it is."""
+
+    def take(self, chosen: Int64s) -> Items:
+        """Return some of the items."""
+        columns = (self.sample, self.start, self.length, self.kind, self.payload, self.number)
+        return Items(*(column[chosen] for column in columns))
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceTable:
+    """What packing needs to know of every piece of a plan, worked out once a step and not once a microbatch."""
+
+    first: Int64s
+    """The piece's first token in the joined tokens."""
+    length: Int64s
+    plain: Bools
+    """Whether every token of its sample counts in the loss."""
+    behind: Int64s
+    """Where pieces begin when all of the step lie one behind the other, padding included; one more than there are."""
+    origin: Int64s
+    """[5, pieces]: source, epoch, row, first token inside the sample, tokens."""
+
+    @staticmethod
+    def of(plan: LoadingPlan, tokens: Ragged, loss: Ragged, row_of: Int64s) -> PieceTable:
+        """Work it out."""
+        pieces, meta = plan.pieces, plan.draw.meta
+        origin = np.empty((5, len(pieces)), np.int64)
+        columns = (plan.draw.source, meta["epoch"], meta["row"])
+        for row, column in zip(origin, columns, strict=False):
+            row[:] = column[pieces.sample]
+        origin[3], origin[4] = pieces.start, pieces.length
+        rows = row_of[pieces.sample]
+        first = tokens.offsets[rows] + pieces.start
+        plain = rows_of_ones(loss.values, loss.offsets)[rows] if len(loss) else np.zeros(len(rows), np.bool_)
+        return PieceTable(first, pieces.length.astype(np.int64), plain, offsets_of(plan.in_batch), origin)
+
+
+@dataclass(eq=False)
+class StepSamples:
+    """The payloads of one step joined, so that pieces can be gathered from one array."""
+
+    tokens: Ragged
+    loss: Ragged
+    pieces: PieceTable
+    items: Items
+    count: int
+    """Drawn samples."""
+    media: list[Media]
+    """The media of each payload that has some; `items.payload` counts these."""
+    sources: list[int]
+    """The source of each of them."""
+    row_of: Int64s
+    """The row of each drawn sample that is here."""
+    counted: int = 0
+    """Labels of the whole step, as far as its loaders knew."""
+    late: bool = False
+    """Whether some media of the step were handed over encoded, to this host or to others."""
+    lost: dict[int, int] = field(default_factory=dict[int, int])
+    """Labels of samples that were found not to decode since."""
+    images: Pieces | None = None
+    """All images and clips of the draw, where they are encoded apart from their tokens."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.tokens.nbytes + self.loss.nbytes + sum(media.nbytes for media in self.media)
+
+    @property
+    def labels(self) -> int:
+        """Labels of the whole step, on all hosts, without those of samples that are known here not to decode."""
+        return self.counted - sum(self.lost.values())
+
+    def lose(self, plan: LoadingPlan, samples: Iterable[int]) -> None:
+        """Take the labels of samples out that were found not to decode; safe from several threads, and repeated."""
+        chosen = np.array(sorted(set(samples)), np.int64)
+        labels = plan.labels_of(chosen, self.loss.take(self.row_of[chosen]))
+        self.lost.update(zip(chosen.tolist(), labels.tolist(), strict=True))
+
+    def unopened(self, plan: LoadingPlan) -> set[tuple[int, int]]:
+        """Return (bucket, microbatch) of all that have media of which nobody knows yet whether they decode."""
+        encoded = np.array([media.encoded for media in self.media], np.bool_)
+        if not encoded.any():
+            return set()
+        samples = np.zeros(self.count, np.bool_)
+        samples[self.items.sample[encoded[self.items.payload]]] = True
+        pieces = np.flatnonzero(samples[plan.pieces.sample])
+        bins = np.unique(np.searchsorted(plan.bin_offsets, pieces, side="right") - 1)
+        return {divmod(one, plan.num_microbatches) for one in bins.tolist()}
+
+    @cached_property
+    def _keys(self) -> Int64s:
+        return (self.items.sample << 32) + self.items.start
+
+    def items_in(self, pieces: Pieces) -> tuple[Items, Int64s]:
+        """Return the items whose tokens lie in some pieces, in the order of the pieces, and the piece of each."""
+        if not len(self.items):
+            return self.items, np.empty(0, np.int64)
+        first = (pieces.sample.astype(np.int64) << 32) + pieces.start
+        low, high = np.searchsorted(self._keys, first), np.searchsorted(self._keys, first + pieces.length)
+        chosen = expand_ranges(low, high - low)
+        return self.items.take(chosen), np.repeat(np.arange(len(pieces)), high - low)
+
+    def open_media(self, opening: Opening, samples: Bools) -> list[tuple[int, str]]:
+        """Decode what is still encoded of the payloads that hold some samples; return (item, reason) of what fails."""
+        faults: list[tuple[int, str]] = []
+        wanted = set(self.items.payload[samples[self.items.sample]].tolist())
+        for number, (media, source) in enumerate(zip(self.media, self.sources, strict=True)):
+            decoder = opening.decoders[source]
+            if number in wanted and media.encoded and decoder is not None:
+                self.media[number], found = decode_media(media, decoder, opening.workers)
+                faults += [(self._item_at(number, item), reason) for item, reason in found]
+        return faults
+
+    @cached_property
+    def silent(self) -> Bools:
+        """Drawn samples with a medium that is known not to decode: nothing of them counts in the loss."""
+        silent = np.zeros(self.count, np.bool_)
+        silent[self.items.sample[self.bad(self.items)]] = True
+        return silent
+
+    def grids_of(self, items: Items) -> npt.NDArray[np.int32]:
+        """Return the grids of items: [items, 3]."""
+        return self._column(items, "grids", np.empty((len(items), 3), np.int32))
+
+    def seconds_of(self, items: Items) -> npt.NDArray[np.float32]:
+        """Return the seconds of a temporal patch of items."""
+        return self._column(items, "seconds", np.empty(len(items), np.float32))
+
+    def bad(self, items: Items) -> Bools:
+        """Return which items are stand-ins, as far as is known."""
+        return self._column(items, "bad", np.empty(len(items), np.bool_))
+
+    def fill(self, items: Items, places: Sequence[Place], opening: Opening) -> tuple[Bools, list[tuple[int, str]]]:
+        """Write items into their places, decoding those that are still encoded.
+
+        Returns:
+            Which items are stand-ins, and (index into `items`, reason) of those that were found to be.
+        """
+        bad = self.bad(items)
+        faults: list[tuple[int, str]] = []
+        for number in np.unique(items.payload).tolist():
+            media = self.media[number]
+            mine = np.flatnonzero(items.payload == number)
+            targets = [places[at] for at in mine.tolist()]
+            if media.encoded:
+                decoder = opening.decoders[self.sources[number]]
+                assert decoder is not None, "only a source with a decoder has media"
+                found = dict(decode_into(media, items.number[mine], decoder, targets, opening.workers))
+                hit = [(int(at), found[item]) for at, item in zip(mine, items.number[mine].tolist(), strict=True)
+                       if item in found]  # fmt: skip
+                bad[[at for at, _ in hit]] = True
+                faults += hit
+            else:
+                for item, place in zip(items.number[mine].tolist(), targets, strict=True):
+                    begin = int(media.begin[item])
+                    place[:] = media.values[begin : begin + len(place)]
+        return bad, faults
+
+    @cached_property
+    def vision(self) -> Items:
+        """Images and clips, in the order of `draw.images`; what stands for those that are not here is meaningless."""
+        assert self.images is not None, "images have numbers of their own where they are encoded apart"
+        here = np.flatnonzero(self.items.kind < 2)
+        if not len(here):
+            return self.items.take(here)
+        at = np.searchsorted(self._keys[here], (self.images.sample.astype(np.int64) << 32) + self.images.start)
+        return self.items.take(here[np.minimum(at, len(here) - 1)])
+
+    def data(self, image: int) -> npt.NDArray[np.uint8]:
+        """Return the decoded bytes of one image or clip of `vision`."""
+        media, number = self.media[int(self.vision.payload[image])], int(self.vision.number[image])
+        begin = int(media.begin[number])
+        return media.values[begin : begin + int(media.nbytes_of[number])]
+
+    def _column(self, items: Items, name: str, out: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        for number in np.unique(items.payload).tolist():
+            mine = np.flatnonzero(items.payload == number)
+            out[mine] = getattr(self.media[number], name)[items.number[mine]]
+        return out
+
+    def _item_at(self, payload: int, number: int) -> int:
+        return int(np.flatnonzero((self.items.payload == payload) & (self.items.number == number))[0])
+
+
+def join_payloads(plan: LoadingPlan, payloads: list[Payload]) -> StepSamples:
+    """Join the payloads of a step; every source's rows are in drawing order already."""
+    row_of = np.zeros(len(plan.draw), np.int64)  # samples that go to other hosts: nobody asks here
+    base = 0
+    columns: list[tuple[Int64s, ...]] = []
+    media: list[Media] = []
+    sources: list[int] = []
+    for payload in payloads:
+        mine = plan.draw.samples_of(payload.source).astype(np.int64)
+        mine = mine if payload.chosen is None else mine[payload.chosen]
+        row_of[mine] = base + np.arange(len(mine))
+        base += len(mine)
+        if payload.media is None:
+            continue
+        held = payload.media
+        count = len(held.start)
+        kind = np.full(count, KINDS.index(held.kind), np.int64)
+        sample = np.repeat(mine, np.diff(held.rows))
+        columns.append((sample, held.start.astype(np.int64), held.length.astype(np.int64), kind,
+                        np.full(count, len(media), np.int64), np.arange(count)))  # fmt: skip
+        media.append(held)
+        sources.append(payload.source)
+    joined = [np.concatenate(column) for column in zip(*columns, strict=True)] if columns else [_NONE] * 6
+    items = Items(*joined)
+    items = items.take(np.lexsort((items.start, items.sample)))
+    tokens = Ragged.concat([p.tokens for p in payloads] or [Ragged.empty(np.int32)])
+    loss = Ragged.concat([p.loss for p in payloads] or [Ragged.empty(np.uint8)])
+    return StepSamples(
+        tokens=tokens,
+        loss=loss,
+        pieces=PieceTable.of(plan, tokens, loss, row_of),
+        images=plan.draw.images if plan.encoder is not None else None,
+        items=items,
+        count=len(plan.draw),
+        media=media,
+        sources=sources,
+        row_of=row_of,
+        counted=sum(payload.labels for payload in payloads),
+        late=any(payload.late for payload in payloads),
+    )
+
+
+_NONE = np.empty(0, np.int64)

@@ -1,0 +1,408 @@
+"""Sample transformations: measured before planning, finished after it. What every kind of sample shares.
+
+Rules of this folder:
+1. `measure` decides every length. It sees headers and text, and never decodes an image, clip or sound.
+2. `finish` delivers exactly the planned lengths: what turns out longer is cut, shorter is padded.
+3. Media stay encoded through both; a `MediaDecoder` opens them, in the SourceLoader or in the DataConstructor.
+4. A fault belongs to one sample: it becomes a stand-in with a reason, never an exception.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.messages import Media
+from overlord.core.ragged import Ragged, RowBatch, concat_rows, expand_ranges, num_rows, offsets_of, take_rows
+from overlord.core.samples import BAD
+from overlord.errors import SpecError
+
+STAND_IN_TOKEN = 0
+
+Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
+Fault = tuple[int, str]
+"""(row of the batch, what is wrong with it)."""
+
+_NOWHERE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class TransformFacts:
+    """What a transform declares about itself."""
+
+    needs: tuple[str, ...]
+    """Columns it reads; empty for all."""
+    gives: tuple[str, ...]
+    """What it adds to a batch: "tokens", "image", "video", "audio"."""
+    changes_length: bool = True
+    """Whether it decides how long a sample is; such a transform runs before planning, wherever else it could run."""
+    byte_size: Literal["keeps", "grows"] = "keeps"
+    """Whether what it hands over is larger than what it read: then it is better run behind the hand-over."""
+    holds_gil: bool = False
+    """Whether it is Python code that lets no other thread work meanwhile; such a transform runs in process workers."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """What is known of some rows before planning, and what must be kept of them."""
+
+    tokens: Int64s
+    """Raw length, placeholders included, before the overlength policy."""
+    image_tokens: Int64s
+    """Placeholders of images and clips."""
+    images: Int64s
+    """Images and clips."""
+    flags: npt.NDArray[np.int32]
+    kept: RowBatch
+    faults: list[Fault] = field(default_factory=list)
+    front: Int64s | None = None
+    """Tokens in front of the text that never count in the loss; by default the image tokens."""
+    margin: tuple[int, int] = (0, 0)
+    """Tokens before and behind the placeholders of an item that are never cut off from it."""
+    killed: list[Fault] = field(default_factory=list)
+    """Rows that killed their process worker twice; the verdict is written down before it counts."""
+    lies: list[Fault] = field(default_factory=list)
+    """Rows whose known length leaves nothing of a text that has tokens."""
+
+
+@dataclass(slots=True)
+class Finished:
+    """Some samples ready to be packed, but for their media, which are still encoded."""
+
+    tokens: Ragged
+    loss: Ragged
+    media: Media | None
+    faults: list[Fault]
+    lies: list[Fault]
+    """Samples whose true length was not the measured one."""
+
+
+class Workers(Protocol):
+    """Runs pure functions side by side; the results come back in order."""
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """Apply the function to every item."""
+        ...
+
+
+class MediaFault(Exception):
+    """The bytes of one image, clip or sound make no sense; the reason goes to the log with the sample's id."""
+
+
+DECODE_BYTES = 1 << 29
+"""More memory than any decoder needs for an item that is within our limits."""
+
+
+@contextmanager
+def decoder_faults(what: str) -> Iterator[None]:
+    """Turn whatever a library raises over the bytes of one item into a MediaFault.
+
+    Decoders raise far more than they document (RuntimeError, AssertionError, struct.error, IndexError). Memory is
+    the exception: a decoder may ask for an absurd amount because the bytes say so, which is a fault of the item, or
+    the host may have none left, which must not change the stream. As much as any sound item needs is asked for to
+    tell them apart; if that fails too, the MemoryError goes on.
+    """
+    try:
+        yield
+    except MediaFault:
+        raise
+    except MemoryError as error:
+        np.empty(DECODE_BYTES, np.uint8)
+        raise MediaFault(f"{what}: it asks for more memory than an item of its size needs") from error
+    except Exception as error:
+        reason = getattr(error, "error_string", None) or getattr(error, "strerror", None) or error
+        raise MediaFault(f"{what}: {str(reason) or type(error).__name__}") from error
+
+
+class MediaDecoder(Protocol):
+    """Opens the media of one source, item by item, into memory that somebody else has laid out."""
+
+    def item_bytes(self, grids: npt.NDArray[np.int32]) -> Int64s:
+        """Return how many bytes each item has once it is decoded."""
+        ...
+
+    def decode(self, data: memoryview, grid: npt.NDArray[np.int32], seed: int, out: npt.NDArray[np.uint8]) -> None:
+        """Decode one item into its place, which it must fill wholly.
+
+        Raises:
+            MediaFault: when the bytes do not decode; `out` may be half written then.
+        """
+        ...
+
+
+class SampleTransform(Protocol):
+    """How the samples of one source are measured and finished."""
+
+    columns: tuple[str, ...]
+    facts: TransformFacts
+
+    @property
+    def decoder(self) -> MediaDecoder | None:
+        """What opens this kind's media; None for text."""
+        ...
+
+    def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
+        """Measure rows; `lengths` are text lengths that somebody else already knows, `seeds` the rows' own."""
+        ...
+
+    def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
+        """Bring kept rows into their final form, with exactly the planned lengths."""
+        ...
+
+
+# -- media: columns of kept rows, and the message they become ----------------------------------
+
+MEDIA_COLUMNS = ("media", "media_bytes", "media_start", "media_length", "media_grid", "media_seconds", "media_seed")
+"""How kept rows hold media, every column ragged with a row of the sample:
+media (uint8: all encoded items of the row, one behind the other), media_bytes (int64: bytes of each item),
+media_start (int32: its first placeholder in the sample), media_length (int32: its placeholders),
+media_grid (int32: three numbers of each item), media_seconds (float32: of a temporal patch, 0 for images),
+media_seed (uint64: what its augmentations are drawn from)."""
+
+
+def media_columns(
+    encoded: Ragged,
+    *,
+    items: npt.ArrayLike,
+    nbytes: npt.ArrayLike,
+    start: npt.ArrayLike,
+    length: npt.ArrayLike,
+    grid: npt.ArrayLike,
+    seeds: npt.ArrayLike,
+    seconds: npt.ArrayLike | None = None,
+) -> RowBatch:
+    """Return the columns of kept rows that hold media.
+
+    Args:
+        encoded: All encoded items of each row, one behind the other.
+        items: How many items each row has; the others have one entry for each item, row after row.
+        nbytes: Bytes of each item.
+        start: Its first placeholder inside the sample.
+        length: Its placeholders.
+        grid: Its three numbers: [items, 3].
+        seeds: What its augmentations are drawn from.
+        seconds: Seconds of a temporal patch.
+    """
+    offsets = offsets_of(items)
+    count = int(offsets[-1])
+    return {
+        "media": encoded,
+        "media_bytes": Ragged(np.asarray(nbytes, np.int64), offsets),
+        "media_start": Ragged(np.asarray(start, np.int32), offsets),
+        "media_length": Ragged(np.asarray(length, np.int32), offsets),
+        "media_grid": Ragged(np.asarray(grid, np.int32).reshape(-1), 3 * offsets),
+        "media_seconds": Ragged(np.zeros(count, np.float32) if seconds is None else np.asarray(seconds, np.float32),
+                                offsets),
+        "media_seed": Ragged(np.asarray(seeds, np.uint64), offsets),
+    }  # fmt: skip
+
+
+def media_of(kind: str, kept: RowBatch, planned: Int64s, bad: Bools) -> Media:
+    """Return the media of kept rows, still encoded; without the items that the planned length leaves out.
+
+    Items of bad rows are marked bad: they are delivered as zeros.
+    """
+    start, length = ragged_column(kept, "media_start"), ragged_column(kept, "media_length")
+    rows = np.repeat(np.arange(len(start)), start.lengths)
+    begin, count = flat(start).astype(np.int64), flat(length).astype(np.int64)
+    nbytes = flat(ragged_column(kept, "media_bytes"))
+    encoded = ragged_column(kept, "media")
+    ends = np.cumsum(nbytes)
+    # An item's bytes begin where its row's begin, behind the items before it in the row.
+    before = ends - nbytes
+    first = np.concatenate([[0], np.cumsum(start.lengths)])[:-1]
+    base = np.where(start.lengths > 0, before[np.minimum(first, max(len(before) - 1, 0))] if len(before) else 0, 0)
+    at = encoded.offsets[:-1][rows] + before - base[rows]
+    inside = begin + count <= planned[rows]
+    grids = flat(ragged_column(kept, "media_grid")).reshape(-1, 3)
+    return Media(
+        kind=kind,
+        rows=offsets_of(np.bincount(rows[inside], minlength=len(start))),
+        start=begin[inside].astype(np.int32),
+        length=count[inside].astype(np.int32),
+        grids=grids[inside],
+        seconds=flat(ragged_column(kept, "media_seconds"))[inside],
+        seeds=flat(ragged_column(kept, "media_seed"))[inside],
+        bad=bad[rows][inside],
+        values=encoded.values,
+        begin=at[inside],
+        nbytes_of=nbytes[inside],
+        encoded=True,
+    )
+
+
+# -- what the kinds of samples share -----------------------------------------------------------
+
+
+def no_seeds(rows: RowBatch) -> UInt64s:
+    """Return seeds for rows that are only looked at: what is drawn from them is the same for every row."""
+    return np.zeros(num_rows(rows), np.uint64)
+
+
+def flat(rows: Ragged) -> npt.NDArray[Any]:
+    """Return the values of all rows, one behind the other."""
+    return rows.values[rows.offsets[0] : rows.offsets[-1]]
+
+
+def fit_rows(rows: Ragged, lengths: Int64s) -> tuple[Ragged, Int64s]:
+    """Cut or pad every row to its length; return the rows and the places that are padding."""
+    have = rows.lengths
+    if np.array_equal(have, lengths):
+        return Ragged(rows.values[rows.offsets[0] : rows.offsets[-1]], rows.offsets - rows.offsets[0]), _NOWHERE
+    copied = np.minimum(have, lengths)
+    offsets = offsets_of(lengths)
+    out = np.full(int(offsets[-1]), STAND_IN_TOKEN, rows.values.dtype)
+    out[expand_ranges(offsets[:-1], copied)] = rows.values[expand_ranges(rows.offsets[:-1], copied)]
+    return Ragged(out, offsets), expand_ranges(offsets[:-1] + copied, lengths - copied)
+
+
+def count_loss_tokens(
+    measured: Measured, delivered: npt.NDArray[np.integer], sample: Int64s, start: Int64s
+) -> tuple[Int64s, Bools]:
+    """Return how many labels each sample will have, and which samples lose exactly one by any further cut.
+
+    The first token of a piece predicts nothing; pieces are given by their sample and first token.
+    """
+    if "loss" not in measured.kept:
+        front = measured.image_tokens if measured.front is None else measured.front
+        behind = np.bincount(sample[start >= front[sample]], minlength=len(delivered))
+        silent = (measured.flags & BAD > 0) | np.asarray(measured.kept["empty"], np.bool_)
+        return np.where(silent, 0, np.maximum(delivered - front - behind, 0)), ~silent & (front == 0)
+    loss = ragged_column(measured.kept, "loss")
+    sums = np.concatenate([[0], np.cumsum(loss.values, dtype=np.int64)])
+    first = loss.offsets[:-1]
+    total = sums[first + np.minimum(delivered, loss.lengths)] - sums[first]
+    plain = (total == delivered) & (measured.flags & BAD == 0)
+    at_start = loss.values[first[sample] + np.minimum(start, loss.lengths[sample] - 1)] * (start < delivered[sample])
+    np.subtract.at(total, sample, at_start.astype(np.int64))
+    return total, plain
+
+
+def measured_text(tokens: Int64s, flags: npt.NDArray[Any], kept: RowBatch, faults: list[Fault]) -> Measured:
+    """Return what is known of rows without images."""
+    zeros = np.zeros(len(tokens), np.int64)
+    return Measured(tokens.astype(np.int64), zeros, zeros, flags.astype(np.int32), kept, faults)
+
+
+def ragged_column(rows: RowBatch, column: str) -> Ragged:
+    """Return a column of text, bytes or lists."""
+    found = rows[column]
+    if not isinstance(found, Ragged):
+        raise SpecError(
+            f"column {column!r} holds single numbers; a sample needs text, bytes or lists of token ids there. "
+            "Name another column."
+        )
+    return found
+
+
+def row_memory(rows: Ragged, row: int) -> memoryview:
+    """Return the bytes of one row without copying them."""
+    return memoryview(rows[row])  # type: ignore[arg-type]
+
+
+def with_stand_ins(tokens: Ragged, replaced: npt.NDArray[np.bool_]) -> Ragged:
+    """Return rows of tokens, some of them replaced by one stand-in token."""
+    if not replaced.any():
+        return tokens
+    lengths = np.where(replaced, 1, tokens.lengths)
+    cut = Ragged(tokens.values, tokens.offsets)
+    kept_lengths = np.where(replaced, 0, tokens.lengths)
+    offsets = offsets_of(lengths)
+    out = np.full(int(offsets[-1]), STAND_IN_TOKEN, np.int32)
+    out[expand_ranges(offsets[:-1], kept_lengths)] = cut.values[expand_ranges(cut.offsets[:-1], kept_lengths)]
+    return Ragged(out, offsets)
+
+
+def mask_rows(loss: npt.NDArray[np.uint8], offsets: Int64s, rows: Sequence[int]) -> None:
+    """Take whole rows out of the loss."""
+    for row in rows:
+        loss[offsets[row] : offsets[row + 1]] = 0
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Where a function over rows runs: in this thread, or in process workers, which one of the rows may kill.
+
+
+RowFunction = Callable[[RowBatch], RowBatch]
+"""A pure function: as many rows out as in, each from its own row alone, whatever rows stand beside it."""
+
+Isolated = Callable[[RowBatch], tuple[RowBatch, list[Fault]]]
+"""Such a function in process workers: what the surviving rows became, in order, and the rows that killed a worker."""
+
+Isolate = Callable[[RowFunction, str, float], Isolated]
+"""Brings a function (its name for messages, the seconds an answer may take) into process workers."""
+
+
+def run_rows(
+    function: RowFunction, run: Isolated | None, rows: RowBatch, stand_in: RowBatch
+) -> tuple[RowBatch, list[Fault]]:
+    """Apply a function to rows; a row that killed its worker becomes the one row of `stand_in`.
+
+    Example:
+        >>> double = lambda rows: {"n": np.asarray(rows["n"]) * 2}
+        >>> deadly = lambda rows: ({"n": np.array([2, 6])}, [(1, "signal 11")])
+        >>> rows, killed = run_rows(double, deadly, {"n": np.array([1, 2, 3])}, {"n": np.array([0])})
+        >>> rows["n"].tolist(), killed
+        ([2, 0, 6], [(1, 'signal 11')])
+    """
+    if run is None:
+        return function(rows), []
+    done, killed = run(rows)
+    if not killed:
+        return done, []
+    dead = np.zeros(num_rows(rows), np.bool_)
+    dead[[row for row, _ in killed]] = True
+    if dead.all():
+        return take_rows(stand_in, np.zeros(len(dead), np.int64)), killed
+    places = np.where(dead, num_rows(done), np.cumsum(~dead) - 1)
+    return take_rows(concat_rows([done, stand_in]), places), killed
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Opening media: items decoded side by side, each into its place. In a SourceLoader or in a DataConstructor.
+
+
+Place = npt.NDArray[np.uint8]
+
+
+def decode_media(media: Media, decoder: MediaDecoder, workers: Workers) -> tuple[Media, list[Fault]]:
+    """Return the media decoded into one array, and (item, reason) of those that do not decode."""
+    if not media.encoded:
+        return media, []
+    sizes = decoder.item_bytes(media.grids)
+    offsets = offsets_of(sizes)
+    values = np.empty(int(offsets[-1]), np.uint8)
+    places = [values[begin : begin + size] for begin, size in zip(offsets.tolist(), sizes.tolist(), strict=False)]
+    faults = decode_into(media, np.arange(len(sizes)), decoder, places, workers)
+    bad = media.bad.copy()
+    bad[[item for item, _ in faults]] = True
+    done = dataclasses.replace(media, values=values, begin=offsets[:-1], nbytes_of=sizes, bad=bad, encoded=False)
+    return done, faults
+
+
+def decode_into(
+    media: Media, items: Int64s, decoder: MediaDecoder, places: Sequence[Place], workers: Workers
+) -> list[Fault]:
+    """Decode some items into their places; return (item, reason) of those that do not decode: they are zeros."""
+
+    def prepare(at: int) -> list[Fault]:
+        item, place = int(items[at]), places[at]
+        if media.bad[item]:
+            place[:] = 0
+            return []
+        try:
+            decoder.decode(media.data(item), media.grids[item], int(media.seeds[item]), place)
+        except MediaFault as fault:
+            place[:] = 0
+            return [(item, str(fault))]
+        return []
+
+    return [fault for found in workers.map(prepare, range(len(items))) for fault in found]

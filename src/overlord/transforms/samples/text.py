@@ -1,0 +1,168 @@
+"""Text: a column of text, or of token ids, becomes one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, expand_ranges, offsets_of, unread_rows
+from overlord.core.samples import BAD, SKIP
+from overlord.errors import SpecError
+from overlord.job.specs import Text
+from overlord.transforms.samples.per_sample import (
+    Bools,
+    Fault,
+    Finished,
+    Int64s,
+    Measured,
+    TransformFacts,
+    UInt64s,
+    Workers,
+    fit_rows,
+    mask_rows,
+    measured_text,
+    ragged_column,
+    with_stand_ins,
+)
+from overlord.transforms.samples.tokenize import TextTokenizer, decode_texts
+
+
+class TextTransform:
+    """A column of text (or of token ids) becomes one sequence."""
+
+    def __init__(self, spec: Text, tokenizer: TextTokenizer | None) -> None:
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._bos = _border_id(spec, tokenizer, "bos")
+        self._eos = _border_id(spec, tokenizer, "eos")
+        self.columns: tuple[str, ...] = (spec.column,)
+        self.facts = TransformFacts(self.columns, ("tokens",))
+        self.decoder = None
+
+    def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
+        bad = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
+        faults: list[Fault] = unread_rows(rows)
+        column = ragged_column(rows, self._spec.column)
+        lies: list[Fault] = []
+        if lengths is not None:
+            lies = self._left_out(column, lengths, bad)
+            claimed, empty = np.where(bad, 1, np.maximum(lengths, 1)), lengths <= 0
+            kept: RowBatch = {"raw": column, "claimed": claimed}
+            # No text has that many tokens: a wild claim must not cost memory, nor leave 32 bits.
+            tokens = np.minimum(claimed, np.minimum(16 * column.lengths + 1024, np.iinfo(np.int32).max))
+        else:
+            encoded, empty = self._encode(column, bad, faults)
+            tokens, kept = encoded.lengths, {"tokens": encoded}
+        kept["empty"] = empty
+        measured = measured_text(tokens, np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0), kept, faults)
+        measured.lies = lies
+        return measured
+
+    def _left_out(self, column: Ragged, lengths: Int64s, bad: Bools) -> list[Fault]:
+        """Return the rows that have text by themselves and none by their known length: they are cut to nothing."""
+        asked = np.flatnonzero((lengths <= 0) & ~bad & (column.lengths > 0))
+        if not len(asked):
+            return []
+        tokens, empty = self._encode(column.take(asked), np.zeros(len(asked), np.bool_), [])
+        return [
+            (int(row), f"its length column says {int(lengths[row])} tokens, so its text of {int(count)} is left out")
+            for row, count in zip(asked[~empty], tokens.lengths[~empty], strict=True)
+        ]
+
+    def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
+        faults: list[Fault] = []
+        tokens, lies = _text_tokens(kept, bad, faults, self._encode)
+        # The stand-in of an empty text (beside an image) is there for its place only.
+        loss = np.repeat(~bad & ~np.asarray(kept["empty"], np.bool_), planned).astype(np.uint8)
+        fitted, padding = fit_rows(tokens, planned)
+        loss[padding] = 0
+        mask_rows(loss, fitted.offsets, [row for row, _ in faults])
+        return Finished(fitted, Ragged(loss, fitted.offsets), None, faults, lies)
+
+    def _encode(self, column: Ragged, bad: Bools, faults: list[Fault]) -> tuple[Ragged, Bools]:
+        """Encode rows; bad and empty ones become one stand-in token. Marks rows that are not UTF-8 as bad."""
+        if self._spec.tokenized:
+            tokens = Ragged(column.values.astype(np.int32, copy=False), column.offsets)
+            wild = _rows_with(column, (column.values < 0) | (column.values > np.iinfo(np.int32).max))
+            for row in np.flatnonzero(wild & ~bad):
+                faults.append((int(row), "a token id is negative, or 2**31 and more"))
+            bad |= wild
+        else:
+            texts, unreadable = decode_texts(column)
+            for row in np.flatnonzero(unreadable & ~bad):
+                faults.append((int(row), "the text is not valid UTF-8"))
+            bad |= unreadable
+            assert self._tokenizer is not None
+            tokens = self._tokenizer.encode(texts, special_tokens=self._spec.special_tokens)
+        empty = tokens.lengths == 0
+        return with_stand_ins(with_borders(tokens, self._bos, self._eos), bad | empty), empty
+
+
+def with_borders(tokens: Ragged, bos: int | None, eos: int | None) -> Ragged:
+    """Return the rows with a token before and one behind each; not where it is there already, nor to empty rows.
+
+    Example:
+        >>> rows = Ragged.from_rows([[5, 6], [], [1, 5]], np.int32)
+        >>> [row.tolist() for row in map(with_borders(rows, 1, 2).__getitem__, range(3))]
+        [[1, 5, 6, 2], [], [1, 5, 2]]
+    """
+    if bos is None and eos is None:
+        return tokens
+    have = tokens.lengths
+    some = have > 0
+    before, behind = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.bool_)
+    if bos is not None:
+        before[some] = tokens.values[tokens.offsets[:-1][some]] != bos
+    if eos is not None:
+        behind[some] = tokens.values[tokens.offsets[1:][some] - 1] != eos
+    offsets = offsets_of(have + before + behind)
+    out = np.empty(int(offsets[-1]), np.int32)
+    out[expand_ranges(offsets[:-1] + before, have)] = tokens.values[tokens.offsets[0] : tokens.offsets[-1]]
+    if bos is not None:
+        out[offsets[:-1][before]] = bos
+    if eos is not None:
+        out[offsets[1:][behind] - 1] = eos
+    return Ragged(out, offsets)
+
+
+def _border_id(spec: Text, tokenizer: TextTokenizer | None, field: Literal["bos", "eos"]) -> int | None:
+    wanted = getattr(spec, field)
+    if wanted is False:
+        return None
+    if spec.tokenized and not isinstance(wanted, (bool, str)):
+        return int(wanted)  # the ids of the column need not be those of the job's tokenizer
+    if tokenizer is None:
+        raise SpecError(
+            f"{field}={wanted!r}: only a tokenizer knows the id of that token, but the job has none; the texts would "
+            f"run into each other. Set tokenizer= to a tokenizer folder, or give the id: {field}=2."
+        )
+    return tokenizer.border_id(field, wanted)
+
+
+def _text_tokens(
+    kept: RowBatch,
+    bad: Bools,
+    faults: list[Fault],
+    encode: Callable[[Ragged, Bools, list[Fault]], tuple[Ragged, Bools]],
+) -> tuple[Ragged, list[Fault]]:
+    """Return the text's tokens, and where they are not as long as was claimed."""
+    if "tokens" in kept:
+        return ragged_column(kept, "tokens"), []
+    tokens, _ = encode(ragged_column(kept, "raw"), bad.copy(), faults)
+    claimed = np.asarray(kept["claimed"])
+    broken = {row for row, _ in faults}
+    lies = [
+        (int(r), f"its length column says {int(claimed[r])} tokens, the text has {int(tokens.lengths[r])}")
+        for r in np.flatnonzero((tokens.lengths != claimed) & ~bad)
+        if int(r) not in broken
+    ]
+    return tokens, lies
+
+
+def _rows_with(column: Ragged, found: Bools) -> Bools:
+    """Return which rows hold a value that was found."""
+    rows = np.zeros(len(column), np.bool_)
+    rows[np.searchsorted(column.offsets, np.flatnonzero(found), side="right") - 1] = bool(len(rows))
+    return rows
