@@ -100,7 +100,8 @@ def test_the_run_goes_on_and_a_resume_does_not_run_the_row(tmp_path, cache, capf
     assert len(labels) == ROWS and len(found) == ROWS // 5
     assert [sample.row for sample, part in labels.items() if (part == -100).all()] == [AT]
     assert f"bad sample s:0:{AT}@0: {reason}" in capfd.readouterr().err
-    assert calls_of(tmp_path) == 3, "with the rows beside it, and alone twice"
+    calls = calls_of(tmp_path)
+    assert calls in (2, 3), "with the rows beside it, where some are, and alone twice"
     # Before the row, where it was met by then, and behind it; inline, the row would kill this very process.
     known = [number for number in (0, 2, 6) if "verdicts" in states[number]]
     assert known == [0, 2, 6] or ("loaders_per_source" in options and 6 in known)
@@ -110,7 +111,7 @@ def test_the_run_goes_on_and_a_resume_does_not_run_the_row(tmp_path, cache, capf
         with ol.launch(job, cache=cache, state=state, runtime="inline") as service:
             assert digests_of(service) == found[number:], "the same stream, whatever the scale was"
     assert f"bad sample s:0:{AT}@0: {reason}" in caplog.text
-    assert calls_of(tmp_path) == 3
+    assert calls_of(tmp_path) == calls
 
 
 @pytest.mark.slow_on_ray

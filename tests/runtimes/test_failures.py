@@ -86,11 +86,11 @@ def test_a_source_with_nothing_to_draw_is_an_error_and_not_a_search(tmp_path, ca
 
 
 def test_a_late_client_replays_each_old_step_once(tmp_path, cache, monkeypatch):
-    from overlord.roles import kept_states, planner
+    from overlord.roles import planner
 
     draws = []
     draw = planner.Drawer.draw
-    monkeypatch.setattr(kept_states, "KEPT_STATES", 4)
+    monkeypatch.setattr(planner, "KEPT_STATES", 4)
     monkeypatch.setattr(planner, "CACHED_PLANS", 2)
     monkeypatch.setattr(planner.Drawer, "draw", lambda self: draws.append(self.state.step) or draw(self))
     path = write_ids(tmp_path / "a.jsonl", [3] * 20)

@@ -25,7 +25,7 @@ from overlord.core.ragged import BAD_COLUMN, Ragged
 from overlord.core.samples import BAD
 from overlord.errors import SpecError
 from overlord.job.specs import Batch, Job, Source, Video, pick_frames, video_frames, video_grid
-from overlord.transforms import video
+from overlord.transforms.samples import video
 from overlord.transforms.samples.per_sample import MediaFault
 from overlord.transforms.samples.sample_kinds import make_transform
 from overlord.transforms.samples.tokenize import TextTokenizer
