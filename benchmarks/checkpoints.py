@@ -18,11 +18,11 @@ from pathlib import Path
 
 import overlord as ol
 from benchmarks.measuring import arguments, publish
-from overlord.runtimes.deployment import deploy
-from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.planner_host import HostNews, PlannerHost
-from overlord.runtimes.status import describe_roles
-from overlord.runtimes.workers import Hands
+from overlord.runtimes.autoscaling.status import describe_roles
+from overlord.runtimes.hosts.planner_host import HostNews, PlannerHost
+from overlord.runtimes.hosts.prefetch import Hands
+from overlord.runtimes.launching.deployment import deploy
+from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.stores.journal import encode
 
 SOURCES, RANKS = 306, 256

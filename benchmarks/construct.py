@@ -25,8 +25,8 @@ from overlord.core.ragged import Ragged, offsets_of
 from overlord.core.samples import META
 from overlord.planning.checking import run_strategy
 from overlord.roles.data_constructor import DataConstructor
-from overlord.runtimes.shapes import limits_of, media_shape
-from overlord.runtimes.workers import SerialWorkers
+from overlord.runtimes.hosts.prefetch import SerialWorkers
+from overlord.runtimes.launching.deployment import limits_of, media_shape
 from overlord.transforms.microbatches.per_microbatch import PackingJob
 from overlord.transforms.microbatches.step_samples import Opening, join_payloads
 

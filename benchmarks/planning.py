@@ -30,7 +30,7 @@ from overlord.core.states import StreamState
 from overlord.planning.checking import run_strategy
 from overlord.roles.changes import InputLog
 from overlord.roles.planner import Planner
-from overlord.runtimes.shapes import limits_of
+from overlord.runtimes.launching.deployment import limits_of
 from overlord.stores.places import open_place
 from overlord.stores.store import Store
 

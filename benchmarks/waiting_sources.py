@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 import overlord as ol
-from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.profiling import profile_job
+from overlord.runtimes.autoscaling.profiling import profile_job
+from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.scaling.source_costs import SourceCost, counted_by_workers
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+from overlord.client_feed import connect_local
 from overlord.core.draw import Buffer, Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
@@ -29,23 +30,20 @@ from overlord.planning import strategies
 from overlord.planning.checking import Strategy
 from overlord.roles.changes import FIXED_WHILE_RUNNING
 from overlord.roles.client import Client
-from overlord.runtimes.inline import InlineService
-from overlord.runtimes.inline_cluster import InlineCluster
-from overlord.runtimes.launch_checks import check_numbers, cluster_of, shadows_of
-from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.local import connect_local
-from overlord.runtimes.numbering import canonical
-from overlord.runtimes.opening import Progress
-from overlord.runtimes.planner_answers import SourceChange
-from overlord.runtimes.service_process import ServiceProcess, ray_service
-from overlord.runtimes.shapes import few_samples, limits_of
-from overlord.runtimes.sizing import Loaders, sizing_of
+from overlord.runtimes.autoscaling.scaler import Loaders, sizing_of
+from overlord.runtimes.hosts.planner_host import SourceChange
+from overlord.runtimes.inline.inline_cluster import InlineCluster
+from overlord.runtimes.inline.inline_service import InlineService
+from overlord.runtimes.launching.deployment import Progress, few_samples, limits_of
+from overlord.runtimes.launching.launch_options import LaunchOptions, check_numbers, cluster_of, shadows_of
+from overlord.runtimes.launching.resume import canonical
+from overlord.runtimes.supervision.service_process import ServiceProcess, ray_service
 from overlord.scaling.autoscaler import Scaling
 from overlord.scaling.source_costs import Budget
 from overlord.storage import StorageOptions
 
 if TYPE_CHECKING:
-    from overlord.runtimes.metrics import MetricsDoor
+    from overlord.runtimes.autoscaling.metrics import MetricsDoor
 
 logger = logging.getLogger("overlord")
 
@@ -420,7 +418,7 @@ def _open_door(metrics: int | str, runtime: str) -> MetricsDoor:
             f"launch: metrics is {metrics!r:.80} and runtime is 'inline', where nothing runs beside the caller, so "
             "requests would get no answer. Use runtime='local' or 'ray', or leave metrics out."
         )
-    from overlord.runtimes.metrics import MetricsDoor  # only who wants metrics needs Prometheus' client
+    from overlord.runtimes.autoscaling.metrics import MetricsDoor  # only who wants metrics needs Prometheus' client
 
     return MetricsDoor(metrics)
 

@@ -17,7 +17,7 @@ import overlord as ol
 from overlord.cli.main import app
 from overlord.cli.profile_report import MOST_ROWS, profile_tables, render_profile
 from overlord.job_files import LaunchOptions, dump_job_yaml
-from overlord.runtimes.profiling import read_profile
+from overlord.runtimes.autoscaling.profiling import read_profile
 from overlord.scaling.profiles import Profile, SourceProfile, Spread
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import overlord as ol
-from overlord.runtimes import local
+from overlord import client_feed as local
 
 TRAINER = """
 import sys, json

@@ -10,9 +10,9 @@ import time
 import pytest
 
 import overlord as ol
-from overlord.runtimes import wire
-from overlord.runtimes.doors import answer_all, knock
-from overlord.runtimes.wire import receive, send
+from overlord.runtimes.transport import wire
+from overlord.runtimes.transport.doors import answer_all, knock
+from overlord.runtimes.transport.wire import receive, send
 
 
 @pytest.mark.parametrize("cut", ["head", "body", "descriptors"])

@@ -14,7 +14,7 @@ from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
 from overlord.roles.changes import Change, InputLog, changes_from_json
 from overlord.roles.planner import Meshes
-from overlord.runtimes.seats import Seats
+from overlord.runtimes.hosts.step_server import Seats
 from overlord.stores.journal import Journal
 from overlord.stores.places import open_place
 

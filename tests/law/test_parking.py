@@ -19,7 +19,7 @@ from moto.server import ThreadedMotoServer
 from tests.conftest import write_ids
 
 import overlord as ol
-from overlord.runtimes import parking
+from overlord.runtimes.hosts import planner_host as parking
 from overlord.stores.places import open_place
 from overlord.stores.store import newest_lineage
 
@@ -71,7 +71,7 @@ def test_by_default_the_run_stops(folder, tmp_path, where):
 
 
 def test_a_source_that_vanishes_is_parked_and_returns(folder, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(parking, "RETURN_S", 0.0)
+    monkeypatch.setattr(parking, "SOURCE_RETURN_S", 0.0)
     disk, store = Disk(folder, "b"), tmp_path / "store"
     options = {"runtime": "inline", "cache": str(tmp_path / "cache"), "on_source_failure": "park"}
     drawn, states = {}, {}
@@ -142,7 +142,7 @@ def test_the_local_service_parks_and_takes_back(folder, tmp_path, capfd):
 
 
 def test_reweight_returns_only_when_asked(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(parking, "RETURN_S", 0.0)
+    monkeypatch.setattr(parking, "SOURCE_RETURN_S", 0.0)
     disk = Disk(folder, "b")
     options = {"runtime": "inline", "cache": str(tmp_path / "cache"), "on_source_failure": "reweight"}
     with ol.launch(job_of(folder), **options) as service:

@@ -34,7 +34,7 @@ from overlord.readers.listing import list_files
 from overlord.readers.parquet_footer import read_footer, warm_footer
 from overlord.readers.reader import DamagedFile
 from overlord.readers.source_files import SourceFiles
-from overlord.runtimes.reader_processes import ReaderProcesses
+from overlord.runtimes.supervision.reader_processes import ReaderProcesses
 from overlord.transforms.samples.images import decode_image
 from overlord.transforms.samples.per_sample import MediaFault
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import overlord as ol
-from overlord.runtimes.bundle import pack, unpack
-from overlord.runtimes.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.transport.bundle import pack, unpack
 from overlord.version import VERSION
 
 
@@ -48,7 +48,7 @@ def test_bytes_without_a_head_are_never_unpickled(bundle):
 
 
 def test_the_digest_of_fields_notices_a_field_that_came(monkeypatch, ids_job, options):
-    from overlord.runtimes import bundle as module
+    from overlord.runtimes.transport import bundle as module
 
     packed = pack(ids_job, options)
     fields = [*dataclasses.fields(LaunchOptions), *dataclasses.fields(LaunchOptions)[:1]]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ol
-from overlord.runtimes.cluster_placement import ClusterOptions, Node, cpus_needed, place
+from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, cpus_needed, place
 
 
 def gpu(number: int, cpus: float = 8, **kind) -> Node:

@@ -16,11 +16,10 @@ from overlord.core.order import BEGIN
 from overlord.core.samples import Cursor, Part
 from overlord.errors import OverlordError
 from overlord.roles.poisoned_rows import Verdicts
-from overlord.runtimes.deployment import make_fleet, open_files, prepare
-from overlord.runtimes.lanes import CrewWorkers, ThreadLanes
-from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.loader_fleet import LoaderFleet
-from overlord.runtimes.workers import Hands
+from overlord.runtimes.hosts.loader_host import LoaderFleet
+from overlord.runtimes.hosts.prefetch import CrewWorkers, Hands, ThreadLanes
+from overlord.runtimes.launching.deployment import make_fleet, open_files, prepare
+from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.stores.journal import Journal
 from overlord.stores.places import open_place
 

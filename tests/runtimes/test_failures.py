@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import write_ids
 
 import overlord as ol
-from overlord.runtimes.local import LocalFeed
+from overlord.client_feed import LocalFeed
 
 
 def ids_source(path, **options) -> ol.Source:

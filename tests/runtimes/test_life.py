@@ -8,13 +8,11 @@ import time
 import pytest
 
 from overlord.errors import ClosedError, ServiceLost
-from overlord.runtimes.cluster_placement import ClusterOptions, Node, place
-from overlord.runtimes.engine import OPEN_S
-from overlord.runtimes.frames import frame_of
-from overlord.runtimes.life import Life
-from overlord.runtimes.supervising import assignment_of
-from overlord.runtimes.supervisor import Supervisor
-from overlord.runtimes.switchboard import PeerGone
+from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, place
+from overlord.runtimes.supervision.supervisor import Life, Supervisor, assignment_of
+from overlord.runtimes.transport.engine import OPEN_S
+from overlord.runtimes.transport.frames import frame_of
+from overlord.runtimes.transport.switchboard import PeerGone
 
 HEARTBEAT_S = 5.0
 

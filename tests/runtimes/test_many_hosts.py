@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 import overlord as ol
+from overlord.client_feed import connect_local
 from overlord.core.messages import Media, MetaDelta, Payload
 from overlord.core.ragged import Ragged
 from overlord.core.samples import META, Cursor
 from overlord.roles.assignment import Assignment
-from overlord.runtimes.bundle import pack
-from overlord.runtimes.cluster_roles import ConstructorRole, LoaderRole, PlannerRole
-from overlord.runtimes.frames import (
+from overlord.runtimes.hosts.cluster_roles import ConstructorRole, LoaderRole, PlannerRole
+from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.supervision.cleanup import remove_when_gone
+from overlord.runtimes.transport.bundle import pack
+from overlord.runtimes.transport.frames import (
     deltas_from_frame,
     deltas_to_frame,
     error_frame,
@@ -27,10 +30,7 @@ from overlord.runtimes.frames import (
     payloads_from_frame,
     payloads_to_frame,
 )
-from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.leftovers import remove_when_gone
-from overlord.runtimes.local import connect_local
-from overlord.runtimes.switchboard import SERVICE, Book, Switchboard
+from overlord.runtimes.transport.switchboard import SERVICE, Book, Switchboard
 from overlord.testing import StreamDigests, digest_service
 
 
@@ -341,7 +341,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 import psutil
-from overlord.runtimes.leftovers import remove_when_gone
+from overlord.runtimes.supervision.cleanup import remove_when_gone
 folder = Path(sys.argv[1])
 folder.mkdir()
 kept = remove_when_gone(folder)

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import overlord as ol
-from overlord.runtimes.metrics import MetricsDoor
+from overlord.runtimes.autoscaling.metrics import MetricsDoor
 
 Figures = dict[tuple[str, ...], float]
 

@@ -23,8 +23,8 @@ from hypothesis.extra import numpy as hnp
 
 import overlord as ol
 from overlord.core.ragged import Ragged, RowBatch, num_rows, slice_rows
-from overlord.runtimes.process_workers import ProcessWorkers
-from overlord.runtimes.row_wire import receive_rows, rows_to_bytes, send_rows
+from overlord.runtimes.supervision.process_workers import ProcessWorkers
+from overlord.runtimes.transport.frames import receive_rows, rows_to_bytes, send_rows
 from overlord.transforms.samples.per_sample import run_rows
 
 SEGFAULT, EXIT, SLEEP, SPIN, SYS_EXIT = 1000, 1001, 1002, 1003, 1004
@@ -234,7 +234,7 @@ def test_a_pause_of_the_host_is_not_taken_for_a_hang(pool):
     """Service and workers stop for longer than the deadline, as when a host is suspended."""
     script = (
         "import time, numpy as np\n"
-        "from overlord.runtimes.process_workers import ProcessWorkers\n"
+        "from overlord.runtimes.supervision.process_workers import ProcessWorkers\n"
         "def slow(rows):\n    time.sleep(0.4)\n    return {'n': np.asarray(rows['n'])}\n"
         "with ProcessWorkers(1) as pool:\n"
         "    isolated = pool.isolate(slow, name='slow', deadline=1.2)\n"
@@ -362,7 +362,7 @@ def test_closing_is_quick_and_leaves_nothing(doing):
 _SERVICE = """
 import sys, threading, time
 import numpy as np, psutil
-from overlord.runtimes.process_workers import ProcessWorkers
+from overlord.runtimes.supervision.process_workers import ProcessWorkers
 def deadly(rows):
     if sys.argv[1] == "spin" and len(rows["n"]) > 1:
         while True:

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 import overlord as ol
-from overlord.runtimes.deployment import SourceFacts, prepare
-from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.profiling import (
+from overlord.runtimes.autoscaling.profiling import (
+    Clock,
     Profiled,
+    Stage,
     check_profile,
     digests_of,
     open_each,
@@ -29,8 +29,8 @@ from overlord.runtimes.profiling import (
     refresh,
     write_profile,
 )
-from overlord.runtimes.timed_source import Stage
-from overlord.runtimes.worker_clock import Clock
+from overlord.runtimes.launching.deployment import SourceFacts, prepare
+from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.scaling.profiles import Profile, SourceProfile
 
 NAP_S = 0.005

@@ -26,7 +26,7 @@ from tests.readers.conftest import read_all
 import overlord as ol
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
-from overlord.runtimes.reader_processes import ReaderProcesses
+from overlord.runtimes.supervision.reader_processes import ReaderProcesses
 
 ROWS = 120
 

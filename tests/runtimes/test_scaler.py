@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from overlord.runtimes.scaler import Scaler
+from overlord.runtimes.autoscaling.scaler import Scaler
 from overlord.scaling.autoscaler import Scaling
 from overlord.scaling.source_costs import SourceCost
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import overlord as ol
-from overlord.runtimes.profiling import write_profile
-from overlord.runtimes.sizing import sizing_of
+from overlord.runtimes.autoscaling.profiling import write_profile
+from overlord.runtimes.autoscaling.scaler import sizing_of
 from overlord.scaling.profiles import Profile, SourceProfile, Spread
 
 

@@ -12,11 +12,11 @@ import pytest
 
 import overlord as ol
 from overlord.errors import Fenced
-from overlord.runtimes.deployment import deploy
-from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.planner_host import STORE_DOWN, HostNews, PlannerHost, Waiting
-from overlord.runtimes.status import describe_roles
-from overlord.runtimes.workers import Hands
+from overlord.runtimes.autoscaling.status import describe_roles
+from overlord.runtimes.hosts.planner_host import STORE_DOWN, HostNews, PlannerHost, Waiting
+from overlord.runtimes.hosts.prefetch import Hands
+from overlord.runtimes.launching.deployment import deploy
+from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.stores.owners import claim
 from overlord.stores.places import LocalPlace, open_place
 from overlord.stores.store import newest_lineage
@@ -144,10 +144,10 @@ class _File:
 
 
 def test_inline_tries_for_a_while_and_can_be_asked_again(ids_job, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("overlord.runtimes.inline.STORE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("overlord.runtimes.inline.inline_service.STORE_PATIENCE_S", 0.2)
     places = []
     monkeypatch.setattr(
-        "overlord.runtimes.history.open_place", lambda *_: places.append(Failing(tmp_path)) or places[0]
+        "overlord.runtimes.launching.resume.open_place", lambda *_: places.append(Failing(tmp_path)) or places[0]
     )
     with ol.launch(ids_job, runtime="inline", cache=cache, store=tmp_path) as service, service.client() as client:
         steps = [next(client) for _ in range(3)]
@@ -233,7 +233,7 @@ def test_a_successor_does_not_run_ahead_of_ranks_it_has_not_heard(ids_job, cache
         host.host.tell(HostNews({1: 5}, {1: 5}), 1)
         assert checkpoints.passed == 5
     with Host(ids_job, tmp_path, cache, mesh=mesh, recover=True) as host:
-        monkeypatch.setattr("overlord.runtimes.planner_host.RETURN_S", 0.0)
+        monkeypatch.setattr("overlord.runtimes.hosts.planner_host.RETURN_S", 0.0)
         host.host.tell(HostNews({0: 39}, {0: 39}), 0)
         assert host.roles.planner.checkpoints.passed == 39, "nobody waits for ever for a rank that never was"
     first.host.close()

@@ -14,9 +14,9 @@ from tests.conftest import write_ids
 import overlord as ol
 from overlord.errors import Fenced
 from overlord.roles.client import Client
-from overlord.runtimes.inline import InlineService, _InlineFeed
-from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.numbering import with_changes
+from overlord.runtimes.inline.inline_service import InlineService, _InlineFeed
+from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.resume import with_changes
 from overlord.stores.places import open_place
 from overlord.stores.store import Store, newest_lineage
 
@@ -229,7 +229,7 @@ def test_steps_behind_keep_are_gone(ids_job, cache, tmp_path, monkeypatch):
 
 
 def test_what_the_loaders_met_is_known_after_a_crash(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("overlord.runtimes.saving.LOADERS_EVERY", 2)
+    monkeypatch.setattr("overlord.runtimes.hosts.planner_host.LOADERS_EVERY", 2)
     rows = ['{"ids": [1, 2, 3]}', '{"ids": "no"}'] * 60
     (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
     source = ol.Source("a", str(tmp_path / "a.jsonl"), sample=ol.Text("ids", tokenized=True), tolerance=1.0)
@@ -355,7 +355,7 @@ def test_launches_that_failed_push_no_lineage_out(ids_job, cache, tmp_path, monk
 
 
 def test_a_change_that_was_not_promised_does_not_come_back(ids_job, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("overlord.runtimes.inline.STORE_PATIENCE_S", 0.1)
+    monkeypatch.setattr("overlord.runtimes.inline.inline_service.STORE_PATIENCE_S", 0.1)
     run = Run(ids_job, options_of(tmp_path, cache))
     for _ in range(10):
         run.advance(report=False)

@@ -15,7 +15,7 @@ from overlord.core.samples import META
 from overlord.job.layout_specs import Layout
 from overlord.planning.strategies import backbone_balance
 from overlord.roles.data_constructor import DataConstructor
-from overlord.runtimes.workers import SerialWorkers
+from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob, pack_microbatch
 from overlord.transforms.microbatches.per_rank import slice_indices
 from overlord.transforms.microbatches.step_samples import Opening, join_payloads

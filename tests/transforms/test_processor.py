@@ -15,8 +15,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from overlord.errors import SpecError
 from overlord.job.specs import Audio, Batch, ImageText, Interleaved, Job, Source, Text, Video, image_grid
-from overlord.runtimes.numbering import canonical
-from overlord.runtimes.shapes import media_shape
+from overlord.runtimes.launching.deployment import media_shape
+from overlord.runtimes.launching.resume import canonical
 from overlord.transforms.samples.processor import ProcessorFacts, fill_from_processor, read_processor
 
 QWEN = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]

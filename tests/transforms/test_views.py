@@ -23,8 +23,8 @@ from overlord.job.specs import Batch, Job, Source, Text
 from overlord.planning import strategies
 from overlord.planning.checking import run_strategy
 from overlord.roles.data_constructor import DataConstructor
-from overlord.runtimes.shapes import check_multiples, limits_of
-from overlord.runtimes.workers import SerialWorkers
+from overlord.runtimes.hosts.prefetch import SerialWorkers
+from overlord.runtimes.launching.deployment import check_multiples, limits_of
 from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob
 from overlord.transforms.microbatches.step_samples import Opening, join_payloads
 

@@ -27,11 +27,9 @@ from overlord.job.layout_specs import Layout
 from overlord.job.specs import Job, Video
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
-from overlord.runtimes.deployment import Roles, deploy
-from overlord.runtimes.lanes import CallerLanes
-from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.shapes import few_samples, limits_of
-from overlord.runtimes.workers import Hands, SerialWorkers, ThreadWorkers
+from overlord.runtimes.hosts.prefetch import CallerLanes, Hands, SerialWorkers, ThreadWorkers
+from overlord.runtimes.launching.deployment import Roles, deploy, few_samples, limits_of
+from overlord.runtimes.launching.launch_options import LaunchOptions
 
 PROJECTED_STEPS = 10_000
 """Steps that repetitions are projected to, for a job without `max_steps`."""

@@ -25,8 +25,8 @@ from overlord.core.plan import LoadingPlan
 from overlord.core.samples import BAD, SKIP, Cursor, MetaArray
 from overlord.job.specs import Audio, Source
 from overlord.roles.source_loader import AHEAD_BYTES, AHEAD_ROWS
-from overlord.runtimes.deployment import Roles, base_weights
-from overlord.runtimes.workers import SerialWorkers
+from overlord.runtimes.hosts.prefetch import SerialWorkers
+from overlord.runtimes.launching.deployment import Roles, base_weights
 from overlord.transforms.samples.per_sample import MediaDecoder, decode_media
 from overlord.transforms.samples.sample_kinds import make_transform
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from overlord.cli.collecting import Collector
 from overlord.cli.sources import count_indexed
 from overlord.core.states import StreamState
-from overlord.runtimes.deployment import Roles, base_weights
+from overlord.runtimes.launching.deployment import Roles, base_weights
 
 _POINTS = 512
 """Where a schedule is looked at, to know its mean over a run."""

@@ -34,7 +34,7 @@ from overlord.readers.filesystems import StoredFile
 from overlord.readers.source_files import LengthSidecars
 from overlord.readers.spill import most_kept
 from overlord.roles.source_loader import FEW_SAMPLES, Lengths
-from overlord.runtimes.opening import known_lengths
+from overlord.runtimes.launching.deployment import known_lengths
 from overlord.transforms.samples.audio import sound_size
 from overlord.transforms.samples.images import open_image
 from overlord.transforms.samples.per_sample import no_seeds

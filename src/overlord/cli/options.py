@@ -200,7 +200,7 @@ def load(
 
 def completed(job: Job) -> Job:
     """Return the job with what its processor folder says, as a launch completes it; the sources stay in their order."""
-    from overlord.runtimes.numbering import canonical
+    from overlord.runtimes.launching.resume import canonical
 
     by_name = {source.name: source for source in canonical(job).sources}
     return job.model_copy(update={"sources": tuple(by_name[name] for name in job.names)})

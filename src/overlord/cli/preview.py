@@ -26,7 +26,7 @@ from overlord.cli.sources import Opened, OpenSource
 from overlord.cli.summary import size
 from overlord.core.ragged import RowBatch, slice_rows
 from overlord.core.samples import BAD, FILE_SHIFT, SKIP, SampleId
-from overlord.runtimes.workers import SerialWorkers
+from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.transforms.samples.per_sample import no_seeds
 
 _SHOWN_CHARACTERS = 400

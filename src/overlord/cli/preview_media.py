@@ -13,7 +13,7 @@ from PIL import Image
 from overlord.cli.sources import Opened
 from overlord.core.samples import BAD
 from overlord.job.specs import Audio, ImageSpec, Interleaved, Video
-from overlord.runtimes.workers import SerialWorkers
+from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.transforms.samples.audio import sound_size
 from overlord.transforms.samples.images import decode_image, is_turned
 from overlord.transforms.samples.per_sample import Bools, Int64s, Measured, MediaFault

@@ -22,14 +22,14 @@ from overlord.errors import SourceError, SpecError
 from overlord.job.spec_model import as_bytes
 from overlord.job_files import JobFile
 from overlord.launch_section import profile_path
-from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.profiling import (
+from overlord.runtimes.autoscaling.profiling import (
     Profiled,
     check_profile,
     profile_job,
     read_profile,
     write_profile,
 )
+from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.scaling.profiles import Profile
 from overlord.scaling.source_costs import Resources
 

@@ -37,10 +37,9 @@ from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.client import Client
 from overlord.roles.source_loader import judge_tolerance
-from overlord.runtimes.opening import open_sources
-from overlord.runtimes.shapes import check_multiples, limits_of, media_shape
-from overlord.runtimes.sizing import Loaders
-from overlord.runtimes.workers import SerialWorkers
+from overlord.runtimes.autoscaling.scaler import Loaders
+from overlord.runtimes.hosts.prefetch import SerialWorkers
+from overlord.runtimes.launching.deployment import check_multiples, limits_of, media_shape, open_sources
 from overlord.scaling.source_costs import Budget
 from overlord.session import Service, launch
 from overlord.stores.places import open_place

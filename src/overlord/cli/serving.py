@@ -24,9 +24,9 @@ from overlord.cli.output import Screen
 from overlord.cli.report import media_tables
 from overlord.cli.running import RunOptions
 from overlord.cli.summary import count, media_of, number, size
+from overlord.client_feed import status_of
 from overlord.errors import ServiceLost, SpecError
-from overlord.runtimes.cluster_placement import TRAINER
-from overlord.runtimes.local import status_of
+from overlord.runtimes.launching.cluster_placement import TRAINER
 from overlord.session import Service
 
 _LOOK_EVERY_S = 1.0

@@ -22,9 +22,9 @@ from overlord.errors import SpecError
 from overlord.job.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Text, Video
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import LengthSidecars, SourceFiles
-from overlord.runtimes.opening import IsolateReader, open_sources
-from overlord.runtimes.reader_processes import ReaderProcesses
-from overlord.runtimes.workers import SerialWorkers
+from overlord.runtimes.hosts.prefetch import SerialWorkers
+from overlord.runtimes.launching.deployment import IsolateReader, open_sources
+from overlord.runtimes.supervision.reader_processes import ReaderProcesses
 from overlord.transforms.samples.per_sample import SampleTransform, no_seeds
 from overlord.transforms.samples.sample_kinds import make_transform, reserve_placeholders
 from overlord.transforms.samples.tokenize import TextTokenizer

@@ -19,12 +19,12 @@ from overlord.job.layout_specs import Layout
 from overlord.job.specs import Job
 from overlord.planning.checking import Strategy
 from overlord.roles.assignment import shadowed
-from overlord.runtimes.cluster_placement import ClusterOptions
-from overlord.runtimes.inline_cluster import InlineCluster
-from overlord.runtimes.launch_options import LaunchOptions
-from overlord.runtimes.numbering import canonical
-from overlord.runtimes.shapes import limits_of
-from overlord.runtimes.sizing import MOST_LANES
+from overlord.runtimes.autoscaling.scaler import MOST_LANES
+from overlord.runtimes.inline.inline_cluster import InlineCluster
+from overlord.runtimes.launching.cluster_placement import ClusterOptions
+from overlord.runtimes.launching.deployment import limits_of
+from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.resume import canonical
 from overlord.scaling.autoscaler import Scaling
 from overlord.session import Service, launch
 from overlord.testing.clock import FakeClock

@@ -1,0 +1,573 @@
+"""Where a client waits for a service that may come back: how long, what it says meanwhile, and when it gives up.
+
+Rules of this file:
+1. The folder of a service is there as long as somebody will start it again. A client waits as long as that, and no
+   longer; of a cluster's folder, which goes with the constructor host of this machine, it also waits for the return.
+2. What a service was given up for is written in its folder; whoever waits raises it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from overlord.core.spec_errors import is_whole
+from overlord.errors import ClosedError, OverlordError, Rewound, ServiceLost, SpecError, StateError, error_named
+from overlord.roles.client import Client
+from overlord.roles.views import RankView, StepHeader
+from overlord.runtimes.transport.doors import BEAT, knock, path_of, written_out
+from overlord.runtimes.transport.wire import expect_within, header_from_json, mesh_from_text, receive, send
+
+FAILED = "failed"
+"""The file in a service's folder that says why it will not come back."""
+RETURN_S = 30.0
+"""How long the folder of a cluster's host may be away."""
+FIRST_WARNING_S = 5.0
+NEXT_WARNING_S = 30.0
+PAUSES_S = (0.02, 0.5)
+"""The first and the longest pause between two attempts."""
+
+logger = logging.getLogger("overlord")
+
+
+class Barrier:
+    """One wait of a client for its service."""
+
+    def __init__(self, address: str, *, several_doors: bool, what: str) -> None:
+        """Begin to wait.
+
+        Args:
+            address: The service's.
+            several_doors: Whether the address is a folder with the doors of a cluster's host.
+            what: What the client wants, for the warnings.
+        """
+        self._address = address
+        self._several = several_doors
+        self._what = what
+        path = path_of(address)
+        self._folder = path if several_doors else path.parent
+        self._began = self._seen = time.monotonic()
+        self._warn_at = self._began + FIRST_WARNING_S
+        self._pause_s = PAUSES_S[0]
+
+    @property
+    def waited_s(self) -> float:
+        """How long it has been."""
+        return time.monotonic() - self._began
+
+    def wait(self, error: Exception) -> None:
+        """Wait a moment before the next attempt.
+
+        Args:
+            error: What the last attempt met.
+
+        Raises:
+            ServiceLost: when the service will not come back.
+            OverlordError: what it was given up for, as its launcher wrote it down.
+        """
+        failed = why_it_failed(self._folder)
+        if failed is not None:
+            raise failed
+        now = time.monotonic()
+        if self._folder.exists():
+            self._seen = now
+        elif not self._several or now - self._seen > RETURN_S:
+            raise ServiceLost(
+                f"the service at {self._address} is gone ({error}); no more data will come. Why stands on the "
+                "standard error of the process that launched it. Launch again from the last state."
+            ) from error
+        if now >= self._warn_at:
+            self._warn_at = now + NEXT_WARNING_S
+            logger.warning(
+                "%s waits for the service at %s since %.0f s; its launcher should be starting it again (%s)",
+                self._what, self._address, self.waited_s, error,
+            )  # fmt: skip
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
+
+
+def write_failure(folder: Path, error: OverlordError) -> None:
+    """Write down why a service will not come back; the file appears whole or not at all."""
+    scratch = folder / f"{FAILED}.tmp"
+    scratch.write_text(json.dumps({"error": type(error).__name__, "message": str(error)}), encoding="utf-8")
+    scratch.replace(folder / FAILED)
+
+
+def why_it_failed(folder: Path) -> OverlordError | None:
+    """Return why the service of a folder will not come back, if that is so.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> why_it_failed(folder)
+        >>> write_failure(folder, ServiceLost("it died six times"))
+        >>> why_it_failed(folder)
+        ServiceLost('it died six times')
+    """
+    try:
+        told = json.loads((folder / FAILED).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return error_named(told["error"], told["message"])
+
+
+# --------------------------------------------------------------------------------------------------------------
+# How a trainer attaches to the service of its host: a Unix socket to ask on, shared memory to read from.
+#
+# Rules of this file:
+# 1. A service that dies is started again, and a client goes on where it was: every message may be sent twice, and who
+#    comes back says at which step. Nothing is raised as long as the service may return.
+# 2. Leases are those of one connection. Arrays outlive it, and what they hold of it must not be released on another.
+# 3. The step behind the one that was handed out is fetched before anybody waits for it, as soon as it is built: a
+#    client
+#    whose service is gone has it in hand.
+
+
+SILENCE_S = 5.0
+"""After so long without an answer a client asks whether the service still lives: a step may take longer."""
+BEAT_S = 10.0
+"""How long a living service may take to say so."""
+FIRST_ATTACH_S = 60.0
+"""How long a client that attaches for the first time waits for a service that is just being started again."""
+JOIN_S = 120.0
+"""How long a rank that goes back waits for the others to come back too."""
+WARN_S = 5.0
+LEAVE_S = 10.0
+"""How long a client that goes waits for a service that is away, to say how far it came."""
+
+logger = logging.getLogger("overlord")
+
+
+def connect_local(address: str, rank: int, step: int | None = None, state: Mapping[str, Any] | None = None) -> Client:
+    """Attach to a running service as one rank.
+
+    Args:
+        address: The service's.
+        rank: The rank.
+        step: The step to go on at; where that is behind what was handed out, all ranks must ask for it.
+        state: The state before that step: one that is not the service's own is refused.
+    """
+    if not is_whole(rank):
+        raise SpecError(f"rank is {rank!r:.80}, not a whole number; it has no data. Give the trainer's global rank.")
+    check_step(step)
+    feed = LocalFeed(address, int(rank), None if step is None else int(step), state)
+    try:
+        return Client(feed, rank, feed.first_step)
+    except BaseException:
+        feed.close()
+        raise
+
+
+def check_step(step: object) -> None:
+    """Refuse what is no step to go on at."""
+    if step is not None and (not is_whole(step) or int(cast("int", step)) < 0):
+        raise SpecError(
+            f"step is {step!r:.80}, not a number of steps; nobody could tell where to go on. Give the step of your "
+            "checkpoint: state['step'] of what client.state_dict() returned."
+        )
+
+
+def check_state_at(address: str, state: Mapping[str, Any]) -> None:
+    """Refuse a state that is not one of the stream of a running service; nobody attaches, and nothing moves.
+
+    Raises:
+        StateError: it says what differs.
+    """
+    barrier = Barrier(written_out(address), several_doors=path_of(written_out(address)).is_dir(), what="a trainer")
+    while True:
+        try:
+            opened(ask_once(address, {"op": "check_state", "state": dict(state)}))
+            return
+        except Rewound as error:
+            barrier.wait(error)
+
+
+def status_of(address: str) -> dict[str, Any]:
+    """Ask a running service for its status."""
+    return opened(ask_once(address, {"op": "status"}))["status"]
+
+
+def ask_once(address: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Ask a running service one thing, without a seat in it; an error is an answer, see `opened`.
+
+    Raises:
+        ServiceLost: when it is gone.
+    """
+    with knock(address) as connection:
+        try:
+            send(connection, message)
+        except OSError as error:
+            raise ServiceLost(f"the connection broke: {error}") from error
+        return receive(connection)[0]
+
+
+def opened(reply: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer; raise it if it is an error."""
+    if "error" in reply:
+        raise error_named(reply["error"], reply["message"])
+    return reply
+
+
+class _Line:
+    """A connection to a service, and the books of what is leased over it."""
+
+    def __init__(
+        self, connection: socket.socket, hello: Mapping[str, Any], waits: Callable[[list[Any]], None] | None = None
+    ) -> None:
+        """Say hello.
+
+        Args:
+            connection: To the service.
+            hello: What is said.
+            waits: Told of the ranks (with the steps they are at) that must ask for the same step first; it may raise.
+        """
+        self.connection = connection
+        self.hang_up = weakref.finalize(self, connection.close)
+        self.maps: dict[int, mmap.mmap] = {}
+        self.released: deque[int] = deque()
+        self.leased: dict[int, int] = {}
+        self.ahead: int | None = None
+        """The step that was asked for ahead, and whose answer has not been read."""
+        try:
+            expect_within(connection, BEAT_S)
+            message = {"op": "hello", "pid": os.getpid(), **hello}
+            send(connection, message)
+            self.facts = opened(receive(connection)[0])
+            while "waits" in self.facts and waits is not None:
+                waits(self.facts["waits"])
+                send(connection, message)
+                self.facts = opened(receive(connection)[0])
+            expect_within(connection, SILENCE_S)
+        except BaseException:
+            self.hang_up()
+            raise
+        self.lease_bytes: int = self.facts["lease_bytes"]
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message, and give back what nobody looks at any more."""
+        # One by one: an array that goes while this runs must not be forgotten.
+        released = [self.released.popleft() for _ in range(len(self.released))]
+        send(self.connection, {**message, "release": released})
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A view that lies in mapped memory."""
+
+    view: dict[str, Any]
+    segment: mmap.mmap
+    line: _Line
+
+    def let_go(self) -> None:
+        self.line.released.append(self.view["lease"])
+
+
+class LocalFeed:
+    """A rank's door to the service of its host. Arrays lie in shared memory until nothing refers to them."""
+
+    def __init__(
+        self, address: str, rank: int, step: int | None = None, state: Mapping[str, Any] | None = None
+    ) -> None:
+        self._address = written_out(address)
+        self._several_doors = path_of(self._address).is_dir()
+        self._rank = rank
+        self._lock = threading.RLock()
+        self._ready: dict[tuple[int, int], _Ready] = {}
+        self._in_hand: dict[int, StepHeader] = {}
+        self._at: int | None = None
+        self._closed = False
+        self._lineage = 0
+        self._line: _Line | None = self._first_line(step, state)
+        self._names: tuple[str, ...] = ()
+        facts = self._line.facts
+        self.mesh = mesh_from_text(facts["mesh"])
+        """The mesh of the step at which this rank begins; of a rank that none has, the newest."""
+        self.first_step: int = facts["first_step"] or 0
+        if facts.get("twice"):
+            logger.warning(
+                "rank %d of %s has a client in this process already: both get the same samples. Close the one that is "
+                "not needed, or give each its own rank", rank, address,
+            )  # fmt: skip
+        if step is not None:
+            self._at = self.first_step  # one that comes back before it took a step must not begin elsewhere
+        elif (facts.get("reached") or 0) > self.first_step and not facts.get("twice"):
+            logger.warning(
+                "rank %d of %s was at step %d before, and begins again at step %d, where the service was launched. To "
+                "go on from a checkpoint, attach with its step: ol.connect(address, rank, step=..), which may be %d to "
+                "%d, or load its state into a DataLoader", rank, address, facts["reached"], self.first_step,
+                *facts["steps"],
+            )  # fmt: skip
+
+    def open_step(self, step: int) -> StepHeader | None:
+        """Return the header of a step; waits until it is planned. What is built of it comes along."""
+        with self._lock:
+            self._check_open()
+            self._at = step
+            for key in [key for key in self._ready if key[0] != step]:  # nobody looked at them
+                self._ready.pop(key).let_go()
+            header, told = self._take_in_hand(step), False
+            if header is None:
+                reply, fds = self._ask({"op": "step", "step": step})
+                if reply["header"] is None:
+                    return None
+                self._take(step, reply, fds)
+                header, told = self._header_of(reply), True
+            self._look_ahead(step, told)
+            return header
+
+    def microbatch(self, step: int, microbatch: int) -> RankView:
+        """Return one microbatch; waits until it is built."""
+        key = (step, microbatch)
+        with self._lock:  # a segment's descriptor comes once: who asks next must find it mapped
+            if key not in self._ready:
+                self._take(step, *self._ask({"op": "microbatch", "step": step, "microbatch": microbatch}))
+            if key not in self._ready:
+                return RankView({}, {})
+            ready = self._ready.pop(key)
+        view, line = ready.view, ready.line
+        root = np.frombuffer(ready.segment, np.uint8)
+        # Every array below is a view of `root`: the lease ends when the last of them is gone.
+        arrays = {k: _view(root, dtype, shape, offset) for k, dtype, shape, offset in view["arrays"]}
+        nbytes = sum(a.nbytes for a in arrays.values())
+        if sum(line.leased.values()) + nbytes > line.lease_bytes:
+            # A trainer that keeps many batches must not hold the service's memory: it gets copies.
+            arrays = {k: a.copy() for k, a in arrays.items()}
+            ready.let_go()
+        else:
+            line.leased[view["lease"]] = nbytes
+            weakref.finalize(root, _let_go, line.leased, line.released, view["lease"]).atexit = False
+        return RankView(arrays, view["scalars"])
+
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        """Hand over metrics; durable when it returns.
+
+        By a connection of its own: another thread may wait for the very step that this report lets go on.
+        """
+        self._check_open()
+        # A service that has just come back may not have planned again what this client has had for long.
+        message = {"op": "report", "step": step, "metrics": metrics, "at": self._at, "lineage": self._lineage}
+        barrier = self._barrier("report")
+        while True:
+            try:
+                reply = _unless_rewound(ask_once(self._address, message))
+                break
+            except (OSError, ServiceLost) as error:
+                self._check_open()
+                barrier.wait(error)
+        opened(reply)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state before a step."""
+        return self._ask({"op": "state", "step": step})[0]["state"]
+
+    def close(self, next_step: int | None = None) -> None:
+        """Detach; arrays that are still referenced stay readable."""
+        if self._closed:
+            return
+        self._closed = True  # a thread that waits for the service to come back gives up
+        with self._lock:
+            path = path_of(self._address)
+            folder = path if self._several_doors else path.parent
+            if next_step is not None and folder.exists():  # without its folder the service was closed before
+                try:
+                    self._ask({"op": "leave", "next_step": next_step}, patience_s=LEAVE_S)
+                except OverlordError:
+                    pass  # it went first, is too busy, or another process has the rank; nobody is there to be told
+            self._drop_line()
+            self._ready.clear()
+
+    # -- the step in hand ----------------------------------------------------------------------
+
+    def _take_in_hand(self, step: int) -> StepHeader | None:
+        """Return the header of a step that was fetched ahead, if it was."""
+        line = self._line
+        if line is not None and line.ahead is not None:
+            try:
+                self._hear_ahead(line)
+            except (OSError, ServiceLost):
+                self._drop_line()  # the way of all who ask finds out whether it comes back
+        header = self._in_hand.pop(step, None)
+        self._in_hand.clear()
+        return header
+
+    def _look_ahead(self, step: int, told: bool) -> None:
+        """Ask for the step behind the one that is handed out, and do not wait for the answer."""
+        if self._line is None:
+            return
+        try:
+            self._line.send({"op": "ahead", "step": step + 1} | ({} if told else {"at": step}))
+            self._line.ahead = step + 1
+        except OSError:
+            self._drop_line()
+
+    def _hear_ahead(self, line: _Line) -> None:
+        """Read the answer to having looked ahead."""
+        step, line.ahead = line.ahead, None
+        if step is None:
+            return
+        reply, fds = receive(line.connection, self._check_alive)
+        _unless_rewound(reply)
+        if reply.get("header") is not None:
+            self._take(step, reply, fds)
+            self._in_hand[step] = self._header_of(reply)
+
+    def _header_of(self, reply: dict[str, Any]) -> StepHeader:
+        self._names = tuple(reply.get("names", self._names))
+        return header_from_json(reply["header"], self._names)
+
+    def _take(self, step: int, reply: dict[str, Any], fds: list[int]) -> None:
+        """Keep the views that came, with their segments mapped."""
+        line = self._line
+        assert line is not None, "views come over a line"
+        unseen = iter(fds)
+        for microbatch, view in reply["views"].items():
+            number = view["segment"]
+            if view["new"]:
+                fd = next(unseen)
+                line.maps[number] = mmap.mmap(fd, view["capacity"], prot=mmap.PROT_READ)
+                os.close(fd)
+            self._ready[step, int(microbatch)] = _Ready(view, line.maps[number], line)
+        for old in reply["gone"]:
+            line.maps.pop(old, None)
+
+    # -- asking, and coming back ---------------------------------------------------------------
+
+    def _ask(self, message: dict[str, Any], patience_s: float | None = None) -> tuple[dict[str, Any], list[int]]:
+        """Ask until there is an answer, over as many lines as it takes.
+
+        Args:
+            message: The question.
+            patience_s: How long to wait for a service that is away; as long as it may come back, by default.
+        """
+        with self._lock:
+            barrier: Barrier | None = None
+            while True:
+                if patience_s is None:
+                    self._check_open()
+                try:
+                    if self._line is None:
+                        at = {} if self._at is None else {"at": self._at, "lineage": self._lineage}
+                        self._line = _Line(knock(self._address, self._rank), {"rank": self._rank, **at})
+                        self._lineage = int(self._line.facts.get("lineage", 0))
+                    self._line.send(message)
+                    self._hear_ahead(self._line)
+                    reply, fds = receive(self._line.connection, self._check_alive)
+                    _unless_rewound(reply)
+                    break
+                except (OSError, ServiceLost) as error:
+                    self._drop_line()
+                    barrier = barrier or self._barrier(message["op"])
+                    if patience_s is not None and barrier.waited_s > patience_s:
+                        raise ServiceLost(f"the service at {self._address} is away ({error})") from error
+                    barrier.wait(error)
+                except BaseException:  # as a Ctrl-C: the answer would come to who asks next
+                    self._drop_line()
+                    raise
+        return opened(reply), fds
+
+    def _first_line(self, step: int | None, state: Mapping[str, Any] | None) -> _Line:
+        """Attach for the first time. A service that was killed a moment ago has left its door, and comes back."""
+        barrier = self._barrier("attaching")
+        behind = False
+        others = None if step is None else _Others(self._rank, step)
+        hello = {"rank": self._rank} | ({} if step is None else {"step": step, "state": state})
+        while True:
+            try:
+                connection, behind = knock(self._address, self._rank), True
+                line = _Line(connection, hello, others)
+                self._lineage = int(line.facts.get("lineage", 0))
+                return line
+            except Rewound as error:  # it is started again at that very step, however long that takes
+                barrier = self._barrier("attaching")
+                barrier.wait(error)
+            except (OSError, ServiceLost) as error:
+                # Where there is no door the address is wrong; where there is one that nobody answers at, it is not.
+                door = behind or isinstance(error.__cause__, ConnectionRefusedError)
+                if not door or barrier.waited_s > FIRST_ATTACH_S:
+                    raise
+                barrier.wait(error)
+
+    def _barrier(self, doing: str) -> Barrier:
+        what = f"rank {self._rank} ({doing}{'' if self._at is None else f', at step {self._at}'})"
+        return Barrier(self._address, several_doors=self._several_doors, what=what)
+
+    def _check_alive(self) -> None:
+        """Find out whether a service that is silent lives: a stopped process keeps its connections open.
+
+        Raises:
+            ServiceLost: when it does not answer.
+        """
+        self._check_open()
+        with knock(self._address, self._rank) as connection:
+            expect_within(connection, BEAT_S)
+            send(connection, {"op": BEAT})
+            receive(connection)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the client is closed. Take another one from the service.")
+
+    def _drop_line(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.hang_up()
+            line.maps.clear()
+
+
+class _Others:
+    """Waits for the other ranks to ask for the same step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self._rank = rank
+        self._step = step
+        self._since = time.monotonic()
+        self._warned = False
+
+    def __call__(self, waits: list[Any]) -> None:
+        """Hear which ranks have not asked for the step, and where they are.
+
+        Raises:
+            StateError: They did not come.
+        """
+        waited = time.monotonic() - self._since
+        told = ", ".join(
+            f"rank {rank} " + ("is not attached" if at is None else f"is attached at step {at}") for rank, at in waits
+        )
+        if waited > JOIN_S:
+            raise StateError(
+                f"rank {self._rank} asks for step {self._step}, which is behind what was handed out, and for "
+                f"{waited:.0f} s not all ranks have asked for it: {told}. A stream goes back for all ranks at once. "
+                "Start all trainers again from the same checkpoint, each with step= or its state."
+            )
+        if waited > WARN_S and not self._warned:
+            self._warned = True
+            logger.warning("rank %d waits for all ranks to ask for step %d: %s", self._rank, self._step, told)
+
+
+def _unless_rewound(reply: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer; raise that of a service that is being started again at an earlier step: ask that one."""
+    if reply.get("error") == Rewound.__name__:
+        raise Rewound(reply["message"])
+    return reply
+
+
+def _view(root: Any, dtype: str, shape: list[int], offset: int) -> Any:
+    return np.ndarray(shape, dtype, root, offset)  # its base is `root`, whose end is the end of the lease
+
+
+def _let_go(leased: dict[int, int], released: deque[int], lease: int) -> None:
+    leased.pop(lease, None)
+    released.append(lease)

@@ -1,0 +1,197 @@
+"""What a service tells Prometheus: its status as metrics, where a scraper may ask for them.
+
+Rules of this file:
+1. Every figure comes from `service.status()`, so metrics and status cannot differ. Nothing is counted here.
+2. Labels are sources and roles, never ranks or samples: thousands of ranks make no more series than one.
+3. Who launched the service answers, so that there is an answer also while the service is being started again.
+4. Only this host is answered, unless an address says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from prometheus_client import start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from overlord.errors import OverlordError, SpecError
+
+LOOPBACK = "127.0.0.1"
+MOST_PORT = 65535
+
+_OF_A_SOURCE: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "planned_share": ("planned_share", "Share of the source in the newest plan."),
+        "realised_share": ("realised_share", "Share of the source in all that was drawn so far."),
+        "epoch": ("epoch", "Epoch that the source is in."),
+        "buffer_bytes": ("buffer_bytes", "Bytes of the source that are read ahead."),
+        "workers": ("workers", "Workers that the source has."),
+        "samples": ("samples_total", "Samples drawn."),
+        "tokens": ("tokens_total", "Tokens drawn."),
+        "skipped": ("skipped_total", "Rows passed over: empty, filtered out, or too long."),
+        "bad": ("bad_total", "Samples that a stand-in took the place of."),
+        "wrong_length": ("wrong_length_total", "Samples that were cut or padded to their planned length."),
+        "samples_prepared": ("prepared_total", "Rows that its workers have read and measured."),
+        "busy_s": ("busy_seconds_total", "Seconds that its workers were busy."),
+        "waited_s": ("waited_seconds_total", "Seconds that planner and constructors waited for the source."),
+    }
+)
+"""Figures of a source in a status: their name as a metric, and what they say."""
+
+
+def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yield a status as metrics.
+
+    Example:
+        >>> from overlord.runtimes.autoscaling.metrics import metrics_of
+        >>> lost = {"service": {"state": "starting again", "restarts": 2}}
+        >>> [(sample.name, sample.value) for metric in metrics_of(lost) for sample in metric.samples]
+        [('overlord_up', 0.0), ('overlord_service_restarts_total', 2.0)]
+    """
+    service = status.get("service") or {}
+    up = service.get("state", "up") == "up" and not status.get("failed")
+    yield _gauge("up", "Whether the service process is up, and not being started again.", up)
+    yield _counter("service_restarts_total", "Times that the service process was started again.",
+                   service.get("restarts", 0))  # fmt: skip
+    if "planner" not in status:
+        return
+    yield _gauge("next_step", "The next step to be planned.", status["planner"]["next_step"])
+    steps = list(status["clients"].values())
+    yield _gauge("clients", "Ranks that are attached.", len(steps))
+    if steps:
+        yield _gauge("client_step_min", "Step of the rank that is furthest behind.", min(steps))
+        yield _gauge("client_step_max", "Step of the rank that is furthest ahead.", max(steps))
+    yield _gauge("views_bytes", "Bytes of batches that wait for their ranks.", status["buffers"]["views_bytes"])
+    yield _gauge("store_bytes", "Bytes of the journal and the snapshots.", status["store"]["bytes"])
+    yield _gauge("store_failing", "Whether the store fails, so that planning pauses.", bool(status["store"]["error"]))
+    yield from _role_metrics(status.get("hosts") or ())
+    yield from _source_metrics(status["sources"])
+    scaling = status.get("scaling") or {}
+    yield _gauge("wanted_samples_per_second", "Samples a second that the trainers would take.",
+                 scaling.get("wanted_samples_per_s", 0.0))  # fmt: skip
+    needs = GaugeMetricFamily(
+        "overlord_bottleneck_workers_needed",
+        "Of the source that holds up the trainers, workers it needs; none where nobody does.",
+        labels=["source"],
+    )
+    for name, workers in (scaling.get("needs") or {}).items():
+        needs.add_metric([name], workers)
+    yield needs
+
+
+def _source_metrics(sources: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    for key, (name, says) in _OF_A_SOURCE.items():
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = kind(f"overlord_source_{name}", says, labels=["source"])
+        for source, figures in sources.items():
+            family.add_metric([source], figures[key])
+        yield family
+    parked = GaugeMetricFamily("overlord_source_parked", "Whether nothing is drawn for now.", labels=["source"])
+    for source, figures in sources.items():
+        parked.add_metric([source], float(figures["parked"] is not None))
+    yield parked
+
+
+def _role_metrics(hosts: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    up = GaugeMetricFamily("overlord_role_up", "Whether a role's process is up.", labels=["role", "host"])
+    restarts = CounterMetricFamily(
+        "overlord_role_restarts_total", "Times that a role was replaced.", labels=["role", "host"]
+    )
+    for one in hosts:
+        up.add_metric([one["role"], one["host"]], float(one["up"]))
+        restarts.add_metric([one["role"], one["host"]], one["restarts"])
+    yield up
+    yield restarts
+
+
+def _gauge(name: str, says: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"overlord_{name}", says, value=float(value))
+
+
+def _counter(name: str, says: str, value: float) -> Metric:
+    return CounterMetricFamily(f"overlord_{name}", says, value=float(value))
+
+
+class _Service(Collector):
+    """Asks for the status whenever somebody asks for metrics."""
+
+    def __init__(self) -> None:
+        self.status: Callable[[], Mapping[str, Any]] | None = None
+
+    def describe(self) -> Iterable[Metric]:
+        """Say nothing ahead: there may be no service yet."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what there is to tell."""
+        lost: dict[str, Any] = {"service": {"state": "lost"}}
+        try:
+            found = lost if self.status is None else self.status()
+        except OverlordError:
+            found = lost  # a service that is gone is told as such: who scrapes asks `overlord_up`
+        yield from metrics_of(found)
+
+
+class MetricsDoor:
+    """Answers Prometheus.
+
+    Args:
+        address: A port of this host, or "HOST:PORT"; port 0 takes a free one.
+
+    Raises:
+        SpecError: Nobody could ask there.
+
+    Example:
+        >>> door = MetricsDoor(0)
+        >>> door.url.startswith("http://127.0.0.1:")
+        True
+        >>> door.close()
+    """
+
+    def __init__(self, address: int | str) -> None:
+        host, port = host_and_port(address)
+        self._service = _Service()
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self._service)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise SpecError(
+                f"launch: metrics is {address!r}, where nobody can listen ({error.strerror or error}); no figures "
+                "could be asked for. Give another port, or 0 for a free one."
+            ) from error
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._server.server_port}/metrics"
+        """Where Prometheus asks."""
+
+    def tell(self, status: Callable[[], Mapping[str, Any]]) -> None:
+        """Answer with what this returns from now on."""
+        self._service.status = status
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def host_and_port(address: object) -> tuple[str, int]:
+    """Return where to listen.
+
+    Raises:
+        SpecError: It is no address.
+
+    Example:
+        >>> host_and_port(9400), host_and_port("0.0.0.0:9400"), host_and_port("[::]:9400")
+        (('127.0.0.1', 9400), ('0.0.0.0', 9400), ('::', 9400))
+    """
+    host, _, port = str(address).rpartition(":")
+    number = int(port) if port.isascii() and port.isdecimal() else -1
+    if isinstance(address, bool) or not isinstance(address, (int, str)) or not 0 <= number <= MOST_PORT:
+        raise SpecError(
+            f"launch: metrics is {address!r:.80}; nobody could ask there. Give a port such as 9400, or 'HOST:PORT'."
+        )
+    return host.removeprefix("[").removesuffix("]") or LOOPBACK, number

@@ -1,0 +1,820 @@
+"""Profiling: what every source of a job costs, measured in this process on real samples and files.
+
+One source after the other goes through the parts of a real run: its files, its order, its transform (in process
+workers, where a custom function asks for them), its SourceLoader.
+
+Rules of this file:
+1. What one source does wrong is told of it and keeps no other from being measured.
+2. A profile's file is written whole or not at all, and never unpickled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from overlord.core.messages import LoaderOrder, MetaRequest
+from overlord.core.order import BEGIN, Group, SourceOrder, rows_per_read, stream_bytes
+from overlord.core.ragged import RowBatch, concat_rows, num_bytes, num_rows, slice_rows, take_rows
+from overlord.core.samples import SKIP, Cursor, MetaArray
+from overlord.errors import OverlordError, SourceError, SpecError
+from overlord.job.specs import Job, Source
+from overlord.readers.source_files import SourceFiles
+from overlord.roles.source_loader import AHEAD_ROWS, SourceLoader
+from overlord.runtimes.hosts.prefetch import WORKER_BYTES, Hands, SerialWorkers, ThreadWorkers
+from overlord.runtimes.launching.deployment import (
+    Prepared,
+    Progress,
+    SourceFacts,
+    make_crew,
+    open_files,
+    order_of,
+    prepare,
+)
+from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.supervision.process_workers import ProcessWorkers
+from overlord.scaling.profiles import Entry, Profile, Running, SourceProfile, Spread, cost_digest
+from overlord.storage import replacing
+from overlord.transforms.samples.per_sample import (
+    Bools,
+    Fault,
+    Finished,
+    Int64s,
+    Measured,
+    MediaDecoder,
+    SampleTransform,
+    UInt64s,
+    Workers,
+    decode_media,
+)
+
+# --------------------------------------------------------------------------------------------------------------
+# A clock for the work of one worker: the seconds that it takes where it has a core, and how many of them need one.
+#
+# Rules of this file:
+# 1. Seconds are time on the wall, less what was waited for a core; or of the processor, where threads of a library
+#    share
+#    the work. A worker is sized as one that has its core: on a busy host it would otherwise look many times slower
+# than
+#    it is.
+# 2. Both count this process and the process workers that work for it. Programs that a function starts itself are seen
+#    as
+#    waiting: nobody counts what they take.
+
+
+class Took(NamedTuple):
+    """What some work took."""
+
+    seconds: float = 0.0
+    """Of one worker that has a core."""
+    cpu_s: float = 0.0
+    """Of them, seconds of a processor."""
+
+    def and_also(self, other: Took) -> Took:
+        """Return what both took together."""
+        return Took(self.seconds + other.seconds, self.cpu_s + other.cpu_s)
+
+
+class Clock:
+    """What was taken since it was made.
+
+    Args:
+        helpers: Tells the ids of the processes that work for this one; they rest whenever it is asked.
+
+    Example:
+        >>> clock = Clock()
+        >>> time.sleep(0.02)
+        >>> took = clock.took()
+        >>> took.seconds >= 0.015 and took.cpu_s <= took.seconds
+        True
+    """
+
+    def __init__(self, helpers: Callable[[], Sequence[int]] = tuple) -> None:
+        self._helpers = helpers
+        before = helpers()
+        self._queued = _queued_s(("self", *before))
+        self._helped = {pid: _processor_s(pid) for pid in before}
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    def took(self) -> Took:
+        """Return what was taken."""
+        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        now = self._helpers()
+        # What was started meanwhile, a process or a thread, has done all it did for this work; what has ended is gone.
+        cpu += sum(max(_processor_s(pid) - self._helped.get(pid, 0.0), 0.0) for pid in now)
+        queued = sum(waited - self._queued.get(who, 0.0) for who, waited in _queued_s(("self", *now)).items())
+        # Threads of a tokenizer wait beside one another, and this one may have waited while it asked: what is taken off
+        # may be too much.
+        return Took(max(wall - queued, cpu), cpu)
+
+
+def _processor_s(pid: int) -> float:
+    """Return the seconds of a processor that a process had, threads that have ended counted; 0 where it is gone."""
+    clock = ctypes.c_int()
+    # What /proc and psutil tell comes in hundredths of a second, which is longer than most samples take.
+    if ctypes.CDLL(None).clock_getcpuclockid(ctypes.c_int(pid), ctypes.byref(clock)):
+        return 0.0
+    try:
+        return time.clock_gettime(clock.value)
+    except OSError:
+        return 0.0  # it has ended just now
+
+
+def _queued_s(processes: Iterable[int | str]) -> dict[str, float]:
+    """Return how long each thread of some processes was ready and had no core; nothing where the system does not tell.
+
+    By thread: one that ends takes what it had waited with it, and a sum of all would fall.
+    """
+    found: dict[str, float] = {}
+    for process in processes:
+        try:
+            threads = os.listdir(f"/proc/{process}/task")
+        except OSError:
+            continue  # no such folder on this system, or a process that has just ended
+        for thread in threads:
+            try:
+                with open(f"/proc/{process}/task/{thread}/schedstat", "rb") as file:
+                    found[thread] = 1e-9 * int(file.read().split()[1])
+            except (OSError, IndexError, ValueError):
+                continue  # no such file on this system, or a thread that has just ended
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Times the samples of one source on their way through a real SourceLoader: read, measured, finished, handed over.
+#
+# Rules of this file:
+# 1. Seconds are those of one worker that has a core, as `worker_clock` counts them; those of the processor are noted
+#    beside them, of the same rows.
+# 2. The mean comes from rows that go together, as loaders take them. The spread comes from rows that go alone, less
+#    what
+#    a call costs that is made for one row only.
+# 3. What happens once (a file is indexed, a decoder is loaded, a process worker starts) is in no figure.
+
+
+Floats = npt.NDArray[np.float64]
+Reads = list[tuple[tuple[int, int], int, float]]
+"""((epoch, group), rows, seconds) of every run of rows."""
+
+_EXPENSIVE_S = 0.005
+"""A row that takes so long goes alone always: what a call costs beside it does not matter, and time is short."""
+_TOGETHER_EVERY = 4
+"""Of so many runs of rows, the first goes together."""
+_TOGETHER, _COPY = -1, -2
+_PASSES = 2
+"""A small source is not read more often than this."""
+
+
+class Deadline:
+    """When to stop measuring a source; what happens once puts it off."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is time to stop."""
+        return time.monotonic() > self._at
+
+    def put_off(self, seconds: float) -> None:
+        """Stop later."""
+        self._at += seconds
+
+
+@dataclass(slots=True)
+class Stage:
+    """Seconds of one stage of the way, of rows together and of rows alone."""
+
+    rows: int = 0
+    together_s: float = 0.0
+    together_cpu_s: float = 0.0
+    alone: list[float] = field(default_factory=list[float])
+    alone_cpu_s: float = 0.0
+    """Of the processor, of all rows alone."""
+    first_s: float = 0.0
+    """The very first row, which may have waited for what happens once."""
+    probed: bool = False
+    expensive: bool = False
+
+    def add(self, rows: int, took: Took) -> None:
+        """Note what some rows took together."""
+        self.rows += rows
+        self.together_s += took.seconds
+        self.together_cpu_s += took.cpu_s
+
+    def add_alone(self, took: Took) -> None:
+        """Note what one row took alone."""
+        self.alone.append(took.seconds)
+        self.alone_cpu_s += took.cpu_s
+
+    def probe(self, seconds: float) -> None:
+        """Note what one row took that is not counted: the first, or the one after it, which tells what to expect."""
+        if not self.first_s:
+            self.first_s = seconds
+        self.expensive = seconds > _EXPENSIVE_S
+
+    @property
+    def mean(self) -> float:
+        """Seconds a row."""
+        if self.rows:
+            return self.together_s / self.rows
+        return float(np.mean(self.alone)) if self.alone else self.first_s
+
+    @property
+    def cpu_mean(self) -> float:
+        """Seconds of the processor a row, of the rows that `mean` is of; all of it where there are none."""
+        if self.rows:
+            return self.together_cpu_s / self.rows
+        return self.alone_cpu_s / len(self.alone) if self.alone else self.first_s
+
+    def spread(self) -> Floats:
+        """Return the seconds of every row that went alone, less what a call for one row costs."""
+        alone = np.array(self.alone)
+        if not len(alone):
+            return alone
+        # Of noise that fell on rows alone, most is taken for a part of the call; never all that the quick ones took.
+        call = min(max(float(alone.mean()) - self.mean, 0.0), 0.9 * float(np.quantile(alone, 0.05)))
+        rest = np.maximum(alone - call, 0.1 * alone)
+        return rest * (self.mean / float(rest.mean()))
+
+
+class TimedTransform:
+    """A source's own transform, timed while its loader measures rows.
+
+    Args:
+        inner: The transform.
+        deadline: When to stop: rows behind it are stood in for by copies, and not counted.
+        clock: Makes a clock that starts now.
+    """
+
+    def __init__(self, inner: SampleTransform, deadline: Deadline, clock: Callable[[], Clock] = Clock) -> None:
+        self._inner = inner
+        self._deadline = deadline
+        self.clock = clock
+        self.columns = inner.columns
+        self.facts = inner.facts
+        self.stage = Stage()
+        self.alone = False
+        """Whether the rows that come now go one by one."""
+        self.places: list[int] = []
+        """Of every row so far, in order: its place among the rows that went alone, `_TOGETHER`, or `_COPY`."""
+        self.outside = Took()
+        """What was taken between `leave` and `enter`, which is outside of `measure`."""
+        self._since = clock()
+        self.read_bytes = 0
+        self.kept_bytes = 0
+
+    @property
+    def decoder(self) -> MediaDecoder | None:
+        """What opens this kind's media."""
+        return self._inner.decoder
+
+    def leave(self) -> None:
+        """Begin to count what is taken outside.
+
+        Taking what is inside off the whole would not do: where a process worker starts it is large, and its noise too.
+        """
+        self._since = self.clock()
+
+    def enter(self) -> None:
+        """Stop to count what is taken outside."""
+        self.outside = self.outside.and_also(self._since.took())
+
+    def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
+        """Measure rows, together or one by one."""
+        self.enter()
+        count = num_rows(rows)
+
+        def run(start: int, stop: int) -> tuple[Measured, Took]:
+            clock = self.clock()
+            known = None if lengths is None else lengths[start:stop]
+            found = self._inner.measure(slice_rows(rows, start, stop), known, seeds[start:stop])
+            return found, clock.took()
+
+        if not self.stage.probed:
+            for row in range(min(2, count)):
+                self.stage.probe(run(row, row + 1)[1].seconds)
+            self.stage.probed = True
+            self._deadline.put_off(self.stage.first_s)
+        if self.alone or self.stage.expensive:
+            parts: list[Measured] = []
+            while len(parts) < count and not (parts and self._deadline.passed):
+                found, took = run(len(parts), len(parts) + 1)
+                parts.append(found)
+                self.stage.add_alone(took)
+            measured, last = _joined(parts), len(self.stage.alone)
+            self.places += [*range(last - len(parts), last), *([_COPY] * (count - len(parts)))]
+            if len(parts) < count:
+                measured = _repeated(measured, count)
+        else:
+            measured, took = run(0, count)
+            self.stage.add(count, took)
+            self.places += [_TOGETHER] * count
+        self.read_bytes += num_bytes(rows)
+        self.kept_bytes += num_bytes(measured.kept)
+        self.leave()
+        return measured
+
+    def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
+        """Finish rows; the loader's caller times that."""
+        return self._inner.finish(kept, planned, bad, workers)
+
+
+def _joined(parts: list[Measured]) -> Measured:
+    """Join what single rows gave."""
+
+    def moved(name: str) -> list[Fault]:
+        return [(at + row, why) for at, part in enumerate(parts) for row, why in getattr(part, name)]
+
+    arrays = {name: np.concatenate([getattr(p, name) for p in parts]) for name in ("tokens", "image_tokens", "images")}
+    fronts = [part.front for part in parts if part.front is not None]
+    return Measured(
+        **arrays,
+        flags=np.concatenate([part.flags for part in parts]),
+        kept=concat_rows([part.kept for part in parts]),
+        faults=moved("faults"),
+        front=np.concatenate(fronts) if fronts else None,
+        margin=parts[0].margin,
+        killed=moved("killed"),
+        lies=moved("lies"),
+    )
+
+
+def _repeated(measured: Measured, count: int) -> Measured:
+    """Return so many rows, the measured ones over and over; no fault is told twice."""
+    rows = np.arange(count) % len(measured.tokens)
+    return dataclasses.replace(
+        measured,
+        tokens=measured.tokens[rows],
+        image_tokens=measured.image_tokens[rows],
+        images=measured.images[rows],
+        flags=measured.flags[rows],
+        kept=take_rows(measured.kept, rows),
+        front=None if measured.front is None else measured.front[rows],
+    )
+
+
+class TimedSource:
+    """Takes the samples of one source through its loader until enough of them are timed.
+
+    Args:
+        number: The source's number in its job.
+        loader: Its loader, made with `timed`.
+        timed: Its transform.
+        deadline: When to stop.
+    """
+
+    def __init__(self, number: int, loader: SourceLoader, timed: TimedTransform, deadline: Deadline) -> None:
+        self._number = number
+        self._loader = loader
+        self._timed = timed
+        self._deadline = deadline
+        self._seen = 0
+        self.read: Reads = []
+        self.read_cpu: Reads = []
+        """The same runs, their seconds of the processor."""
+        self.finished = Stage()
+        self.handed_over = Stage()
+        self.decode_s: list[float] = []
+        """Seconds of the samples whose media are decoded behind the hand-over."""
+        self.pairs: list[tuple[int, int]] = []
+        """Places of samples among those measured alone, and finished alone; `_TOGETHER` where they were not."""
+        self.rows = 0
+        self.drawn = 0
+        """Of the rows, those that are samples."""
+        self.samples = 0
+        """Of these, those that were handed over before it was time to stop."""
+        self.tokens = 0
+        self.delivered_bytes = 0
+        self.buffer_row_bytes = 0.0
+        """Bytes of a row in the read buffer, its metadata counted."""
+        self.pool_bytes = 0
+        """Bytes that Arrow holds for the open readers of the first group."""
+
+    def run(self, samples: int, grown: Callable[[], int]) -> None:
+        """Time about so many samples.
+
+        Args:
+            samples: How many.
+            grown: Tells how many bytes Arrow's pool has grown by; asked when the first group is open.
+
+        Raises:
+            OverlordError: The source cannot be read.
+        """
+        cursor, runs = Cursor(0, BEGIN, 0), 0
+        while self.samples < samples and cursor.epoch < _PASSES:
+            if runs and self._deadline.passed:
+                break
+            self._timed.alone = runs % _TOGETHER_EVERY > 0
+            self._timed.outside = Took()
+            count = min(AHEAD_ROWS, samples - self.samples)
+            self._timed.leave()
+            delta = self._loader.summary_buffer(MetaRequest(self._number, cursor, count))
+            self._timed.enter()
+            reading, meta = self._timed.outside, delta.meta
+            where = (int(meta["epoch"][0]), int(meta["group"][0]))
+            self.read.append((where, len(meta), reading.seconds))
+            self.read_cpu.append((where, len(meta), reading.cpu_s))
+            if not runs:
+                self.pool_bytes = grown()
+                self.buffer_row_bytes = self._loader.buffer_bytes / len(self._timed.places)
+            self._finish(meta, np.array(self._timed.places[self._seen : self._seen + len(meta)]))
+            self._seen += len(meta)
+            cursor = delta.next_cursor
+            runs += 1
+        if not self.samples:
+            raise SourceError(
+                f"source {self._loader.name!r}: none of the {self.rows} rows that were read is a sample (they are "
+                "empty, filtered out, or too long for overlength='drop'); what one costs cannot be known. Look at them "
+                "with `overlord sources preview`."
+            )
+
+    def _finish(self, meta: MetaArray, places: Int64s) -> None:
+        """Finish and hand over the samples among some rows, which were measured at these places."""
+        counted = places != _COPY
+        self.rows += int(counted.sum())
+        drawn = np.flatnonzero(counted & ((meta["flags"] & SKIP) == 0))
+        self.drawn += len(drawn)
+        if not len(drawn):
+            return
+        if not self.finished.probed:
+            clock = self._timed.clock()
+            self.finished.probe(self._hand_over(meta[drawn[:1]], keep=False)[0].seconds)
+            self._deadline.put_off(clock.took().seconds)
+            self.decode_s.clear()
+            # The same one again: behind a later one, the loader would let go of those before it.
+            self.finished.probe(self._hand_over(meta[drawn[:1]], keep=False)[0].seconds)
+            self.finished.probed = True
+        if not (self._timed.alone or self.finished.expensive):
+            finishing, handing = self._hand_over(meta[drawn])
+            self.finished.add(len(drawn), finishing)
+            self.handed_over.add(len(drawn), handing)
+            self.pairs += [(int(place), _TOGETHER) for place in places[drawn] if place != _TOGETHER]
+            return
+        for row in drawn.tolist():
+            finishing, handing = self._hand_over(meta[row : row + 1])
+            self.pairs.append((int(places[row]), len(self.finished.alone)))
+            self.finished.add_alone(finishing)
+            self.handed_over.add_alone(handing)
+            if self._deadline.passed:
+                break
+
+    def _hand_over(self, meta: MetaArray, keep: bool = True) -> tuple[Took, Took]:
+        """Take planned samples to where they go; return what finishing them took, and all beside it."""
+        end = Cursor(*(int(meta[-1][name]) for name in Cursor._fields))
+        clock = self._timed.clock()
+        staged = self._loader.loader_do_plan(LoaderOrder(0, self._number, meta, end))
+        popping, clock = clock.took(), self._timed.clock()
+        done = self._loader.finish(staged)
+        finishing, clock = clock.took(), self._timed.clock()
+        payload = self._loader.hand_over(staged, done)
+        payload = payload.take(np.arange(len(meta)), np.ones(len(meta), np.bool_))  # the copy to who needs them
+        handing = popping.and_also(clock.took())
+        if keep:
+            self.samples += len(meta)
+            self.tokens += int(meta["tokens"].sum())
+            self.delivered_bytes += payload.nbytes
+        decoder, media = self._timed.decoder, payload.media
+        if len(meta) == 1 and decoder is not None and media is not None and media.encoded and len(media.start):
+            clock = self._timed.clock()
+            decode_media(media, decoder, SerialWorkers())
+            self.decode_s.append(clock.took().seconds)
+        return finishing, handing
+
+    @property
+    def rows_per_sample(self) -> float:
+        """Rows that are read for a sample: those that are read for nothing are paid by the others."""
+        return self.rows / self.drawn
+
+    def transform_seconds(self, read_s: float) -> Floats:
+        """Return P of every sample that went alone; of the mean sample where none did."""
+        per_sample, measure, finish = self.rows_per_sample, self._timed.stage, self.finished
+        mean = per_sample * (read_s + measure.mean) + finish.mean
+        if not self.pairs:
+            return np.array([mean])
+        places, ends = np.array(self.pairs).T
+        # What went together stands behind the others, where its place, -1, finds it.
+        measured = np.append(measure.spread(), measure.mean)[places]
+        found = per_sample * (read_s + measured) + np.append(finish.spread(), finish.mean)[ends]
+        return found * (mean / float(found.mean()))
+
+    def cpu_share(self, read_s: float, read_cpu_s: float) -> float:
+        """Return the part of P that needs a CPU.
+
+        Args:
+            read_s: Seconds of reading a row.
+            read_cpu_s: Of them, seconds of the processor.
+        """
+        per_sample, measure, finish = self.rows_per_sample, self._timed.stage, self.finished
+        seconds = per_sample * (read_s + measure.mean) + finish.mean
+        cpu_s = per_sample * (read_cpu_s + measure.cpu_mean) + finish.cpu_mean
+        return min(cpu_s / seconds, 1.0) if seconds > 0 else 1.0
+
+
+def read_seconds(runs: Reads, covered: dict[tuple[int, int], int]) -> float:
+    """Return the seconds of reading a row: those of a group's first run stand for all rows that it fetched.
+
+    Args:
+        runs: Every run; or its seconds of the processor, which are shared out the same way.
+        covered: Rows that the first run of each group fetched: all of a group that is held whole, a batch of every
+            stream of another one.
+
+    Example:
+        >>> read_seconds([((0, 0), 10, 1.0), ((0, 0), 10, 0.0)], {(0, 0): 100})
+        0.01
+    """
+    found: list[float] = []
+    for group, fetched in covered.items():
+        counts, seconds = zip(*(run[1:] for run in runs if run[0] == group), strict=True)
+        if sum(counts) > fetched:
+            found.append(sum(seconds) / sum(counts))
+        else:
+            found.append(seconds[0] / fetched + sum(seconds[1:]) / max(sum(counts[1:]), 1))
+    return float(np.mean(found))
+
+
+# --------------------------------------------------------------------------------------------------------------
+
+
+SAMPLES = 200
+SECONDS = 2.0
+_OPENERS = 16
+"""Opening a source mostly waits for storage."""
+_INDEX_ARRAYS = 5
+"""Numbers that an index holds of each block: rows, bytes, where it starts and stops, its first row."""
+_ORDER_ARRAYS = 4
+"""Numbers that an order holds of each block of its window: file, block, rows, bytes."""
+_LISTED_BYTES = 512
+"""What a listed file takes beside its names: an object with sizes and times."""
+_MOST_GROUPS = 256
+"""Groups that are looked at for the largest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """What profiling a job found."""
+
+    profile: Profile
+    failed: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Sources that could not be measured, and why."""
+
+
+def profile_job(
+    job: Job,
+    options: LaunchOptions,
+    *,
+    when: str,
+    sources: Sequence[str] | None = None,
+    samples: int = SAMPLES,
+    seconds: float = SECONDS,
+    progress: Progress | None = None,
+) -> Profiled:
+    """Measure the sources of a job on real samples.
+
+    Args:
+        job: The job.
+        options: The launch; where media are decoded matters, and where indices are kept.
+        when: ISO time of now, for the profile's journal.
+        sources: Only these; by default all.
+        samples: Samples of each source, about.
+        seconds: Seconds for each source, about: one of them is finished whatever it takes.
+        progress: Told how far it is.
+
+    Raises:
+        SpecError: The job or the launch is wrong.
+    """
+    options = dataclasses.replace(options, loaders_per_source=1, workers={})  # one worker's seconds
+    with ProcessWorkers(1) as processes:
+        prepared = prepare(_tolerant(job), options, processes.isolate)
+        numbers = [n for n, name in enumerate(prepared.job.names) if sources is None or name in sources]
+        opened, failed = open_each(prepared, numbers, progress)
+        found: list[SourceProfile] = []
+        for done, (number, files) in enumerate(opened.items()):
+            source = prepared.job.sources[number]
+            try:
+                found.append(_measure(prepared, number, files, processes, samples, seconds, when))
+            except OverlordError as error:
+                failed[source.name] = str(error)
+            if progress is not None:
+                progress("measuring sources", done + 1, len(opened))
+    return Profiled(Profile(tuple(found)), failed)
+
+
+def open_each(
+    prepared: Prepared, numbers: Sequence[int], progress: Progress | None = None
+) -> tuple[dict[int, SourceFiles], dict[str, str]]:
+    """Open sources side by side; return those that can be opened, and why the others cannot."""
+    callers, failed, opened = ThreadWorkers(_OPENERS, "overlord-profile"), dict[str, str](), dict[int, SourceFiles]()
+
+    def open_one(number: int) -> None:
+        try:
+            opened.update(open_files(prepared, [number], SerialWorkers()))
+        except OverlordError as error:
+            failed[prepared.job.names[number]] = str(error)
+        if progress is not None:
+            progress("opening sources", len(opened) + len(failed), len(numbers))
+
+    try:
+        callers.map(open_one, numbers)
+    finally:
+        callers.close()
+    return {number: opened[number] for number in numbers if number in opened}, failed
+
+
+def digests_of(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> dict[str, str]:
+    """Return what `Profile.check` compares: the digest of every source whose files are known."""
+    return {
+        source.name: _digest(prepared, source, facts[source.name].listing)
+        for source in prepared.job.sources
+        if source.name in facts
+    }
+
+
+def check_profile(profile: Profile, job: Job, options: LaunchOptions, progress: Progress | None = None) -> None:
+    """Refuse a profile that was measured on other sources than a job's, as they are now.
+
+    Raises:
+        SpecError: A source has changed or was not measured, or the job is wrong.
+    """
+    prepared = prepare(job, options)
+    opened, failed = open_each(prepared, range(len(prepared.job.sources)), progress)
+    if failed:
+        raise SpecError(next(iter(failed.values())))
+    facts = {prepared.job.names[number]: SourceFacts.of(files) for number, files in opened.items()}
+    profile.check(digests_of(prepared, facts))
+
+
+def read_profile(path: Path) -> Profile | None:
+    """Read a profile's file; None where there is none.
+
+    Raises:
+        SpecError: It is damaged, of another version, or cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        return Profile.from_json("", f"{path} ({error.reason})")
+    except OSError as error:
+        raise SpecError(f"{path}: it cannot be read ({error.strerror}); loaders cannot be sized by it.") from error
+    return Profile.from_json(text, str(path))
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile's file: who reads it meanwhile sees the old one or the new one.
+
+    Raises:
+        SpecError: It cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as scratch, scratch.open("w", encoding="utf-8") as file:
+            file.write(profile.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise SpecError(f"{path}: it cannot be written ({error.strerror}). Name another file.") from error
+
+
+def refresh(path: Path, status: Mapping[str, Any], when: str) -> Profile | None:
+    """Move a profile's file toward what a running job has measured; nothing happens where there is none.
+
+    Args:
+        path: The profile's file.
+        status: What `service.status()` tells: of each source `samples_prepared` (rows measured), `busy_s` (seconds of
+            workers), and the `samples` and `skipped` rows that the stream has drawn and passed over.
+        when: ISO time of now.
+
+    Raises:
+        SpecError: The file is damaged or cannot be written.
+    """
+    profile = read_profile(path)
+    if profile is None:
+        return None
+    running = {name: _running(one) for name, one in status["sources"].items()}
+    refreshed = profile.refreshed(running, when, f"refreshed at step {status['planner']['next_step']}")
+    if refreshed != profile:
+        write_profile(path, refreshed)
+    return refreshed
+
+
+def _running(one: Mapping[str, Any]) -> Running:
+    """Return what a status tells of a source, by samples: rows that are passed over are paid by the others."""
+    drawn, skipped = int(one["samples"]), int(one["skipped"])
+    share = drawn / (drawn + skipped) if drawn else 1.0
+    return Running(round(share * int(one["samples_prepared"])), float(one["busy_s"]))
+
+
+def _tolerant(job: Job) -> Job:
+    """Return a job whose bad samples are counted and stop nobody: what they cost is measured all the same."""
+    return job.model_copy(update={"sources": tuple(source.replace(tolerance=1.0) for source in job.sources)})
+
+
+def _digest(prepared: Prepared, source: Source, listing: str) -> str:
+    return cost_digest(source, listing, prepared.tokenizer_digest, prepared.options.placement)
+
+
+class _Verdicts:
+    """Remembers rows that killed their process worker while they are measured; a profile writes down none of them."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[int, str] = {}
+
+    def add(self, source: str, row: int, reason: str, epoch: int = 0) -> None:
+        self._reasons[row] = reason
+
+    def known(self, source: str, rows: npt.NDArray[np.int64], epoch: int = 0) -> npt.NDArray[np.bool_]:
+        return np.isin(rows, list(self._reasons))
+
+    def reason(self, source: str, row: int) -> str:
+        return self._reasons[row]
+
+
+def _measure(
+    prepared: Prepared,
+    number: int,
+    files: SourceFiles,
+    processes: ProcessWorkers,
+    samples: int,
+    seconds: float,
+    when: str,
+) -> SourceProfile:
+    source = prepared.job.sources[number]
+    order = order_of(prepared.job, source, files)
+    order.first_group(0)  # indexes what the first group needs, which happens once and is no sample's cost
+    deadline = Deadline(seconds)
+    timed = TimedTransform(prepared.transforms[number], deadline, lambda: Clock(lambda: processes.resting))
+    transforms = [*prepared.transforms[:number], timed, *prepared.transforms[number + 1 :]]
+    ready = dataclasses.replace(prepared, transforms=transforms)
+    loader = make_crew(ready, number, files, _Verdicts(), Hands.of_caller()).loader
+    way = TimedSource(number, loader, timed, deadline)
+    before = pa.total_allocated_bytes()
+    way.run(samples, lambda: pa.total_allocated_bytes() - before)
+    fetched = {where: _fetched(order.group(*where)) for where, _, _ in way.read}
+    read_s, read_cpu_s = read_seconds(way.read, fetched), read_seconds(way.read_cpu, fetched)
+    seconds_of = way.transform_seconds(read_s)
+    per_sample, rows = way.rows_per_sample, len(timed.places)
+    found = SourceProfile(
+        name=source.name,
+        digest=_digest(prepared, source, files.listing_digest()),
+        samples=way.samples,
+        bad=len({row for row, _ in loader.met.bad}),
+        transform=Spread.of(seconds_of),
+        read_s=per_sample * read_s,
+        measure_s=per_sample * timed.stage.mean,
+        finish_s=way.finished.mean,
+        cpu_share=way.cpu_share(read_s, read_cpu_s),
+        decode_s=float(np.mean(way.decode_s)) if way.decode_s else 0.0,
+        decoded_in="" if timed.decoder is None else loader.placement.where,
+        handover_s=way.handed_over.mean,
+        file_bytes=_file_bytes(files, order),
+        buffer_bytes=_buffer_bytes(order, timed.read_bytes / rows, way),
+        tokens=way.tokens / way.samples,
+        read_bytes=timed.read_bytes / rows,
+        kept_bytes=timed.kept_bytes / rows,
+        delivered_bytes=way.delivered_bytes / way.samples,
+    )
+    return found.noted(Entry(when, "measured", way.samples, found.transform_s))
+
+
+def _fetched(group: Group) -> int:
+    """Return the rows that the first read of a group fetches."""
+    return group.num_rows if group.whole else min(group.num_rows, len(group.rows) * rows_per_read(group.row_bytes))
+
+
+def _file_bytes(files: SourceFiles, order: SourceOrder) -> int:
+    """Return what a listed and indexed source holds: its files' names, and the index and order of one window.
+
+    Counted, since it is too little to be seen in the memory of a process: tens of kilobytes.
+    """
+    listed = sum(len(file.path) + len(file.location) + _LISTED_BYTES for file in files.files)
+    blocks = sum(len(files.blocks(int(file)).rows) for file in order.windows(0)[0])
+    return listed + 8 * (_INDEX_ARRAYS + _ORDER_ARRAYS) * blocks
+
+
+def _buffer_bytes(order: SourceOrder, row_bytes: float, way: TimedSource) -> int:
+    """Return what one worker holds at the end of the largest group of the first window.
+
+    Its open readers (a group held whole, or k streams: the bytes of their rows, or what Arrow's pool grew by when they
+    were opened, if that is more) and the rows that it has measured, by the bytes that the loader itself reports. The
+    resident memory of this process would tell nothing: allocators keep what the source before has freed, and Python's
+    own tracing does not see Arrow. A worker stops at `WORKER_BYTES` of rows kept ahead of the plan.
+    """
+    first = order.first_group(0)
+    numbers = range(first, first + _MOST_GROUPS)
+    groups = [order.group(0, number) for number in numbers if order.has_group(0, number)]
+    largest = max(groups, key=lambda group: group.num_rows)
+    held = largest.num_rows * row_bytes if largest.whole else len(largest.rows) * stream_bytes(largest.row_bytes)
+    kept = min(largest.num_rows * way.buffer_row_bytes, max(WORKER_BYTES, way.buffer_row_bytes))
+    return int(max(held, way.pool_bytes) + kept)

@@ -1,0 +1,411 @@
+"""The AutoScaler at work: once an interval it looks at a running service, asks `decide`, and has workers changed.
+
+Rules of this file:
+1. Nothing here changes the stream: workers prepare what the planner would ask for anyway.
+2. The rate that trainers want is what they took, and more while they waited: as long as they wait all the time, twice
+   as much as they got.
+3. What fails here is logged and tried again at the next interval. Nobody waits for this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from overlord.core.spec_errors import did_you_mean, is_whole
+from overlord.errors import OverlordError, SpecError
+from overlord.job.specs import Job
+from overlord.runtimes.autoscaling.profiling import digests_of, read_profile, refresh
+from overlord.runtimes.hosts.loader_host import LoaderFleet
+from overlord.runtimes.launching.deployment import Prepared, SourceFacts
+from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.scaling.autoscaler import Bottleneck, Fleet, Scaling, Waited, decide, find_bottleneck
+from overlord.scaling.partition import partition
+from overlord.scaling.source_costs import (
+    Budget,
+    Resources,
+    SourceCost,
+    counted_by_workers,
+    demand,
+    mean_shares,
+    sample_shares,
+    schedule_shares,
+)
+
+# --------------------------------------------------------------------------------------------------------------
+# How many workers a launch begins with, and how many it may have: what `launch` is told, checked and completed.
+
+
+logger = logging.getLogger("overlord")
+
+Loaders = int | Mapping[str, int] | Literal["auto"]
+"""Workers of each source: one number, numbers by name, or what its profile asks for."""
+
+MOST_LANES = 64
+"""Workers of a host that may run at the same time where nobody says how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """The workers of a launch, as `LaunchOptions` has them."""
+
+    loaders_per_source: int = 1
+    workers: Mapping[str, int] = field(default_factory=dict[str, int])
+    lanes: int = MOST_LANES
+    scaling: Scaling | None = None
+    memory: int = 1 << 62
+    budget_bytes: int
+    profile: str | None = None
+
+
+def sizing_of(job: Job, loaders: object, scaling: object, budget: object, profile: str | None) -> Sizing:
+    """Complete what a launch says of its workers.
+
+    Raises:
+        SpecError: for what cannot be; nothing has run.
+
+    Example:
+        >>> from overlord.job.specs import Batch, Source, Text
+        >>> web = Source("web", "web.jsonl", sample=Text("text", tokenized=True))
+        >>> job = Job(sources=[web], batch=Batch(8, global_samples=4))
+        >>> sizing_of(job, {"web": 4}, False, Budget(cpus=16), None).workers
+        {'web': 4}
+    """
+    given = budget if isinstance(budget, Budget) else Budget(ahead=_whole("budget", budget))
+    settings = _scaling_of(scaling)
+    sized = settings is not None or given.cpus is not None
+    lanes = given.cpus or ((os.cpu_count() or 1) if sized else MOST_LANES)
+    bounds: dict[str, Any] = {
+        "scaling": settings,
+        "memory": given.memory or 1 << 62,
+        "budget_bytes": given.ahead,
+        "profile": profile,
+    }
+    if isinstance(loaders, Mapping):
+        workers = _by_name(job, cast("Mapping[str, object]", loaders))
+        return Sizing(workers=workers, lanes=lanes, **bounds)
+    if loaders == "auto":
+        return Sizing(
+            workers=_partitioned(job, profile, given, settings), lanes=given.cpus or os.cpu_count() or 1, **bounds
+        )
+    return Sizing(loaders_per_source=_whole("loaders_per_source", loaders), lanes=lanes, **bounds)
+
+
+def _partitioned(job: Job, profile: str | None, budget: Budget, scaling: Scaling | None) -> dict[str, int]:
+    """Return the workers of the auto-partition: for the first step where they follow the mixture, else for its mean."""
+    known = None if profile is None else read_profile(Path(profile))
+    if known is None:
+        what = "there is no profile=" if profile is None else f"there is no file {profile!r}"
+        raise SpecError(
+            f"launch: loaders_per_source is 'auto' and {what}; nobody would know what sources cost. Run `overlord "
+            "profile JOB` and name the file it writes, or give numbers."
+        )
+    costs = counted_by_workers(known.cost(name) for name in job.names)  # a budget here bounds workers
+    points = schedule_shares(job, job.max_steps, costs)
+    shares = points[0][1] if scaling is not None else mean_shares(points)
+    # All workers are threads of the service here: nothing is taken off for the other roles.
+    resources = Resources(
+        cpus=float(budget.cpus or os.cpu_count() or 1), bytes=budget.memory or 1 << 62, planner_cpus=0.0,
+        planner_bytes=0, constructor_cpus=0.0, constructor_bytes=0, actor_bytes=0,
+        per_source=budget.cpus or os.cpu_count() or 1,
+    )  # fmt: skip
+    return {one.name: max(1, one.workers) for one in partition(costs, shares, resources).allotments}
+
+
+def check_sizes(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> None:
+    """Refuse a profile that was measured on other sources than those that were opened.
+
+    Raises:
+        SpecError: it names them.
+    """
+    path = prepared.options.profile
+    profile = None if path is None else read_profile(Path(path))
+    if profile is not None:
+        profile.check(digests_of(prepared, facts))
+
+
+def refresh_profile(options: LaunchOptions, status: Callable[[], Mapping[str, Any]]) -> None:
+    """Bring the profile of a launch up to date with what its workers did; a service that ends does not fail by it."""
+    if options.profile is not None:
+        try:
+            refresh(Path(options.profile), status(), datetime.now(UTC).isoformat(timespec="seconds"))
+        except (OverlordError, OSError) as error:
+            logger.warning("the profile %s could not be brought up to date: %s", options.profile, error)
+
+
+def _scaling_of(scaling: object) -> Scaling | None:
+    if isinstance(scaling, bool):
+        return Scaling() if scaling else None
+    if not isinstance(scaling, Scaling):
+        raise SpecError(
+            f"launch: scaling is {scaling!r:.80}; nobody would know when workers come and go. Use True, False or "
+            "ol.Scaling(..)."
+        )
+    return scaling
+
+
+def _by_name(job: Job, loaders: Mapping[str, object]) -> dict[str, int]:
+    for name in loaders:
+        if name not in job.names:
+            raise SpecError(
+                f"launch: loaders_per_source names {name!r:.80}, which is no source of the job; its workers would have "
+                f"nothing to do.{did_you_mean(str(name), job.names)} Name sources of the job."
+            )
+    return {name: _whole(f"loaders_per_source[{name!r}]", count) for name, count in loaders.items()}
+
+
+def _whole(name: str, value: object) -> int:
+    if not is_whole(value) or int(cast("int", value)) < 1:
+        raise SpecError(
+            f"launch: {name} is {value!r:.80}; nothing could run with it. Give a whole number of at least 1, or leave "
+            "it out."
+        )
+    return int(cast("int", value))
+
+
+# --------------------------------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger("overlord")
+
+KEPT_EVENTS = 64
+LOOK_S = 2.0
+"""How often it is looked for a bottleneck where workers are left as they are."""
+FEW_SAMPLES = 8
+"""So many samples of a source tell what one costs."""
+REMEMBERED = 256
+"""What a source costs is the mean of about its last so many samples."""
+_FALL = 0.1
+"""How fast the rate that trainers want falls, in an interval in which they took less."""
+
+Watch = Callable[[Sequence[int]], Mapping[str, Any]]
+"""Tells how a service does, and its weights so many steps ahead: what `planner_answers.workload` says, "waited_s" of
+its trainers, and under "sources" what the workers of each source did."""
+Act = Callable[[Mapping[str, int], Mapping[str, float]], None]
+"""Gives sources so many workers, of which they keep so many busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a service had done at a moment."""
+
+    at: float
+    step: int
+    samples: int
+    waited_s: float
+    sources: Mapping[str, Mapping[str, Any]]
+
+
+class Scaler:
+    """Right-sizes the workers of one service.
+
+    Args:
+        watch: Tells how the service does.
+        act: Changes it; None only looks, and names who is the bottleneck.
+        scaling: When workers come and go.
+        cpus: Workers at most.
+        memory: Bytes that files and buffers of all sources may take at most.
+        known: What sources cost, as far as that is known before they run.
+        clock: Seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        act: Act | None,
+        scaling: Scaling,
+        *,
+        cpus: int,
+        memory: int,
+        known: Mapping[str, SourceCost] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._watch = watch
+        self._act = act
+        self._scaling = scaling
+        self._cpus, self._memory = cpus, memory
+        self._costs = dict(known or {})
+        # Seconds and samples are summed up apart, since workers may end their stretches all at once: few samples come
+        # in one interval of many busy seconds, many in the next. The mean of such quotients is far too high.
+        self._done = {name: (cost.transform_s * REMEMBERED / 4, REMEMBERED / 4) for name, cost in self._costs.items()}
+        self._counted: dict[str, tuple[float, int]] = {}
+        self._clock = clock
+        self._seen: deque[_Seen] = deque(maxlen=scaling.window + 1)
+        self._history: deque[Mapping[str, float]] = deque(maxlen=scaling.window + scaling.patience)
+        self._wanted = 0.0
+        self._bottleneck: Bottleneck | None = None
+        self._events: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="overlord-scaler", daemon=True)
+
+    def start(self) -> None:
+        """Look once an interval from now on, in a thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._ended.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(self._scaling.interval_s + 1.0)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what was decided so far, for `status`."""
+        found = self._bottleneck
+        return {
+            "on": self._act is not None,
+            "interval_s": self._scaling.interval_s,
+            "most_workers": self._cpus,
+            "wanted_samples_per_s": round(self._wanted, 2),
+            "bottleneck": None if found is None else str(found),
+            "needs": {} if found is None else {found.source: found.needs},
+            "events": list(self._events),
+        }
+
+    @property
+    def costs(self) -> Mapping[str, SourceCost]:
+        """What sources cost, as measured so far."""
+        return dict(self._costs)
+
+    def look(self) -> None:
+        """Look once, and do what follows."""
+        newest = self._seen[-1] if self._seen else None
+        per_interval = self._steps_per_interval()
+        ahead = [max(1, round(number * per_interval)) for number in range(1, self._scaling.lookahead + 1)]
+        facts = self._watch(ahead if self._scaling.lookahead else ())
+        seen = _Seen(self._clock(), facts["step"], sum(facts["samples"]), facts["waited_s"], facts["sources"])
+        if newest is not None and (seen.step < newest.step or seen.waited_s < newest.waited_s):
+            self._seen.clear()  # a successor counts anew
+            newest = None
+        self._seen.append(seen)
+        for name, source in seen.sources.items():
+            self._counted.setdefault(name, (source["busy_s"], source["samples_prepared"]))
+        if newest is None:
+            return
+        names = list(facts["names"])
+        costs = [self._cost(name, number, facts) for number, name in enumerate(names)]
+        shares = sample_shares(facts["weights"], costs, facts["level"])
+        self._history.append(dict(zip(names, shares, strict=True)))
+        self._wanted = self._rate_wanted()
+        self._blame(names, shares, costs, newest, seen)
+        if self._act is None or not self._wanted:
+            return
+        workers = tuple(int(seen.sources[name]["workers"]) for name in names)
+        fleet = Fleet(
+            workers=workers, samples_per_s=self._wanted, cpus=self._cpus, bytes=self._memory, per_source=self._cpus
+        )
+        history = [[past.get(name, 0.0) for name in names] for past in self._history]
+        coming = [sample_shares(weights, costs, facts["level"]) for weights in facts["coming"]]
+        decision = decide(history, coming, costs, fleet, self._scaling)
+        if decision.workers != workers:
+            for change in decision.changes:
+                self._events.append({"step": seen.step, **change._asdict()})
+                logger.info("%s: %d -> %d workers: %s", *change)
+            busy = demand(history[-1], costs, self._wanted)
+            self._act(dict(zip(names, decision.workers, strict=True)), dict(zip(names, busy, strict=True)))
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._scaling.interval_s):
+            try:
+                self.look()
+            except Exception as error:  # rule 3
+                logger.debug("looking at the workers failed: %s", error, exc_info=True)
+
+    def _seconds(self, name: str, busy_s: float, prepared: int) -> float:
+        """Return the seconds of one worker for a sample; 0 before that is known."""
+        busy, samples = self._done.get(name, (0.0, 0.0))
+        last_s, last = self._counted[name]
+        if prepared - last >= FEW_SAMPLES:
+            busy, samples = busy + max(busy_s - last_s, 0.0), samples + prepared - last
+            kept = min(1.0, REMEMBERED / samples)
+            self._done[name] = kept * busy, kept * samples
+        if prepared < last or prepared - last >= FEW_SAMPLES:  # less than before: a successor counts anew
+            self._counted[name] = busy_s, prepared
+        return busy / samples if samples else 0.0
+
+    def _cost(self, name: str, number: int, facts: Mapping[str, Any]) -> SourceCost:
+        """Return what a source costs by now."""
+        now, old = facts["sources"][name], self._costs.get(name)
+        drawn = facts["samples"][number]
+        tokens = facts["tokens"][number] / drawn if drawn else 1.0 if old is None else old.tokens
+        seconds = self._seconds(name, now["busy_s"], now["samples_prepared"])
+        held = max(now["buffer_bytes"] // max(now["workers"], 1), 0 if old is None else old.buffer_bytes)
+        cost = SourceCost(
+            name=name, transform_s=seconds, tokens=max(tokens, 1e-6), buffer_bytes=held,
+            file_bytes=0 if old is None else old.file_bytes, handover_s=0.0 if old is None else old.handover_s,
+        )  # fmt: skip
+        if seconds:
+            self._costs[name] = cost
+        return cost
+
+    def _steps_per_interval(self) -> float:
+        if len(self._seen) < 2:
+            return 1.0
+        first, last = self._seen[0], self._seen[-1]
+        return self._scaling.interval_s * (last.step - first.step) / max(last.at - first.at, 1e-9)
+
+    def _rate_wanted(self) -> float:
+        """Return the samples a second that trainers want, over the last intervals."""
+        first, last = self._seen[0], self._seen[-1]
+        seconds = max(last.at - first.at, 1e-9)
+        rate, waited = (last.samples - first.samples) / seconds, (last.waited_s - first.waited_s) / seconds
+        wanted = rate * (1 + min(waited, 1.0)) if last.samples > first.samples else self._wanted
+        # Up at once, down slowly: a trainer that pauses comes back.
+        return max(wanted, self._wanted + _FALL * (wanted - self._wanted))
+
+    def _blame(
+        self, names: Sequence[str], shares: Sequence[float], costs: Sequence[SourceCost], before: _Seen, now: _Seen
+    ) -> None:
+        """Find who holds up the trainers."""
+        busy = demand(shares, costs, self._wanted)
+        interval = max(now.at - before.at, 1e-9)
+        waited = [
+            Waited(
+                source=name,
+                waited_s=now.sources[name]["waited_s"] - before.sources.get(name, {}).get("waited_s", 0.0),
+                demand=load,
+                workers=int(now.sources[name]["workers"]),
+            )
+            for name, load in zip(names, busy, strict=True)
+        ]
+        share = min((now.waited_s - before.waited_s) / interval, 1.0)
+        self._bottleneck = find_bottleneck(waited, interval, share, headroom=self._scaling.headroom)
+
+
+def scaler_of(options: LaunchOptions, watch: Watch, act: Act) -> Scaler:
+    """Make the Scaler of a service; where it does not scale, it only looks."""
+    return Scaler(
+        watch,
+        act if options.scaling is not None else None,
+        options.scaling or Scaling(interval_s=LOOK_S),
+        cpus=options.lanes,
+        memory=options.memory,
+        known=_known_costs(options),
+    )
+
+
+def _known_costs(options: LaunchOptions) -> dict[str, SourceCost]:
+    profile = None if options.profile is None else read_profile(Path(options.profile))
+    return {} if profile is None else {name: profile.cost(name) for name in profile.names}
+
+
+def local_scaler(options: LaunchOptions, fleet: LoaderFleet, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> Scaler:
+    """Make the Scaler of a service whose loaders are all here."""
+
+    def watch(ahead: Sequence[int]) -> Mapping[str, Any]:
+        facts = ask({"op": "workload", "ahead": list(ahead)})["workload"]
+        done = fleet.workload()
+        return {**facts, "sources": {name: done[number] for number, name in enumerate(facts["names"])}}
+
+    def act(workers: Mapping[str, int], loads: Mapping[str, float]) -> None:
+        numbers = {name: number for number, name in fleet.names.items()}
+        fleet.resize({numbers[name]: count for name, count in workers.items() if name in numbers})
+
+    return scaler_of(options, watch, act)

@@ -1,0 +1,154 @@
+"""What the roles of a service of several hosts have in common: the job, and who is who."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from overlord.errors import SpecError
+from overlord.job.specs import Source
+from overlord.runtimes.hosts.peers import Blobs
+from overlord.runtimes.hosts.planner_host import Pace
+from overlord.runtimes.hosts.prefetch import Hands, ThreadWorkers
+from overlord.runtimes.launching.deployment import (
+    IsolateReader,
+    Prepared,
+    prepare,
+)
+from overlord.runtimes.launching.newcomers import prepare_newcomer
+from overlord.runtimes.supervision.cleanup import remove_when_gone
+from overlord.runtimes.supervision.process_workers import ProcessWorkers
+from overlord.runtimes.supervision.reader_processes import ReaderProcesses
+from overlord.runtimes.transport.bundle import unpack
+from overlord.runtimes.transport.frames import (
+    Frame,
+    frame_of,
+    open_frame,
+)
+from overlord.runtimes.transport.switchboard import Switchboard
+from overlord.storage import StorageOptions
+from overlord.stores.places import Place, open_place
+from overlord.transforms.samples.per_sample import Isolate, Workers
+
+
+class Means:
+    """What a role takes from whoever runs it. These are the means of a process that has threads."""
+
+    def workers(self, count: int, name: str, ends: contextlib.ExitStack) -> Workers:
+        """Return who does leaf work, until the role ends."""
+        workers = ThreadWorkers(count, f"overlord-{name}")
+        ends.callback(workers.close)
+        return workers
+
+    def hands(self, threads: int, lanes: int, ends: contextlib.ExitStack) -> Hands:
+        """Return who does the work of a loader host, until the role ends."""
+        hands = Hands.of_threads(threads, lanes)
+        ends.callback(hands.close)
+        return hands
+
+    def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
+        """Return what brings Python code into process workers, until the role ends."""
+        processes = ProcessWorkers(count)
+        ends.callback(processes.close)
+        return processes.isolate
+
+    def isolate_reader(self, threads: int, ends: contextlib.ExitStack) -> IsolateReader | None:
+        """Return what brings the reading of files into reader processes, until the role ends."""
+        readers = ReaderProcesses(threads)
+        ends.callback(readers.close)
+        return readers.isolate
+
+    def open_place(self, store: str, options: StorageOptions | None = None) -> Place:
+        """Open the place of a store."""
+        return open_place(store, options)
+
+    def pace(self) -> Pace:
+        """Return how the planner's host waits."""
+        return Pace()
+
+
+class ClusterRole:
+    """What the three have in common: the job, and who is who."""
+
+    rewound = False
+    """Whether all ranks go back to an earlier step: told with every beat, so that the service is started again."""
+
+    def __init__(
+        self,
+        bundle: bytes,
+        folder: str,
+        site: Mapping[str, Any],
+        board: Switchboard,
+        blobs: Blobs,
+        means: Means | None = None,
+    ) -> None:
+        self._job, self._options = unpack(bundle)
+        self._folder = Path(folder)
+        self._site = site
+        self._board = board
+        self._blobs = blobs
+        self._means = means or Means()
+        self._ends = contextlib.ExitStack()
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How long the supervisor waits for a sign of life before it replaces a role."""
+        return self._options.heartbeat_s
+
+    def await_progress(self, timeout_s: float) -> dict[str, Any]:
+        """Wait until there is progress that the supervisor should learn of, or for a while; return it."""
+        time.sleep(timeout_s)
+        return {}
+
+    def pid(self, frame: Frame) -> Frame:
+        """Tell the process this is."""
+        return frame_of({"pid": os.getpid()})
+
+    def prepare(self, frame: Frame) -> Frame:
+        """Bring the job into the form its stream is made from, with the sources that have come since."""
+        self._prepared = self._with_added(prepare(self._job, self._options), frame)
+        return frame_of({})
+
+    def _with_added(self, prepared: Prepared, frame: Frame) -> Prepared:
+        for added in open_frame(frame)[0].get("added", ()):
+            prepared = prepare_newcomer(prepared, Source.from_mapping(added["source"]))
+        return prepared
+
+    def _learn_source(self, frame: Frame) -> bool:
+        """Learn that a source comes; return whether nobody had told so before."""
+        source = Source.from_mapping(open_frame(frame)[0]["source"])
+        if source.name in self._prepared.job.names:
+            return False
+        self._prepared = prepare_newcomer(self._prepared, source)
+        return True
+
+    def work_beside(self) -> None:
+        """Do what threads do elsewhere: called between two messages where there are none."""
+
+    def close(self, frame: Frame) -> Frame:
+        """End everything that runs here."""
+        self._ends.close()
+        return frame_of({})
+
+    def _workers_for(self, name: str, count: int | None = None) -> Workers:
+        return self._means.workers(count or self._options.threads, name, self._ends)
+
+    def _claim_folder(self) -> Path:
+        """Make the service's folder where it is not there yet; it goes with this process."""
+        try:
+            self._folder.mkdir(mode=0o700)
+        except FileExistsError:
+            found = self._folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise SpecError(
+                    f"the folder {self._folder} is there already and others than this user can write to it; trainers "
+                    "could be given somebody else's data. Remove it, and launch again."
+                ) from None
+            return self._folder  # the launching host's own, which has somebody to remove it
+        self._ends.callback(remove_when_gone(self._folder).close)
+        return self._folder

@@ -1,0 +1,329 @@
+"""A loader host: the SourceLoaders of many sources in one process, feeding several constructor hosts.
+
+Rules of this file:
+1. The first host that asks for a step has all of it popped and finished; the others find their part here. A step that
+   nobody asked for in time is let go of, and made again for who comes late: everything here is a cache.
+2. What is staged stays within a byte budget; the step that is asked for is always made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
+from overlord.core.plan import LoadingPlan, Share, known_early, with_labels
+from overlord.core.samples import WHOLE, Cursor, Part, SampleId, take_meta
+from overlord.roles.ports import Collect, Workers
+from overlord.roles.source_loader import Met, ShadowLoader, Staged
+from overlord.runtimes.hosts.planner_host import Patience
+from overlord.runtimes.hosts.prefetch import Crew
+from overlord.runtimes.transport.shared_memory import give_back_freed_memory
+
+# --------------------------------------------------------------------------------------------------------------
+# The SourceLoaders of one host behind the port that planner and constructor ask.
+
+
+STATUS_IDS = 32
+"""Bad samples of each source that `status` names."""
+
+
+class LoaderFleet:
+    """The SourceLoaders of a host by the number of their source, each with its workers."""
+
+    def __init__(self, crews: Mapping[int, Crew], callers: Workers, patience: Patience | None = None) -> None:
+        self._crews: dict[int, Crew] = {}
+        self._callers = callers
+        self._patience = patience
+        self.followers = callers
+        """Who repeats what primaries elsewhere were asked for. Few: a new shadow reads its groups anew in the very
+        moment in which its primary has taken over, and must not take the machine away from it."""
+        self._shadows: dict[int, ShadowLoader] = {}
+        for source, crew in crews.items():
+            self.add(source, crew)
+
+    def add(self, source: int, crew: Crew) -> None:
+        """Take in the loader of a source that has come."""
+        self._shadows[source] = ShadowLoader(crew.loader)
+        self._crews = {**self._crews, source: crew}  # others may be looking through the old ones
+
+    def drop(self, source: int) -> None:
+        """Forget the loader of a source that nothing was drawn from."""
+        self._crews = {number: crew for number, crew in self._crews.items() if number != source}
+
+    def resize(self, workers: Mapping[int, int], parts: Mapping[int, Part] | None = None) -> None:
+        """Change how many workers sources have here, and which of their groups they prepare."""
+        for source, count in workers.items():
+            if source in self._crews:
+                self._crews[source].resize(count, (parts or {}).get(source))
+
+    def leave(self, sources: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Let go of what is held of sources that others have now; whoever asks late is answered, and waits.
+
+        Returns:
+            What was met of each of them, which is counted elsewhere from now on.
+        """
+        met: dict[int, dict[str, Any]] = {}
+        for source in sources:
+            if source in self._crews:
+                self._crews[source].resize(0)
+                self._crews[source].rest(Cursor(-1, -1, -1))
+                met[source] = self._crews[source].alone(lambda loader: loader.give_away()).to_json()
+        return met
+
+    def interrupt(self) -> None:
+        """Let nobody wait any longer for a source that cannot be read."""
+        if self._patience is not None:
+            self._patience.end()
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """The sources that are loaded here."""
+        return tuple(self._crews)
+
+    def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
+        """Ask the loader of each request's source."""
+        return self._callers.map(lambda request: self._crews[request.source].summary_buffer(request), requests)
+
+    def loader_do_plan(self, plan: LoadingPlan, ranks: Collection[int]) -> Collect:
+        """Hand over what a plan draws from the sources of this host; all of it, whichever ranks ask."""
+        collect = self.hand_over([plan.order_of(source) for source in self.drawn(plan)])
+        return lambda: [with_labels(plan, payload) for payload in collect()]
+
+    def drawn(self, plan: LoadingPlan) -> list[int]:
+        """Return the sources of this host that a plan draws from."""
+        return [s for s in np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist() if s in self._crews]
+
+    def hand_over(self, orders: Sequence[LoaderOrder]) -> Collect:
+        """Pop planned samples now, and finish them when they are collected."""
+
+        def pop(order: LoaderOrder) -> Staged:
+            def take() -> Staged:
+                return self._crews[order.source].pop(order)
+
+            return take() if self._patience is None else self._patience.until_read(take)
+
+        staged = self._callers.map(pop, orders)
+        return lambda: self._callers.map(lambda one: self._crews[one.order.source].finish(one), staged)
+
+    def follow(self, requests: Sequence[MetaRequest], passed: Mapping[int, Cursor]) -> None:
+        """Repeat what the primaries of some sources were asked for: they are shadowed here."""
+
+        def repeat(source: int) -> None:
+            mine = [request for request in requests if request.source == source]
+            self._crews[source].alone(lambda _: self._shadows[source].follow(mine, passed.get(source)))
+
+        self.followers.map(repeat, sorted({request.source for request in requests} | set(passed)))
+
+    def rest(self, cursors: Mapping[int, Cursor]) -> None:
+        """Let the loaders of some sources drop what they hold."""
+        for source, cursor in cursors.items():
+            self._crews[source].rest(cursor)
+        give_back_freed_memory()
+
+    def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
+        """Let the loaders count samples whose media do not decode; beyond a source's tolerance this raises."""
+        for source in sorted({fault[0] for fault in faults}):
+            mine = [(row, epoch, reason) for at, row, epoch, reason in faults if at == source]
+            self._crews[source].alone(lambda loader, mine=mine: loader.note_faults(mine))  # type: ignore[misc]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes in the read buffers of all loaders."""
+        return sum(crew.loader.buffer_bytes for crew in self._crews.values())
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of the sources that are loaded here."""
+        return {number: crew.loader.name for number, crew in self._crews.items()}
+
+    def workload(self) -> dict[int, dict[str, Any]]:
+        """Return what the workers of each source have done, without waiting for anybody who works."""
+        return {
+            number: {**crew.work(), "buffer_bytes": crew.loader.buffer_bytes} for number, crew in self._crews.items()
+        }
+
+    def status(self) -> dict[int, dict[str, Any]]:
+        """Return what each source's loader holds and has met."""
+        met = {number: crew.alone(lambda loader: loader.met) for number, crew in self._crews.items()}
+        return {
+            number: {
+                "decoded_in": crew.loader.placement.where,
+                "decoded_ratio": crew.loader.placement.ratio,
+                **crew.work(),
+                "followed": self._shadows[number].followed,
+                "buffer_bytes": crew.loader.buffer_bytes,
+                "rows_read": met[number].seen,
+                "bad": len(met[number].bad),
+                "bad_ids": [
+                    str(SampleId(crew.loader.name, row, epoch))
+                    for row, epoch in heapq.nsmallest(STATUS_IDS, met[number].bad)
+                ],
+                "wrong_length": len(met[number].wrong_lengths),
+            }
+            for number, crew in self._crews.items()
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what each source's loader has met, by the source's name: what a restart would count anew."""
+        return {crew.loader.name: crew.alone(lambda loader: loader.met).to_json() for crew in self._crews.values()}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take over what other loaders of these sources had met."""
+        for crew in self._crews.values():
+            given = snapshot.get(crew.loader.name)
+            if given is not None:
+                met = Met.from_json(given)
+                crew.alone(lambda loader, met=met: loader.take_over(met))  # type: ignore[misc]
+
+
+# --------------------------------------------------------------------------------------------------------------
+
+
+KEPT = 64
+"""Steps behind the newest that are kept at most for a host that has not asked: nobody may be attached there."""
+
+
+_Asked = tuple[int, tuple[tuple[int, Part], ...]]
+"""A step, and the parts of sources of it that were asked for together."""
+
+
+class _StagedStep:
+    """What was popped of one step, until every rank's host has taken its part."""
+
+    def __init__(self, collect: Collect) -> None:
+        self._collect: Collect | None = collect
+        self._lock = threading.Lock()
+        self._payloads: list[Payload] | None = None
+
+    def payloads(self) -> list[Payload]:
+        """Return the finished samples; the first who asks finishes them, the others wait for that."""
+        with self._lock:
+            if self._payloads is None:
+                assert self._collect is not None
+                self._payloads = self._collect()
+                self._collect = None  # it holds the rows as they were read
+            return self._payloads
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is finished."""
+        return sum(payload.nbytes for payload in self._payloads or ())
+
+
+class LoaderHost:
+    """Hands every constructor host its part of each step."""
+
+    def __init__(self, fleet: LoaderFleet, *, hosts: int, budget_bytes: int) -> None:
+        self._fleet = fleet
+        self._hosts = hosts
+        self._budget = budget_bytes
+        self._staged: OrderedDict[_Asked, _StagedStep] = OrderedDict()
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._taken: dict[_Asked, set[int]] = {}
+
+    def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
+        """Tell what is known of the samples from some cursors on."""
+        return self._fleet.summary_buffer(requests)
+
+    def follow(self, requests: Sequence[MetaRequest], passed: Mapping[int, Cursor]) -> None:
+        """Keep the buffers of sources warm that have their primary elsewhere."""
+        self._fleet.follow(requests, passed)
+
+    def hand_over(
+        self, plan: LoadingPlan, ranks: Collection[int], parts: Sequence[tuple[int, Part]] | None = None
+    ) -> list[Payload]:
+        """Return what some ranks need of some sources of a step, one payload a source.
+
+        Also where that is nothing but how many labels the source's samples have, which every host must know.
+
+        Sources that were taken over in the middle of a step are asked for by themselves. Any part of a source can be
+        asked for, whichever one is prepared here.
+        """
+        drawn = self._fleet.drawn(plan)
+        given = [(source, WHOLE) for source in drawn] if parts is None else parts
+        asked = (plan.step, tuple((source, part) for source, part in given if source in drawn))
+        try:
+            return self._cut_for(plan, ranks, asked)
+        finally:
+            self._let_go(plan, ranks, asked)
+
+    def _cut_for(self, plan: LoadingPlan, ranks: Collection[int], asked: _Asked) -> list[Payload]:
+        share = Share.of(plan, ranks)
+        return [share.cut(plan, payload) for payload in self._stage(plan, asked).payloads()]
+
+    def rest(self, cursors: Mapping[int, Cursor]) -> None:
+        """Let the loaders of some sources drop what they hold."""
+        self._fleet.rest(cursors)
+
+    def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
+        """Let the loaders count samples whose media do not decode."""
+        self._fleet.note_faults(faults)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes in the read buffers and of what is staged."""
+        with self._lock:
+            return self._fleet.buffer_bytes + sum(staged.nbytes for staged in self._staged.values())
+
+    def status(self) -> dict[int, dict[str, Any]]:
+        """Return what each source's loaders hold and have met."""
+        return self._fleet.status()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a loader that takes the place of one here must know, by source."""
+        return self._fleet.snapshot()
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take over what other loaders had met."""
+        self._fleet.restore(snapshot)
+
+    def _stage(self, plan: LoadingPlan, asked: _Asked) -> _StagedStep:
+        with self._turn:  # steps leave the read buffers in the order in which they are asked for
+            with self._lock:
+                found = self._staged.get(asked)
+            if found is not None:
+                return found
+            orders = [_order_of(plan, source, part) for source, part in asked[1]]
+            if self._hosts > 1:  # several hosts must know alike which media decode: they are told
+                early = set(plan.draw.source[known_early(plan)].tolist())
+                orders = [dataclasses.replace(order, open_media=order.source in early) for order in orders]
+            staged = _StagedStep(_told(plan, asked[1], self._fleet.hand_over(orders)))
+            with self._lock:
+                self._staged[asked] = staged
+            return staged
+
+    def _let_go(self, plan: LoadingPlan, ranks: Collection[int], asked: _Asked) -> None:
+        with self._lock:
+            self._taken.setdefault(asked, set()).update(ranks)
+            if len(self._taken[asked]) >= plan.mesh.world_size:  # also hosts that need no more than to know the labels
+                self._staged.pop(asked, None)
+                del self._taken[asked]
+            for old in [one for one in (*self._taken, *self._staged) if one[0] < plan.step - KEPT]:
+                self._taken.pop(old, None)
+                self._staged.pop(old, None)
+            while len(self._staged) > 1 and sum(one.nbytes for one in self._staged.values()) > self._budget:
+                self._staged.popitem(last=False)
+
+
+def _order_of(plan: LoadingPlan, source: int, part: Part) -> LoaderOrder:
+    order = plan.order_of(source)
+    return order if part == WHOLE else dataclasses.replace(order, meta=take_meta(order.meta, part.rows(order.meta)))
+
+
+def _told(plan: LoadingPlan, parts: Sequence[tuple[int, Part]], collect: Collect) -> Collect:
+    """Let payloads of a part say which samples of their source they hold, and how many labels those have."""
+
+    def told(payload: Payload, part: Part) -> Payload:
+        if part != WHOLE:
+            payload = dataclasses.replace(payload, chosen=part.rows(plan.order_of(payload.source).meta))
+        return with_labels(plan, payload)
+
+    return lambda: [told(payload, part) for payload, (_, part) in zip(collect(), parts, strict=True)]

@@ -1,0 +1,356 @@
+"""Roles on other hosts, behind the ports that roles ask: frames go out, and whoever is lost has a successor.
+
+Rules of this file:
+1. Payloads go from loader host to constructor host. The planner asks for metadata and gives out plans, nothing else.
+2. One call a pair of hosts and step. The plan goes along by reference: it was put once, and every host reads it there.
+3. A shadow is told what its primary was asked, after the fact: nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.messages import MetaDelta, MetaRequest, Payload
+from overlord.core.plan import LoadingPlan
+from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
+from overlord.core.samples import WHOLE, Cursor, Part
+from overlord.roles.assignment import NOBODY
+from overlord.roles.poisoned_rows import Verdict, rows_given_up
+from overlord.roles.ports import Collect
+from overlord.roles.source_loader import Met
+from overlord.runtimes.hosts.planner_host import HostNews, Waiting
+from overlord.runtimes.transport.frames import (
+    Frame,
+    deltas_from_frame,
+    frame_bytes,
+    frame_of,
+    open_frame,
+    payloads_from_frame,
+    requests_to_frame,
+)
+from overlord.runtimes.transport.switchboard import Call, PeerGone, Pending, Switchboard
+
+PLANNER = "planner"
+ADDED = frozenset(
+    ("workers", "samples_prepared", "busy_s", "waited_s", "handed_over_bytes", "buffer_bytes", "rows_read", "bad",
+     "bad_ids", "wrong_length", "followed")
+)  # fmt: skip
+"""What is added up over the hosts of a source, where `status` tells of it."""
+MOST_UNFOLLOWED = 64
+"""Requests of one source that a shadow is told of at most: the older ones lie behind its position."""
+
+
+def loader_name(host: int) -> str:
+    """Return what a loader host is called."""
+    return f"loader host {host}"
+
+
+class Blobs(Protocol):
+    """Blocks of bytes that are put once and read on any host."""
+
+    def put(self, block: npt.NDArray[np.uint8]) -> Any:
+        """Put a block; return what it is known by."""
+        ...
+
+    def get(self, blob: Any) -> npt.NDArray[np.uint8]:
+        """Return a block that somebody put."""
+        ...
+
+
+class RemotePlanner:
+    """The planner, as a constructor host sees it."""
+
+    def __init__(self, board: Switchboard, blobs: Blobs, host: int, first_step: int) -> None:
+        self._board = board
+        self._blobs = blobs
+        self._host = host
+        self.first_step = first_step
+        # As long as anybody holds the plan: its columns are views into that very block.
+        self._blob_of: WeakKeyDictionary[LoadingPlan, tuple[Any, int]] = WeakKeyDictionary()
+
+    def plan(self, step: int, news: HostNews) -> LoadingPlan | Waiting | None:
+        """Take the plan of a step."""
+        message = frame_of({"step": step, "host": self._host, "news": news_to_json(news)})
+        while True:
+            generation = self._board.generation(PLANNER)
+            head, rest = open_frame(self._board.insist(PLANNER, "plan", message))
+            blob = next(rest, None)
+            if head["waits"]:
+                return Waiting(head["missing"])
+            if blob is None:
+                return None
+            try:
+                plan = plan_from_bytes(memoryview(self._blobs.get(blob)))  # type: ignore[arg-type]
+            except PeerGone:
+                self._board.pause(self._board.version, 0.1)  # it went with the planner that had put it
+                continue
+            self._blob_of[plan] = (blob, generation)
+            return plan
+
+    def blob_of(self, plan: LoadingPlan) -> Any:
+        """Return the reference of a plan that was taken here."""
+        blob, generation = self._blob_of[plan]
+        newest = self._board.generation(PLANNER)
+        if generation != newest:  # what its planner had put may have gone with it
+            blob = self._blobs.put(np.frombuffer(plan_to_bytes(plan), np.uint8))
+            self._blob_of[plan] = (blob, newest)
+        return blob
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Pass on what a client asks or tells."""
+        return open_frame(self._board.insist(PLANNER, "ask", frame_of(message)))[0]["answer"]
+
+    def tell(self, news: HostNews) -> None:
+        """Tell how far the clients of this host are."""
+        open_frame(self._board.insist(PLANNER, "tell", frame_of({"host": self._host, "news": news_to_json(news)})))
+
+
+_Asked = tuple[int, Part]
+"""A part of a source."""
+
+
+class _Round:
+    """One message to all hosts that have some parts of sources; what is lost goes to whoever has it by then."""
+
+    def __init__(
+        self,
+        board: Switchboard,
+        method: str,
+        parts: Sequence[_Asked],
+        write: Callable[[Sequence[_Asked]], Frame],
+        blob: Callable[[], Any] | None = None,
+    ) -> None:
+        self._board = board
+        self._method = method
+        self._write = write
+        self._blob = blob
+        self.bytes_out = 0
+        self._calls: list[tuple[str, Sequence[_Asked], Call]] = []
+        self._ask(parts)
+
+    def _ask(self, parts: Sequence[_Asked]) -> None:
+        book, of_host = self._board.book, dict[str, list[_Asked]]()
+        for asked in parts:
+            of_host.setdefault(loader_name(book.assignment.host_of(*asked)), []).append(asked)
+        for name in sorted(of_host, key=lambda name: name not in book.peers):  # who is there does not wait for others
+            frame = self._write(of_host[name])
+            self.bytes_out += frame_bytes(frame)
+            blob = None if self._blob is None else self._blob()
+            self._calls.append((name, of_host[name], self._board.ask(name, self._method, frame, blob)))
+
+    def answers(self) -> Iterator[tuple[str, Frame]]:
+        """Wait for all of them: (name of the host, its answer)."""
+        while self._calls:
+            lost: list[_Asked] = []
+            for name, part, call in self._calls:
+                answer = call.get()
+                if answer is None:
+                    lost += part
+                else:
+                    yield name, answer
+            self._calls.clear()  # the engine lets go of what came with them
+            self._ask(lost)
+
+
+class RemoteLoaders:
+    """All SourceLoaders of a job, on the hosts that have them at the moment."""
+
+    def __init__(self, board: Switchboard, planner: RemotePlanner | None = None) -> None:
+        self._board = board
+        self._planner = planner
+        self._buffer_bytes: dict[str, int] = {}
+        self._unfollowed: dict[int, list[MetaRequest]] = {}
+        self._following: dict[str, Pending] = {}
+        self.bytes_out = self.bytes_in = 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes that the fullest loader host held when it last answered."""
+        return max(self._buffer_bytes.values(), default=0)
+
+    def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
+        """Ask every host that has some of the sources, at once."""
+        asked = {request.source: request for request in requests}
+        found: dict[int, MetaDelta] = {}
+        assignment = self._board.book.assignment
+        parts = [
+            next((r.source, part) for part in assignment.parts_of(r.source) if part.has(r.cursor.group))
+            for r in requests
+        ]
+        for answer in self._ask_all(
+            "summary_buffer", parts, lambda part: requests_to_frame([asked[source] for source, _ in part])
+        ):
+            found.update((delta.source, delta) for delta in deltas_from_frame(answer))
+        shadow = self._board.book.assignment.shadow
+        for request in requests:
+            if shadow[request.source] != NOBODY:
+                behind = self._unfollowed.setdefault(request.source, [])
+                behind.append(request)
+                del behind[:-MOST_UNFOLLOWED]
+        return [found[request.source] for request in requests]
+
+    def loader_do_plan(self, plan: LoadingPlan, ranks: Collection[int]) -> Collect:
+        """Ask every host that a plan draws from; the payloads come straight from there."""
+        assert self._planner is not None, "only a constructor host asks for payloads"
+        planner, asking = self._planner, sorted(ranks)
+        asked = _Round(
+            self._board,
+            "hand_over",
+            self._drawn(plan),
+            lambda part: frame_of({"ranks": asking, "parts": [[source, *which] for source, which in part]}),
+            lambda: planner.blob_of(plan),
+        )
+
+        def collect() -> list[Payload]:
+            payloads: list[Payload] = []
+            for host, answer in asked.answers():
+                part, facts = payloads_from_frame(answer)
+                payloads += part
+                self._buffer_bytes[host] = facts["buffer_bytes"]
+            by_source = groupby(sorted(payloads, key=lambda payload: payload.source), lambda payload: payload.source)
+            return [Payload.joined(list(parts)) for _, parts in by_source]
+
+        return collect
+
+    def _drawn(self, plan: LoadingPlan) -> list[_Asked]:
+        """Return the parts of sources that a plan draws from."""
+        drawn = np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist()
+        parts = {source: self._board.book.assignment.parts_of(source) for source in drawn}
+        meta = {source: plan.draw.meta[plan.draw.samples_of(source)] for source in drawn if len(parts[source]) > 1}
+        return [(s, part) for s in drawn for part in parts[s] if s not in meta or len(part.rows(meta[s]))]
+
+    def _all_parts(self, sources: Iterable[int] | None = None) -> list[_Asked]:
+        assignment = self._board.book.assignment
+        chosen = range(len(assignment.primary)) if sources is None else sources
+        return [(source, part) for source in chosen for part in assignment.parts_of(source)]
+
+    def follow(self, passed: Mapping[int, Cursor]) -> None:
+        """Let shadows read what their primaries were asked for, and drop what every trainer has passed."""
+        book = self._board.book
+        for name, peer in book.peers.items():
+            mine = [s for s, host in enumerate(book.assignment.shadow) if host != NOBODY and loader_name(host) == name]
+            try:
+                if not mine or (name in self._following and self._following[name].poll(0) is None):
+                    continue  # it is still busy with the last ones; these wait for the next time
+                requests = [request for source in mine for request in self._unfollowed.pop(source, ())]
+                frame = requests_to_frame(requests, passed={s: list(passed[s]) for s in mine if s in passed})
+                self._following[name] = peer.ask("follow", frame, None, self._board.me)
+            except PeerGone:
+                self._following.pop(name, None)  # the supervisor sees it too, and raises another shadow
+
+    def rest(self, cursors: Mapping[int, Cursor]) -> None:
+        """Tell hosts that nothing is drawn from some of their sources for now."""
+
+        def write(part: Sequence[_Asked]) -> Frame:
+            return frame_of({"cursors": [[source, list(cursors[source])] for source, _ in part]})
+
+        for answer in self._ask_all("rest", self._all_parts(cursors), write):
+            open_frame(answer)
+
+    def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
+        """Tell hosts of samples whose media do not decode."""
+
+        def write(part: Sequence[_Asked]) -> Frame:
+            sources = {source for source, _ in part}
+            return frame_of({"faults": [fault for fault in faults if fault[0] in sources]})
+
+        counted = [(source, WHOLE) for source in sorted({fault[0] for fault in faults})]  # by one of its hosts
+        for answer in self._ask_all("note_faults", counted, write):
+            open_frame(answer)
+
+    def status(self) -> dict[int, dict[str, Any]]:
+        """Return what the loaders of every source hold and have met."""
+        found: dict[int, dict[str, Any]] = {}
+        for answer in self._ask_all("status", self._all_parts(), _sources_of):
+            for source, one in open_frame(answer)[0]["sources"].items():
+                add_up(found, int(source), one)
+        return dict(sorted(found.items()))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what the loaders of every source have met, by its name."""
+        found: dict[str, Any] = {}
+        for answer in self._ask_all("snapshot", self._all_parts(), _sources_of):
+            for name, met in open_frame(answer)[0]["loaders"].items():
+                parts = [Met.from_json(one) for one in (found.get(name), met) if one is not None]
+                found[name] = Met.joined(parts).to_json()
+        return found
+
+    def restore(self, loaders: Mapping[str, Any]) -> None:
+        """Tell every host what loaders had met; it takes what is of its sources."""
+        for answer in self._ask_all("restore", self._all_parts(), lambda _: frame_of({"loaders": dict(loaders)})):
+            open_frame(answer)
+
+    def _ask_all(
+        self, method: str, parts: Sequence[_Asked], write: Callable[[Sequence[_Asked]], Frame]
+    ) -> Iterator[Frame]:
+        asked = _Round(self._board, method, parts, write)
+        for _, answer in asked.answers():
+            self.bytes_in += frame_bytes(answer)
+            yield answer
+        self.bytes_out += asked.bytes_out
+
+
+class RemoteVerdicts:
+    """The verdicts of some sources, which the planner writes down."""
+
+    def __init__(self, board: Switchboard, known: Mapping[str, Mapping[int, Verdict]]) -> None:
+        self._board = board
+        self._given_up = {source: dict(rows) for source, rows in known.items()}
+
+    def add(self, source: str, row: int, reason: str, epoch: int = 0) -> None:
+        """Give up a row from an epoch on; the planner has it on disk when this returns."""
+        if row not in self._given_up.get(source, ()):
+            message = frame_of({"source": source, "row": row, "reason": reason, "epoch": epoch})
+            open_frame(self._board.insist(PLANNER, "verdict", message))
+            self._given_up[source] = {**self._given_up.get(source, {}), row: Verdict(reason, epoch)}
+
+    def known(self, source: str, rows: npt.NDArray[np.int64], epoch: int = 0) -> npt.NDArray[np.bool_]:
+        """Return which rows of a source are given up in an epoch."""
+        return rows_given_up(self._given_up.get(source, {}), rows, epoch)
+
+    def reason(self, source: str, row: int) -> str:
+        """Return why a row was given up."""
+        return self._given_up[source][row].reason
+
+
+def add_up(found: dict[int, dict[str, Any]], source: int, one: dict[str, Any]) -> None:
+    """Add what one of a source's hosts tells to what the others told.
+
+    Example:
+        >>> found = {3: {"workers": 2, "format": "jsonl"}}
+        >>> add_up(found, 3, {"workers": 1, "format": "jsonl"})
+        >>> found
+        {3: {'workers': 3, 'format': 'jsonl'}}
+    """
+    known = found.setdefault(source, one)
+    if known is not one:
+        known |= {key: known[key] + one[key] for key in one if key in ADDED}
+
+
+def _sources_of(part: Sequence[_Asked]) -> Frame:
+    return frame_of({"sources": sorted({source for source, _ in part})})
+
+
+def news_to_json(news: HostNews) -> dict[str, Any]:
+    """Return what a host tells of itself as JSON."""
+    by_rank = {"reached": news.reached, "positions": news.positions}
+    named = {name: {str(rank): step for rank, step in given.items()} for name, given in by_rank.items()}
+    return {
+        **named,
+        "view_bytes": news.view_bytes,
+        "told": news.told_missing,
+        "newcomers": news.newcomers,
+        "waited": news.waited_s,
+    }
+
+
+def news_from_json(given: Mapping[str, Any]) -> HostNews:
+    """Read what a host tells of itself."""
+    reached, positions = ({int(rank): step for rank, step in given[n].items()} for n in ("reached", "positions"))
+    return HostNews(reached, positions, given["view_bytes"], given["told"], given["newcomers"], given["waited"])

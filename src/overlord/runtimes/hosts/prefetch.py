@@ -1,0 +1,626 @@
+"""What the workers of a host's sources run on: a pool of threads that they share, or the caller.
+
+Where there are more workers than threads, work that is due first goes first: a source that is nearly used up does not
+wait behind hundreds that have read far ahead.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
+from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
+from overlord.core.samples import WHOLE, Cursor, Part
+from overlord.roles.ports import Workers
+from overlord.roles.source_loader import SourceLoader, Staged, rows_at_once
+
+T = TypeVar("T")
+
+
+class Lanes(Protocol):
+    """What workers run on."""
+
+    def submit(self, work: Callable[[], None], due: float = 0.0) -> Future[None] | None:
+        """Run something beside the caller; None where that is not possible any more.
+
+        Args:
+            work: What is to be done.
+            due: When somebody needs it, by `time.perf_counter`; 0 where somebody waits for it now.
+        """
+        ...
+
+    def hurry(self, waited_for: Future[None]) -> None:
+        """Somebody waits now for what was submitted: it goes before all that nobody waits for."""
+        ...
+
+
+class ThreadLanes:
+    """A pool of threads for the workers of all sources of a host."""
+
+    def __init__(self, most: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(most, thread_name_prefix=name)
+        self._closed = False
+        self._lock = threading.Lock()
+        self._count = itertools.count()
+        self._waiting: list[tuple[float, int, Callable[[], None], Future[None]]] = []
+        """A heap: (due, number of the call, work, what tells of it); what is hurried is in it twice."""
+
+    def submit(self, work: Callable[[], None], due: float = 0.0) -> Future[None] | None:
+        """Run something in a thread, behind what is due earlier."""
+        done: Future[None] = Future()
+        return done if self._add(work, due, done) else None
+
+    def hurry(self, waited_for: Future[None]) -> None:
+        """Let something go before all that nobody waits for, if it does not run yet."""
+        with self._lock:
+            work = next((one[2] for one in self._waiting if one[3] is waited_for and one[0] > 0), None)
+        if work is not None and not waited_for.running():
+            self._add(work, 0.0, waited_for)
+
+    def _add(self, work: Callable[[], None], due: float, done: Future[None]) -> bool:
+        with self._lock:
+            heapq.heappush(self._waiting, (due, next(self._count), work, done))
+        try:
+            if not self._closed:
+                self._pool.submit(self._first)
+                return True
+        except RuntimeError:  # it was closed a moment ago
+            pass
+        done.cancel()
+        return False
+
+    def _first(self) -> None:
+        """Do what is due first: there are as many calls of this as things that wait."""
+        with self._lock:
+            _, _, work, done = heapq.heappop(self._waiting)
+            begun = done.running() or done.done()
+            if begun or not done.set_running_or_notify_cancel():
+                return
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    def close(self) -> None:
+        """End the threads when they have done what they are doing."""
+        self._closed = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            for _, _, _, done in self._waiting:
+                done.cancel()
+
+
+class CallerLanes:
+    """Everything in the caller, one after the other: what is called while something runs comes behind it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._running = False
+
+    def submit(self, work: Callable[[], None], due: float = 0.0) -> Future[None] | None:
+        """Run something now, or behind what runs, whenever it is due."""
+        self._waiting.append(work)
+        done: Future[None] = Future()
+        done.set_result(None)
+        if not self._running:
+            self._running = True
+            try:
+                while self._waiting:
+                    self._waiting.popleft()()
+            finally:
+                self._running = False
+        return done
+
+    def hurry(self, waited_for: Future[None]) -> None:
+        """Do nothing: it has run."""
+
+    def close(self) -> None:
+        """Nothing runs here by itself."""
+
+
+class CrewWorkers:
+    """Does the leaf work of one source (decoding): as many items at once as the source has workers."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self.count = 1
+        self.helped_s = 0.0
+        """Seconds that others than the caller worked."""
+
+    def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
+        """Apply the function to every item; the caller is one of the workers."""
+        given = list(items)
+        done: dict[int, T] = {}
+        left, lock = iter(range(len(given))), threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    at = next(left, None)
+                if at is None:
+                    return
+                done[at] = function(given[at])
+
+        def help_out() -> None:
+            began = time.perf_counter()
+            work()
+            self.helped_s += time.perf_counter() - began
+
+        helpers = [self._lanes.submit(help_out) for _ in range(min(self.count, len(given)) - 1)]
+        work()
+        for helper in helpers:
+            if helper is not None and not helper.cancel():
+                helper.result()
+        return [done[at] for at in range(len(given))]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Who does the work of one host: the caller itself, or threads.
+
+
+class SerialWorkers:
+    """Does everything in the caller, one after the other."""
+
+    def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
+        """Apply the function to every item."""
+        return [function(item) for item in items]
+
+    def close(self) -> None:
+        """Nothing runs here by itself."""
+
+
+class ThreadWorkers:
+    """Does leaf work on a few threads; decoders and tokenizers let go of the interpreter while they work."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+
+    def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
+        """Apply the function to every item; results in order."""
+        return list(self._pool.map(function, items))
+
+    def close(self) -> None:
+        """Wait for running work and end the threads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+LOADER_THREADS = 16
+"""Calls to the loaders of one host that may wait for storage at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hands:
+    """Who does what on one host."""
+
+    callers: Workers
+    """Calls to loaders side by side: they wait for I/O."""
+    leaf: Workers
+    """Decoding and the like, of sources whose workers are not counted."""
+    lanes: Lanes
+    """The workers of sources that are counted."""
+
+    @classmethod
+    def of_caller(cls) -> Hands:
+        """Let the caller do everything, one after the other."""
+        return cls(SerialWorkers(), SerialWorkers(), CallerLanes())
+
+    @classmethod
+    def of_threads(cls, threads: int, lanes: int) -> Hands:
+        """Start threads: so many for leaf work, and at most so many for counted workers."""
+        return cls(
+            ThreadWorkers(LOADER_THREADS, "overlord-loaders"),
+            ThreadWorkers(threads, "overlord-workers"),
+            ThreadLanes(lanes, "overlord-lane"),
+        )
+
+    def close(self) -> None:
+        """End the threads."""
+        for one in (self.lanes, self.leaf, self.callers):
+            one.close()  # type: ignore[union-attr]  # those of a caller have nothing to end
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The workers of one SourceLoader: they read and measure stretches of rows ahead of what is asked for.
+#
+#     reach       the groups of the order that are worked on: as many as there are workers, from the position on
+#     stretch     some rows of a group: one worker reads them, then measures them while another one reads on
+#     position    where the last request ended; whoever asks waits for the workers, and is the only one who moves it
+#
+# With slow transforms the workers share a group; with slow files each has a group of its own. How many there are can
+# change between any two stretches: a newcomer takes the next stretch, and who is too many takes none.
+#
+# Rules of this file:
+# 1. What is prepared here is a cache: nothing of it changes the stream, and what fails is tried again by whoever
+#    asks.
+# 2. Only the source's own lock is held here, and never while something is read or measured.
+# 3. A worker that finds nothing to do ends; the next request calls it again.
+
+
+logger = logging.getLogger("overlord")
+
+
+WORKER_BYTES = 8 << 20
+"""What one worker may hold ahead at most; a group that is larger is prepared as it is used."""
+STRETCH_S = 0.1
+"""A stretch should not take a worker much longer: whoever needs its first row waits for all of it."""
+REQUESTS_AHEAD = 8
+"""How many requests like the last ones are prepared ahead: more would be wasted when the mixture turns away."""
+FEW_ROWS = 32
+"""So many rows tell what a row costs."""
+
+_Key = tuple[int, int]
+"""(epoch, group)."""
+
+
+@dataclass(slots=True)
+class _Reach:
+    """A group that is worked on."""
+
+    key: _Key
+    group: Group
+    next: int
+    """The first row that nobody has taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A stretch that somebody has taken."""
+
+    key: _Key
+    group: Group
+    begin: int
+    stop: int
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How requests come: how large, and how often."""
+
+    rows: int = 0
+    """Of a request."""
+    at: float = 0.0
+    """When the last one came."""
+    every_s: float = 0.0
+    """Seconds between two."""
+
+    def asked(self, count: int, now: float) -> None:
+        """Count a request."""
+        self.every_s += (now - self.at - self.every_s) / 4 if self.at else 0.0
+        self.rows, self.at = max(count, 7 * self.rows // 8), now
+
+    def due(self, ahead: int) -> float:
+        """Return when so many rows are used up, if requests go on as they came."""
+        return self.at + self.every_s * ahead / max(self.rows, 1)
+
+
+class Crew:
+    """One SourceLoader with its workers, safe to be asked from several threads.
+
+    Args:
+        loader: The loader.
+        scout: The order of its source, for nobody but the workers.
+        lanes: What workers run on; None where the caller does everything when it is needed.
+        workers: How many there are at first.
+        helpers: Who finishes its samples, where that depends on the number of workers.
+    """
+
+    def __init__(
+        self,
+        loader: SourceLoader,
+        scout: SourceOrder | None = None,
+        lanes: Lanes | None = None,
+        workers: int = 1,
+        helpers: CrewWorkers | None = None,
+    ) -> None:
+        self.loader = loader
+        self._scout = scout
+        self._lanes = lanes if scout is not None else None
+        self._changed = threading.Condition(threading.RLock())
+        self._wanted = workers
+        self._running = 0
+        self._scouting = self._spoiled = self._resting = False
+        self._position: Cursor | None = None
+        self._part = WHOLE
+        self._pace = _Pace()
+        self._calling = False  # a worker was called that has not come yet; it calls the next one when it has its work
+        self._called: Future[None] | None = None
+        self._end_of: int | None = None
+        """The epoch in which there is no further group to work on."""
+        self._reach: list[_Reach] = []
+        self._reading: set[_Key] = set()
+        self._taken: dict[_Key, list[tuple[int, int]]] = {}
+        self._helpers = helpers
+        self.handed_over = 0
+        """Bytes handed over."""
+        self.busy_s = 0.0
+        """Seconds that workers and callers have read, measured and finished."""
+        self.waited_s = 0.0
+        """Seconds that planner and constructors were held up by this source."""
+        self.prepared = 0
+        """Samples measured."""
+        self._tell_loader()
+
+    def resize(self, workers: int, part: Part | None = None) -> None:
+        """Change the number of workers, and which groups they work on ahead."""
+        with self._changed:
+            self._wanted = workers
+            if part is not None and part != self._part:
+                self._part, self._reach, self._end_of = part, [], None
+            self._tell_loader()
+            self._kick()
+
+    def _tell_loader(self) -> None:
+        self.loader.open_groups = self._wanted + 1 if self._lanes is not None else 1
+        if self._helpers is not None:
+            self._helpers.count = max(1, self._wanted)
+
+    # -- what is asked of a loader ------------------------------------------------------------------
+
+    def summary_buffer(self, request: MetaRequest) -> MetaDelta:
+        """Tell what is known of some samples; waits until the workers have them."""
+        began = time.perf_counter()
+        with self._changed:
+            self._pace.asked(request.count, began)
+        try:
+            while True:
+                with self._changed:
+                    self._resting = False
+                    if self._lanes is None:
+                        return self._asked(request)
+                    cursor, group = self.loader.wake(request.cursor)
+                    stop = min(cursor.offset + request.count, group.num_rows)
+                    at = self.loader.missing(cursor, stop)
+                    if at == stop:
+                        return self._asked(request)
+                    self._move_to(Cursor(cursor.epoch, cursor.group, at))
+                    if self._comes(cursor[:2], at):
+                        if self._calling and self._called is not None:
+                            self._lanes.hurry(self._called)  # before workers of sources that nobody waits for
+                            self._called = None
+                        self._changed.wait(STRETCH_S)
+                        continue
+                    task = self._take(cursor[:2], group, at, stop)
+                self._do(task)
+                self._spoiled = False
+        finally:
+            took = time.perf_counter() - began
+            self.waited_s += took
+            self.busy_s += took if self._lanes is None else 0.0
+
+    def pop(self, order: LoaderOrder) -> Staged:
+        """Let planned samples leave the read buffer."""
+        with self._changed:
+            return self.loader.loader_do_plan(order)
+
+    def finish(self, staged: Staged) -> Payload:
+        """Finish planned samples, and count what went wrong."""
+        began = time.perf_counter()
+        done = self.loader.finish(staged)
+        with self._changed:
+            self.busy_s += time.perf_counter() - began
+            payload = self.loader.hand_over(staged, done)
+            self.handed_over += payload.nbytes
+            return payload
+
+    def alone(self, work: Callable[[SourceLoader], T]) -> T:
+        """Do something with the loader while nobody else does."""
+        with self._changed:
+            return work(self.loader)
+
+    def rest(self, cursor: Cursor) -> None:
+        """Drop what is held, and work on nothing until somebody asks."""
+        with self._changed:
+            self._position, self._reach, self._resting, self._end_of = None, [], True, None
+            self.loader.rest(cursor)
+
+    def work(self) -> dict[str, Any]:
+        """Return what was done here; nobody is waited for."""
+        return {
+            "workers": self._wanted,
+            "samples_prepared": self.prepared,
+            "busy_s": round(self.busy_s + (self._helpers.helped_s if self._helpers else 0.0), 4),
+            "waited_s": round(self.waited_s, 4),
+            "handed_over_bytes": self.handed_over,
+        }
+
+    def _asked(self, request: MetaRequest) -> MetaDelta:
+        before = self.loader.seen
+        delta = self.loader.summary_buffer(request)
+        self.prepared += self.loader.seen - before
+        self._move_to(delta.next_cursor)
+        return delta
+
+    # -- workers ------------------------------------------------------------------------------------
+
+    def _move_to(self, position: Cursor) -> None:
+        """Work from here on."""
+        if self._lanes is None:
+            return
+        self._position = position
+        key = position[:2]
+        while self._reach and self._reach[0].key < key:
+            self._reach.pop(0)
+        if self._reach and self._reach[0].key != key and self._part.has(position.group) and position.group != BEGIN:
+            self._reach, self._end_of = [], None  # it went back
+        if self._reach and self._reach[0].key == key:
+            self._reach[0].next = max(self._reach[0].next, position.offset)
+        self._kick()
+
+    def _kick(self) -> None:
+        """Call a worker, if there is room for one and nobody is called already."""
+        if self._lanes is None or self._calling or self._running >= self._wanted or not self._has_work():
+            return
+        self._running += 1
+        self._calling = True
+        self._called = self._lanes.submit(self._work, self._pace.due(self._rows_ahead()))
+        if self._called is None:
+            self._running -= 1
+            self._lanes = None  # the host is closing: whoever asks works
+
+    def _work(self) -> None:
+        """Do one stretch, or look for the next group; then give way to the workers of other sources."""
+        with self._changed:
+            task = self._next() if self._running <= self._wanted else None
+            scouts = task is None and self._running <= self._wanted and self._may_scout()
+            self._scouting |= scouts
+            self._calling = False
+            self._kick()
+        try:
+            if task is not None:
+                self._do(task)
+            elif scouts:
+                self._look_ahead()
+        except Exception as error:  # rule 1: whoever needs these rows meets the same error
+            logger.debug("source %s: working ahead failed: %s", self.loader.name, error)
+            with self._changed:
+                self._spoiled = True
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._kick()
+                self._changed.notify_all()
+
+    def _do(self, task: _Task) -> None:
+        """Read and measure a stretch, and keep it."""
+        began = time.perf_counter()
+        try:
+            try:
+                stretch = self.loader.read(Cursor(*task.key, task.begin), task.group, task.stop - task.begin)
+            finally:
+                with self._changed:
+                    self._reading.discard(task.key)
+                    self._kick()
+                    self._changed.notify_all()
+            measured = self.loader.measure(stretch)
+            with self._changed:
+                self.prepared += len(stretch.numbers)
+                if not self._resting:
+                    self.loader.keep(measured)
+        finally:
+            with self._changed:
+                self.busy_s += time.perf_counter() - began
+                self._taken[task.key].remove((task.begin, task.stop))
+                if not self._taken[task.key]:
+                    del self._taken[task.key]
+                self._changed.notify_all()
+
+    def _look_ahead(self) -> None:
+        """Find the group that comes next, which may mean that files are indexed."""
+        assert self._scout is not None
+        try:
+            with self._changed:
+                position, reach = self._position, list(self._reach)
+            if position is None:
+                return
+            key, begin = (reach[-1].key, 0) if reach else (position[:2], position.offset)
+            with self.loader.reading():
+                found = self._follow(key, begin, inclusive=not reach)
+            with self._changed:
+                same = self._position is not None and [one.key for one in self._reach] == [one.key for one in reach]
+                if same and found is not None:
+                    self._reach.append(found)
+                elif same:
+                    self._end_of = position.epoch
+        finally:
+            with self._changed:
+                self._scouting = False
+
+    def _follow(self, key: _Key, begin: int, *, inclusive: bool) -> _Reach | None:
+        """Return the group at a key, or the next one behind it, among those that are worked on here."""
+        assert self._scout is not None
+        epoch, number = key
+        empty = 0
+        while empty < 2:
+            if number == BEGIN:
+                number = self._scout.first_group(epoch)
+            elif not inclusive:
+                number, begin = self._scout.next_group(epoch, number), 0
+            if number == NO_GROUP and self._repeats(epoch):
+                epoch, number, begin, inclusive, empty = epoch + 1, BEGIN, 0, True, empty + 1
+                continue
+            if number == NO_GROUP:
+                return None
+            if self._part.has(number):
+                return _Reach((epoch, number), self._scout.group(epoch, number), begin)
+            inclusive = False
+        return None
+
+    def _repeats(self, epoch: int) -> bool:
+        """Whether to work on beyond an epoch: not beyond the first, which may be the last."""
+        position = self._position
+        return position is not None and 0 < epoch <= position.epoch
+
+    def _has_work(self) -> bool:
+        if self._position is None or self._spoiled:
+            return False
+        if self._rows_ahead() >= max(
+            REQUESTS_AHEAD * self._pace.rows, self._wanted * _least_ahead(self.prepared, self.busy_s)
+        ):
+            return False
+        room = self.loader.ahead_bytes(self._position) < self._wanted * WORKER_BYTES
+        return room and (self._next_place() is not None or self._may_scout())
+
+    def _rows_ahead(self) -> int:
+        assert self._position is not None
+        here = [one.next - self._position.offset for one in self._reach[:1] if one.key == self._position[:2]]
+        return sum(here) + sum(one.next for one in self._reach[len(here) :])
+
+    def _may_scout(self) -> bool:
+        position = self._position
+        # The first epoch may be the last: the second one is begun when somebody asks for it.
+        begun = position is not None and (position.group != BEGIN or position.epoch != 1)
+        more = begun and self._end_of != (position and position.epoch)
+        return more and len(self._reach) < self._wanted and not self._scouting
+
+    def _next_place(self) -> _Reach | None:
+        """Return the first group that somebody could read on in."""
+        for one in self._reach[: self._wanted]:
+            if one.key not in self._reading:
+                one.next = self.loader.missing(Cursor(*one.key, one.next), one.group.num_rows)
+                if one.next < one.group.num_rows:
+                    return one
+        return None
+
+    def _next(self) -> _Task | None:
+        place = self._next_place()
+        return None if place is None else self._take(place.key, place.group, place.next, 0)
+
+    def _take(self, key: _Key, group: Group, begin: int, wanted: int) -> _Task:
+        rows = rows_at_once(group, wanted - begin)
+        if self._lanes is not None and self.prepared >= FEW_ROWS:
+            rows = max(1, min(rows, int(STRETCH_S * self.prepared / max(self.busy_s, 1e-9))))
+        elif self._lanes is not None:
+            rows = min(rows, FEW_ROWS // 4)  # nobody knows yet how long they take
+        stop = min(begin + rows, group.num_rows)
+        self._reading.add(key)
+        self._taken.setdefault(key, []).append((begin, stop))
+        for one in self._reach:
+            if one.key == key:
+                one.next = max(one.next, stop)
+        return _Task(key, group, begin, stop)
+
+    def _comes(self, key: _Key, at: int) -> bool:
+        """Whether somebody has taken a row, reads on in its group, or will take it next."""
+        if any(begin <= at < stop for begin, stop in self._taken.get(key, ())) or key in self._reading:
+            return True
+        if self._spoiled or not self._part.has(key[1]):
+            return False
+        reached = next((one for one in self._reach if one.key == key), None)
+        return self._running > 0 and self._lanes is not None and (reached is None or reached.next <= at)
+
+
+def _least_ahead(prepared: int, busy_s: float) -> int:
+    """Return how many rows a worker has ahead at least, whatever is asked for: few, where they are slow."""
+    rows = 2 * FEW_ROWS if prepared < FEW_ROWS else int(8 * STRETCH_S * prepared / max(busy_s, 1e-9))
+    return max(4, min(2 * FEW_ROWS, rows))

@@ -1,0 +1,855 @@
+"""Builds steps ahead of the clients of one host: threads that plan, gather and pack around one condition.
+
+Rules of this file:
+1. A step is wanted when it lies in a client's window [its step, its step + prefetch], or when
+   somebody waits for it. What is not wanted is dropped; whoever asks for it later gets it built again.
+   Samples are gathered for the ranks that this host has in the mesh of a step, until another one attaches. A step
+   whose mesh does not have a client's rank is the end for it.
+2. Work goes to the lowest wanted step first. Beyond the byte budget only what a client needs now is built.
+3. A failure belongs to its step: nothing is built from there on, and steps before it are still served,
+   also to a client that comes later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import LoadingPlan
+from overlord.errors import ClosedError, OverlordError, SpecError
+from overlord.roles.data_constructor import DataConstructor
+from overlord.roles.views import ENCODER, StepHeader
+from overlord.runtimes.hosts.planner_host import STORE_DOWN, HostNews, Plans, Waiting
+from overlord.runtimes.supervision.cleanup import out_of_files
+from overlord.runtimes.transport.shared_memory import Arena, Segment
+from overlord.runtimes.transport.wire import to_text
+from overlord.transforms.microbatches.per_microbatch import PackedMicrobatch
+from overlord.transforms.microbatches.step_samples import StepSamples
+
+# --------------------------------------------------------------------------------------------------------------
+# How long the trainers of a host waited for their batches: the sign that loaders cannot keep up.
+
+
+class WaitMeter:
+    """Seconds in which anybody waited; asked under the lock of whoever it belongs to.
+
+    Example:
+        >>> now, changed = iter([10.0, 13.0]), threading.Condition()
+        >>> meter = WaitMeter(lambda: next(now))
+        >>> with changed:
+        ...     meter.wait(changed, 0.001)
+        >>> meter.seconds()
+        3.0
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waiting = 0
+        self._since = 0.0
+        self._before = 0.0
+
+    def wait(self, changed: threading.Condition, timeout_s: float | None = None) -> None:
+        """Wait until something has changed, and count the time."""
+        if not self._waiting:
+            self._since = self._clock()
+        self._waiting += 1
+        try:
+            changed.wait(timeout_s)
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._before += self._clock() - self._since
+
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        return self._before + (self._clock() - self._since if self._waiting else 0.0)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Who is attached to a constructor host, how far they are, and which steps they want.
+#
+# Rules of this file:
+# 1. A rank that comes with a later mesh wants nothing before the others are near its first step: nobody runs ahead of
+#    a
+#    stream because of it.
+# 2. A rank that the mesh of a step does not have wants nothing from there on.
+
+
+@dataclass(slots=True)
+class Seat:
+    """One attached client."""
+
+    rank: int
+    step: int
+    """The step it is at."""
+    new: bool = False
+    """Whether it came for a later step than the stream's first, and has not been served yet."""
+    ended: bool = False
+    """Whether it has come to a step whose mesh does not have it."""
+
+
+class Seats:
+    """The clients of one host. Not safe by itself: whoever uses it holds its own lock.
+
+    Example:
+        >>> seats = Seats(prefetch=1, first_step=0)
+        >>> number = seats.take(0, 0)
+        >>> seats.move(number, 5)
+        >>> seats.wanted()
+        {5: {0}, 6: {0}}
+        >>> newcomer = seats.take(1, 9)
+        >>> seats.wanted()
+        {5: {0}, 6: {0}}
+        >>> seats.move(number, 8)
+        >>> seats.wanted()
+        {8: {0}, 9: {0, 1}}
+    """
+
+    def __init__(self, *, prefetch: int, first_step: int, early: bool = True) -> None:
+        self._early = early
+        self._prefetch = prefetch
+        self._first_step = first_step
+        self._seats: dict[int, Seat] = {}
+        self._waiting: Counter[tuple[int, int]] = Counter()
+        self._reached: dict[int, int] = {}
+
+    def reached_by(self, rank: int) -> int | None:
+        """Return how far a rank came that attaches again; None for one that never was here."""
+        return self._reached.get(rank)
+
+    def take(self, rank: int, begin: int, at: int | None = None) -> int:
+        """Seat a client; return its seat.
+
+        Args:
+            rank: Its rank.
+            begin: The step where its rank begins.
+            at: Where it stands, if it comes back from a connection that broke.
+        """
+        step = begin if at is None else at
+        self._reached[rank] = max(step, self._reached.get(rank, step))
+        number = max(self._seats, default=-1) + 1
+        self._seats[number] = Seat(rank, step, new=step == begin > self._first_step)
+        return number
+
+    def free(self, seat: int) -> None:
+        """Free a seat."""
+        self._seats.pop(seat)
+
+    def rank_of(self, seat: int) -> int:
+        """Return the rank of a seat."""
+        return self._seats[seat].rank
+
+    def move(self, seat: int, step: int) -> None:
+        """Note that a client is at a step, and has finished with those before it."""
+        self._seats[seat].step = step
+        self._seats[seat].ended = False
+        self._reached[self._seats[seat].rank] = step
+
+    def serve(self, seat: int) -> None:
+        """Note that a client has what it asked for: a newcomer is one of the others now."""
+        self._seats[seat].new = False
+
+    def end(self, seat: int) -> None:
+        """Note that a client is done: the mesh of the step it is at does not have its rank."""
+        self._seats[seat].new, self._seats[seat].ended = False, True
+
+    def leave(self, seat: int, next_step: int) -> None:
+        """Note that a client goes in peace, having trained on the steps before `next_step`."""
+        self._reached[self._seats[seat].rank] = next_step
+
+    @property
+    def positions(self) -> dict[int, int]:
+        """The step each attached rank is at."""
+        return {seat.rank: seat.step for seat in self._seats.values()}
+
+    @property
+    def reached(self) -> dict[int, int]:
+        """For every rank that ever attached, the step before which it is done."""
+        return dict(self._reached)
+
+    def gathers_for(self, expected: Collection[int], world_size: int) -> frozenset[int]:
+        """Return the ranks that samples are gathered for: those that were expected, unless others are here.
+
+        Args:
+            expected: The ranks this host has in the mesh of the step.
+            world_size: Ranks of that mesh.
+        """
+        seated = frozenset(seat.rank for seat in self._seats.values() if seat.rank < world_size)
+        return frozenset(expected) if seated <= frozenset(expected) else seated
+
+    @property
+    def ever_attached(self) -> bool:
+        """Whether anybody ever attached."""
+        return bool(self._reached)
+
+    @contextmanager
+    def waiting(self, seat: int, step: int) -> Iterator[None]:
+        """While this is open, a client waits for a step."""
+        key = (step, self._seats[seat].rank)
+        self._waiting[key] += 1
+        try:
+            yield
+        finally:
+            self._waiting[key] -= 1
+            self._waiting += Counter()
+
+    def stands_at(self, step: int) -> bool:
+        """Whether a client is at a step, or waits for something of it."""
+        return any(step == s for s, _ in self._waiting) or any(step == seat.step for seat in self._wanting())
+
+    def came_to(self, step: int) -> bool:
+        """Whether a client is at a step, or beyond it."""
+        return any(seat.step >= step for seat in self._seats.values() if not seat.new)
+
+    def only_new(self, step: int) -> bool:
+        """Whether nobody wants a step but ranks that come with it or after it."""
+        others = [seat for seat in self._seats.values() if not seat.new and not seat.ended]
+        waited = any(step == s for s, _ in self._waiting)
+        return self.ever_attached and not waited and not any(self._in_window(seat, step) for seat in others)
+
+    def _in_window(self, seat: Seat, step: int) -> bool:
+        return seat.step <= step <= seat.step + self._prefetch
+
+    def _foremost(self) -> int | None:
+        """Return the furthest step that anybody wants who is not new; None where all are."""
+        there = [seat.step for seat in self._seats.values() if not seat.new and not seat.ended]
+        return max(there) + self._prefetch if there else None
+
+    def _wanting(self) -> list[Seat]:
+        """Return who wants anything now."""
+        foremost, seats = self._foremost(), self._seats.values()
+        # The others may be past a newcomer's first step already: then it is late, and gets it at once.
+        return [s for s in seats if (foremost is None or foremost >= s.step if s.new else not s.ended)]
+
+    def _last_of(self, seat: Seat, foremost: int | None) -> int:
+        """Return the last step that a client wants: a newcomer wants with the others, and its first alone."""
+        last = seat.step + self._prefetch
+        if not seat.new:
+            return last
+        return seat.step if foremost is None else max(seat.step, min(last, foremost))
+
+    def wanted(self) -> dict[int, set[int]]:
+        """Return wanted steps in ascending order with the ranks that want them."""
+        if not self.ever_attached and not self._early:
+            return {}  # who comes back says where it is
+        if not self.ever_attached:
+            return {step: set() for step in range(self._first_step, self._first_step + self._prefetch)}
+        wanted: dict[int, set[int]] = {}
+        for step, rank in self._waiting:
+            wanted.setdefault(step, set()).add(rank)
+        foremost = self._foremost()
+        for seat in self._wanting():
+            for step in range(seat.step, self._last_of(seat, foremost) + 1):
+                wanted.setdefault(step, set()).add(seat.rank)
+        return {step: wanted[step] for step in sorted(wanted)}
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The steps of one host on their way to its clients: planned, gathered, and built in shared memory.
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The samples of a step, as far as some ranks need them."""
+
+    samples: StepSamples
+    ranks: frozenset[int]
+    unopened: set[tuple[int, int]]
+    """(bucket, microbatch) of all with media that are decoded when they are packed: what does not decode is known when
+    this is empty, and so is how many labels the step has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a host knows of the labels of a step when it has decoded all media of its own ranks."""
+
+    plan: LoadingPlan
+    ranks: frozenset[int]
+    counted: int
+    """Labels of the step over all ranks, as the loaders counted them."""
+    lost: dict[int, int]
+    """Those of samples that do not decode here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A microbatch in shared memory."""
+
+    segment: Segment
+    packed: PackedMicrobatch
+    plan: LoadingPlan
+    views: dict[int, str]
+    """What a rank is told of its view, as JSON: written before a client waits for it."""
+
+
+AT_ONCE = 64
+"""Microbatches that are handed over with their step at most: a message takes no more than 253 descriptors."""
+
+Bin = tuple[int, int, int]
+"""(step, bucket, microbatch)."""
+
+
+class StepShelf:
+    """What is there of each step. Not safe by itself: whoever uses it holds its own lock."""
+
+    def __init__(self, constructor: DataConstructor, arena: Arena) -> None:
+        self._constructor = constructor
+        self._arena = arena
+        self.plans: dict[int, LoadingPlan] = {}
+        self.samples: dict[int, Gathered] = {}
+        self.built: dict[Bin, Built] = {}
+        self.labels: dict[int, int] = {}
+        """Labels of each step over all ranks, once it is known which of its samples decode."""
+        self.checked: dict[int, Checked] = {}
+        """What is known here of steps whose other media are decoded on other hosts."""
+        self._fresh: list[Bin] = []
+        self._kept: dict[int, set[int]] = {}
+        """What was wanted of planned steps when everything that is built was looked through."""
+        self._queues: dict[tuple[int, frozenset[int]], tuple[list[Bin], int]] = {}
+        """What ranks need of a step, and how much of it from the front on is built."""
+
+    def add(self, made: Mapping[Bin, Built]) -> None:
+        """Take in what was built."""
+        self.built.update(made)
+        self._fresh += made
+
+    def keep(self, wanted: Mapping[int, set[int]]) -> None:
+        """Drop everything but steps that some ranks want.
+
+        This is called with every microbatch, and a step may have thousands: as long as the same is wanted, only what
+        was built since is looked at.
+        """
+        plans, wanted_by = self.plans, self._constructor.wanted_by
+        now = {step: set(ranks) for step, ranks in wanted.items() if step in plans}
+        needed = {step: wanted_by(ranks, plans[step]) for step, ranks in now.items()}
+        looked_at = list(self.built) if now != self._kept else self._fresh
+        dropped = [k for k in looked_at if k in self.built and (k[0] not in needed or not needed[k[0]](*k[1:]))]
+        for key in dropped:
+            self._arena.release(self.built.pop(key).segment.number)
+        if dropped or now != self._kept:
+            self._queues.clear()
+        self._kept, self._fresh = now, []
+        for step in [s for s in self.samples if s not in wanted]:
+            del self.samples[step]
+        for step in [s for s in self.plans if s not in wanted]:
+            del self.plans[step]
+            self.labels.pop(step, None)
+            self.checked.pop(step, None)
+
+    def gathered(self, plan: LoadingPlan, samples: StepSamples, ranks: frozenset[int]) -> None:
+        """Keep the samples of a step; those of more ranks come in the place of those of fewer."""
+        before = self.samples.get(plan.step)
+        if before is not None:  # what is packed by now is not packed again
+            samples.lost |= before.samples.lost
+        mine = set(self._constructor.bins_of(ranks, plan))
+        unopened = samples.unopened(plan) & mine if before is None else before.unopened
+        self.samples[plan.step] = Gathered(samples, ranks, unopened)
+        self._settle(plan.step)
+
+    def opened(self, step: int, place: tuple[int, int]) -> None:
+        """Note that a microbatch was packed, with all that was wrong with its media."""
+        if step in self.samples:
+            self.samples[step].unopened.discard(place)
+            self._settle(step)
+
+    def _settle(self, step: int) -> None:
+        plan, gathered = self.plans.get(step), self.samples[step]
+        if plan is None or gathered.unopened:
+            return
+        samples, ranks = gathered.samples, gathered.ranks
+        if samples.late and len(ranks) < plan.mesh.world_size:
+            self.checked[step] = Checked(plan, ranks, samples.counted, dict(samples.lost))
+        else:
+            self.labels.setdefault(step, samples.labels)
+
+    def next_missing(self, step: int, ranks: set[int], busy: Collection[Bin] = ()) -> Bin | None:
+        """Return the first that is neither built nor being built: what ranks want, then what the labels wait for."""
+        key = (step, frozenset(ranks))
+        bins, at = self._queues.get(key) or (
+            [(step, *b) for b in self._constructor.bins_of(ranks, self.plans[step])],
+            0,
+        )
+        while at < len(bins) and bins[at] in self.built:
+            at += 1
+        self._queues[key] = (bins, at)
+        first = next(
+            (one for one in itertools.islice(bins, at, None) if one not in self.built and one not in busy), None
+        )
+        if first is not None or step not in self.samples or step in self.labels or not ranks:
+            return first
+        # Ranks that are not attached have no use for their microbatches, but what does not decode there counts.
+        unopened = sorted((step, *one) for one in self.samples[step].unopened)
+        return next((one for one in unopened if one not in busy), None)
+
+    def places(self, rank: int, plan: LoadingPlan) -> tuple[StepHeader, dict[int, Bin]]:
+        """Return a rank's header of a step, and where its microbatches are found that go along with it."""
+        header = self._constructor.header_of(rank, plan, self.labels[plan.step])
+        header = _announce(header, self.plans.get(plan.step + 1))
+        bucket = self._constructor.bin_of(rank, plan, 0)
+        places = {n: (plan.step, bucket[0], n) for n in range(min(header.num_microbatches, AT_ONCE)) if bucket}
+        if header.encodes:
+            places[ENCODER] = (plan.step, rank, ENCODER)
+        return header, places
+
+    def has_all(self, places: Mapping[int, Bin], most_bytes: int) -> bool:
+        """Whether some microbatches are all built, and small enough to be held together."""
+        found = [self.built.get(key) for key in places.values()]
+        return sum(one.segment.capacity if one is not None else most_bytes + 1 for one in found) <= most_bytes
+
+    def take(self, places: Mapping[int, Bin]) -> dict[int, Built]:
+        """Return those of some microbatches that are built, each held once more for the caller."""
+        built = {number: self.built[key] for number, key in places.items() if key in self.built}
+        for one in built.values():
+            self._arena.hold(one.segment.number)
+        return built
+
+    def build(self, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]) -> Built:
+        """Build one microbatch of one bucket in shared memory, with what its ranks are told of it."""
+        return _build(self._constructor, self._arena, plan, gathered, place)
+
+
+def _announce(header: StepHeader, following: LoadingPlan | None) -> StepHeader:
+    """Tell with a step that the one behind it has another mesh, where that is planned already."""
+    if following is None or following.mesh == header.mesh:
+        return header
+    return dataclasses.replace(header, next_mesh=following.mesh)
+
+
+def _build(
+    constructor: DataConstructor, arena: Arena, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]
+) -> Built:
+    """Build one microbatch of one bucket, and write what each of its ranks is told of it."""
+    segment, packed = _pack(constructor, arena, plan, gathered.samples, place)
+    ranks = [rank for rank in gathered.ranks if constructor.bin_of(rank, plan, place[1]) == place]
+    return Built(segment, packed, plan, {rank: view_text(constructor, rank, plan, packed) for rank in ranks})
+
+
+def view_text(constructor: DataConstructor, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> str:
+    """Write what a rank is told of a microbatch: numbers, and type, shape and place of its arrays."""
+    names, scalars = constructor.view_of(rank, plan, packed)
+    specs = {spec.name: (spec.dtype, spec.shape, spec.offset) for spec in packed.arrays}
+    told = {"scalars": scalars, "arrays": [(key, *specs[name]) for key, name in names.items()]}
+    return to_text(told)[1:-1]
+
+
+def _pack(
+    constructor: DataConstructor, arena: Arena, plan: LoadingPlan, samples: StepSamples, place: tuple[int, int]
+) -> tuple[Segment, PackedMicrobatch]:
+    """Build one microbatch of one bucket in shared memory."""
+    taken: list[Segment] = []
+
+    def allocate(nbytes: int) -> Any:
+        taken.append(arena.take(nbytes))
+        return taken[0].memory[:nbytes]
+
+    try:
+        packed = constructor.constructor_do_plan(plan, samples, *place, allocate)
+    except BaseException:
+        for segment in taken:
+            arena.release(segment.number)
+        raise
+    return taken[0], packed
+
+
+# --------------------------------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger("overlord")
+
+T = TypeVar("T")
+
+OTHERS_TRIES = 10
+"""How often the planner's host is asked, a second each, before the media of a slow host's ranks are decoded here."""
+
+RanksOf = Callable[[ClientPlaceTree], Collection[int]]
+"""The ranks that a host is expected to serve on a mesh."""
+
+
+class StepServer:
+    """Serves planned, gathered and packed microbatches to the connections of one host."""
+
+    def __init__(
+        self,
+        constructor: DataConstructor,
+        planner: Plans,
+        arena: Arena,
+        *,
+        ranks_of: RanksOf,
+        prefetch: int,
+        budget_bytes: int,
+        read_bytes: Callable[[], int],
+        early: bool = True,
+    ) -> None:
+        self._constructor = constructor
+        self._planner = planner
+        self._arena = arena
+        self.ranks_of = ranks_of
+        """The ranks this host is expected to serve on a mesh."""
+        self._seats = Seats(prefetch=prefetch, first_step=planner.first_step, early=early)
+        self._refused: dict[int, SpecError] = {}
+        self._prefetch = prefetch
+        self._budget = budget_bytes
+        self._read_bytes = read_bytes
+        self._changed = threading.Condition()
+        self._shelf = StepShelf(constructor, arena)
+        self._end: int | None = None
+        self._failed: tuple[int, OverlordError] | None = None
+        self._closing, self._waits = False, WaitMeter()
+        self._ends_for: OverlordError | None = None
+        self._gathering: dict[int, tuple[LoadingPlan, frozenset[int]]] = {}
+        self._missing: int | None = None
+        self._told_missing, self._last_bytes = -1, 0
+        self._turn, self._packing = threading.Lock(), set[Bin]()
+        # Two threads gather and two pack: while one waits for its last decodes, the other's keep the workers busy.
+        loops = (
+            self._plan_loop, self._gather_loop, self._gather_loop, self._pack_loop, self._pack_loop, self._label_loop
+        )  # fmt: skip
+        self._threads = [threading.Thread(target=loop, name=f"overlord{loop.__name__}") for loop in loops]
+
+    def start(self) -> None:
+        """Begin to build ahead."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, why: OverlordError | None = None) -> None:
+        """End the threads; whoever waits is told why: by default that the launcher closed the service."""
+        self._ends_for = why
+        self._closing = True
+        self.moved()
+        for thread in self._threads:
+            thread.join()
+
+    def news(self) -> HostNews:
+        """Return how far the clients of this host are, and what they hold."""
+        with self._changed:
+            seats, waited_s = self._seats, self._waits.seconds()
+            return HostNews(seats.reached, seats.positions, self._arena.used_bytes, waited_s=waited_s)
+
+    def attach(self, rank: int, begin: int, at: int | None = None) -> tuple[int, int | None]:
+        """Seat a client where its rank begins, or where it stood; return its seat, and how far its rank came before."""
+        with self._changed:
+            reached = self._seats.reached_by(rank)
+            seat = self._seats.take(rank, begin, at)
+            self._changed.notify_all()
+            return seat, reached
+
+    def detach(self, seat: int) -> None:
+        """Free a seat; nothing is built for it any more."""
+        with self._changed:
+            self._seats.free(seat)
+            self.moved()
+
+    def open_step(self, seat: int, step: int) -> tuple[StepHeader, dict[int, Built]] | None:
+        """Move the client's window; return the header of a step, or None past the end, also that of its rank.
+
+        With it come the microbatches that are built already, each held once more for the caller. Call `moved` when the
+        client has its answer: what follows from the move is not what it waits for.
+        """
+        with self._changed:
+            self._seats.move(seat, step)
+            if step not in self._shelf.labels:
+                self.moved()
+                if self._missing is not None and step not in self._shelf.plans:
+                    self._tell_missing(step, self._missing)
+            rank = self._seats.rank_of(seat)
+
+            def look() -> LoadingPlan | bool | None:
+                plan = self._shelf.plans.get(step)
+                if plan is None:
+                    return self._past_end(step) or None
+                return plan if rank >= plan.mesh.world_size or step in self._shelf.labels else None
+
+            found = self._wait(step, look)
+            if not isinstance(found, LoadingPlan):
+                return None
+            if rank >= found.mesh.world_size:
+                self._seats.end(seat)
+                self.moved()
+                return None
+            self._seats.serve(seat)
+            header, places = self._shelf.places(rank, found)
+            return header, self._shelf.take(places)
+
+    def look_ahead(
+        self, seat: int, step: int, at: int | None, most_bytes: int
+    ) -> tuple[StepHeader, dict[int, Built]] | None:
+        """Return what `open_step` would of a step that the client comes to next, if all of it is there; never waits.
+
+        Args:
+            seat: The client's.
+            step: The step behind the one it is at.
+            at: The step it is at, if it has that one from looking ahead and nobody was told so far.
+            most_bytes: What the client may hold.
+        """
+        with self._changed:
+            if at is not None:
+                self._seats.move(seat, at)
+            plan = self._shelf.plans.get(step)
+            if plan is None or self._seats.rank_of(seat) >= plan.mesh.world_size or step not in self._shelf.labels:
+                return None
+            header, places = self._shelf.places(self._seats.rank_of(seat), plan)
+            if not self._shelf.has_all(places, most_bytes):
+                return None
+            return header, self._shelf.take(places)
+
+    def moved(self) -> None:
+        """Drop what nobody wants any more, and wake who builds."""
+        with self._changed:
+            self._shelf.keep(self._wanted_steps())
+            self._changed.notify_all()
+
+    def microbatch(self, seat: int, step: int, microbatch: int) -> Built | None:
+        """Return a microbatch of the client's bucket; its segment is held once more for the caller.
+
+        None for a rank that gets its data by the trainer's own broadcast.
+        """
+
+        def look() -> Built | bool | None:
+            plan = self._shelf.plans.get(step)
+            if plan is None:
+                return None
+            place = self._constructor.bin_of(self._seats.rank_of(seat), plan, microbatch)
+            return False if place is None else self._shelf.built.get((step, *place))
+
+        with self._changed:
+            try:
+                with self._seats.waiting(seat, step):
+                    self._changed.notify_all()
+                    built = self._wait(step, look)
+                    if not isinstance(built, Built):
+                        return None
+                    self._arena.hold(built.segment.number)
+                    return built
+            finally:
+                self._shelf.keep(self._wanted_steps())
+
+    def leave(self, seat: int, next_step: int) -> None:
+        """Note that a client goes in peace, having trained on the steps before `next_step`."""
+        with self._changed:
+            self._seats.leave(seat, next_step)
+
+    # -- what is wanted ------------------------------------------------------------------------
+
+    def _wanted_steps(self) -> dict[int, set[int]]:
+        """Return wanted steps in ascending order with the ranks that want them and, where it is known, are there."""
+        failed = self._failed[0] if self._failed is not None else None
+        wanted: dict[int, set[int]] = {}
+        for step, ranks in self._seats.wanted().items():
+            if not self._past_end(step) and (failed is None or step < failed) and step not in self._refused:
+                plan = self._shelf.plans.get(step)
+                wanted[step] = ranks if plan is None else {rank for rank in ranks if rank < plan.mesh.world_size}
+        return wanted
+
+    def _past_end(self, step: int) -> bool:
+        return self._end is not None and step >= self._end
+
+    def _has_room(self, step: int, wanted: dict[int, set[int]]) -> bool:
+        """Whether a step may be built now: within the budget, or because a client is at it."""
+        if step == next(iter(wanted)) or self._seats.stands_at(step):
+            return True
+        held = sum(gathered.samples.nbytes for gathered in self._shelf.samples.values())
+        held += self._arena.used_bytes + self._read_bytes()
+        # Steps are much alike: what is being gathered, and what would come now, will be like the last.
+        return held + (len(self._gathering) + 1) * self._last_bytes <= self._budget
+
+    def _tell_missing(self, step: int, missing: int) -> None:
+        """Say once that a step cannot be planned before a report comes, if a client stands there."""
+        if missing == STORE_DOWN:
+            return  # the planner's host has said so
+        with self._changed:
+            stands = self._seats.came_to(step)
+        if missing != self._told_missing and stands:
+            self._told_missing = missing
+            logger.warning("step %d waits for the report of step %d; call client.report on one rank", step, missing)
+
+    # -- waiting and failing -------------------------------------------------------------------
+
+    def _wait(self, step: int, look: Callable[[], T | None]) -> T:
+        while True:
+            found = look()
+            if found is not None:
+                return found
+            if step in self._refused:
+                raise self._refused[step]
+            if self._failed is not None and step >= self._failed[0]:
+                raise self._failed[1]
+            if self._closing and self._ends_for is not None:
+                raise type(self._ends_for)(*self._ends_for.args)  # a fresh one for each of those who wait
+            if self._closing:
+                raise ClosedError("the service was closed by its launcher while a client waited for data.")
+            self._waits.wait(self._changed)
+
+    def _next_task(self, choose: Callable[[], T | None]) -> T | None:
+        with self._changed:
+            task = choose()
+            while task is None and not self._closing:
+                self._changed.wait()
+                task = choose()
+            return None if self._closing else task
+
+    def _run(self, choose: Callable[[], T | None], work: Callable[[T], None], step_of: Callable[[T], int]) -> None:
+        while True:
+            task = self._next_task(choose)
+            if task is None:
+                return
+            self._attempt(step_of(task), partial(work, task))
+
+    def _attempt(self, step: int, work: Callable[[], None]) -> bool:
+        """Do some work for a step; a failure is kept for whoever waits for that step."""
+        try:
+            work()
+        except BaseException as error:  # the border of the roles: also a decoder's panic must reach who waits
+            known = error if isinstance(error, OverlordError) else out_of_files(error)
+            if known is None:
+                logger.exception("step %d failed", step)
+                known = OverlordError(f"step {step} failed: {type(error).__name__}: {error}")
+            with self._changed:
+                if isinstance(known, SpecError):
+                    self._refused[step] = known  # who asks for it is wrong; others go on
+                elif self._failed is None or step < self._failed[0]:
+                    self._failed = (step, known)
+                self.moved()
+            return False
+        return True
+
+    # -- the three stages ----------------------------------------------------------------------
+
+    def _plan_loop(self) -> None:
+        def choose() -> int | None:
+            wanted = self._wanted_steps()
+            return next((s for s in wanted if s not in self._shelf.plans and self._has_room(s, wanted)), None)
+
+        def work(step: int) -> None:
+            with self._changed:
+                newcomers = self._seats.only_new(step)
+            news = dataclasses.replace(self.news(), told_missing=self._missing, newcomers=newcomers)
+            plan = self._planner.plan(step, news)
+            self._missing = plan.missing if isinstance(plan, Waiting) else None
+            if isinstance(plan, Waiting):
+                if plan.missing is not None:
+                    self._tell_missing(step, plan.missing)
+                return  # and ask again, as long as it is wanted
+            with self._changed:
+                if plan is None:
+                    self._end = min(step, step if self._end is None else self._end)
+                else:
+                    self._shelf.plans[step] = plan
+                self.moved()
+
+        self._run(choose, work, lambda step: step)
+
+    def _gather_loop(self) -> None:
+        def choose() -> int | None:
+            wanted = self._wanted_steps()
+            for step, ranks in wanted.items():
+                held, planned = self._shelf.samples.get(step), step in self._shelf.plans
+                if planned and step not in self._gathering and (held is None or not ranks <= held.ranks):
+                    unknown = bool(ranks) and step not in self._shelf.labels
+                    missing = unknown or self._shelf.next_missing(step, ranks) is not None
+                    needed = not self._seats.ever_attached or missing
+                    if needed and self._has_room(step, wanted):
+                        plan = self._shelf.plans[step]
+                        expected = self.ranks_of(plan.mesh)
+                        self._gathering[step] = (plan, self._seats.gathers_for(expected, plan.mesh.world_size))
+                        return step
+            return None
+
+        while True:
+            with self._turn:  # steps leave the read buffers in order, and are finished side by side
+                step = self._next_task(choose)
+                if step is None:
+                    return
+                collecting: list[Callable[[], StepSamples]] = []
+                gather = self._constructor.gather
+                popped = self._attempt(step, lambda: collecting.append(gather(*self._gathering[step])))  # noqa: B023
+            if popped:
+                self._attempt(step, partial(self._collect, step, collecting))
+
+    def _collect(self, step: int, collecting: list[Callable[[], StepSamples]]) -> None:
+        samples = collecting.pop()()
+        with self._changed:
+            self._last_bytes = samples.nbytes
+            self._shelf.gathered(self._gathering[step][0], samples, self._gathering[step][1])
+            del self._gathering[step]
+            self.moved()
+
+    def _pack_loop(self) -> None:
+        def choose() -> Bin | None:
+            wanted = self._wanted_steps()
+            for step, ranks in wanted.items():
+                if step in self._shelf.samples and step in self._shelf.plans:
+                    here = ranks & self._shelf.samples[step].ranks
+                    missing = self._shelf.next_missing(step, here, self._packing)
+                    if missing is not None and self._has_room(step, wanted):
+                        self._packing.add(missing)
+                        return missing
+            return None
+
+        def work(key: Bin) -> None:
+            step = key[0]
+            with self._changed:
+                plan, gathered = self._shelf.plans.get(step), self._shelf.samples.get(step)
+            made: dict[Bin, Built] = {}
+            try:
+                if plan is not None and gathered is not None:
+                    made[key] = self._shelf.build(plan, gathered, key[1:])
+            finally:
+                with self._changed:  # at once: in between, the other thread would take it for missing
+                    self._packing.remove(key)
+                    self._shelf.add(made)
+                    if made:
+                        self._shelf.opened(step, key[1:])
+            with self._changed:
+                self._shelf.keep(self._wanted_steps())  # the clients may have moved on meanwhile
+                if step in self._shelf.plans and self._shelf.next_missing(step, self._wanted_steps()[step]) is None:
+                    self._shelf.samples.pop(step, None)
+                self._changed.notify_all()
+
+        self._run(choose, work, lambda key: key[0])
+
+    def _label_loop(self) -> None:
+        """Learn how many labels steps have whose media are decoded on several hosts.
+
+        Every host tells the planner's host which of its samples do not decode, and is told those of all when the last
+        one has. A host without attached trainers builds nothing, and one that is short of memory builds nothing ahead:
+        the media of their ranks are then decoded here too, so that no host waits for another's trainers. Whoever
+        decodes a sample finds the same, so the number depends on nothing of this.
+        """
+
+        def choose() -> int | None:
+            wanted = self._wanted_steps()
+            return next((s for s in wanted if s in self._shelf.checked and s not in self._shelf.labels), None)
+
+        def work(step: int) -> None:
+            with self._changed:
+                mine = self._shelf.checked.get(step)
+            if mine is None:
+                return
+            ranks, lost = set(mine.ranks), dict(mine.lost)
+            for tries in itertools.count(1):
+                told = self._planner.ask(
+                    {"op": "labels", "step": step, "plan": mine.plan.digest, "world_size": mine.plan.mesh.world_size,
+                     "ranks": sorted(ranks), "lost": list(lost.items()), "from": step - self._prefetch - 1}
+                )  # fmt: skip
+                if self._closing or not told["missing"]:
+                    break
+                if tries >= OTHERS_TRIES or not told["near"]:
+                    others = told["missing"][: len(mine.ranks)]  # no more at a time than this host has memory for
+                    lost |= self._constructor.gather(mine.plan, others, open_all=True)().lost
+                    ranks |= set(others)
+            with self._changed:
+                if step in self._shelf.plans and not self._closing:
+                    self._shelf.labels[step] = mine.counted - sum(count for _, count in told["lost"])
+                self.moved()
+
+        self._run(choose, work, lambda step: step)

@@ -1,0 +1,689 @@
+"""From a job and a mesh to wired roles: which there are, and who asks whom. Runtime-agnostic."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from overlord.core.draw import Limits
+from overlord.core.order import BEGIN, DataFile, SourceOrder
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.ragged import Ragged, RowBatch
+from overlord.core.samples import FILE_SHIFT, Cursor, SampleId
+from overlord.core.spec_errors import list_some
+from overlord.core.states import StreamState, restricted_parts
+from overlord.errors import NothingToDraw, OverlordError, SourceError, SpecError, joined
+from overlord.job.layout_specs import Layout, bin_multiple, piece_multiple
+from overlord.job.media_specs import ImageSpec
+from overlord.job.reconcile import reconcile_state, unweighted
+from overlord.job.specs import Audio, ImageText, Job, Source, Text, Video, stream_parts
+from overlord.planning.checking import run_strategy
+from overlord.planning.strategies import backbone_balance
+from overlord.readers.index import IndexCache
+from overlord.readers.reader import Kind, Reader
+from overlord.readers.source_files import LengthSidecars, NoFiles, SourceFiles
+from overlord.roles.data_constructor import DataConstructor
+from overlord.roles.planner import Planner
+from overlord.roles.poisoned_rows import VerdictBook
+from overlord.roles.ports import Loaders
+from overlord.roles.source_loader import Lengths, PlacementChoice, SourceLoader
+from overlord.runtimes.autoscaling.warming import warm_job
+from overlord.runtimes.hosts.loader_host import LoaderFleet
+from overlord.runtimes.hosts.planner_host import Patience
+from overlord.runtimes.hosts.prefetch import Crew, CrewWorkers, Hands
+from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.resume import (
+    Beginning,
+    History,
+    canonical,
+    draw_again,
+    earlier_states,
+    names_gone,
+    names_to_come,
+    open_store,
+    read_history,
+    with_newcomers,
+    without_files,
+)
+from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob
+from overlord.transforms.microbatches.step_samples import Opening
+from overlord.transforms.samples.chat import inline_templates
+from overlord.transforms.samples.per_sample import Isolate, SampleTransform, Workers
+from overlord.transforms.samples.sample_kinds import make_transform, reserve_placeholders
+from overlord.transforms.samples.tokenize import TextTokenizer
+
+# --------------------------------------------------------------------------------------------------------------
+# What batches of a job look like on a mesh: limits of its plans, shapes of its media; checked before anything runs.
+
+
+def limits_of(job: Job, layout: Layout | None = None, mesh: ClientPlaceTree | None = None) -> Limits:
+    """Return what plans of this job must respect."""
+    layout, tp = layout or Layout(), mesh.tp if mesh is not None else 1
+    return Limits(
+        context_length=job.batch.context_length,
+        microbatch_tokens=job.batch.microbatch_cap,
+        microbatches=job.batch.microbatches,
+        patches_per_token=media_shape(job).merge ** 2 if _vision(job) else 4,
+        slicing=layout.slicing,
+        rank_multiple=layout.rank_multiple(tp),
+        row_tokens=job.batch.context_length if layout.rows != "packed" else 0,
+        full_rows=layout.rows == "full",
+    )
+
+
+def few_samples(job: Job, mesh: ClientPlaceTree) -> str | None:
+    """Say that a step has fewer samples than there are data-parallel ranks; None where it has enough."""
+    samples, dp = job.batch.global_samples, mesh.dp
+    if samples is None or samples >= dp:
+        return None
+    return (
+        f"A step has global_samples={samples} for dp={dp} ranks: at least {dp - samples} of them get dummies and wait "
+        f"for the others (an imbalance of up to {dp / samples:.2f}x), whatever the strategy. Give global_samples={dp} "
+        "or more, or a mesh with a smaller dp."
+    )
+
+
+def media_shape(job: Job) -> MediaShape:
+    """Return the one shape that all images, clips and sounds of a job have in a batch.
+
+    Raises:
+        SpecError: where sources differ.
+    """
+    vision: dict[tuple[int, int, int], list[str]] = {}
+    sounds: dict[tuple[int, int], list[str]] = {}
+    for source in job.sources:
+        spec = source.sample
+        if isinstance(spec, (ImageSpec, Video)):
+            vision.setdefault((spec.patch, spec.merge, spec.temporal), []).append(source.name)
+        elif isinstance(spec, Audio):
+            sounds.setdefault((spec.mels, spec.seconds * 100), []).append(source.name)
+    if len(vision) > 1:
+        shown = "; ".join(f"patch={p}, merge={m}, temporal={t} in {_some(n)}" for (p, m, t), n in vision.items())
+        raise SpecError(
+            f"sources use image patches of different kinds ({shown}); one batch holds one kind. Give all sources the "
+            "same patch, merge and temporal."
+        )
+    if len(sounds) > 1:
+        shown = "; ".join(f"mels={m}, seconds={f // 100} in {_some(n)}" for (m, f), n in sounds.items())
+        raise SpecError(
+            f"sources use sounds of different shapes ({shown}); one batch holds one shape. Give all sources the same "
+            "mels and seconds."
+        )
+    patch, merge, temporal = next(iter(vision), (0, 1, 1))
+    mels, frames = next(iter(sounds), (0, 0))
+    return MediaShape(3 * temporal * patch**2, merge, mels, frames)
+
+
+def check_multiples(job: Job, layout: Layout, mesh: ClientPlaceTree) -> None:
+    """Refuse a context or a memory cap that the ranks of a mesh cannot share evenly."""
+    multiple = max(
+        piece_multiple(layout.slicing, mesh.cp), bin_multiple(layout.slicing, layout.rank_multiple(mesh.tp), mesh.cp)
+    )
+    parts = [f"2 x cp={mesh.cp}"] if mesh.cp > 1 and layout.slicing != "contiguous" else []
+    parts += [f"cp={mesh.cp}"] if mesh.cp > 1 and layout.slicing == "contiguous" else []
+    parts += [f"tp={mesh.tp} of sequence parallelism"] if layout.sequence_parallel and mesh.tp > 1 else []
+    parts += [f"block={layout.block}"] if layout.block > 1 else []
+    for name, value in (("context_length", job.batch.context_length), ("microbatch_tokens", job.batch.microbatch_cap)):
+        if value % multiple:
+            raise SpecError(
+                f"batch.{name} is {value}, which is not a multiple of {multiple} ({', '.join(parts)}): the ranks could "
+                "not share a full sequence evenly. Round it to a multiple."
+            )
+
+
+def _some(names: list[str]) -> str:
+    return f"source{'' if len(names) == 1 else 's'} {list_some(names, limit=4)}"
+
+
+def _vision(job: Job) -> list[ImageSpec | Video]:
+    return [s.sample for s in job.sources if isinstance(s.sample, (ImageSpec, Video))]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Opening sources: files listed, columns checked, the first window indexed, known lengths found.
+
+
+Progress = Callable[[str, int, int], None]
+"""Told (what is being done, how much is done, of how much)."""
+
+
+IsolateReader = Callable[[Reader], Reader]
+"""Brings a reader into processes that a damaged file may end."""
+
+
+def open_sources(
+    sources: Sequence[Source],
+    transforms: Sequence[SampleTransform],
+    cache: IndexCache,
+    workers: Workers,
+    progress: Progress | None,
+    isolate: IsolateReader | None = None,
+) -> list[SourceFiles]:
+    """List the files of every source and check that the columns exist.
+
+    Raises:
+        SpecError: for all sources that cannot be opened, a line for each.
+    """
+    done = 0
+    wrong: dict[str, OverlordError] = {}
+
+    def open_one(item: tuple[Source, SampleTransform]) -> SourceFiles | None:
+        nonlocal done
+        source, transform = item
+        extra = (source.lengths,) if source.lengths not in (None, "sidecar") else ()
+        columns = tuple(dict.fromkeys((*transform.columns, *extra)))
+        try:
+            opened = SourceFiles(
+                source.name,
+                source.path,
+                format=source.format,
+                columns=columns or None,
+                storage_options=source.storage_options,
+                cache=cache,
+                isolate=isolate,
+            )
+            check_kinds(source, opened.kinds())  # a missing or wrong column shows here, before anything runs
+        except SpecError as error:
+            named = repr(source.name) in str(error)
+            wrong[source.name] = error if named else type(error)(f"source {source.name!r}: {error}")
+            return None
+        done += 1
+        if progress is not None:
+            progress("opening sources", done, len(sources))
+        return opened
+
+    opened = workers.map(open_one, list(zip(sources, transforms, strict=True)))
+    if wrong:
+        raise joined([wrong[source.name] for source in sources if source.name in wrong])
+    return opened
+
+
+_NUMBERS, _BYTES = ("int", "float"), ("bytes",)
+
+
+def check_kinds(source: Source, kinds: Mapping[str, Kind]) -> None:
+    """Refuse columns that cannot hold what a sample's field names them for.
+
+    Raises:
+        SourceError: A column is of another kind.
+    """
+    sample = source.sample
+    wanted: dict[str, tuple[str, tuple[str, ...], str]] = {}
+    if isinstance(sample, Text) and sample.tokenized:
+        wanted[sample.column] = ("column", ("int_list",), "token ids (lists of whole numbers)")
+    if isinstance(sample, ImageText):
+        wanted[sample.image] = ("image", _BYTES, "one encoded image; of several use ol.Interleaved")
+        for field in ("width", "height"):
+            if getattr(sample, field) is not None:
+                wanted[getattr(sample, field)] = (field, _NUMBERS, "numbers of pixels")
+    if isinstance(sample, (Audio, Video)):
+        field = "audio" if isinstance(sample, Audio) else "video"
+        wanted[getattr(sample, field)] = (field, _BYTES, f"one encoded {'sound' if field == 'audio' else 'clip'}")
+    for column, (field, allowed, what) in wanted.items():
+        kind = kinds.get(column)
+        if kind is not None and kind not in allowed:
+            raise SourceError(
+                f"source {source.name!r}: sample.{field}={column!r} holds {_KIND_WORDS[kind]}, and there must be {what}"
+                "; samples would be nonsense. Name another column."
+            )
+
+
+_KIND_WORDS: dict[Kind, str] = {
+    "bytes": "text or bytes",
+    "json": "nested values",
+    "int": "whole numbers",
+    "float": "fractions",
+    "int_list": "lists of whole numbers",
+    "float_list": "lists of fractions",
+    "bytes_list": "lists of bytes",
+}
+
+
+def order_of(job: Job, source: Source, files: SourceFiles) -> SourceOrder:
+    """Return the order of one source."""
+    return SourceOrder(
+        job.seed,
+        source.name,
+        listing_of(files),
+        shuffle_bytes=source.shuffle_bytes,
+        index=files.blocks,
+        prepare=files.prepare,
+    )
+
+
+def index_first_windows(
+    job: Job,
+    files: Mapping[int, SourceFiles],
+    cursors: Sequence[Cursor],
+    weights: Sequence[float],
+    workers: Workers,
+    progress: Progress | None,
+) -> None:
+    """Index the files that the first step reaches, side by side; the rest is indexed when it is reached."""
+    tasks: list[tuple[SourceFiles, int]] = []
+    for number, opened in files.items():
+        if weights[number] > 0:
+            order = order_of(job, job.sources[number], opened)
+            epoch, group, _ = cursors[number]
+            tasks += [(opened, int(file)) for file in order.files_of(epoch, max(group, 0))]
+    done = 0
+
+    def index_one(task: tuple[SourceFiles, int]) -> None:
+        nonlocal done
+        task[0].blocks(task[1])
+        done += 1
+        if progress is not None:
+            progress("indexing files", done, len(tasks))
+
+    workers.map(index_one, tasks)
+
+
+def listing_of(files: SourceFiles) -> list[DataFile]:
+    """Return what the order may know of a source's files before they are opened."""
+    return [DataFile(file.path, file.size) for file in files.files]
+
+
+def known_lengths(
+    source: Source, files: SourceFiles, sidecars: LengthSidecars, tokenizer_digest: str
+) -> Lengths | None:
+    """Return how a source's text lengths are known before its text is tokenized, if they are."""
+    if source.lengths is None:
+        return None
+    if source.lengths != "sidecar":
+        column = source.lengths
+
+        def from_column(rows: RowBatch, _: np.ndarray) -> np.ndarray:
+            values = rows[column]
+            if isinstance(values, Ragged):
+                raise SourceError(
+                    f"source {source.name!r}: the length column {column!r} does not hold whole numbers; no sample "
+                    "could be planned by it. Name a numeric column, or leave lengths out."
+                )
+            return values.astype(np.int64)
+
+        return from_column
+    tables = sidecars.open_all(source, files, tokenizer_digest)
+
+    def from_sidecar(_: RowBatch, numbers: np.ndarray) -> np.ndarray:
+        file, row = numbers >> FILE_SHIFT, numbers & ((1 << FILE_SHIFT) - 1)
+        return np.array([tables[f][r] for f, r in zip(file.tolist(), row.tolist(), strict=True)], np.int64)
+
+    return from_sidecar
+
+
+# --------------------------------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger("overlord")
+
+
+class FaultLog:
+    """Logs what the loader of one source tells of single samples; the loader keeps the counts.
+
+    A reason is a warning when it is met for the first time, and again each time ten times as many samples have had it;
+    every sample is logged with its id, at level INFO where it is not part of a warning. Reasons that differ in numbers
+    only are one.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def bad_samples(self, found: Sequence[tuple[SampleId, str]]) -> None:
+        """Log stand-ins."""
+        self._log(found, "bad sample %s: %s; a stand-in takes its place")
+
+    def wrong_lengths(self, found: Sequence[tuple[SampleId, str]]) -> None:
+        """Log samples that were cut or padded to their planned length."""
+        self._log(found, "sample %s was cut or padded: %s")
+
+    def _log(self, found: Sequence[tuple[SampleId, str]], words: str) -> None:
+        alike: dict[str, list[tuple[SampleId, str]]] = {}
+        for sample, reason in found:
+            alike.setdefault(words + re.sub(r"\d+", "#", reason), []).append((sample, reason))
+        for kind, samples in alike.items():
+            before = self._counts[kind]
+            count = self._counts[kind] = before + len(samples)
+            if len(str(count)) > (len(str(before)) if before else 0):
+                sample, reason = samples.pop(0)
+                more = "" if count == 1 else f" ({count:,} samples of source {sample.source!r} so far)"
+                advice = "Others like it are counted in service.status(), and logged where OVERLORD_LOG=INFO is set"
+                logger.warning("%s%s. %s", words % (sample, reason), more, advice)
+            for sample, reason in samples:
+                logger.info("%s", words % (sample, reason))
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFacts:
+    """What a planner must know of a source's files, which only its loaders open."""
+
+    format: str
+    listing: str
+    """Digest of its list of files."""
+    total_bytes: int
+
+    @classmethod
+    def of(cls, files: SourceFiles) -> SourceFacts:
+        """Take them from an open source."""
+        return cls(files.format, files.listing_digest(), files.total_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job made ready on one host: what every role of it may need, and no file open."""
+
+    job: Job
+    """Canonical, with the chat templates of its tokenizer."""
+    options: LaunchOptions
+    tokenizer_digest: str
+    transforms: Sequence[SampleTransform]
+    """One for each source."""
+    isolate: Isolate | None = None
+    """Brings Python code that holds the interpreter into process workers."""
+    isolate_reader: IsolateReader | None = None
+    """Brings the reading of files into reader processes."""
+    coming: int = 0
+    """How many of the sources, the last ones, come only at a later step."""
+    gone: frozenset[str] = frozenset()
+    """Sources that came and were removed while the stream ran: they keep their numbers, and are not opened again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a stream stands when it is launched."""
+
+    parts: Mapping[str, Any]
+    """What its fingerprint covers, with sources that are still to come."""
+    state: StreamState
+    given: Mapping[str, Any] | None
+    """The state it was given, as one of this job; None at the beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The wired roles of one host."""
+
+    job: Job
+    planner: Planner
+    constructor: DataConstructor
+    fleet: LoaderFleet
+    listings: dict[str, SourceFiles]
+    prepared: Prepared
+    verdicts: VerdictBook
+    close: Callable[[], None] = field(repr=False)
+
+    @property
+    def facts(self) -> dict[str, SourceFacts]:
+        """What is known of each source's files."""
+        return {name: SourceFacts.of(files) for name, files in self.listings.items()}
+
+
+def deploy(
+    job: Job,
+    options: LaunchOptions,
+    store: str,
+    hands: Hands,
+    progress: Progress | None = None,
+    isolate: Isolate | None = None,
+    isolate_reader: IsolateReader | None = None,
+) -> Roles:
+    """Open the sources, check everything that can be checked, and wire the roles on one host.
+
+    Args:
+        job: The job.
+        options: The launch.
+        store: Where the journal and the snapshots go.
+        hands: Who does the work.
+        progress: Told how far the opening is.
+        isolate: Brings Python code that holds the interpreter into process workers.
+        isolate_reader: Brings the reading of files into reader processes.
+    """
+    claimed, beginning = open_store(options, store)
+    try:
+        prepared = prepare(job, options, isolate, beginning.numbering, isolate_reader)
+        job = prepared.job
+        files = open_files(prepared, range(len(job.sources)), hands.callers, progress)
+        listings = {source.name: files[number] for number, source in enumerate(job.sources)}
+        facts = {name: SourceFacts.of(opened) for name, opened in listings.items()}
+        standing = where_it_stands(prepared, facts, beginning)
+        index_first_windows(job, files, *first_needs(prepared, facts, standing.state), hands.callers, progress)
+        history = read_history(job, claimed, beginning, standing.given)
+        fleet = make_fleet(prepared, files, history.verdicts, hands)
+        fleet.restore(beginning.loaders)
+        planner = start_planner(prepared, fleet, standing, facts, history)
+    except BaseException:
+        claimed.close()
+        raise
+    constructor = make_constructor(prepared, fleet, hands.leaf)
+    return Roles(job, planner, constructor, fleet, listings, prepared, history.verdicts, planner.close)
+
+
+def prepare(
+    job: Job,
+    options: LaunchOptions,
+    isolate: Isolate | None = None,
+    state: Mapping[str, Any] | None = None,
+    isolate_reader: IsolateReader | None = None,
+) -> Prepared:
+    """Bring a job into the form its stream is made from, and refuse what it and the launch cannot do together.
+
+    Args:
+        job: The job.
+        options: The launch.
+        isolate: Brings Python code that holds the interpreter into process workers.
+        state: The state it goes on from, with changes that were journaled after it; by default that of the launch.
+        isolate_reader: Brings the reading of files into reader processes.
+    """
+    state = state or options.numbering or options.state
+    gone = names_gone(job, state)
+    job = canonical(with_newcomers(job, state), state)
+    tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
+    if tokenizer is not None:
+        job = inline_templates(job, tokenizer)
+        reserve_placeholders(job, tokenizer)
+    check_launch(job, options)
+    transforms = [transform_of(source, tokenizer, isolate) for source in job.sources]
+    digest = tokenizer.digest if tokenizer else ""
+    warm_job(job, options.layout)  # no step may wait for a compiler; a wrong job need not either
+    return Prepared(
+        job, options, digest, transforms, isolate, isolate_reader, coming=len(names_to_come(state)), gone=gone
+    )
+
+
+def open_files(
+    prepared: Prepared, numbers: Sequence[int], callers: Workers, progress: Progress | None = None
+) -> dict[int, SourceFiles]:
+    """Open some of a job's sources."""
+    cache = IndexCache(Path(prepared.options.cache) / "index")
+    here = [number for number in numbers if prepared.job.sources[number].name not in prepared.gone]
+    sources = [prepared.job.sources[number] for number in here]
+    transforms = [prepared.transforms[number] for number in here]
+    found = open_sources(sources, transforms, cache, callers, progress, prepared.isolate_reader)
+    opened = dict(zip(here, found, strict=True))
+    named = {number: prepared.job.sources[number] for number in numbers}
+    return {n: opened[n] if n in opened else NoFiles(source.name, source.format, cache) for n, source in named.items()}
+
+
+def where_it_stands(prepared: Prepared, facts: Mapping[str, SourceFacts], beginning: Beginning) -> Standing:
+    """Return what the stream's fingerprint covers, and the state it goes on from.
+
+    Raises:
+        StateError: when the state is of another stream, beyond what the launch lets differ.
+    """
+    job, given = prepared.job, beginning.state
+    parts = parts_of(prepared, facts)
+    if given is None:
+        return Standing(parts, StreamState.begin(len(job.sources)), None)
+    names = job.names[: len(job.names) - prepared.coming]
+    now = restricted_parts(parts, names)
+    given = without_files(given, now, prepared.gone)
+    found = reconcile_state(given, now, "strict" if beginning.recovered else prepared.options.reconcile)
+    state = StreamState.from_json(found, names, now)
+    for name in unweighted(given, found):
+        logger.warning(
+            "source %r is new, and the mixture that was set while the stream ran does not name it: nothing is drawn "
+            "from it. Call service.set_mixture(..), or write the weights into the job", name,
+        )  # fmt: skip
+    return Standing(parts, state, found)
+
+
+def parts_of(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> dict[str, Any]:
+    """Return what the stream's fingerprint covers."""
+    listings = {name: fact.listing for name, fact in facts.items()}
+    return stream_parts(prepared.job, tokenizer_digest=prepared.tokenizer_digest, listings=listings)
+
+
+def first_needs(
+    prepared: Prepared, facts: Mapping[str, SourceFacts], state: StreamState
+) -> tuple[list[Cursor], list[float]]:
+    """Return where each source stands before the first step, and the weight it has there."""
+    job, here, begin = prepared.job, len(state.epoch), Cursor(0, BEGIN, 0)
+    weights = job.mixture.weights_at(float(state.step), job.names, base_weights(job, facts))
+    cursors = [state.cursor(number) if number < here else begin for number in range(len(job.sources))]
+    there = [number < here and name not in prepared.gone for number, name in enumerate(job.names)]
+    return cursors, [weight if drawn else 0.0 for weight, drawn in zip(weights, there, strict=True)]
+
+
+def make_fleet(
+    prepared: Prepared, files: Mapping[int, SourceFiles], verdicts: VerdictBook, hands: Hands
+) -> LoaderFleet:
+    """Make the SourceLoaders of open sources."""
+    crews = {number: make_crew(prepared, number, opened, verdicts, hands) for number, opened in files.items()}
+    patience = Patience() if prepared.options.on_source_failure != "stop" else None
+    return LoaderFleet(crews, hands.callers, patience)
+
+
+def make_crew(prepared: Prepared, number: int, opened: SourceFiles, verdicts: VerdictBook, hands: Hands) -> Crew:
+    """Make the SourceLoader of one open source, with its workers."""
+    job, options = prepared.job, prepared.options
+    source = job.sources[number]
+    sidecars = LengthSidecars(Path(options.cache) / "lengths")
+    choice = PlacementChoice(options.placement, threading.Lock())
+    lengths = known_lengths(source, opened, sidecars, prepared.tokenizer_digest) if opened.files else None
+    count = options.workers.get(source.name, options.loaders_per_source)
+    ahead = count > 1 or source.name in options.workers or options.scaling is not None
+    helpers = CrewWorkers(hands.lanes) if ahead else None
+    loader = SourceLoader(
+        number,
+        source,
+        opened,
+        order_of(job, source, opened),
+        prepared.transforms[number],
+        seed=job.seed,
+        context_length=job.batch.context_length,
+        overlength=job.overlength,
+        lengths=lengths,
+        workers=helpers or hands.leaf,
+        telemetry=FaultLog(),
+        placement=choice,
+        verdicts=verdicts,
+    )
+    if not ahead:
+        return Crew(loader)
+    return Crew(loader, order_of(job, source, opened), hands.lanes, count, helpers)
+
+
+def make_constructor(prepared: Prepared, loaders: Loaders, workers: Workers) -> DataConstructor:
+    """Make the DataConstructor of one host."""
+    options = prepared.options
+    opening = Opening([transform.decoder for transform in prepared.transforms], workers)
+    return DataConstructor(loaders, PackingJob(options.layout, media_shape(prepared.job), opening))
+
+
+def transform_of(source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None) -> SampleTransform:
+    """Make the transform of a source; what is wrong with it is said with its name."""
+    try:
+        return make_transform(source, tokenizer, isolate)
+    except SpecError as error:
+        named = repr(source.name) in str(error)
+        raise error if named else type(error)(f"source {source.name!r}: {error}") from error
+
+
+def start_planner(
+    prepared: Prepared,
+    loaders: Loaders,
+    standing: Standing,
+    facts: Mapping[str, SourceFacts],
+    history: History,
+) -> Planner:
+    """Make the Planner of a stream, at the state it goes on from."""
+    job, options = prepared.job, prepared.options
+    strategy, base = options.strategy or backbone_balance(), history.inputs.base
+    base.update(base_weights(job, facts))
+
+    @functools.lru_cache(maxsize=16)
+    def limits(tree: ClientPlaceTree) -> Limits:
+        check_multiples(job, options.layout, tree)
+        return limits_of(job, options.layout, tree)
+
+    planner = Planner(
+        job,
+        loaders,
+        functools.partial(run_strategy, strategy),
+        mesh=options.mesh,
+        limits=limits,
+        state=draw_again(job, loaders, standing.state, base, history),
+        inputs=history.inputs,
+        parts=standing.parts,
+        base_weights=base,
+        store=history.store,
+        verdicts=history.verdicts,
+        parks_failing=options.on_source_failure != "stop",
+        keep=options.keep,
+        earlier=earlier_states(job, standing.parts, history, prepared.gone),
+        digests=history.digests,
+    )
+    planner.checkpoints.begin()
+    begins = not history.beginning.recovered and history.beginning.mesh is None
+    if options.skip_steps and begins:  # otherwise it is in the journal
+        planner.skip_steps(options.skip_steps)
+    return planner
+
+
+def plan_first_step(planner: Planner) -> None:
+    """Plan the first step, so that what is wrong shows before anything runs; unless it waits for a report."""
+    step = planner.next_step
+    missing = planner.missing_report(step)
+    if missing is None:
+        try:
+            planner.plan_raw(step)
+        except NothingToDraw as error:
+            logger.warning("%s", error)  # a source may return while the service runs
+    else:
+        logger.warning(
+            "step %d waits for the report of step %d, which the state does not hold: report before you save. Call "
+            "client.report(%d, ..) again", step, missing, missing,
+        )  # fmt: skip
+
+
+def check_launch(job: Job, options: LaunchOptions) -> None:
+    """Refuse what a job and a mesh cannot do together."""
+    if options.prefetch < 1:
+        raise SpecError(f"prefetch is {options.prefetch}; every step would be waited for. Use 1 or more.")
+    if job.lag <= options.prefetch:
+        raise SpecError(
+            f"lag is {job.lag} and prefetch is {options.prefetch}: a step would be planned before the report it "
+            f"follows can arrive. Set lag to at least {options.prefetch + 1} or lower prefetch."
+        )
+    if options.loaders_per_source < 1:
+        raise SpecError(f"loaders_per_source is {options.loaders_per_source}; nobody would read. Use 1 or more.")
+    check_multiples(job, options.layout, options.mesh)
+    media_shape(job)
+
+
+def base_weights(job: Job, facts: Mapping[str, SourceFacts]) -> dict[str, float]:
+    """Return the weights that stand beside the sources; by size where a temperature asks for it."""
+    given = {s.name: s.weight for s in job.sources if s.weight is not None}
+    if given:
+        return {s.name: given.get(s.name, 0.0) for s in job.sources}
+    if job.mixture.temperature is not None:
+        return {name: float(facts[name].total_bytes) for name in job.names}
+    return {s.name: 1.0 for s in job.sources}

@@ -1,0 +1,389 @@
+"""What a store holds of a stream, and where the stream goes on.
+
+Rules of this file:
+1. The store is claimed before it is read: nobody adds to what was read.
+2. A launch takes from a store what a new lineage begins with. A recovery takes everything that was promised, and goes
+   on in the lineage of its own service; where there is none yet, it is a launch again.
+3. Meshes are left out, except by a recovery: a resume is launched with one of its own.
+4. A rewind of a running service is a record of its lineage, on disk before anything follows from it. Every incarnation
+   that would go on in that lineage begins a new one at the step of the record instead, exactly as `launch(state=STEP)`
+   does: reports and changes of later steps stay in the old lineage. So a crash at any moment of a rewind leads to the
+   same stream, and neither the launcher nor a planner's successor must be told anything but to start.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.states import StreamState, check_form, restricted_parts
+from overlord.errors import Fenced, StateError
+from overlord.job.reconcile import number_names
+from overlord.job.specs import Job
+from overlord.roles.changes import ROSTER_KINDS, Change, InputLog, changes_from_json, roster_log
+from overlord.roles.drawer import Drawer
+from overlord.roles.poisoned_rows import Verdicts
+from overlord.roles.ports import Loaders
+from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.stores.places import OpenPlace, Place, open_place
+from overlord.stores.store import FoundLineage, Store, lineage_before, lineage_of, newest_lineage
+from overlord.transforms.samples.processor import fill_from_processor, read_processor, share_patches
+
+Record = Mapping[str, Any]
+REWIND = "rewind"
+"""The kind of the record that ends a lineage: the step that all ranks go back to, and their mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a stream goes on, before its sources are known."""
+
+    state: Mapping[str, Any] | None
+    """The state; None for a stream that has not begun."""
+    records: Sequence[Record] = ()
+    """What of the journal counts beside it."""
+    found: FoundLineage | None = None
+    """The lineage that it was found in."""
+    recovered: bool = False
+    """Whether the stream goes on in that very lineage."""
+    replay_to: int | None = None
+    """The step to draw up to from that state before anything is handed out."""
+    mesh: ClientPlaceTree | None = None
+    """The mesh that holds from there on, of a running service that goes back; by default that of the launch."""
+
+    @property
+    def numbering(self) -> Mapping[str, Any] | None:
+        """A state that knows all sources, also those that came after it."""
+        return with_records(self.state, self.records) if self.records else self.state
+
+    @property
+    def loaders(self) -> Mapping[str, Any]:
+        """What the SourceLoaders had met, by source."""
+        return {} if self.found is None else self.found.loaders
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The open store of a stream, and what was found in it."""
+
+    store: Store
+    beginning: Beginning
+    inputs: InputLog
+    verdicts: Verdicts
+    digests: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Digests of plans that were made before a crash."""
+
+
+def open_store(options: LaunchOptions, place: str, opens: OpenPlace | None = None) -> tuple[Store, Beginning]:
+    """Claim a store, and find where the stream goes on.
+
+    Args:
+        options: The launch.
+        place: The folder or the URL.
+        opens: Opens a place.
+
+    Raises:
+        StoreError: It cannot be reached, or a living service owns it.
+        Fenced: This service should recover, and another one has begun a lineage since.
+        StateError: It does not hold what was asked for.
+    """
+    store = Store((opens or open_place)(place, options.store_options), options.service, keep=options.keep)
+    try:
+        return store, _beginning(options, store.place, store.newest() if _looks(options) else None)
+    except BaseException:
+        store.close()
+        raise
+
+
+def peek(options: LaunchOptions, place: str) -> Mapping[str, Any] | None:
+    """Return a state that knows all sources of what a launch will go on with; nothing is claimed."""
+    if not _looks(options):
+        return options.state
+    there = open_place(place, options.store_options)
+    return _beginning(options, there, newest_lineage(there)).numbering
+
+
+def _looks(options: LaunchOptions) -> bool:
+    return options.recover or options.latest or options.before_step is not None
+
+
+def _beginning(options: LaunchOptions, place: Place, found: FoundLineage | None) -> Beginning:
+    if options.recover and found is not None:
+        if found.newest.service == options.service:
+            back = next((record for record in reversed(found.records) if record["kind"] == REWIND), None)
+            if back is None:
+                return Beginning(found.newest.state, found.records, found, recovered=True)
+            return before(place, found, back["step"], ClientPlaceTree.from_sizes(back["mesh"]))
+        if (own := lineage_of(place, options.service)) is not None:
+            raise Fenced(
+                f"another service has taken over the store {place.name!r}: lineage {found.number} is its, and the "
+                f"lineage {own} of this service ends before it. To begin anew would hand out steps that differ from "
+                "those that were trained on, so it stops here. Launch again with state='latest' or a saved state."
+            )
+    if not options.latest and options.before_step is None:
+        return Beginning(options.state)
+    if found is None:
+        asked = "'latest'" if options.latest else options.before_step
+        raise StateError(
+            f"state={asked} was asked for, but the store {place.name!r} holds no snapshot; there is nothing to resume. "
+            "Launch without state to begin."
+        )
+    if options.before_step is None:
+        return _latest(found)
+    return before(place, found, options.before_step)
+
+
+def _latest(found: FoundLineage) -> Beginning:
+    """Go on from the newest snapshot, with what came in later and still counts."""
+    step, lag = found.newest.step, found.newest.state["fingerprint"].get("lag", 0)
+
+    def counts(record: Record) -> bool:
+        if record["kind"] == "report":
+            return step - lag <= record["step"] < step
+        return record["kind"] == "verdict" or record["step"] >= step
+
+    return Beginning(found.newest.state, [record for record in found.records if counts(record)], found)
+
+
+def before(place: Place, newest: FoundLineage, step: int, mesh: ClientPlaceTree | None = None) -> Beginning:
+    """Go on before a step: from the nearest snapshot, drawing again what lies between.
+
+    Raises:
+        StateError: The store does not hold the step any more; it names those that it holds.
+    """
+    found = lineage_before(place, newest, step)
+    oldest, reached = found.snapshots[0].step, found.reached
+    if not oldest <= step <= reached:
+        raise StateError(
+            f"step {step} was asked for, and lineage {found.number} of the store {place.name!r} keeps the steps "
+            f"{oldest} to {reached}; what lies outside cannot be told exactly. Give a step of these, or launch from a "
+            "saved state" + ("." if step > reached else "; launch with a larger keep to be able to go further back.")
+        )
+    nearest = [snapshot for snapshot in found.snapshots if snapshot.step <= step][-1].state
+    state = {**nearest, "changes": [change for change in nearest["changes"] if change["at"] <= step]}
+
+    def counts(record: Record) -> bool:
+        return record["step"] < step or (record["kind"].startswith("change.") and record["step"] == step)
+
+    return Beginning(state, [record for record in found.records if counts(record)], found, replay_to=step, mesh=mesh)
+
+
+def read_history(job: Job, store: Store, beginning: Beginning, given: Mapping[str, Any] | None) -> History:
+    """Read the inputs of a stream, now that its sources are known; a recovery goes on in its lineage.
+
+    Args:
+        job: The job, with all sources that came.
+        store: The store.
+        beginning: What was found in it.
+        given: The state as one of this job.
+    """
+    records, found = beginning.records, beginning.found
+    verdicts = Verdicts.recover(store.journal, given, records, job.names, threading.Lock())
+    if not beginning.recovered:
+        return History(store, beginning, _inputs(job, store, given, beginning), verdicts)
+    assert found is not None and given is not None
+    inputs = _inputs_again(job, store, given, found)
+    digests = {record["step"]: record["plan"] for record in records if record["kind"] == "plan"}
+    store.go_on(found)
+    return History(store, beginning, inputs, verdicts, digests)
+
+
+def _inputs(job: Job, store: Store, state: Mapping[str, Any] | None, beginning: Beginning) -> InputLog:
+    """Return the reports and changes of a state and of records; of one step's reports the first counts."""
+    if state is None:
+        return InputLog(job, store.journal, {}, [])
+    records = beginning.records
+    known = list(state["changes"]) if isinstance(state["changes"], list) else [state["changes"]]
+    changes = changes_from_json(with_changes(known, changes_of(records)), job)
+    reports = _with_reports(state["reports"], records)
+    kept = [change for change in changes if change.mesh is None]
+    if beginning.mesh is not None:  # a change like any other, so that a recovery of the new lineage finds it
+        assert beginning.replay_to is not None
+        kept.append(Change("mesh", beginning.replay_to, mesh=beginning.mesh))
+    return InputLog(job, store.journal, reports, kept)
+
+
+def _inputs_again(job: Job, store: Store, given: Mapping[str, Any], found: FoundLineage) -> InputLog:
+    """Return everything that a lineage was told since its oldest snapshot: any of its steps may be planned again."""
+    oldest = found.snapshots[0].state
+    told = with_changes(given["changes"], with_changes(oldest["changes"], changes_of(found.records)))
+    changes = changes_from_json(told, job)
+    return InputLog(job, store.journal, _with_reports(oldest["reports"], found.records), changes)
+
+
+def _with_reports(known: Mapping[str, Any], records: Sequence[Record]) -> dict[int, Any]:
+    reports = {int(step): report for step, report in known.items()}
+    for record in records:
+        if record["kind"] == "report":
+            reports.setdefault(record["step"], record["metrics"])
+    return reports
+
+
+def earlier_states(
+    job: Job, parts: Mapping[str, Any], history: History, gone: Collection[str] = ()
+) -> list[StreamState]:
+    """Return the older states of the lineage that is gone on in, as far as all that they draw from is open.
+
+    Args:
+        job: The job.
+        parts: What its fingerprint covers.
+        history: What was found in the store.
+        gone: Sources that are not opened again.
+    """
+    beginning = history.beginning
+    if not beginning.recovered or beginning.found is None:
+        return []
+    found: list[StreamState] = []
+    for snapshot in beginning.found.snapshots[:-1]:
+        state, names = snapshot.state, job.names[: len(snapshot.state["sources"])]
+        went = {change["remove"] for change in state["changes"] if "remove" in change and change["at"] <= state["step"]}
+        if not (set(gone) & set(names)) - went:
+            now = restricted_parts(parts, names)
+            found.append(StreamState.from_json(without_files(state, now, set(gone) & set(names)), names, now))
+    return found
+
+
+def draw_again(
+    job: Job, loaders: Loaders, state: StreamState, base: Mapping[str, float], history: History
+) -> StreamState:
+    """Draw from a snapshot on up to a step that was asked for; what comes out must be what was drawn then."""
+    asked, found = history.beginning.replay_to, history.beginning.found
+    if asked is None or found is None:
+        return state
+    orders = {record["step"]: record["order"] for record in found.records if record["kind"] == "plan"}
+    drawer = Drawer(job, loaders, state, dict(base), history.inputs)
+    while drawer.state.step < asked:
+        step = drawer.state.step
+        drawn = drawer.draw()
+        if drawn is None or orders.get(step, drawn.draw.digest) != drawn.draw.digest:
+            raise StateError(
+                f"state={asked}: step {step} was drawn again and came out differently; the stream would not be the one "
+                "that was trained on. A file under a source has changed, or a record was damaged."
+            )
+    return drawer.state
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The sources of a job by their numbers, with those that came while its stream ran.
+
+
+def canonical(job: Job, state: Mapping[str, Any] | None = None) -> Job:
+    """Return the job as its stream is made: what its processor folder says and what its images and clips share
+    filled in, its sources by number.
+
+    A stream that begins numbers its sources by name: the order that they are written in must not matter. One that goes
+    on keeps the numbers of its state, and those that are still to come stand last, in the order in which they come.
+    """
+    if job.tokenizer is not None and Path(job.tokenizer).is_dir():
+        job = fill_from_processor(job, read_processor(job.tokenizer))
+    job = share_patches(job)
+    named = {source.name: source for source in job.sources}
+    coming = [name for name in names_to_come(state) if name in named]
+    here = [name for name in named if name not in coming]
+    order = number_names(here, state, keep_order=job.mixture.order == "sequential")
+    return job.replace(sources=[named[name] for name in (*order, *coming)])
+
+
+def names_to_come(state: Mapping[str, Any] | None) -> list[str]:
+    """Return the sources that a state's log lets come at its step or later."""
+    if state is None:
+        return []
+    log = roster_log(state["changes"])
+    here = set(state["sources"])
+    return [change.add.name for change in log if change.add is not None and change.add.name not in here]
+
+
+def with_records(state: Mapping[str, Any] | None, records: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return a state with the changes of the roster that were journaled after it: their sources must be opened too."""
+    if state is None:
+        return None
+    check_form(state)
+    kinds = {f"change.{kind}" for kind in ROSTER_KINDS}
+    coming = [record for record in records if record["kind"] in kinds and record["at"] >= state["step"]]
+    return {**state, "changes": with_changes(state["changes"], changes_of(coming))}
+
+
+def changes_of(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the changes among the records of a journal, as a state has them, in their order."""
+    return [
+        {
+            **{key: value for key, value in record.items() if key != "step"},
+            "kind": record["kind"].removeprefix("change."),
+        }
+        for record in records
+        if record["kind"].startswith("change.")
+    ]
+
+
+def with_changes(known: Iterable[Mapping[str, Any]], told: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the changes of a state and of a journal as one log, in the order in which they were made.
+
+    The journal has them in that order, also those that a later word made void and that a state leaves out. What only
+    the state knows is older than the journal, and stands in front. A change is known again by its id. Without one it is
+    known by what it says, each as often as it was said: to park, return and park again is not to park once.
+
+    Args:
+        known: The changes of a state.
+        told: Those of the journal that counts beside it.
+
+    Example:
+        >>> park, back = {"kind": "park", "at": 4}, {"kind": "return", "at": 4}
+        >>> [change["kind"] for change in with_changes([park], [park, back, park])]
+        ['park', 'return', 'park']
+    """
+    log = list(told)
+    open_places = list(range(len(log)))
+    older: list[Mapping[str, Any]] = []
+    for change in reversed(list(known)):  # what the journal has no more is the oldest
+        place = next((place for place in reversed(open_places) if _is_same(change, log[place])), None)
+        if place is None:
+            older.append(change)
+        else:
+            open_places.remove(place)
+            log[place] = change  # as the state has it, which may have been reconciled with another job
+    return older[::-1] + log
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one["id"] == other["id"] if one.get("id") and other.get("id") else one == other
+
+
+def with_newcomers(job: Job, state: Mapping[str, Any] | None) -> Job:
+    """Return the job with the sources that came while its stream ran, also those that went again.
+
+    Raises:
+        StateError: when the state is none, or its log is damaged.
+    """
+    if state is None:
+        return job
+    check_form(state)
+    log = roster_log(state["changes"])
+    new = [change.add for change in log if change.add is not None and change.add.name not in job.names]
+    return job.replace(sources=[*job.sources, *new]) if new else job
+
+
+def names_gone(job: Job, state: Mapping[str, Any] | None) -> frozenset[str]:
+    """Return the sources that the job does not have, and that came and went before the state's step.
+
+    Their files may be gone too: nothing of them is opened. Their numbers stay, as do those of the sources behind them.
+    """
+    if state is None:
+        return frozenset()
+    check_form(state)
+    log = roster_log(state["changes"])
+    came = {change.add.name for change in log if change.add is not None}
+    went = {change.source for change in log if change.kind == "sources" and change.at <= state["step"]}
+    return frozenset((came & went) - set(job.names))
+
+
+def without_files(state: Mapping[str, Any], parts: Mapping[str, Any], gone: Collection[str]) -> Mapping[str, Any]:
+    """Return a state whose fingerprint does not tell which files sources had that are not opened again."""
+    if not gone:
+        return state
+    now = {name: parts["sources"][name] for name in gone if name in state["fingerprint"]["sources"]}
+    told = {**state["fingerprint"], "sources": {**state["fingerprint"]["sources"], **now}}
+    return {**state, "fingerprint": told}

@@ -1,0 +1,129 @@
+"""Folders that must be gone when their process is, however it went."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from overlord.errors import OverlordError, SpecError
+
+_scratch: dict[str, int] = {}
+"""Scratch folders of services that live in this process, and the process that made each: a fork of it must not remove
+what is in use."""
+
+
+def scratch_folder(parent: str | None = None) -> str:
+    """Make a folder for a service in this process; it goes with `remove_scratch`, or when the process exits."""
+    folder = tempfile.mkdtemp(prefix="overlord-", dir=parent)
+    if not _scratch:
+        atexit.register(_remove_all)
+    _scratch[folder] = os.getpid()
+    return folder
+
+
+def remove_scratch(folder: str) -> None:
+    """Remove a scratch folder, in the process that made it."""
+    if _scratch.pop(folder, None) == os.getpid():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_all() -> None:
+    for folder in list(_scratch):
+        remove_scratch(folder)
+
+
+_WAIT_AND_REMOVE = (
+    'exec 3<&0; (read -r _ <&3; for i in 1 2 3 4 5; do rm -rf -- "$1" 2>/dev/null && exit; sleep 1; done) &'
+)
+"""The pipe ends with the process that holds its other side. Others may still write into the folder for a moment."""
+
+
+def remove_when_gone(folder: Path) -> IO[bytes]:
+    """Have a folder removed once this process is gone; a SIGKILL leaves it no chance to do it itself.
+
+    A shell waits for the end of a pipe. It is nobody's child (Ray kills those of an actor with it) and in no process
+    group that somebody may end.
+
+    Returns:
+        The pipe: keep it as long as the folder is needed. Closing it removes the folder too.
+    """
+    shell = subprocess.Popen(
+        ["/bin/sh", "-c", _WAIT_AND_REMOVE, "sh", str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    )
+    shell.wait()
+    assert shell.stdin is not None
+    return shell.stdin
+
+
+# --------------------------------------------------------------------------------------------------------------
+# How many files a process may have open: raised as far as the host allows, and named where it is too few.
+#
+# A service holds a descriptor for each microbatch that is built ahead (it is shared memory), for each connection, and
+# for
+# each file that is being read.
+
+
+try:
+    import resource
+except ImportError:  # pragma: no cover - hosts without POSIX limits
+    resource = None  # type: ignore[assignment]
+
+LEAST_FILES = 128
+"""What a service needs beside its ranks."""
+FILES_PER_RANK = 4
+"""A connection, and a few microbatches ahead."""
+_REMEDY = (
+    "Raise the hard limit where the job is started: `ulimit -n 65536`, nofile in /etc/security/limits.conf, "
+    "LimitNOFILE= of a systemd unit, or --ulimit nofile=65536 of a container."
+)
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of this process to its hard limit; return what it is then."""
+    if resource is None:
+        return 1 << 20
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and (hard == resource.RLIM_INFINITY or soft < hard):
+        wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError):
+            pass  # some hosts allow less than they say; what is there is judged below
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+
+
+def check_file_limit(ranks: int) -> None:
+    """Raise the limit of this process, and refuse to serve where it is too low.
+
+    Raises:
+        SpecError: This process may have too few files open.
+    """
+    limit, needed = raise_file_limit(), LEAST_FILES + FILES_PER_RANK * ranks
+    if limit < needed:
+        raise SpecError(
+            f"a process may have {limit} files open on this host (ulimit -n, hard limit), and a service for "
+            f"{ranks} rank{'' if ranks == 1 else 's'} needs at least {needed}; it would fail in the middle of a step. "
+            f"{_REMEDY}"
+        )
+
+
+def out_of_files(error: BaseException) -> OverlordError | None:
+    """Return what to tell of an error that comes from too few descriptors; None for any other."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+        return None
+    return OverlordError(
+        f"the service may have no more files open (limit {raise_file_limit()}, ulimit -n: {error.strerror}); no "
+        f"further step can be built. {_REMEDY} A smaller prefetch or fewer ranks on this host also help."
+    )

@@ -1,0 +1,411 @@
+"""Reading where a crash costs a process and not the service: files whose format is decoded by native code.
+
+A damaged or hostile Parquet or Arrow file can end the process that reads it (a segmentation fault, an abort), and so
+can a mapped file that is truncated while it is read (SIGBUS). Such files are opened in reader processes only; the
+service gets columns whose offsets it checks.
+
+How a crash is judged: a process reads for many callers at once, so all that waited for an answer are suspects. Each
+of them reads again, from the row it had come to, in a process of its own. What ends that one too is at fault: the
+caller gets a ReaderError that names the file and the block, and the source stops or is parked like one whose storage
+fails. Streams that were open but asked for nothing are opened again elsewhere and never count. A process that was
+killed (SIGKILL: an operator, or the kernel when memory runs out) proves nothing, so that is tried a few times more.
+The rows do not depend on any of this.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from overlord.core.ragged import Ragged, RowBatch, num_rows
+from overlord.errors import ClosedError, ReaderError, ServiceLost, SourceError
+from overlord.readers.filesystems import StoredFile, verify_unchanged
+from overlord.readers.reader import BlockIndex, DamagedFile, Kind, Reader
+from overlord.runtimes.supervision.process_workers import describe_exit
+from overlord.runtimes.transport.frames import receive_rows, send_rows
+from overlord.runtimes.transport.nursery import Nursery, WorkerProcess
+from overlord.runtimes.transport.wire import send
+
+logger = logging.getLogger("overlord")
+
+MODULE = "overlord.runtimes.supervision.reader_main"
+NATIVE = ("parquet", "arrow")
+"""Formats that pyarrow decodes. The others are parsed by Python and numpy, which raise where these crash."""
+CRASHES = 2
+"""So many processes may end over one block: one that was shared, and one of its own."""
+LOSSES = 8
+"""So many may be lost by something else before a block yields its next rows."""
+VERDICT_S = 60.0
+"""How long a verdict holds: then the file may have been restored, and is read again."""
+THREADS_PER_PROCESS = 4
+MOST_PROCESSES = 4
+HANG_S = 600.0
+"""How long a read of a local file may take; remote ones have the time limits of their filesystem."""
+_TICKS = 16
+"""A wait is counted in so many parts, so that a host that was suspended meanwhile loses one of them and no more."""
+_CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
+_FAILURES = {"SourceError": SourceError, "ReaderError": ReaderError}
+
+
+class _Lost(Exception):
+    """A reader process has ended.
+
+    Args:
+        how: In words.
+        suspect: Whether the caller waited for its answer, and it ended by itself.
+    """
+
+    def __init__(self, how: str, *, suspect: bool) -> None:
+        super().__init__(how)
+        self.suspect = suspect
+
+
+class ReaderProcesses:
+    """The reader processes of one host, started when a file is first read; threads may share them.
+
+    Args:
+        threads: How many threads of the service decode and read; there are fewer processes than that.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._count = max(1, min(MOST_PROCESSES, threads // THREADS_PER_PROCESS))
+        self._lock = threading.Lock()
+        self._nursery: Nursery | None = None
+        self._shared: dict[int, _Process] = {}
+        self._turn = itertools.count()
+        self._retired: collections.deque[_Process] = collections.deque()
+        self._closed = False
+        self.numbers = itertools.count()
+        """Numbers of streams."""
+        self.verdicts: dict[str, tuple[float, str]] = {}
+        """What has ended processes, when and how: promised samples are asked for every second."""
+
+    def isolate(self, reader: Reader) -> Reader:
+        """Return a reader of the same format that reads in these processes, if the format needs it."""
+        return IsolatedReader(self, reader) if reader.name in NATIVE else reader
+
+    def shared(self) -> _Process:
+        """Return a process that others use as well."""
+        with self._lock:
+            self._end_retired()
+            place = next(self._turn) % self._count
+            process = self._shared.get(place)
+            if process is None or process.lost:
+                process = self._shared[place] = self._start()
+            return process
+
+    def alone(self) -> _Process:
+        """Start a process for one caller, which gives it back with `retire`."""
+        with self._lock:
+            self._end_retired()
+            return self._start()
+
+    def retire(self, process: _Process) -> None:
+        """Let a process end; callable from a finalizer, which must not wait for a lock."""
+        self._retired.append(process)
+
+    def check_open(self) -> None:
+        """Raise ClosedError once they are closed."""
+        if self._closed:
+            raise ClosedError("the reader processes are closed; launch the service again.")
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of those that are shared."""
+        with self._lock:
+            return tuple(process.pid for process in self._shared.values() if not process.lost)
+
+    def close(self) -> None:
+        """Kill the processes, whatever they do."""
+        with self._lock:
+            self._closed = True
+            nursery, self._nursery = self._nursery, None
+            processes = [*self._shared.values(), *self._retired]
+            self._shared.clear()
+            self._retired.clear()
+        if nursery is not None:
+            nursery.close()
+        for process in processes:
+            process.end()
+
+    def _start(self) -> _Process:
+        self.check_open()
+        for attempt in range(LOSSES):
+            if self._nursery is not None and self._nursery.lost:
+                self._nursery.close()
+                self._nursery = None
+            if self._nursery is None:
+                self._nursery = Nursery(MODULE)
+            try:
+                return _Process(self._nursery.fork())
+            except ServiceLost as error:
+                if attempt == LOSSES - 1:
+                    raise ReaderError(
+                        f"no reader process can be started ({error}); Parquet and Arrow files cannot be read. The host "
+                        "may be out of memory or processes: free some and start again from the last checkpoint."
+                    ) from None
+        raise AssertionError("unreachable")
+
+    def _end_retired(self) -> None:
+        while self._retired:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                self._retired.popleft().end()
+
+
+class _Process:
+    """One reader process, and a connection for every caller that waits for it."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        self._worker = worker
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = []
+        self._dropped: collections.deque[int] = collections.deque()
+        self._ended: str | None = None
+        self._crashed = False
+        self.lost = False
+        self.pid = worker.pid
+
+    def ask(self, head: dict[str, Any], rows: RowBatch, seconds: float | None) -> tuple[dict[str, Any], RowBatch]:
+        """Ask and wait for the answer.
+
+        Raises:
+            _Lost: when the process is gone.
+            DamagedFile: when what it answers makes no sense.
+        """
+        connection = self._connect()
+        left = _TICKS
+
+        def tick() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise TimeoutError
+
+        dropped: list[int] = []
+        while self._dropped:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                dropped.append(self._dropped.popleft())
+        try:
+            connection.settimeout(seconds and seconds / _TICKS)
+            send_rows(connection, {**head, "dropped": dropped}, rows, tick)
+            answer = receive_rows(connection, tick)
+        except TimeoutError:
+            connection.close()
+            self._end(f"no answer within {seconds:g} s", crashed=True)
+            raise _Lost(f"no answer within {seconds:g} s", suspect=True) from None
+        except ServiceLost:
+            connection.close()
+            self._end(None)
+            raise _Lost(str(self._ended), suspect=self._crashed) from None
+        with self._lock:
+            if self.lost:
+                connection.close()
+            else:
+                self._idle.append(connection)
+        return answer
+
+    def drop(self, stream: int) -> None:
+        """Let go of a stream with the next question; callable from a finalizer, which must not wait for a lock."""
+        self._dropped.append(stream)
+
+    def end(self) -> None:
+        """Kill it."""
+        self._end("it was ended by the service")
+
+    def _connect(self) -> socket.socket:
+        with self._lock:
+            if self.lost:
+                raise _Lost(self._ended or "it was lost", suspect=False)
+            if self._idle:
+                return self._idle.pop()
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    send(self._worker.connection, {}, [theirs.fileno()])
+            except OSError:
+                ours.close()
+            else:
+                return ours
+        self._end(None)
+        raise _Lost(str(self._ended), suspect=False)
+
+    def _end(self, why: str | None, *, crashed: bool = False) -> None:
+        with self._lock:
+            if self.lost:
+                return
+            self.lost = True
+            for connection in self._idle:
+                connection.close()
+            code = self._worker.end()
+            self._ended = why or ("it was lost" if code is None else describe_exit(code))
+            self._crashed = crashed or (code is not None and (code > 0 or -code in _CRASH_SIGNALS))
+
+
+class _Trial:
+    """Where one file or block is read next, after processes were lost with it."""
+
+    def __init__(self, pool: ReaderProcesses, file: StoredFile, what: str) -> None:
+        self._pool = pool
+        self._file = file
+        self._what = what
+        self._crashes = 0
+        self._losses = 0
+        judged = pool.verdicts.get(what)
+        if judged is not None and time.monotonic() < judged[0] + VERDICT_S:
+            raise ReaderError(judged[1])
+
+    @contextlib.contextmanager
+    def process(self) -> Iterator[_Process]:
+        """Lend a process: a shared one, or one of its own once it is a suspect."""
+        if not self._crashes:
+            yield self._pool.shared()
+            return
+        process = self._pool.alone()
+        try:
+            yield process
+        finally:
+            self._pool.retire(process)
+
+    def came_further(self) -> None:
+        """Forget processes that were killed: however many are, rows come. What crashed is not forgotten."""
+        self._losses = 0
+
+    def lost(self, loss: _Lost) -> None:
+        """Return if it may be read once more.
+
+        Raises:
+            ReaderError: It has ended too many processes, or the file has changed.
+            ClosedError: when it was the closing service that ended the process.
+        """
+        self._pool.check_open()
+        verify_unchanged(self._file)  # a mapped file that was truncated ends the process as a damaged one does
+        self._crashes += loss.suspect
+        self._losses += not loss.suspect
+        if self._crashes < CRASHES and self._losses < LOSSES:
+            level = logging.WARNING if loss.suspect else logging.DEBUG
+            logger.log(level, "%s: a reader process was lost (%s); it is read once more", self._what, loss)
+            return
+        if self._crashes < CRASHES:
+            raise ReaderError(
+                f"{self._what} cannot be read: {self._losses} processes that tried were killed ({loss}); going on "
+                "without it would change the stream. The host may be out of memory: free some, and start again from "
+                "the last checkpoint."
+            )
+        verdict = (
+            f"{self._what} ended the process that read it {CRASHES} times ({loss}): the file is damaged, or made to do "
+            "harm; going on without it would change the stream. Copy or write the file again, or take it out of the "
+            "source's paths and start a new run; launch with on_source_failure='park' to go on without such sources."
+        )
+        self._pool.verdicts[self._what] = time.monotonic(), verdict
+        raise ReaderError(verdict)
+
+
+class IsolatedReader:
+    """Reads one format in reader processes."""
+
+    def __init__(self, pool: ReaderProcesses, reader: Reader) -> None:
+        self._pool = pool
+        self._reader = reader
+        self.name = reader.name
+
+    def divides(self, file: StoredFile) -> bool:
+        """Tell whether blocks may have any size."""
+        return self._reader.divides(file)
+
+    def seeks(self, file: StoredFile) -> bool:
+        """Tell that parts of a block are spilled: each would have its whole block validated again."""
+        return False
+
+    def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
+        """Find the blocks of a file."""
+        _, found = self._ask_once("index", file, columns)
+        return BlockIndex(**{name: np.asarray(found[name], np.int64) for name in BlockIndex.__slots__})  # type: ignore[arg-type]
+
+    def columns(self, file: StoredFile) -> list[str]:
+        """Return the names of the top-level fields."""
+        return list(self._ask_once("columns", file, ())[0]["names"])
+
+    def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
+        """Return what the wanted columns hold."""
+        return dict(self._ask_once("kinds", file, columns)[0]["kinds"])
+
+    def stream(
+        self,
+        file: StoredFile,
+        index: BlockIndex,
+        block: int,
+        *,
+        columns: Mapping[str, Kind],
+        skip: int,
+        batch_rows: int,
+        scratch: Path | None,
+    ) -> Iterator[RowBatch]:
+        """Yield the rows of one block, whatever happens to the processes that read them."""
+        trial = _Trial(self._pool, file, f"block {block} of {file.path}")
+        fixed = {"format": self.name, "block": block, "batch_rows": batch_rows, "scratch": scratch and str(scratch)}
+        given, seconds = _given(file, index), _seconds(file)
+        while True:
+            with trial.process() as process:
+                number = next(self._pool.numbers)
+                head = {"op": "open", **fixed, "wanted": dict(columns), "skip": skip, "stream": number}
+                try:
+                    answer, rows = _checked(process.ask(head, given, seconds))
+                    while "end" not in answer:
+                        skip += num_rows(rows)
+                        trial.came_further()
+                        yield rows
+                        answer, rows = _checked(process.ask({"op": "next", "stream": number}, {}, seconds))
+                    return
+                except _Lost as loss:
+                    trial.lost(loss)
+                finally:
+                    process.drop(number)
+
+    def _ask_once(self, op: str, file: StoredFile, columns: Sequence[str]) -> tuple[dict[str, Any], RowBatch]:
+        trial = _Trial(self._pool, file, f"{'the index' if op == 'index' else 'the head'} of {file.path}")
+        head = {"op": op, "format": self.name, "wanted": list(columns)}
+        while True:
+            with trial.process() as process:
+                try:
+                    return _checked(process.ask(head, _given(file, None), _seconds(file)))
+                except _Lost as loss:
+                    trial.lost(loss)
+
+
+def _given(file: StoredFile, index: BlockIndex | None) -> RowBatch:
+    return {"given": np.frombuffer(cloudpickle.dumps((file, index)), np.uint8)}
+
+
+def _seconds(file: StoredFile) -> float | None:
+    return HANG_S if file.is_local else None
+
+
+def _checked(answer: tuple[dict[str, Any], RowBatch]) -> tuple[dict[str, Any], RowBatch]:
+    """Return an answer whose offsets stay within its values; the kernels that read them do not look.
+
+    Raises:
+        SourceError, ReaderError: as the reader raised it.
+        OSError: when the file could not be read.
+    """
+    head, rows = answer
+    failed = head.get("failed")
+    if failed is not None:
+        raise _FAILURES.get(failed, DamagedFile)(head["reason"])
+    for name, column in rows.items():
+        if isinstance(column, Ragged):
+            at = column.offsets
+            if not len(at) or at[0] < 0 or at[-1] > len(column.values) or (at[1:] < at[:-1]).any():
+                raise DamagedFile(f"the rows of column {name!r} leave their values")
+    return answer

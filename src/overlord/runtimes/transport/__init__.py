@@ -1,0 +1,1 @@
+"""How messages reach a role: direct calls, threads, processes over sockets, Ray actors."""

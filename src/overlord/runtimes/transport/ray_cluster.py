@@ -1,0 +1,303 @@
+"""The cluster runtime: the only file that knows Ray. Actors around the roles, their placement, their end.
+
+Runs as the service process of a launcher, which needs no Ray itself and may use its own.
+
+Rules of this file:
+1. The supervisor decides who is dead and starts successors; Ray restarts nothing behind its back.
+2. Everything of a service is in one namespace and one placement group, so services on one cluster do not meet.
+3. When the launcher goes, by `close()` or by a SIGKILL, actors are asked to end, then killed; a cluster that was
+   started here goes with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import ray
+from ray._private.state import available_resources_per_node
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from overlord.errors import AnswerLost, ServiceLost, SpecError
+from overlord.job.specs import Job
+from overlord.runtimes.launching.cluster_placement import TRAINER, ClusterOptions, Node, Site, cpus_needed, place
+from overlord.runtimes.launching.deployment import Progress
+from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.supervision.service_main import run_service
+from overlord.runtimes.supervision.supervisor import supervised, unbundled
+from overlord.runtimes.transport.frames import Frame
+from overlord.runtimes.transport.role_host import RoleHost
+from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
+
+REACH_S = 10.0
+BLOB_S = 60.0
+RESERVE_S = 60.0
+"""How long a cluster may take to reserve what was idle a moment ago."""
+STORE_BYTES = 256 << 20
+"""What the object store of our own cluster has beside the payloads within the budget."""
+ASIDE = ("beat", "verdict", "pid", "progress", "close")
+"""Methods that have threads of their own: others may hold a lock and wait for what comes of them."""
+ASIDE_THREADS = 8
+ACCELERATORS = ("GPU", "TPU", "NPU", "HPU", "neuron_cores")
+
+logger = logging.getLogger("overlord")
+
+
+class RayPeer:
+    """An actor of the service, as others ask it."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def ask(self, method: str, frame: Frame, blob: Any = None, sender: Sender = SERVICE) -> RayAnswer:
+        """Call a method of the actor's role."""
+        call = self.handle.ask_aside if method in ASIDE else self.handle.ask
+        return RayAnswer(call.remote(method, frame, blob, sender))
+
+
+class RayAnswer:
+    """A call under way."""
+
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
+
+    def poll(self, timeout_s: float) -> Frame | None:
+        """Wait a while for the answer."""
+        try:
+            return ray.get(self.ref, timeout=timeout_s)
+        except GetTimeoutError:
+            return None
+        except RayError as error:
+            why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            # What an answer was made of may be lost, and the actor lives: it can be asked again.
+            raise (PeerGone if isinstance(error, RayActorError) else AnswerLost)(why) from error
+
+
+class RayBlobs:
+    """Plans in Ray's object store: put once, read in place on every host."""
+
+    def put(self, block: npt.NDArray[np.uint8]) -> Any:
+        """Put a block."""
+        return ray.put(block)
+
+    def get(self, blob: Any) -> npt.NDArray[np.uint8]:
+        """Return a block that somebody put."""
+        try:
+            return ray.get(blob, timeout=BLOB_S)
+        except RayError as error:
+            raise PeerGone("a plan went with the planner that had made it") from error
+
+
+class Host:
+    """The actor around one role."""
+
+    def __init__(self, bundle: bytes, paths: Sequence[str], folder: str, site: dict[str, Any]) -> None:
+        self._host = RoleHost(bundle, paths, folder, site, RayBlobs())
+
+    @ray.method(concurrency_group="aside")
+    def learn(self, head: dict[str, Any], handles: dict[str, Any]) -> Frame:
+        """Learn who is who."""
+        return self._host.learn(head, {name: RayPeer(handle) for name, handle in handles.items()})
+
+    @ray.method(concurrency_group="aside")
+    def ask_aside(self, method: str, frame: Frame, blob: Any = None, sender: Sender = SERVICE) -> Frame:
+        """Call a method that must not wait for threads which may themselves wait for it."""
+        return self._host.ask(method, frame, blob, sender)
+
+    def ask(self, method: str, frame: Frame, blob: Any = None, sender: Sender = SERVICE) -> Frame:
+        """Call a method of the role."""
+        return self._host.ask(method, frame, blob, sender)
+
+
+class RayEngine:
+    """Starts each role as an actor on its host."""
+
+    first_sign_s = 60.0
+    """How long an incarnation may take until its first sign of life."""
+
+    def __init__(self, bundle: bytes, folder: Path, sites: Sequence[Site]) -> None:
+        self._folder = folder
+        self._order = {site.name: number for number, site in enumerate(sites)}
+        self._hosts = sum(site.role == "constructor" for site in sites)
+        self._group = _reserve(sites, folder.name)
+        self._actor, self._bundle = ray.remote(concurrency_groups={"aside": ASIDE_THREADS})(Host), ray.put(bundle)
+        self._pids: dict[Any, tuple[str, int]] = {}
+
+    def start(self, site: Site, generation: int) -> Peer:
+        """Start an actor: the first in the bundle that was reserved for it, its successors wherever there is room."""
+        if generation == 1:
+            where: Any = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=self._order[site.name]
+            )
+        else:  # nothing is reserved: a predecessor that hangs may hold on to what was
+            where = NodeAffinitySchedulingStrategy(site.node.id, soft=True)
+        handle = self._actor.options(
+            name=f"{self._folder.name}/{site.name}/{generation}",
+            num_cpus=site.cpus if generation == 1 else 0,
+            max_restarts=0,
+            max_concurrency=16 + 4 * self._hosts,
+            scheduling_strategy=where,
+        ).remote(self._bundle, sys.path, str(self._folder), site.facts(self._hosts) | {"generation": generation})
+        return RayPeer(handle)
+
+    def introduce(self, peer: Peer, book: Book) -> Pending:
+        """Tell an actor who is who."""
+        assert isinstance(peer, RayPeer)
+        handles = {name: one.handle for name, one in book.peers.items() if isinstance(one, RayPeer)}
+        return RayAnswer(peer.handle.learn.remote(book.head(), handles))
+
+    def kill(self, peer: Peer, site: Site, pid: int) -> None:
+        """Kill an actor; its process too, which Ray only asks to end."""
+        assert isinstance(peer, RayPeer)
+        ray.kill(peer.handle)
+        if pid and site.node.name == socket.gethostname():
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already, or of another container
+                os.kill(pid, signal.SIGKILL)
+
+    def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:
+        """Wait until an answer is there, or for a while."""
+        refs = [one.ref for one in pending if isinstance(one, RayAnswer)]
+        if refs:
+            ray.wait(refs, num_returns=1, timeout=timeout_s)
+        else:
+            time.sleep(timeout_s)
+
+    def place_again(self, site: Site) -> Site:
+        """Return the site, on another host if its own is gone: Ray itself takes long to notice."""
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        if any(node["NodeID"] == site.node.id and _lives(node) for node in nodes):
+            return site
+        living = {node["NodeID"] for node in nodes if _lives(node)}
+        others = sorted(
+            (node for node in nodes_of_cluster() if node.id in living), key=lambda n: (not n.trainer, -n.cpus)
+        )
+        if not others:
+            raise ServiceLost(f"no host of the cluster is left for the {site.name}; start some, they are taken up.")
+        return dataclasses.replace(site, node=others[0])
+
+    def describe(self, sites: Sequence[tuple[Site, int]]) -> dict[str, Any]:
+        """Return the cluster and who is where on it."""
+        nodes = [{"host": n["NodeManagerHostname"], "node": n["NodeID"], "resources": n["Resources"]}
+                 for n in ray.nodes() if n["Alive"]]  # fmt: skip
+        placement = [site.to_json() | {"pid": pid} for site, pid in sites]
+        address = ray.get_runtime_context().gcs_address
+        return {"ray": {"version": ray.__version__, "address": address, "nodes": nodes, "placement": placement}}
+
+    def close(self) -> None:
+        """Give back what was reserved."""
+        remove_placement_group(self._group)
+
+
+def _lives(node: dict[str, Any]) -> bool:
+    """Whether a host of the cluster answers at all."""
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _reserve(sites: Sequence[Site], name: str) -> Any:
+    """Reserve a bundle for every site, on the node it was placed on: all of them, or none."""
+    group = placement_group(
+        [{"CPU": site.cpus} for site in sites],
+        strategy="PACK",
+        name=name,
+        bundle_label_selector=[{"ray.io/node-id": site.node.id} for site in sites],
+    )
+    if not group.wait(RESERVE_S):
+        remove_placement_group(group)
+        wanted = ", ".join(f"{site.name} {site.cpus:g} on {site.node.name}" for site in sites)
+        raise SpecError(
+            f"the cluster did not give the CPUs that the service needs within {RESERVE_S:g} s ({wanted}); another job "
+            "took them. Wait for it, add hosts, or lower threads= or loader_hosts=."
+        )
+    return group
+
+
+def nodes_of_cluster() -> list[Node]:
+    """Return the hosts of the cluster with what is idle on them."""
+    here, idle = ray.get_runtime_context().get_node_id(), available_resources_per_node()
+    return [
+        Node(
+            id=one["NodeID"],
+            name=one["NodeManagerHostname"],
+            cpus=idle.get(one["NodeID"], {}).get("CPU", 0.0),
+            accelerators=max((one["Resources"].get(kind, 0.0) for kind in ACCELERATORS), default=0.0),
+            trainer=TRAINER in one["Resources"],
+            here=one["NodeID"] == here,
+        )
+        for one in ray.nodes()
+        if one["Alive"]
+    ]
+
+
+def _check_reachable(address: str) -> None:
+    """Find out in seconds that nobody listens at an address: Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" in address:
+        raise ValueError("it is one of Ray Client, and roles must be placed from a host of the cluster")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+
+
+@contextlib.contextmanager
+def _attached(job: Job, options: LaunchOptions, folder: Path) -> Iterator[None]:
+    """Attach to a cluster, or start one on this host that ends with the context."""
+    cluster = options.cluster or ClusterOptions()
+    common: dict[str, Any] = {"namespace": folder.name, "logging_level": logging.ERROR, "log_to_driver": True}
+    try:
+        if cluster.address is not None:
+            _check_reachable(cluster.address)
+            ray.init(cluster.address, **common)
+        else:
+            cpus = cpus_needed(cluster, num_sources=len(job.sources), loader_cpus=options.threads)
+            ray.init(
+                "local", num_cpus=cpus, num_gpus=0, include_dashboard=False, _temp_dir=str(folder / "ray"),
+                object_store_memory=STORE_BYTES + math.ceil(1.5 * options.budget_bytes), **common,
+            )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        at = f"at {cluster.address!r}" if cluster.address else "on this host"
+        raise SpecError(
+            f"address: no Ray cluster could be reached or started {at} ({str(error).strip()[:300]}); nothing could "
+            "run. Start one with `ray start --head`, use address='auto' on one of its hosts, or leave address out."
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
+    """Serve a job on a cluster."""
+    job, options, bundle = unbundled(bundle, folder)
+    assert options.cluster is not None, "a launch on Ray says how"
+    progress("starting Ray" if options.cluster.address is None else "attaching to Ray", 0, 1)
+    with _attached(job, options, folder):
+        sites = place(
+            nodes_of_cluster(), options.cluster, world_size=options.mesh.world_size, num_sources=len(job.sources),
+            loader_cpus=options.threads,
+        )  # fmt: skip
+        with supervised(RayEngine(bundle, folder, sites), sites, options, folder, progress) as address:
+            yield address
+
+
+if __name__ == "__main__":
+    from overlord.runtimes.transport import ray_cluster  # by its name, by which actors find its classes
+
+    run_service(ray_cluster.serving)

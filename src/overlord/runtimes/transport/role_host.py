@@ -1,0 +1,124 @@
+"""One incarnation of a role in its process: who may ask it, what becomes of an error, and that it lives."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from overlord.errors import AnswerLost, OverlordError, Superseded
+from overlord.runtimes.hosts.cluster_roles import ROLES, ClusterRole
+from overlord.runtimes.hosts.peers import Blobs
+from overlord.runtimes.supervision.service_main import settle_in
+from overlord.runtimes.transport.frames import Frame, error_frame, frame_of
+from overlord.runtimes.transport.shared_memory import few_arenas
+from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, Sender, Switchboard
+
+logger = logging.getLogger("overlord")
+
+LEASE_S = 30.0
+LEASE_BEATS = 6
+"""A role that is asked for no beat for so many heartbeats, and at least LEASE_S, is cut off from the service and
+ends: it has a successor by now. The supervisor waits for one heartbeat before it replaces a role, the launcher for two
+before it replaces a supervisor that hangs, so a lease must be longer than both."""
+BEAT_S = 0.5
+"""How long a beat is held before it is answered: there is always one under way, so a death is seen at once."""
+PROGRESS_S = 0.1
+"""How long a beat is held at least, also where the role has made progress that the supervisor should learn of."""
+
+
+class RoleHost:
+    """One incarnation of a role, whichever engine carries its calls: frames in, frames out; an error is an answer."""
+
+    def __init__(self, bundle: bytes, paths: Sequence[str], folder: str, site: Mapping[str, Any], blobs: Blobs) -> None:
+        self.board = Switchboard((site["name"], site["generation"]), ended=self._end)
+        self._failed: Frame | None = None
+        self._role: ClusterRole | None = None
+        self._numbers = itertools.count()
+        self._running: dict[int, float] = {}
+        self._beaten = 0.0
+        few_arenas()
+        settle_in()
+        sys.path += [path for path in paths if path not in sys.path]  # where the launcher's functions come from
+        try:
+            self._role = ROLES[site["role"]](bundle, folder, site, self.board, blobs)
+        except BaseException as error:  # told to whoever asks: one that fails to start tells less
+            logger.exception("the %s did not start", site["name"])
+            self._failed = error_frame(error)
+
+    def learn(self, head: Mapping[str, Any], peers: Mapping[str, Peer]) -> Frame:
+        """Learn who is who."""
+        self.board.learn(Book.from_head(head, peers))
+        return frame_of({})
+
+    def ask(self, method: str, frame: Frame, blob: Any = None, sender: Sender = SERVICE) -> Frame:
+        """Call a method of the role."""
+        if method == "beat":
+            return self._beat()
+        if self._failed is not None:
+            return self._failed
+        number = next(self._numbers)
+        self._running[number] = time.monotonic()
+        try:
+            self.board.check(sender)
+            return answer_of(self._role, method, frame, blob)
+        except BaseException as error:  # the border of the process: who asked must learn what became of it
+            if not isinstance(error, OverlordError):
+                logger.exception("%r failed", method)
+            return error_frame(error)
+        finally:
+            del self._running[number]
+
+    def _watch_lease(self) -> None:
+        lease_s = lease(self._role.heartbeat_s if self._role is not None else 0.0)
+        while time.monotonic() - self._beaten < lease_s:
+            time.sleep(1.0)
+        self._end()
+
+    def _end(self) -> None:
+        """End this process: it has a successor, to which its clients go when it is gone."""
+        logger.warning("the %s (generation %d) was replaced while nothing was heard of it; it ends", *self.board.me)
+        os._exit(1)
+
+    def _beat(self) -> Frame:
+        """Tell that it lives, which book it has, how long its oldest call has been running, and its progress."""
+        first, self._beaten = self._beaten == 0.0, time.monotonic()
+        if first:
+            threading.Thread(target=self._watch_lease, name="overlord-lease", daemon=True).start()
+        time.sleep(PROGRESS_S)
+        progress: dict[str, Any] = {}
+        if self._role is None:
+            time.sleep(BEAT_S - PROGRESS_S)
+        else:
+            progress = self._role.await_progress(BEAT_S - PROGRESS_S)
+        oldest = min(self._running.copy().values(), default=None)
+        busy_s = 0.0 if oldest is None else time.monotonic() - oldest
+        rewound = self._failed is None and self._role is not None and self._role.rewound
+        return frame_of({"version": self.board.version, "busy_s": busy_s, "rewound": rewound, **progress})
+
+
+def lease(heartbeat_s: float) -> float:
+    """Return how long a role may be without a beat before it ends itself.
+
+    Example:
+        >>> lease(5.0), lease(40.0)
+        (30.0, 240.0)
+    """
+    return max(LEASE_S, LEASE_BEATS * heartbeat_s)
+
+
+def answer_of(role: Any, method: str, frame: Frame, blob: Any = None) -> Frame:
+    """Call a method of a role.
+
+    Raises:
+        AnswerLost: when others refused what the role asked of them, since it has a successor: that one has the answer.
+    """
+    try:
+        return getattr(role, method)(frame, *([] if blob is None else [blob]))
+    except Superseded as error:
+        raise AnswerLost(f"{error} Ask its successor.") from error

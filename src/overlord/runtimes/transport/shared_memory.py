@@ -1,0 +1,173 @@
+"""Shared memory without names: segments are anonymous files passed by descriptor.
+
+No name means nothing can be left behind: the kernel frees a segment when the last process that maps
+it is gone, however it went. Segments are reused, since fresh pages cost more than the copy into them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+import threading
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from overlord.errors import ClosedError
+
+_STEP = 1 << 16
+
+
+class Segment:
+    """One mapped piece of shared memory of the serving process."""
+
+    def __init__(self, number: int, capacity: int) -> None:
+        self.number = number
+        self.capacity = capacity
+        self.reusable = True
+        self.fd = _anonymous_file()
+        os.ftruncate(self.fd, capacity)
+        self._map = mmap.mmap(self.fd, capacity)
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+
+    def close(self) -> None:
+        """Let go of it; processes that still map it keep their view."""
+        self.memory = np.empty(0, np.uint8)
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # an array still looks into it; the mapping goes when that array does
+        os.close(self.fd)
+
+
+class Arena:
+    """Hands out segments, takes them back, and knows how many bytes are in use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[Segment] = []
+        self._used: dict[int, tuple[Segment, int]] = {}
+        self._used_bytes = self._idle_bytes = 0  # counted as they change: a step may have thousands of segments
+        self._next = 0
+        self._closed = False
+        self.gone = 0
+        """Segments that were closed for good so far."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Capacity of the segments in use."""
+        with self._lock:
+            return self._used_bytes
+
+    def take(self, nbytes: int) -> Segment:
+        """Return a segment of at least so many bytes, held once."""
+        capacity = round_up(nbytes)
+        with self._lock:
+            fitting = [s for s in self._idle if capacity <= s.capacity <= 2 * capacity]
+            if fitting:
+                segment = min(fitting, key=lambda s: s.capacity)
+                self._idle.remove(segment)
+                self._idle_bytes -= segment.capacity
+            else:
+                segment = Segment(self._next, capacity)
+                self._next += 1
+            self._used[segment.number] = (segment, 1)
+            self._used_bytes += segment.capacity
+            return segment
+
+    def alive(self, number: int) -> bool:
+        """Whether a segment is still there, in use or waiting for reuse."""
+        with self._lock:
+            return number in self._used or any(s.number == number for s in self._idle)
+
+    def hold(self, number: int) -> None:
+        """Hold a segment once more."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the service was closed while a client took a batch.")
+            segment, holds = self._used[number]
+            self._used[number] = (segment, holds + 1)
+
+    def release(self, number: int, *, reuse: bool = True) -> None:
+        """Let go once; the last release makes the segment reusable.
+
+        Without `reuse` it is never written again: somebody who can no longer tell may still look at it.
+        """
+        with self._lock:
+            if self._closed:
+                return  # everything was let go of at once
+            segment, holds = self._used[number]
+            segment.reusable = segment.reusable and reuse
+            if holds > 1:
+                self._used[number] = (segment, holds - 1)
+                return
+            del self._used[number]
+            self._used_bytes -= segment.capacity
+            if not segment.reusable:
+                segment.close()
+                self.gone += 1
+                return
+            self._idle.append(segment)
+            self._idle_bytes += segment.capacity
+            # A few of what is in use will be needed again soon; more than that is given back.
+            most = self._used_bytes // 4 + 2 * segment.capacity
+            while self._idle_bytes > most:
+                oldest = self._idle.pop(0)
+                self._idle_bytes -= oldest.capacity
+                oldest.close()
+                self.gone += 1
+
+    def close(self) -> None:
+        """Close every segment."""
+        with self._lock:
+            self._closed = True
+            for segment in [*self._idle, *(s for s, _ in self._used.values())]:
+                segment.close()
+            self._idle.clear()
+            self._used.clear()
+            self._used_bytes = self._idle_bytes = 0
+
+
+def round_up(nbytes: int) -> int:
+    """Round a size up so that sizes that differ a little share segments.
+
+    Example:
+        >>> round_up(1), round_up(1_000_000)
+        (65536, 1048576)
+    """
+    step = max(_STEP, 1 << max(0, nbytes.bit_length() - 4))
+    return max(step, -(-nbytes // step) * step)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("overlord", os.MFD_CLOEXEC)
+    fd, path = tempfile.mkstemp(prefix="overlord-")  # hosts without memfd: a file that is unlinked at once
+    os.unlink(path)
+    return fd
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Giving memory back: what the allocators keep after a burst of large, short-lived objects.
+
+
+def give_back_freed_memory() -> None:
+    """Return freed pages to the system: opening files leaves holes that glibc and Arrow would keep for ever."""
+    pa.default_memory_pool().release_unused()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    if trim is not None:
+        trim(0)
+
+
+def few_arenas() -> None:
+    """Let malloc keep two arenas: with one for each of many threads, what they free stays with the process."""
+    option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if option is not None:
+        option(_ARENA_MAX, 2)
+
+
+_ARENA_MAX = -8
+"""M_ARENA_MAX of malloc.h."""
