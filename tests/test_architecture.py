@@ -25,7 +25,6 @@ FLOORS: dict[str, float] = {
     **dict.fromkeys(CRAFTS, 3),
     "roles": 4,
     "runtimes": 5,
-    "client_feed": 5.5,
     "manifests": 5,
     "launch_section": 5,
     "job_files": 5.5,
@@ -177,7 +176,7 @@ def test_import_has_no_side_effect_and_needs_neither_torch_nor_ray():
 
 def test_a_trainer_that_attaches_loads_no_library_of_the_service():
     heavy = "{'pyarrow', 'numba', 'tokenizers', 'PIL', 'jinja2', 'pydantic', 'yaml', 'cloudpickle', 'torch'}"
-    code = f"import sys, overlord.client_feed; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, overlord.runtimes.client_feed; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from overlord.client_feed import connect_local
 from overlord.core.draw import Buffer, Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
@@ -31,9 +30,10 @@ from overlord.planning.checking import Strategy
 from overlord.roles.changes import FIXED_WHILE_RUNNING
 from overlord.roles.client import Client
 from overlord.runtimes.autoscaling.scaler import Loaders, sizing_of
+from overlord.runtimes.client_feed import connect_local
 from overlord.runtimes.hosts.planner_host import SourceChange
-from overlord.runtimes.inline.inline_cluster import InlineCluster
-from overlord.runtimes.inline.inline_service import InlineService
+from overlord.runtimes.inline.inline_service.inline_cluster import InlineCluster
+from overlord.runtimes.inline.inline_service.inline_service import InlineService
 from overlord.runtimes.launching.deployment import Progress, few_samples, limits_of
 from overlord.runtimes.launching.launch_options import LaunchOptions, check_numbers, cluster_of, shadows_of
 from overlord.runtimes.launching.resume import canonical
@@ -429,7 +429,7 @@ def _start(runtime: str, job: Job, options: LaunchOptions, progress: Progress | 
     if runtime == "ray":
         return ray_service(job, options, progress)
     module = "local_service" if options.cluster is None else "process_cluster"
-    return ServiceProcess(f"overlord.runtimes.{module}", job, options, progress)
+    return ServiceProcess(f"overlord.runtimes.launching.{module}", job, options, progress)
 
 
 def _loaded(job: object) -> JobFile:

@@ -313,7 +313,7 @@ def test_threads_of_a_closed_client_do_not_wait_for_ever(ids_job, cache):
 
 
 def test_a_folder_that_goes_ends_the_wait(ids_job, cache, caplog, monkeypatch):
-    monkeypatch.setattr("overlord.client_feed.FIRST_WARNING_S", 0.1)
+    monkeypatch.setattr("overlord.runtimes.client_feed.FIRST_WARNING_S", 0.1)
     service = ol.launch(ids_job, cache=cache)
     client = service.client()
     consume(client, 3)

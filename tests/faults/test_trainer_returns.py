@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import overlord as ol
-from overlord import client_feed as local
+from overlord.runtimes import client_feed as local
 
 TRAINER = """
 import sys, json

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import write_ids
 
 import overlord as ol
-from overlord.client_feed import LocalFeed
+from overlord.runtimes.client_feed import LocalFeed
 
 
 def ids_source(path, **options) -> ol.Source:

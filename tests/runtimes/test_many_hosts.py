@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import overlord as ol
-from overlord.client_feed import connect_local
 from overlord.core.messages import Media, MetaDelta, Payload
 from overlord.core.ragged import Ragged
 from overlord.core.samples import META, Cursor
 from overlord.roles.assignment import Assignment
+from overlord.runtimes.client_feed import connect_local
 from overlord.runtimes.hosts.cluster_roles import ConstructorRole, LoaderRole, PlannerRole
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.supervision.cleanup import remove_when_gone

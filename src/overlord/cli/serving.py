@@ -24,8 +24,8 @@ from overlord.cli.output import Screen
 from overlord.cli.report import media_tables
 from overlord.cli.running import RunOptions
 from overlord.cli.summary import count, media_of, number, size
-from overlord.client_feed import status_of
 from overlord.errors import ServiceLost, SpecError
+from overlord.runtimes.client_feed import status_of
 from overlord.runtimes.launching.cluster_placement import TRAINER
 from overlord.session import Service
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from overlord.client_feed import check_state_at, connect_local
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import name_choices
 from overlord.errors import ClosedError, PlanError, ServiceLost, SpecError, StateError
@@ -30,6 +29,7 @@ from overlord.launch_section import LaunchOptions
 from overlord.planning.checking import Strategy
 from overlord.roles.client import Client
 from overlord.roles.views import Step
+from overlord.runtimes.client_feed import check_state_at, connect_local
 from overlord.session import Service, connect, launch, refuse_torch_workers
 
 __all__ = [

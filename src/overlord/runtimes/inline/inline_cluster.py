@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from overlord.client_feed import check_step
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.spec_errors import is_whole
@@ -24,12 +23,13 @@ from overlord.errors import ClosedError, Fenced, OverlordError, ReportMissing, R
 from overlord.job.specs import Job
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
+from overlord.runtimes.client_feed import check_step
 from overlord.runtimes.hosts.cluster_role import ClusterRole, Means
 from overlord.runtimes.hosts.cluster_roles import ROLES
 from overlord.runtimes.hosts.peers import RemoteLoaders, RemotePlanner
 from overlord.runtimes.hosts.planner_host import STORE_DOWN, HostNews, Waiting
-from overlord.runtimes.inline.inline_engine import InlineEngine, InlinePeer
-from overlord.runtimes.inline.inline_messages import Clock, Gone, Weather
+from overlord.runtimes.inline.inline_service.inline_engine import InlineEngine, InlinePeer
+from overlord.runtimes.inline.inline_service.inline_messages import Clock, Gone, Weather
 from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, place
 from overlord.runtimes.launching.deployment import make_constructor
 from overlord.runtimes.launching.launch_options import LaunchOptions

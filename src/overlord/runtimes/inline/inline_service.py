@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from overlord.client_feed import check_step
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.spec_errors import is_whole
@@ -22,6 +21,7 @@ from overlord.job.specs import Job, Mixture, Source
 from overlord.roles.client import Client
 from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.autoscaling.status import describe_roles
+from overlord.runtimes.client_feed import check_step
 from overlord.runtimes.hosts.planner_host import (
     ReturnWatch,
     Saver,

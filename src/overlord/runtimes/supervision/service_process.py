@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overlord.client_feed import ask_once, connect_local, opened, write_failure
 from overlord.errors import ClosedError, Fenced, OverlordError, Rewound, ServiceLost, SpecError, StoreError, error_named
 from overlord.job.specs import Job
 from overlord.roles.client import Client
+from overlord.runtimes.client_feed import ask_once, connect_local, opened, write_failure
 from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.owner_asks import OwnerAsks
