@@ -108,7 +108,7 @@ def test_a_source_that_vanishes_is_parked_and_returns(folder, tmp_path, monkeypa
 
 
 def test_a_replay_agrees_on_what_was_parked(folder, tmp_path, monkeypatch):
-    for name in ("planner.CACHED_PLANS", "kept_states.KEPT_REPLAYED"):
+    for name in ("planner.CACHED_PLANS", "planner.KEPT_REPLAYED"):
         monkeypatch.setattr(f"overlord.roles.{name}", 1)
     disk = Disk(folder, "b")
     options = {"runtime": "inline", "cache": str(tmp_path / "cache"), "on_source_failure": "reweight"}

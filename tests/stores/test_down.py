@@ -144,7 +144,7 @@ class _File:
 
 
 def test_inline_tries_for_a_while_and_can_be_asked_again(ids_job, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("overlord.runtimes.inline.inline_service.inline_service.STORE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("overlord.runtimes.inline.inline_service.STORE_PATIENCE_S", 0.2)
     places = []
     monkeypatch.setattr(
         "overlord.runtimes.launching.resume.open_place", lambda *_: places.append(Failing(tmp_path)) or places[0]

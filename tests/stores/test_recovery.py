@@ -14,7 +14,7 @@ from tests.conftest import write_ids
 import overlord as ol
 from overlord.errors import Fenced
 from overlord.roles.client import Client
-from overlord.runtimes.inline.inline_service.inline_service import InlineService, _InlineFeed
+from overlord.runtimes.inline.inline_service import InlineService, _InlineFeed
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.resume import with_changes
 from overlord.stores.places import open_place
@@ -355,7 +355,7 @@ def test_launches_that_failed_push_no_lineage_out(ids_job, cache, tmp_path, monk
 
 
 def test_a_change_that_was_not_promised_does_not_come_back(ids_job, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("overlord.runtimes.inline.inline_service.inline_service.STORE_PATIENCE_S", 0.1)
+    monkeypatch.setattr("overlord.runtimes.inline.inline_service.STORE_PATIENCE_S", 0.1)
     run = Run(ids_job, options_of(tmp_path, cache))
     for _ in range(10):
         run.advance(report=False)

@@ -20,7 +20,7 @@ from overlord.job.specs import Job
 from overlord.planning.checking import Strategy
 from overlord.roles.assignment import shadowed
 from overlord.runtimes.autoscaling.scaler import MOST_LANES
-from overlord.runtimes.inline.inline_service.inline_cluster import InlineCluster
+from overlord.runtimes.inline.inline_cluster import InlineCluster
 from overlord.runtimes.launching.cluster_placement import ClusterOptions
 from overlord.runtimes.launching.deployment import limits_of
 from overlord.runtimes.launching.launch_options import LaunchOptions

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from overlord.errors import OverlordError, SpecError
-from overlord.runtimes.inline.inline_service.inline_cluster import InlineCluster
-from overlord.runtimes.inline.inline_service.inline_engine import InlineEngine, InlinePeer
-from overlord.runtimes.inline.inline_service.inline_messages import DELIVERED, Fate, Gone
+from overlord.runtimes.inline.inline_cluster import InlineCluster
+from overlord.runtimes.inline.inline_engine import InlineEngine, InlinePeer
+from overlord.runtimes.inline.inline_messages import DELIVERED, Fate, Gone
 from overlord.testing.clock import FakeClock
 from overlord.testing.fault_script import SERVICE, Fault, FaultScript
 

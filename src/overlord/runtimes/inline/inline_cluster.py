@@ -28,8 +28,8 @@ from overlord.runtimes.hosts.cluster_role import ClusterRole, Means
 from overlord.runtimes.hosts.cluster_roles import ROLES
 from overlord.runtimes.hosts.peers import RemoteLoaders, RemotePlanner
 from overlord.runtimes.hosts.planner_host import STORE_DOWN, HostNews, Waiting
-from overlord.runtimes.inline.inline_service.inline_engine import InlineEngine, InlinePeer
-from overlord.runtimes.inline.inline_service.inline_messages import Clock, Gone, Weather
+from overlord.runtimes.inline.inline_engine import InlineEngine, InlinePeer
+from overlord.runtimes.inline.inline_messages import Clock, Gone, Weather
 from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, place
 from overlord.runtimes.launching.deployment import make_constructor
 from overlord.runtimes.launching.launch_options import LaunchOptions

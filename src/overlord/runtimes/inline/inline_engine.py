@@ -24,8 +24,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from overlord.runtimes.hosts.cluster_role import Means
-from overlord.runtimes.inline.inline_service.inline_means import InlinePace, SerialMeans, StoreFailure
-from overlord.runtimes.inline.inline_service.inline_messages import Clock, Fate, Gone, Letter, Weather
+from overlord.runtimes.inline.inline_means import InlinePace, SerialMeans, StoreFailure
+from overlord.runtimes.inline.inline_messages import Clock, Fate, Gone, Letter, Weather
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.transport.frames import Frame, error_frame, frame_of
 from overlord.runtimes.transport.role_host import answer_of

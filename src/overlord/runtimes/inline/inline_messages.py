@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from overlord.runtimes.inline.inline_service.inline_means import StoreFailure
+from overlord.runtimes.inline.inline_means import StoreFailure
 from overlord.runtimes.transport.frames import Frame
 from overlord.runtimes.transport.switchboard import Sender
 
