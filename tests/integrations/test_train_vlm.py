@@ -27,7 +27,8 @@ pytestmark = pytest.mark.timeout(2 * LIMIT + 100)  # the first test of a module 
 
 # Eight processes import torch for every run: those that show least are for `make test-slow`.
 MESHES = [
-    pytest.param("dp=2,cp=2,tp=2", "local"),
+    pytest.param("dp=2,tp=2", "local"),
+    pytest.param("dp=2,cp=2,tp=2", "local", marks=pytest.mark.slow),
     pytest.param("dp=2,cp=2,pp=2", "local", marks=pytest.mark.slow),
     pytest.param("dp=2,tp=2,pp=2", "local", marks=pytest.mark.slow),
     pytest.param("dp=2,cp=2,tp=2", "ray", marks=[pytest.mark.ray, pytest.mark.slow]),
@@ -152,7 +153,7 @@ def test_one_process_learns_from_text_and_images(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "runtime"), MESHES)
-def test_eight_ranks_train_as_one_process_does(mesh: str, runtime: str, runs: Runs, request: Request) -> None:
+def test_ranks_train_as_one_process_does(mesh: str, runtime: str, runs: Runs, request: Request) -> None:
     assert_same_training(runs.train(mesh, where(runtime, request)), runs.train("dp=1"))
 
 

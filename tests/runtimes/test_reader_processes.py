@@ -183,7 +183,7 @@ def test_a_stream_that_is_dropped_is_let_go(tmp_path: Path, pool: ReaderProcesse
     files = open_isolated(pool, write(tmp_path / "a.parquet"))
     read_all(files)
     (pid,) = pool.pids
-    for _ in range(30):
+    for _ in range(8):
         stream = files.stream(0, 0, batch_rows=1)
         next(stream)
         del stream

@@ -273,12 +273,24 @@ def _one_line(status: dict[str, Any]) -> str:
 @contextmanager
 def _on_sigterm() -> Iterator[Callable[[float], bool]]:
     """Yield a function that waits for SIGTERM for so many seconds, and says whether it came."""
-    # Not an Event: its lock may be held by the very thread that a signal interrupts, which would wait for itself.
+    # Not an Event: its lock may be held by the very thread that a signal interrupts, which would wait for itself. Not a
+    # write in a Python handler either: a signal that the kernel delivers to another thread does not end the select of
+    # the main thread, and the handler would run after it. The wake-up descriptor is written by the signal itself.
     reader, writer = os.pipe()
-    before = signal.signal(signal.SIGTERM, lambda *_: os.write(writer, b"!"))
+    os.set_blocking(writer, False)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    seen = bytearray()
+
+    def stopped_within(seconds: float) -> bool:
+        if signal.SIGTERM not in seen and select.select([reader], [], [], seconds)[0]:
+            seen.extend(os.read(reader, 4096))
+        return signal.SIGTERM in seen
+
     try:
-        yield lambda seconds: bool(select.select([reader], [], [], seconds)[0])
+        yield stopped_within
     finally:
+        signal.set_wakeup_fd(woken)
         signal.signal(signal.SIGTERM, before)
         os.close(reader)
         os.close(writer)
