@@ -99,9 +99,8 @@ class _Wrapped(torch.utils.data.IterableDataset):
     "what",
     [
         "loader",
-        "launch",
         "forked client",
-        *(pytest.param(w, marks=pytest.mark.slow) for w in ("client", "forked inline client")),
+        *(pytest.param(w, marks=pytest.mark.slow) for w in ("client", "launch", "forked inline client")),
     ],
 )
 def test_workers_of_a_torch_loader_that_would_repeat_every_sample_are_refused(ids_job, cache, what):
