@@ -14,7 +14,7 @@ from overlord.reports.summary import count, number, percent, seconds, shorten, s
 from overlord.reports.svg import OURS, ROW, THEIRS, Frame
 from overlord.scaling.profiles import Profile, SourceProfile
 
-MOSTROWS = 40
+MOST_ROWS = 40
 """Sources that a table of the terminal and a figure hold, the most expensive ones."""
 _WAITING = 0.5
 """Workers of a source mostly wait where less than this part of P needs a CPU."""
@@ -66,13 +66,13 @@ def profile_tables(job: str, profile: Profile) -> list[RenderableType]:
     order = ranked(profile)
     measured = sum(one.entries[-1].samples if one.entries else one.samples for one in order)
     title = f"{number(len(order), 'source')} of {job}, measured on {number(measured, 'sample')}"
-    rows = [Row(shorten(one.name, 18), _cells(one, order[-1])) for one in order[:MOSTROWS]]
+    rows = [Row(shorten(one.name, 18), _cells(one, order[-1])) for one in order[:MOST_ROWS]]
     # Without lines between the columns, names have room on a terminal of 100 columns.
     table = terminal_table(title, _COLUMNS, rows, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for column in table.columns:
         column.no_wrap = True
     parts: list[RenderableType] = [table]
-    rest = order[MOSTROWS:]
+    rest = order[MOST_ROWS:]
     if rest:
         parts.append(Text(_rest_words(rest), style="dim"))
     return [Group(*parts), *(Text(words) for words in headlines(profile))]
@@ -99,7 +99,7 @@ def _times(one: SourceProfile, cheapest: SourceProfile) -> str:
 def _rest_words(rest: Sequence[SourceProfile]) -> str:
     memory = sum(one.file_bytes + one.buffer_bytes for one in rest)
     return (
-        f"These are the {MOSTROWS} most expensive sources. {number(len(rest), 'cheaper source')}: P from "
+        f"These are the {MOST_ROWS} most expensive sources. {number(len(rest), 'cheaper source')}: P from "
         f"{seconds(rest[0].transform_s)} down to {seconds(rest[-1].transform_s)}, {size(memory)} of memory together; "
         "all are in --json and in the profile."
     )
@@ -123,7 +123,7 @@ def render_profile(job: str, profile: Profile, failed: Mapping[str, str]) -> str
 
 def latency_figure(order: Sequence[SourceProfile]) -> Figure:
     """Return how P is spread over the samples of each source, on a log axis."""
-    shown = order[:MOSTROWS]
+    shown = order[:MOST_ROWS]
     title = f"{shown[0].name} takes {_times(shown[0], order[-1])} as long a sample as {order[-1].name}"
     low = max(min(one.transform.quantiles[1] for one in shown), 1e-7)
     high = max(max(one.transform.max for one in shown), 1e-6)
@@ -134,7 +134,7 @@ def latency_figure(order: Sequence[SourceProfile]) -> Figure:
         parts += svg.vertical_grid(frame, 20, svg.log_ticks(low, high, 10), without_zeros(seconds))
         for row, one in enumerate(shown):
             parts += _box(frame, one, 26 + row * ROW)
-        return svg.svg(width, frame.height, title, parts)
+        return svg.svg(width, frame.height, parts)
 
     caption = "Bar: a quarter to three quarters of the samples; line: 5 % to 99 %; dot: the mean."
     return Figure("latency", title, caption + _left_out(order), draw)
@@ -164,7 +164,7 @@ def _box(frame: Frame, one: SourceProfile, y: float) -> list[str]:
 
 def memory_figure(order: Sequence[SourceProfile]) -> Figure:
     """Return what one worker of each source holds, in the order of the figure beside it."""
-    shown = order[:MOSTROWS]
+    shown = order[:MOST_ROWS]
     most = max(shown, key=lambda one: one.buffer_bytes)
     title = f"A worker of {most.name} holds {size(most.buffer_bytes)}, the most of all"
     rows = [
@@ -179,9 +179,9 @@ def memory_figure(order: Sequence[SourceProfile]) -> Figure:
     label, colours = "bytes of one worker, and of the files it reads", (THEIRS, OURS)
     caption = "Blue: readers and rows of a worker that has read on to the end of its group. Orange: names and indices."
     return Figure(
-        "memory", title, caption + _left_out(order), lambda width: svg.row_bars(width, title, label, rows, colours, 40)
+        "memory", title, caption + _left_out(order), lambda width: svg.row_bars(width, label, rows, colours, 40)
     )
 
 
 def _left_out(order: Sequence[SourceProfile]) -> str:
-    return f" The {MOSTROWS} most expensive of {len(order):,} sources." if len(order) > MOSTROWS else ""
+    return f" The {MOST_ROWS} most expensive of {len(order):,} sources." if len(order) > MOST_ROWS else ""
