@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from examples.demo.demo_data import DemoFiles
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -19,7 +20,6 @@ from typer.testing import CliRunner
 
 import overlord as ol
 from overlord.cli.context_fit import ContextFit, context_words
-from overlord.cli.demo_data import DemoFiles
 from overlord.cli.layout_options import layout_advice
 from overlord.cli.main import app
 from overlord.cli.summary import NARROW_SPACE

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from examples.demo.demo_data import SPECIAL_TOKENS, DemoFiles, demo_job, write_demo
 from PIL import Image
 from tokenizers import Tokenizer
 
-from overlord.cli.demo_data import SPECIAL_TOKENS, DemoFiles, demo_job, write_demo
 from overlord.errors import SpecError
 
 NAMES = ["web", "books", "code", "wiki", "forum", "coyo", "photos", "charts"]

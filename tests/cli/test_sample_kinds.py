@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from examples.demo.demo_data import write_media
 from PIL import Image
 from rich.console import Console
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 import overlord as ol
-from overlord.cli.demo_media import write_media
 from overlord.cli.loads import encoder_loads
 from overlord.cli.main import app
 from overlord.cli.preview import Preview, preview_source, show_previews
