@@ -11,12 +11,20 @@ import pytest
 import overlord as ol
 from overlord.cli import collecting
 from overlord.cli.collecting import Collector
-from overlord.cli.loads import encoder_loads, in_lockstep, over_ranks, positions, rank_loads, runs_free, step_time
 from overlord.core.draw import Buffer, Draw, Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, chain_digest
 from overlord.core.samples import META
 from overlord.job.specs import Batch, Job, Mixture, Source, Text
+from overlord.planning.balancing.evenness import (
+    encoder_loads,
+    in_lockstep,
+    over_ranks,
+    positions,
+    rank_loads,
+    runs_free,
+    step_time,
+)
 from overlord.planning.checking import Strategy, run_strategy
 
 NAMES = ("a", "b")

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from overlord.cli.loads import over_ranks, positions, rank_loads
 from overlord.cli.summary import LoadHeatmap, StepSummary
 from overlord.core.draw import Buffer, Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.job.specs import Job
+from overlord.planning.balancing.evenness import over_ranks, positions, rank_loads
 from overlord.planning.costs import CostFunction, llama_12b
 from overlord.planning.strategies import vanilla
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from overlord.cli import charts
-from overlord.cli.explain import Explanation
-from overlord.cli.explain_balance import BalanceFacts
-from overlord.cli.explain_loaders import LoaderFacts
+from overlord.cli.explain import BalanceFacts, Explanation, LoaderFacts
 from overlord.cli.figures import OURS, THEIRS, Figure, heat_map_figure, length_figure, short_name, two_lines
 from overlord.cli.summary import count, excess, percent, ratio, seconds, without_zeros
 

@@ -10,10 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from overlord.cli import page
-from overlord.cli.explain import Explained, Explanation
+from overlord.cli.explain import Explained, Explanation, SourceCosts, SourceFacts
 from overlord.cli.explain_figures import explain_figures
-from overlord.cli.explain_loaders import SourceCosts
-from overlord.cli.explain_sources import SourceFacts
 from overlord.cli.summary import count, excess, number, percent, ratio, seconds, size
 
 _MOST_ROWS = 40

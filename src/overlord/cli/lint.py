@@ -13,17 +13,21 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from overlord.cli.context_fit import ContextFit, fit_context, sum_fits
-from overlord.cli.media_tokens import borders_left_out, has_borders, tokens_told
 from overlord.cli.output import Tell
-from overlord.cli.preview_media import OpenItem, decode_items, stays_turned
+from overlord.cli.preview import OpenItem, decode_items, stays_turned
 from overlord.cli.sources import (
+    ContextFit,
     Opened,
+    borders_left_out,
     cores,
     counter,
+    fit_context,
+    has_borders,
     load_tokenizer,
     open_each,
     side_by_side,
+    sum_fits,
+    tokens_told,
 )
 from overlord.cli.summary import number, percent
 from overlord.core.ragged import RowBatch, num_rows, slice_rows

@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
@@ -18,16 +19,321 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text as Words
 
-from overlord.cli.context_fit import fit_context
-from overlord.cli.media_tokens import token_words
-from overlord.cli.preview_media import MediaItem, Pixels, decode_items, look_at
-from overlord.cli.preview_text import GAP, Spans, shown_texts
-from overlord.cli.sources import Opened, OpenSource
+from overlord.cli.sources import Opened, OpenSource, fit_context, token_words
 from overlord.cli.summary import size
-from overlord.core.ragged import RowBatch, slice_rows
+from overlord.core.ragged import Ragged, RowBatch, slice_rows
 from overlord.core.samples import BAD, FILE_SHIFT, SKIP, SampleId
+from overlord.job.specs import Audio, Chat, Custom, ImageSpec, Interleaved, Text, Video
 from overlord.runtimes.hosts.prefetch import SerialWorkers
-from overlord.transforms.samples.per_sample import no_seeds
+from overlord.transforms.samples.audio import sound_size
+from overlord.transforms.samples.images import decode_image, is_turned
+from overlord.transforms.samples.per_sample import Bools, Finished, Int64s, Measured, MediaFault, no_seeds
+from overlord.transforms.samples.tokenize import TextTokenizer
+from overlord.transforms.samples.video import read_clip
+
+# --------------------------------------------------------------------------------------------------------------
+# Images, clips and sounds as a person looks at them: a picture of each, and what its header says.
+
+
+Pixels = npt.NDArray[np.uint8]
+
+_SOUND_PICTURE = (320, 160)
+"""Width and height of a sound's picture, however long it is."""
+_DARK, _MIDDLE, _BRIGHT = (24, 16, 64), (204, 71, 120), (255, 244, 170)
+"""Colours of silence, of speech and of the loudest parts of a sound."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """One image, clip or sound of a sample."""
+
+    kind: str
+    """"image", "video" or "audio"."""
+    words: str
+    """What it is, in a few words."""
+    picture: Pixels | None = None
+    """The image, the clip's first frame, or the sound's mel bands over time; None where it does not decode."""
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The same for a program."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenItem:
+    """An item of a row, decoded as a run would decode it."""
+
+    row: int
+    kind: str
+    data: memoryview
+    """As it was read."""
+    grid: npt.NDArray[np.int32]
+    decoded: Pixels
+    """As a batch takes it."""
+    fault: str | None
+    """Why it does not decode."""
+
+
+def decode_items(one: Opened, measured: Measured, planned: Int64s, left_out: Bools) -> Iterator[OpenItem]:
+    """Decode the media of measured rows one after the other, each into the same memory.
+
+    Args:
+        one: The source.
+        measured: Its rows.
+        planned: Tokens of each row that are delivered; items behind them are passed over.
+        left_out: Rows that are passed over, beside the bad ones.
+    """
+    decoder = one.transform.decoder
+    bad = ((measured.flags & BAD) > 0) | left_out
+    media = None if decoder is None else one.transform.finish(measured.kept, planned, bad, SerialWorkers()).media
+    if decoder is None or media is None:
+        return
+    sizes = decoder.item_bytes(media.grids)
+    scratch = np.empty(int(sizes.max(initial=0)), np.uint8)
+    many = isinstance(one.source.sample, Interleaved)
+    rows = np.repeat(np.arange(len(media.rows) - 1), np.diff(media.rows)).tolist()
+    for item, row in enumerate(rows):
+        if media.bad[item]:
+            continue
+        place, fault = scratch[: int(sizes[item])], None
+        try:
+            decoder.decode(media.data(item), media.grids[item], int(media.seeds[item]), place)
+        except MediaFault as error:
+            which = f"{media.kind} {item - int(media.rows[row])}: " if many else ""
+            fault = f"{which}{error}"
+        yield OpenItem(row, media.kind, media.data(item), media.grids[item], place, fault)
+
+
+def stays_turned(one: Opened, item: OpenItem) -> bool:
+    """Whether an image is delivered as it is stored, although its EXIF data say how to turn it."""
+    spec = one.source.sample
+    return (
+        item.kind == "image"
+        and isinstance(spec, ImageSpec)
+        and not spec.exif_transpose
+        and is_turned(item.data, spec.formats)
+    )
+
+
+def look_at(one: Opened, item: OpenItem) -> MediaItem:
+    """Return an item for a person to look at; one that does not decode has no picture."""
+    look = {"image": _look_at_image, "video": _look_at_clip, "audio": _look_at_sound}[item.kind]
+    return look(one, item)
+
+
+def _look_at_image(one: Opened, item: OpenItem) -> MediaItem:
+    if item.fault is not None:
+        return MediaItem("image", "image")
+    spec = one.source.sample
+    assert isinstance(spec, ImageSpec)  # no other kind of sample gives images
+    pixels = decode_image(item.data, spec.formats, upright=spec.exif_transpose)
+    height, width = pixels.shape[:2]
+    turned = ", as stored: its EXIF data would turn it" if stays_turned(one, item) else ""
+    return MediaItem("image", f"image {width}×{height}{turned}", pixels, {"size": [width, height]})
+
+
+def _look_at_clip(one: Opened, item: OpenItem) -> MediaItem:
+    spec = one.source.sample
+    assert isinstance(spec, Video)  # no other kind of sample gives clips
+    clip = read_clip(item.data, key_frames=spec.frames == "key")
+    groups, rows, cols = (int(side) for side in item.grid)
+    seconds, taken = clip.frames / clip.rate, groups * spec.temporal
+    facts = {
+        "size": [clip.width, clip.height],
+        "seconds": round(seconds, 3),
+        "frames": clip.frames,
+        "fps": round(clip.rate, 3),
+        "sampled_frames": taken,
+        "sampled_size": [cols * spec.patch, rows * spec.patch],
+    }
+    words = (
+        f"clip {clip.width}×{clip.height}, {seconds:.1f} s at {clip.rate:g} fps, {taken} of {clip.frames} frames at "
+        f"{cols * spec.patch}×{rows * spec.patch}"
+    )
+    picture = None if item.fault is not None else first_frame(item.decoded, item.grid, spec)
+    return MediaItem("video", words, picture, facts)
+
+
+def _look_at_sound(one: Opened, item: OpenItem) -> MediaItem:
+    spec = one.source.sample
+    assert isinstance(spec, Audio)  # no other kind of sample gives sounds
+    samples, rate = sound_size(item.data)
+    seconds = samples / rate
+    cut = f", cut to {spec.seconds} s" if seconds > spec.seconds else ""
+    facts = {"seconds": round(seconds, 3), "sample_rate": rate, "frames": int(item.grid[0]), "mels": spec.mels}
+    words = f"sound {seconds:.1f} s at {rate:,} Hz{cut}, {int(item.grid[0])} frames of {spec.mels} mel bands"
+    picture = None
+    if item.fault is None:
+        mel = item.decoded.view(np.float32).reshape(spec.mels, -1)
+        drawn = Image.fromarray(mel_picture(mel[:, : int(item.grid[0])]))
+        picture = np.asarray(drawn.resize(_SOUND_PICTURE, Image.Resampling.BILINEAR))
+    return MediaItem("audio", words, picture, facts)
+
+
+def first_frame(patches: Pixels, grid: npt.NDArray[np.int32], spec: Video) -> Pixels:
+    """Return the first sampled frame of a clip, put together again from its patches: [height, width, 3]."""
+    groups, rows, cols = (int(side) for side in grid)
+    merge, patch = spec.merge, spec.patch
+    cut = patches.reshape(groups, rows // merge, cols // merge, merge, merge, 3, spec.temporal, patch, patch)
+    whole = cut[0, ..., 0, :, :].transpose(0, 2, 5, 1, 3, 6, 4)
+    return np.ascontiguousarray(whole).reshape(rows * patch, cols * patch, 3)
+
+
+def mel_picture(mel: npt.NDArray[np.float32]) -> Pixels:
+    """Return mel bands over time as a picture: time to the right, high tones on top, loud is bright.
+
+    Example:
+        >>> mel_picture(np.array([[0.0, 1.0], [0.5, 0.0]], np.float32))[..., 0].tolist()
+        [[204, 24], [24, 255]]
+    """
+    low, high = float(mel.min()), float(mel.max())
+    share = (mel[::-1] - low) / ((high - low) or 1.0)
+    stops = np.array([_DARK, _MIDDLE, _BRIGHT], np.float64)
+    colours = [np.interp(share, (0.0, 0.5, 1.0), stops[:, channel]) for channel in range(3)]
+    return np.rint(np.stack(colours, axis=-1)).astype(np.uint8)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The text of a sample as a model is trained on it: decoded tokens, with placeholders counted and the loss marked.
+
+
+_SHOWN_IDS = 24
+_FIRST_TOKENS, _LAST_TOKENS = 2000, 48
+"""Tokens of a sample that are decoded, an image's placeholders counted as one: as many as a page shows."""
+GAP = " … "
+"""Stands for the middle of a text that is too long to be shown."""
+
+Spans = tuple[tuple[int, int], ...]
+"""(first character, one behind the last) of parts of a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownText:
+    """What is shown of a sample's text."""
+
+    text: str
+    spans: Spans = ()
+    """The parts that count in the loss, where only parts do."""
+    turns: int | None = None
+    """Messages of a conversation."""
+
+
+def shown_texts(one: Opened, rows: RowBatch, measured: Measured, done: Finished) -> list[ShownText]:
+    """Return the text of finished rows; of bad and empty ones, which nothing is trained on, as it was read."""
+    spec, found = one.source.sample, list[ShownText]()
+    ids_only = isinstance(spec, Custom) or (isinstance(spec, Text) and spec.tokenized) or one.tokenizer is None
+    nothing = (measured.flags & (BAD | SKIP)) > 0
+    for row in range(len(measured.tokens)):
+        tokens = done.tokens[row]
+        if ids_only:
+            found.append(ShownText(_token_ids(tokens.tolist())))
+            continue
+        raw = _raw_text(one, rows, row)
+        turns = _turns(raw) if isinstance(spec, Chat) else None
+        if nothing[row]:
+            found.append(ShownText(raw, turns=turns))
+            continue
+        assert one.tokenizer is not None  # or only ids are shown
+        text, spans = written_tokens(one.tokenizer, tokens, done.loss[row], _items(done, row))
+        # Of other samples all text counts, or all but what the tokens of media are.
+        found.append(ShownText(text, spans if isinstance(spec, Chat) else (), turns))
+    return found
+
+
+def written_tokens(
+    tokenizer: TextTokenizer,
+    ids: npt.NDArray[np.integer],
+    loss: npt.NDArray[np.integer],
+    items: Sequence[tuple[int, int]],
+) -> tuple[str, Spans]:
+    """Return tokens as text, the placeholders of an item as "[<image> x 64]", and which parts count in the loss.
+
+    Args:
+        tokenizer: Knows the tokens.
+        ids: The tokens.
+        loss: Whether each counts in the loss.
+        items: First placeholder and number of placeholders of every image, clip and sound, in order.
+    """
+    kept = np.ones(len(ids), np.bool_)
+    for start, length in items:
+        kept[start + 1 : start + length] = False
+    at = np.flatnonzero(kept)
+    gap = _FIRST_TOKENS if len(at) > _FIRST_TOKENS + _LAST_TOKENS else None
+    at = at if gap is None else np.concatenate([at[:_FIRST_TOKENS], at[-_LAST_TOKENS:]])
+    short, counts = ids[at].tolist(), (loss[at] > 0).astype(np.int8)
+    edges = np.flatnonzero(np.diff(counts, prepend=0, append=0)).tolist()
+    pairs = list(zip(edges[::2], edges[1::2], strict=True))
+    spots = [(int(np.searchsorted(at, start)), length) for start, length in items if start in at]
+    # Where a token's text ends is only known from the tokens before it: some decoders join words by blanks.
+    gaps = [] if gap is None else [gap]
+    borders = sorted({0, len(short), *edges, *gaps, *(spot + more for spot, _ in spots for more in (0, 1))})
+    place = {border: len(tokenizer.decode(short[:border])) for border in borders}
+    whole, counted = tokenizer.decode(short), dict(spots)
+    parts: list[str] = []
+    moved: dict[int, int] = {}
+    size = 0
+    for begin, end in zip(borders, [*borders[1:], len(short)], strict=True):
+        part = whole[place[begin] : place[end]]
+        if begin in counted and begin < end:
+            token = part.strip()
+            part = part.replace(token, f"[{token or 'placeholder'} x {counted[begin]}]", 1)
+        if begin == gap:
+            part = GAP + part
+        moved[begin] = size
+        parts.append(part)
+        size += len(part)
+    moved[len(short)] = size
+    spans = () if counts.all() else tuple((moved[a], moved[b]) for a, b in pairs)
+    return "".join(parts), spans
+
+
+def _items(done: Finished, row: int) -> list[tuple[int, int]]:
+    media = done.media
+    if media is None:
+        return []
+    chosen = slice(int(media.rows[row]), int(media.rows[row + 1]))
+    return list(zip(media.start[chosen].tolist(), media.length[chosen].tolist(), strict=True))
+
+
+def _raw_text(one: Opened, rows: RowBatch, row: int) -> str:
+    spec = one.source.sample
+    assert not isinstance(spec, Custom)  # its rows are whatever its function takes
+    if isinstance(spec, Interleaved):
+        text = _bytes_of(rows, spec.parts or spec.text, row)
+        return text if spec.parts is None else _join_parts(text, spec.marker)
+    if isinstance(spec, Chat):
+        return _bytes_of(rows, spec.messages, row)
+    return _bytes_of(rows, spec.column if isinstance(spec, Text) else spec.text, row)
+
+
+def _turns(raw: str) -> int | None:
+    """Return how many messages a conversation has; None where it is no list of them."""
+    try:
+        messages: Any = json.loads(raw) if raw else []
+    except ValueError:
+        return None
+    return len(messages) if isinstance(messages, list) else None
+
+
+def _join_parts(text: str, marker: str) -> str:
+    """Return a list of parts as one text with markers; what is no such list is shown as it is."""
+    try:
+        parts: list[dict[str, Any]] = json.loads(text)
+        return "".join(part["text"] if part["type"] == "text" else marker for part in parts)
+    except (ValueError, KeyError, TypeError):
+        return text
+
+
+def _token_ids(ids: list[int]) -> str:
+    return "token ids " + " ".join(map(str, ids[:_SHOWN_IDS])) + (" ..." if len(ids) > _SHOWN_IDS else "")
+
+
+def _bytes_of(rows: RowBatch, column: str, row: int) -> str:
+    values = rows[column]
+    assert isinstance(values, Ragged)  # measuring has refused any other kind
+    return values[row].tobytes().decode("utf-8", "replace")
+
+
+# --------------------------------------------------------------------------------------------------------------
+
 
 _SHOWN_CHARACTERS = 400
 _SHOWN_END = 48

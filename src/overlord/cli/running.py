@@ -18,10 +18,9 @@ import numpy as np
 import psutil
 
 from overlord.cli.collecting import Collector
-from overlord.cli.context_fit import context_notes
 from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
-from overlord.cli.sources import indexed_rows, isolated, open_each
+from overlord.cli.sources import context_notes, indexed_rows, isolated, open_each
 from overlord.cli.summary import RunSummary, SourceSummary, media_of
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import is_whole
