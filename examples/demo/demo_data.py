@@ -576,7 +576,7 @@ def _encode_all(
             if progress is not None and (len(images) % 16 == 0 or len(images) == len(sizes)):
                 progress(name, len(images), len(sizes))
     finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for images that nobody will write
+        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for the images that are left
     return images
 
 

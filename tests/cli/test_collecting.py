@@ -100,8 +100,8 @@ def test_the_planned_share_follows_the_weights_of_the_steps() -> None:
 
 def test_the_baseline_deals_samples_as_they_were_drawn() -> None:
     one = collector()
-    dealt = one.add(plan_of([(0, 8), (0, 1), (0, 8), (0, 1)], strategy=ol.strategies.backbone_balance()))
-    assert dealt.pieces.sample.tolist() == [0, 2, 1, 3]
+    step = one.add(plan_of([(0, 8), (0, 1), (0, 8), (0, 1)], strategy=ol.strategies.backbone_balance()))
+    assert step.dealt.pieces.sample.tolist() == [0, 2, 1, 3]
     ours, theirs = one.imbalance
     assert ours == 1.0 < theirs
 

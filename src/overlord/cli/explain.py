@@ -13,11 +13,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from overlord.cli.collecting import Collector
+from overlord.cli.collecting import CollectedStep, Collector
 from overlord.cli.explain_graph import TracedSample, draw_first_step
 from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
-from overlord.cli.sources import context_notes, count_indexed, isolated, load_tokenizer
+from overlord.cli.sources import context_notes, count_indexed, isolated
 from overlord.cli.summary import LoadHeatmap, decoded_in, ratio
 from overlord.core.draw import Limits
 from overlord.core.messages import LoaderOrder, MetaRequest, Payload
@@ -36,19 +36,17 @@ from overlord.planning.balancing.evenness import (
     in_pipeline,
     over_ranks,
     positions,
-    rank_loads,
     runs_free,
     step_time,
 )
 from overlord.planning.balancing.hybrid import buddy_lpt, ranks_needed
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
-from overlord.roles.source_loader import AHEAD_BYTES, AHEAD_ROWS
+from overlord.roles.source_loader import rows_at_once
 from overlord.runtimes.hosts.prefetch import CallerLanes, Hands, SerialWorkers, ThreadWorkers
-from overlord.runtimes.launching.deployment import Roles, base_weights, deploy, few_samples, limits_of
+from overlord.runtimes.launching.deployment import Roles, base_weights, deploy, few_samples, limits_of, order_of
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.transforms.samples.per_sample import MediaDecoder, decode_media
-from overlord.transforms.samples.sample_kinds import make_transform
 
 # --------------------------------------------------------------------------------------------------------------
 # How even the steps of `explain` are: as planned, as dealt round-robin, and what no placement can better.
@@ -123,7 +121,7 @@ class Balance:
         self._rows: dict[str, list[tuple[float, float, float]]] = {}
         self._times: list[tuple[float, float, float]] = []
         self._counts: list[tuple[int, int]] = []
-        self._positions = [0, 0]
+        self._dealt_positions = 0
         self._sums: list[tuple[int, int, int]] = []
         self._crossing: list[int] = []
         self._image_tokens: list[int] = []
@@ -137,12 +135,11 @@ class Balance:
         self.longest = _Largest()
         self.largest_image = _Largest()
 
-    def add(self, plan: LoadingPlan, dealt: LoadingPlan) -> None:
+    def add(self, step: CollectedStep) -> None:
         """Count one step."""
-        tree, cost = self._tree, self._cost
+        tree, plan, dealt, ours, theirs = self._tree, step.plan, step.dealt, step.loads, step.dealt_loads
         if not self._counts:
             self.first_step = plan.step
-        ours, theirs = (rank_loads(one, tree, cost) for one in (plan, dealt))
         self.free |= runs_free(plan)
         self.by_rank |= plan.axis == "CP"
         self._add("ranks", over_ranks(theirs), over_ranks(ours), self._rank_bound(plan, ours))
@@ -154,8 +151,7 @@ class Balance:
         dealt_time = self._time(theirs, free=self._meets_once)
         self._times.append((dealt_time, self._time(ours, free=False), self._time(ours, free=True)))
         self._counts.append((dealt.num_microbatches, plan.num_microbatches))
-        for number, one in enumerate((dealt, plan)):
-            self._positions[number] += positions(one)
+        self._dealt_positions += positions(dealt)
         self._sums.append((plan.total_tokens, plan.squared_tokens, plan.global_loss_tokens))
         self._add_images(plan, dealt)
 
@@ -208,17 +204,18 @@ class Balance:
         tokens, squares, losses = np.array(self._sums).mean(axis=0).tolist()
         before, after = np.array(self._counts).mean(axis=0).tolist()
         total = int(collector.tokens.sum())
-        padding = [1 - total / held if held else 0.0 for held in self._positions]
-        samples = int(collector.samples.sum()) / max(collector.steps, 1)
+        padding, padding_before = (
+            1 - total / held if held else 0.0 for held in (collector.positions, self._dealt_positions)
+        )
         return StepFacts(
             tokens=tokens,
             squared_tokens=squares,
-            samples=samples,
+            samples=int(collector.samples.sum()) / max(collector.steps, 1),
             loss_tokens=losses,
             microbatches=after,
             microbatches_before=before,
-            padding=padding[1],
-            padding_before=padding[0],
+            padding=padding,
+            padding_before=padding_before,
             first_step=self.first_step,
             tokens_per_step=[step[0] for step in self._sums],
         )
@@ -362,11 +359,10 @@ def _mean(values: Sequence[float]) -> float:
 # --------------------------------------------------------------------------------------------------------------
 # What the loaders of a job need: CPU time and bytes, measured here on a few samples of each source.
 #
-# Reading and measuring (which tokenizes) is timed apart from finishing (which decodes images, clips and sounds, in
-# the
-# loader or behind it). Times are CPU seconds of this process, so what its threads do counts, and waiting for storage
-# does
-# not.
+# Reading and measuring (which tokenizes) is timed apart from finishing (which decodes images, clips and sounds, in the
+# loader or behind it). Times are CPU seconds of this process: the work of its threads counts, waiting for storage does
+# not. `overlord profile` measures more and longer; here a source gets a fraction of a second, and its costs are kept
+# per token, image token or sample, because a plan tells how many of each a step draws.
 
 
 Unit = Literal["image_tokens", "samples", "tokens"]
@@ -428,7 +424,7 @@ class BufferWatch:
         self.row_bytes = np.zeros(len(roles.job.sources), np.int64)
 
     def step_over(self, plan: LoadingPlan) -> None:
-        """Drop what a step has in the read buffers, so that they do not grow with the steps."""
+        """Drop the samples of a step from the read buffers, so that they do not grow with the steps."""
         now = np.array([one["buffer_bytes"] for one in self._roles.fleet.status().values()], np.int64)
         np.maximum(self.most, now, out=self.most)
         np.add.at(self.image_tokens, plan.draw.source, plan.draw.meta["image_tokens"])
@@ -464,10 +460,8 @@ def time_samples(roles: Roles, steps: int, tell: Tell) -> dict[int, Timed]:
     weights = np.array([job.mixture.weights_at(float(state.step + n), names, base) for n in range(looked_at)])
     drawn = np.flatnonzero(weights.any(axis=0)).tolist()
     found: dict[int, Timed] = {}
-    tokenizer = load_tokenizer(job)
     for done, number in enumerate(drawn):
-        decoder = make_transform(job.sources[number], tokenizer).decoder
-        found[number] = _time_source(roles, number, state.cursor(number), decoder)
+        found[number] = _time_source(roles, number, state.cursor(number), roles.prepared.transforms[number].decoder)
         tell("measuring loaders", done + 1, len(drawn))
     return found
 
@@ -570,11 +564,10 @@ def _unit_of(source: Source, decoder: MediaDecoder | None) -> Unit:
 
 
 def _rows_to_read(roles: Roles, number: int, media: bool) -> int:
-    """Return how many rows are read and measured: at least as many as a loader reads at once, and not much more."""
-    files = roles.listings[roles.job.sources[number].name]
-    row_bytes = files.total_bytes / (count_indexed(files)[0] or 1.0)
-    least = _FINISHED + 1 if media else _FINISHED // 2
-    return int(np.clip(2 * AHEAD_BYTES / max(row_bytes, 1.0), least, AHEAD_ROWS))
+    """Return how many rows are read and measured: as many as a loader reads at once."""
+    source = roles.job.sources[number]
+    order = order_of(roles.job, source, roles.listings[source.name])
+    return rows_at_once(order.group(0, order.first_group(0)), _FINISHED + 1 if media else _FINISHED // 2)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -692,7 +685,7 @@ class ExplainOptions:
     meets_once: bool = False
     """Whether data-parallel groups wait for each other once a step, and not after every microbatch."""
     cost_assumed: bool = False
-    """Whether `cost` is a stand-in for that of a function, which nobody can ask."""
+    """Whether `cost` stands in for the cost of a strategy function, which is not known here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -798,8 +791,7 @@ def _explain(
     watch = BufferWatch(roles)
 
     def take(plan: LoadingPlan) -> None:
-        dealt = collector.add(plan)
-        balance.add(plan, dealt)
+        balance.add(collector.add(plan))
         watch.step_over(plan)
 
     timed = time_samples(roles, steps, tell) if options.measure else None

@@ -19,11 +19,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text as Words
 
-from overlord.cli.sources import Opened, OpenSource, fit_context, token_words
+from overlord.cli.sources import Opened, OpenSource, first_rows, token_words
 from overlord.cli.summary import size
-from overlord.core.ragged import Ragged, RowBatch, slice_rows
-from overlord.core.samples import BAD, FILE_SHIFT, SKIP, SampleId
+from overlord.core.ragged import Ragged, RowBatch
+from overlord.core.samples import BAD, SKIP, SampleId
 from overlord.job.specs import Audio, Chat, Custom, ImageSpec, Interleaved, Text, Video
+from overlord.roles.source_loader import fit_context
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.transforms.samples.audio import sound_size
 from overlord.transforms.samples.images import decode_image, is_turned
@@ -425,19 +426,8 @@ def preview_source(source: OpenSource, count: int) -> list[Preview]:
     one = source.open_or_raise()
     found: list[Preview] = []
     for number in range(len(one.files.files)):
-        for block in range(len(one.files.blocks(number).rows)):
-            if len(found) >= count:
-                return found
-            found += _preview_block(one, number, block, count - len(found))
-    return found
-
-
-def _preview_block(one: Opened, number: int, block: int, count: int) -> list[Preview]:
-    found: list[Preview] = []
-    base = (number << FILE_SHIFT) + one.files.row_base(number, block)
-    for batch in one.files.stream(number, block, batch_rows=count):
-        rows = slice_rows(batch, 0, min(count - len(found), len(next(iter(batch.values())))))
-        found += _preview_rows(one, rows, base + len(found))
+        for first, rows in first_rows(one.files, number, count - len(found), count):
+            found += _preview_rows(one, rows, first)
         if len(found) >= count:
             break
     return found
@@ -445,7 +435,7 @@ def _preview_block(one: Opened, number: int, block: int, count: int) -> list[Pre
 
 def _preview_rows(one: Opened, rows: RowBatch, first: int) -> list[Preview]:
     measured = one.transform.measure(rows, None, no_seeds(rows))
-    delivered, flags = fit_context(one, measured)
+    delivered, flags = fit_context(measured, one.context_length, one.overlength)
     count, dropped = len(measured.tokens), (flags & SKIP) > 0
     # What is dropped is shown as a whole: it is why it was dropped.
     planned = np.where(dropped, measured.tokens, delivered).astype(np.int64)

@@ -66,7 +66,7 @@ def show_plan(
 
     Args:
         profile: What each source costs.
-        job: Whose sources are placed.
+        job: The job with the sources that are placed.
         launch: How many trainer hosts, and so constructors, there are.
         resources: What there is; its number of constructors is taken from the launch.
         as_json: Whether a program reads it.

@@ -38,7 +38,7 @@ from overlord.roles.client import Client
 from overlord.roles.source_loader import judge_tolerance
 from overlord.runtimes.autoscaling.scaler import Loaders
 from overlord.runtimes.hosts.prefetch import SerialWorkers
-from overlord.runtimes.launching.deployment import check_multiples, limits_of, media_shape, open_sources
+from overlord.runtimes.launching.deployment import check_multiples, limits_of, media_shape, try_sources
 from overlord.scaling.source_costs import Budget
 from overlord.session import Service, launch
 from overlord.stores.places import open_place
@@ -268,7 +268,9 @@ def _list_source(source: Source, cache: str) -> None:
         except SpecError as error:
             raise type(error)(f"source {source.name!r}: {error}") from error
     else:
-        open_sources([source], [transform], index, SerialWorkers(), None, isolated())
+        [found] = try_sources([source], [transform], index, SerialWorkers(), isolate=isolated())
+        if isinstance(found, OverlordError):
+            raise found
 
 
 def _check_ranks(mesh: ClientPlaceTree) -> None:

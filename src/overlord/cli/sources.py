@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,22 +18,20 @@ from rich.text import Text as Words
 from overlord.cli.output import Tell, current_command
 from overlord.cli.summary import number, percent, size
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
-from overlord.core.samples import BAD, OVERLONG, SKIP, apply_overlength
+from overlord.core.samples import BAD, FILE_SHIFT, OVERLONG, SKIP
 from overlord.core.spec_errors import did_you_mean, list_some
 from overlord.errors import OverlordError, SpecError
 from overlord.job.specs import Audio, Chat, Custom, ImageSpec, ImageText, Interleaved, Job, Source, Text, Video
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import LengthSidecars, SourceFiles
-from overlord.roles.source_loader import media_items
-from overlord.runtimes.hosts.prefetch import SerialWorkers
-from overlord.runtimes.launching.deployment import IsolateReader, open_sources
+from overlord.roles.source_loader import fit_context
+from overlord.runtimes.hosts.prefetch import LOADER_THREADS, ThreadWorkers
+from overlord.runtimes.launching.deployment import IsolateReader, transform_of, try_sources
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
 from overlord.transforms.samples.per_sample import Measured, SampleTransform, no_seeds, ragged_column
-from overlord.transforms.samples.sample_kinds import make_transform, reserve_placeholders
+from overlord.transforms.samples.sample_kinds import reserve_placeholders
 from overlord.transforms.samples.tokenize import TextTokenizer
 
-LISTING_THREADS = 16
-"""Opening a source mostly waits for storage."""
 MEASURE_ROWS = 256
 INDEX_ARRAYS = 5
 """Numbers that an index holds of each block: rows, bytes, where it starts and stops, its first row."""
@@ -55,6 +53,11 @@ class Opened:
     context_length: int
     overlength: str
 
+    @property
+    def tokenizer_digest(self) -> str:
+        """What length sidecars are kept by: the digest of its tokenizer; "" without one."""
+        return self.tokenizer.digest if self.tokenizer else ""
+
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
@@ -62,7 +65,7 @@ class OpenSource:
 
     source: Source
     opened: Opened | None
-    error: SpecError | None = None
+    error: OverlordError | None = None
 
     @property
     def files(self) -> SourceFiles | None:
@@ -73,7 +76,7 @@ class OpenSource:
         """Return the opened source.
 
         Raises:
-            SpecError: It could not be opened; the message says why.
+            OverlordError: It could not be opened; the message says why.
         """
         if self.opened is None:
             assert self.error is not None
@@ -113,28 +116,28 @@ def _end_readers() -> None:
 
 
 def open_each(job: Job, sources: Sequence[Source], cache: Path, tell: Tell | None) -> list[OpenSource]:
-    """Open some sources of a job; the fault of one does not keep the others from being opened."""
+    """Open some sources of a job as a launch does; the fault of one does not keep the others from being opened."""
     if not sources:
         return []
-    tokenizer, isolate = load_tokenizer(job), isolated()
-    index = IndexCache(cache / "index")
-
-    def open_one(source: Source) -> OpenSource:
+    tokenizer = load_tokenizer(job)
+    transforms: dict[str, SampleTransform] = {}
+    found: dict[str, OpenSource] = {}
+    for source in sources:
         try:
-            transform = make_transform(source, tokenizer)
-            files = open_sources([source], [transform], index, SerialWorkers(), None, isolate)[0]
-            opened = Opened(source, files, transform, tokenizer, job.batch.context_length, job.overlength)
-            return OpenSource(source, opened)
+            transforms[source.name] = transform_of(source, tokenizer)
         except SpecError as error:
-            return OpenSource(source, None, _naming(source, error))
-
-    return side_by_side(open_one, sources, LISTING_THREADS, counter(tell, "opening sources", len(sources)))
-
-
-def _naming(source: Source, error: SpecError) -> SpecError:
-    """Return the error with the source in front: a path alone is hard to find among hundreds of sources."""
-    start = f"source {source.name!r}: "
-    return error if str(error).startswith(start) else type(error)(start + str(error))
+            found[source.name] = OpenSource(source, None, error)
+    able = [source for source in sources if source.name in transforms]
+    index, isolate = IndexCache(cache / "index"), isolated()
+    with closing(ThreadWorkers(LOADER_THREADS, "overlord-cli")) as workers:
+        tried = try_sources(able, list(transforms.values()), index, workers, tell, isolate)
+    for (name, transform), source, files in zip(transforms.items(), able, tried, strict=True):
+        if isinstance(files, OverlordError):
+            found[name] = OpenSource(source, None, files)
+            continue
+        opened = Opened(source, files, transform, tokenizer, job.batch.context_length, job.overlength)
+        found[name] = OpenSource(source, opened)
+    return [found[source.name] for source in sources]
 
 
 def choose_sources(job: Job, names: Sequence[str]) -> list[Source]:
@@ -163,11 +166,8 @@ def side_by_side(
         did(1)
         return result
 
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="overlord-cli")
-    try:
-        return list(pool.map(one, items))
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    with closing(ThreadWorkers(threads, "overlord-cli")) as workers:
+        return workers.map(one, items)
 
 
 def counter(tell: Tell | None, what: str, of: int) -> Callable[[int], None]:
@@ -183,6 +183,27 @@ def counter(tell: Tell | None, what: str, of: int) -> Callable[[int], None]:
             tell(what, now, of)
 
     return did
+
+
+def first_rows(files: SourceFiles, number: int, most: int, at_once: int) -> Iterator[tuple[int, RowBatch]]:
+    """Yield the first rows of a file in batches, each with the number that its first row has in the source.
+
+    Args:
+        files: The source.
+        number: Which of its files.
+        most: Rows in all.
+        at_once: Rows of a batch.
+    """
+    seen = 0
+    for block in range(len(files.blocks(number).rows)):
+        if seen >= most:
+            return
+        for batch in files.stream(number, block, batch_rows=min(at_once, most - seen)):
+            rows = slice_rows(batch, 0, min(num_rows(batch), most - seen))
+            yield (number << FILE_SHIFT) + seen, rows
+            seen += num_rows(rows)
+            if seen >= most:
+                break
 
 
 def cores() -> int:
@@ -217,7 +238,7 @@ def count_rows(opened: Sequence[OpenSource], tell: Tell) -> None:
         except SpecError:
             pass  # the row count of its source stays unknown, which is what the table shows; lint says why
 
-    side_by_side(index, files, LISTING_THREADS, counter(tell, "indexing files", len(files)))
+    side_by_side(index, files, LOADER_THREADS, counter(tell, "indexing files", len(files)))
 
 
 def describe_source(one: OpenSource) -> dict[str, Any]:
@@ -279,7 +300,7 @@ def sources_to_measure(job: Job, names: Sequence[str]) -> list[Source]:
 
 
 def own_lengths(source: Source) -> str | None:
-    """Return why nobody else can know the lengths of a source's samples; None where a column or a sidecar can."""
+    """Return why only its samples tell the lengths of a source; None where a column or a sidecar can."""
     sample = source.sample
     if isinstance(sample, Custom):
         return "it has a custom sample, whose function decides its own lengths"
@@ -296,8 +317,6 @@ def measure_sources(job: Job, sources: Sequence[Source], cache: Path, tell: Tell
     Raises:
         OverlordError: A file cannot be read. Sidecars of other files stay.
     """
-    tokenizer = load_tokenizer(job)
-    digest = tokenizer.digest if tokenizer else ""
     sidecars = LengthSidecars(cache / "lengths")
     plain = [_text_only(source) for source in sources]
     opened = open_each(job, plain, cache, tell)
@@ -310,7 +329,7 @@ def measure_sources(job: Job, sources: Sequence[Source], cache: Path, tell: Tell
     def measure(task: tuple[int, Opened, int]) -> tuple[str, int, int, int]:
         index, one, number = task
         lengths, bad = _file_lengths(one.files, number, one.transform, did)
-        sidecars.write(sources[index], one.files, number, digest, lengths)
+        sidecars.write(sources[index], one.files, number, one.tokenizer_digest, lengths)
         return sources[index].name, len(lengths), int(lengths.sum()), bad
 
     for name, rows, tokens, bad in side_by_side(measure, files, cores(), lambda _: None):
@@ -331,12 +350,11 @@ def _file_lengths(
 ) -> tuple[npt.NDArray[np.int32], int]:
     parts: list[npt.NDArray[Any]] = [np.empty(0, np.int32)]
     bad = 0
-    for block in range(len(files.blocks(number).rows)):
-        for rows in files.stream(number, block, batch_rows=MEASURE_ROWS):
-            measured = transform.measure(rows, None, no_seeds(rows))
-            parts.append(measured.tokens)
-            bad += len({row for row, _ in measured.faults})
-            did(len(measured.tokens))
+    for _, rows in first_rows(files, number, int(files.blocks(number).rows.sum()), MEASURE_ROWS):
+        measured = transform.measure(rows, None, no_seeds(rows))
+        parts.append(measured.tokens)
+        bad += len({row for row, _ in measured.faults})
+        did(len(measured.tokens))
     return np.concatenate(parts).astype(np.int32), bad
 
 
@@ -412,11 +430,6 @@ def sum_fits(fits: Sequence[ContextFit]) -> ContextFit:
     return ContextFit(*(sum(getattr(fit, one.name) for fit in fits) for one in fields(ContextFit)))
 
 
-def fit_context(one: Opened, measured: Measured) -> tuple[Int32s, Int32s]:
-    """Return (delivered tokens, flags) of measured rows, as a loader decides them."""
-    return apply_overlength(measured.tokens, media_items(measured)[1], one.context_length, one.overlength)
-
-
 def look_at_context(one: Opened) -> ContextFit:
     """Measure some rows of a source and return how they fit; only files that are indexed already are looked into."""
     found, files = ContextFit(), one.files
@@ -436,7 +449,7 @@ def look_at_context(one: Opened) -> ContextFit:
 
 def _count(one: Opened, rows: RowBatch, found: ContextFit) -> None:
     measured = one.transform.measure(rows, None, no_seeds(rows))
-    found.add(measured, *fit_context(one, measured))
+    found.add(measured, *fit_context(measured, one.context_length, one.overlength))
 
 
 def context_notes(
@@ -462,7 +475,7 @@ def context_notes(
         try:
             found.append((one.source.name, look_at_context(one.open_or_raise())))
         except OverlordError:
-            pass  # who could not read it has said so; a figure that nobody asked for is no reason to stop
+            pass  # the loaders have reported it already; this note is optional
     words = context_words(found, length, {name: (skipped[name], passed[name]) for name, _ in found})
     for name in functions[:_NAMED]:
         words.append(f"Up to {percent(full[name])} of source {name} is cut: so many samples fill {length:,} tokens.")
