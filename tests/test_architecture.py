@@ -30,6 +30,7 @@ FLOORS: dict[str, float] = {
     "job_files": 5.5,
     "session": 6,
     "testing": 7,
+    "reports": 7.5,
     "cli": 8,
     "integrations": 8,
     "dashboard": 8,

@@ -14,11 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.cli.collecting import CollectedStep, Collector
-from overlord.cli.explain_graph import TracedSample, draw_first_step
 from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
 from overlord.cli.sources import context_notes, count_indexed, isolated
-from overlord.cli.summary import LoadHeatmap, decoded_in, ratio
 from overlord.core.draw import Limits
 from overlord.core.messages import LoaderOrder, MetaRequest, Payload
 from overlord.core.place_tree import ClientPlaceTree
@@ -42,6 +40,17 @@ from overlord.planning.balancing.evenness import (
 from overlord.planning.balancing.hybrid import buddy_lpt, ranks_needed
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
+from overlord.reports.explanation import (
+    BalanceFacts,
+    Explained,
+    Explanation,
+    LoaderFacts,
+    SourceCosts,
+    SourceFacts,
+    StepFacts,
+    draw_first_step,
+)
+from overlord.reports.summary import decoded_in, ratio
 from overlord.roles.source_loader import rows_at_once
 from overlord.runtimes.hosts.prefetch import CallerLanes, Hands, SerialWorkers, ThreadWorkers
 from overlord.runtimes.launching.deployment import Roles, base_weights, deploy, few_samples, limits_of, order_of
@@ -59,42 +68,6 @@ _UNEVEN = 1.2
 """An encoder this uneven is worth a word."""
 _REACHED, _MATTERS = 1.02, 1.03
 """A bound counts as the limit where the plan is this near to it and it is this far from even."""
-
-
-@dataclass(frozen=True, slots=True)
-class BalanceFacts:
-    """Imbalance along one axis: 1 is even. Means over the steps."""
-
-    axis: str
-    """"ranks", "lockstep", "pipeline" or "encoder"."""
-    meaning: str
-    before: float
-    """Dealt round-robin."""
-    after: float | None
-    """As planned; None where the strategy has no such axis."""
-    bound: float | None
-    """What no placement of whole items can better; None where it is not known."""
-    before_per_step: list[float]
-    after_per_step: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """A step, as a mean over the steps."""
-
-    tokens: float
-    """T: tokens without padding."""
-    squared_tokens: float
-    """Q: the sum of squared sequence lengths, which attention pays for."""
-    samples: float
-    loss_tokens: float
-    microbatches: float
-    microbatches_before: float
-    padding: float
-    """Share of the delivered positions that hold no token."""
-    padding_before: float
-    first_step: int
-    tokens_per_step: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,47 +346,6 @@ _BUDGET_S = 0.3
 """A source that has taken so long is not finished any further."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceCosts:
-    """What one source costs its loaders in a mean step."""
-
-    name: str
-    samples_per_step: float
-    measured_samples: int
-    """Samples that were finished; 0 for a source that no planned step draws."""
-    read_cpu_s: float
-    """CPU seconds a step for reading and measuring."""
-    finish_cpu_s: float
-    """CPU seconds a step for finishing: token ids, and media decoded, wherever that is done."""
-    payload_bytes: float
-    """Bytes a step that the loaders hand over, media encoded or decoded as they travel."""
-    decoded_in: str | None
-    """Where its media are decoded: "loader" or "constructor"; None where it has none."""
-    buffer_bytes: int
-    """Largest read buffer that was seen, with one step planned ahead."""
-    index_bytes: int
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU seconds a step."""
-        return self.read_cpu_s + self.finish_cpu_s
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderFacts:
-    """What all loaders need together."""
-
-    cpu_s_per_step: float
-    step_time_s: float
-    cores: int
-    """Cores that keep up with a training step of `step_time_s` seconds."""
-    payload_bytes_per_step: float
-    buffer_bytes: int
-    index_bytes: int
-    measured_samples: int
-    sources: list[SourceCosts]
-
-
 class BufferWatch:
     """Steps over planned samples, and remembers how full the read buffers were and how much of images was drawn."""
 
@@ -581,29 +513,6 @@ _ONCE = ("first_exhausted", "all_exhausted_without_replacement")
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFacts:
-    """One source over the planned steps, and over a whole run."""
-
-    name: str
-    format: str
-    planned_share: float
-    """Share that the mixture asks for, by sample or by token as it counts."""
-    realised_share: float
-    samples: int
-    tokens: int
-    skipped: int
-    """Rows that were passed over: filtered out, or dropped as too long."""
-    rows: float | None
-    """Rows of the source; None while none of its files is indexed."""
-    rows_exact: bool
-    """False where rows are scaled up by bytes from the files that are indexed."""
-    epochs: float | None
-    """Passes over the source in the planned steps."""
-    projected_epochs: float | None
-    """Passes over the source in the whole run, by its schedule."""
-
-
 def source_facts(roles: Roles, collector: Collector, state: StreamState, horizon: int) -> list[SourceFacts]:
     """Return the facts of each source, in the order of the planner."""
     planned, realised = np.array(collector.planned), collector.realised
@@ -686,52 +595,6 @@ class ExplainOptions:
     """Whether data-parallel groups wait for each other once a step, and not after every microbatch."""
     cost_assumed: bool = False
     """Whether `cost` stands in for the cost of a strategy function, which is not known here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Everything that `explain` found; `dataclasses.asdict` of it is the JSON."""
-
-    job: str
-    mesh: str
-    ranks: int
-    strategy: str
-    layout: str
-    """Whose keys the batches have, and the fields of the layout that differ from the defaults."""
-    cost_model: str
-    """The model that all costs are by, and where it is from."""
-    steps: int
-    expected_speedup: float
-    """Time of a step dealt round-robin over that of the plan, by the cost model: an estimate, not a measurement."""
-    waiting: str
-    """When ranks are taken to wait for each other."""
-    balance: list[BalanceFacts]
-    step: StepFacts
-    sources: list[SourceFacts]
-    projected_steps: int
-    mixture_level: str
-    loaders: LoaderFacts | None
-    """Measured on this machine; None where nothing was measured."""
-    crossing_tokens: float | None
-    """Image tokens a step that are encoded on another rank than the one that needs them; None without images."""
-    image_tokens: float
-    """Image tokens a step."""
-    has_clips: bool
-    """Whether clips count among the images."""
-    length_histogram: list[tuple[int, int, int]]
-    load_heatmap: LoadHeatmap | None
-    largest_sample: TracedSample
-    limits: list[str]
-    """What this strategy cannot better, in words."""
-    notes: list[str] = field(default_factory=list[str])
-
-
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """An explanation, and the page of the first step's graph."""
-
-    facts: Explanation
-    graph_page: str
 
 
 def explain_job(job: Job, name: str, options: ExplainOptions, tell: Tell) -> Explained:

@@ -28,7 +28,6 @@ from overlord.cli.sources import (
     sum_fits,
     tokens_told,
 )
-from overlord.cli.summary import number, percent
 from overlord.core.ragged import RowBatch
 from overlord.core.samples import SKIP, SampleId
 from overlord.errors import OverlordError, SpecError
@@ -36,6 +35,7 @@ from overlord.job.specs import Audio, ImageSpec, Job, Video
 from overlord.readers.filesystems import StoredFile
 from overlord.readers.source_files import LengthSidecars
 from overlord.readers.spill import most_kept
+from overlord.reports.summary import number, percent
 from overlord.roles.source_loader import FEW_SAMPLES, Lengths, fit_context, judge_tolerance
 from overlord.runtimes.launching.deployment import known_lengths
 from overlord.transforms.samples.audio import sound_size

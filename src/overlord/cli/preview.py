@@ -20,10 +20,10 @@ from rich.table import Table
 from rich.text import Text as Words
 
 from overlord.cli.sources import Opened, OpenSource, first_rows, token_words
-from overlord.cli.summary import size
 from overlord.core.ragged import Ragged, RowBatch
 from overlord.core.samples import BAD, SKIP, SampleId
 from overlord.job.specs import Audio, Chat, Custom, ImageSpec, Interleaved, Text, Video
+from overlord.reports.summary import size
 from overlord.roles.source_loader import fit_context
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.transforms.samples.audio import sound_size

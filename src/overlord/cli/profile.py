@@ -19,9 +19,7 @@ from rich.text import Text
 from overlord.cli.demo import write_text
 from overlord.cli.options import folder_of
 from overlord.cli.output import Screen, Tell, check_writable, show_error
-from overlord.cli.profile_report import headlines, profile_tables, ranked, render_profile
 from overlord.cli.sources import choose_sources
-from overlord.cli.summary import count, number, percent, seconds, size
 from overlord.core.spec_errors import Fault
 from overlord.errors import SourceError, SpecError
 from overlord.job.spec_model import as_bytes
@@ -29,6 +27,8 @@ from overlord.job.specs import Job
 from overlord.job_files import JobFile
 from overlord.job_files import LaunchOptions as LaunchSection
 from overlord.launch_section import profile_path
+from overlord.reports.profile_page import headlines, profile_tables, ranked, render_profile
+from overlord.reports.summary import count, number, percent, seconds, size
 from overlord.runtimes.autoscaling.profiling import (
     Profiled,
     check_profile,

@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text as Words
 
 from overlord.cli.output import Tell, current_command
-from overlord.cli.summary import number, percent, size
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
 from overlord.core.samples import BAD, FILE_SHIFT, OVERLONG, SKIP
 from overlord.core.spec_errors import did_you_mean, list_some
@@ -24,6 +23,7 @@ from overlord.errors import OverlordError, SpecError
 from overlord.job.specs import Audio, Chat, Custom, ImageSpec, ImageText, Interleaved, Job, Source, Text, Video
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import LengthSidecars, SourceFiles
+from overlord.reports.summary import number, percent, size
 from overlord.roles.source_loader import fit_context
 from overlord.runtimes.hosts.prefetch import LOADER_THREADS, ThreadWorkers
 from overlord.runtimes.launching.deployment import IsolateReader, transform_of, try_sources

@@ -10,18 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from overlord.cli.charts import nice_ticks, spread_labels
-from overlord.cli.report import (
-    LoadHeatmap,
-    MediaSummary,
-    RunSummary,
-    SourceSummary,
-    StepSummary,
-    media_tables,
-    render_report,
-    source_table,
-    summary_table,
-)
+from overlord.reports.run_report import media_tables, render_report, source_table, summary_table
+from overlord.reports.summary import LoadHeatmap, MediaSummary, RunSummary, SourceSummary, StepSummary
+from overlord.reports.svg import nice_ticks, spread_labels
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 

@@ -18,19 +18,19 @@ from overlord.errors import SpecError
 from overlord.planning import costs
 from overlord.planning.dgraph import DGraph
 from overlord.planning.low_level import summary_buffer
-from overlord.planning.pictures.facts import (
-    bucket_ranges,
+from overlord.reports.dgraph_picture import (
     dealt_loads,
-    evenness,
     first_buckets,
     flows,
     fullest_bin,
     length_bins,
+    picture_of,
     planned_loads,
     source_facts,
     source_groups,
 )
-from overlord.planning.pictures.picture import picture_of
+from overlord.reports.summary import evenness
+from overlord.reports.svg import bucket_ranges
 
 NASTY = 'a "quoted" <b>\\n [x] {y} |z| & #35; `m` \n%% end'
 FORMATS = ("html", "mermaid", "dot")
