@@ -8,7 +8,6 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from overlord.cli.sources import Opened, OpenSource, first_rows, token_words
 from overlord.core.ragged import Ragged, RowBatch
 from overlord.core.samples import BAD, SKIP, SampleId
 from overlord.job.specs import Audio, Chat, Custom, ImageSpec, Interleaved, Text, Video
+from overlord.reports.pages import render_template
 from overlord.reports.summary import size
 from overlord.roles.source_loader import fit_context
 from overlord.runtimes.hosts.prefetch import SerialWorkers
@@ -530,44 +530,28 @@ def half_blocks(picture: Pixels, limit: tuple[int, int] = _THUMBNAIL) -> Words:
 
 def preview_page(name: str, sources: Sequence[tuple[OpenSource, Sequence[Preview]]]) -> str:
     """Return the previews as one HTML page that needs nothing else."""
-    sections = "".join(
-        f"<section><h2>{escape(_headline(one))}</h2>{_html_tokens(one)}{''.join(map(_card, previews))}</section>"
+    shown = [
+        {
+            "headline": _headline(one),
+            "tokens": None if one.opened is None else token_words(one.opened),
+            "samples": [_card(preview) for preview in previews],
+        }
         for one, previews in sources
-    )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)} · samples</title><style>{_CSS}</style></head>"
-        f"<body><main><h1>{escape(name)}</h1>{sections}</main></body></html>\n"
-    )
+    ]
+    return render_template("preview.html", name=name, sources=shown)
 
 
-def _html_tokens(one: OpenSource) -> str:
-    words = None if one.opened is None else token_words(one.opened)
-    return "" if words is None else f'<p class="tokens">{escape(words)}</p>'
-
-
-def _card(preview: Preview) -> str:
-    drawn = [item for item in preview.media if item.picture is not None]
-    pictures = "".join(f'<img alt="{escape(item.words)}" src="{_data_url(item.picture)}">' for item in drawn
-                       if item.picture is not None)  # fmt: skip
-    media = f'<div class="media{" many" if len(drawn) > 1 else ""}">{pictures}</div>' if drawn else ""
-    faults = "".join(f'<p class="fault">bad: {escape(reason)}</p>' for reason in preview.faults)
-    return (
-        f'<article>{media}<div class="words"><p><b>{escape(preview.sample)}</b> <span>{escape(preview.facts())}</span>'
-        f"</p>{faults}<pre>{_marked(preview)}</pre></div></article>"
-    )
-
-
-def _marked(preview: Preview) -> str:
-    """Return the text for a page, with marks around what counts in the loss."""
-    shown, spans = _clip(preview.text, preview.spans, _PAGE_CHARACTERS)
-    parts: list[str] = []
-    at = 0
-    for begin, end in spans:
-        parts += [escape(shown[at:begin]), f"<mark>{escape(shown[begin:end])}</mark>"]
-        at = end
-    return "".join(parts) + escape(shown[at:])
+def _card(preview: Preview) -> dict[str, Any]:
+    """Return what the page shows of a sample; its text in parts, each with whether it is marked."""
+    text, spans = _clip(preview.text, preview.spans, _PAGE_CHARACTERS)
+    borders = [0, *(at for span in spans for at in span), len(text)]
+    return {
+        "sample": preview.sample,
+        "facts": preview.facts(),
+        "faults": preview.faults,
+        "pictures": [(item.words, _data_url(item.picture)) for item in preview.media if item.picture is not None],
+        "parts": [(text[a:b], part % 2 == 1) for part, (a, b) in enumerate(itertools.pairwise(borders))],
+    }
 
 
 def _data_url(picture: Pixels) -> str:
@@ -599,30 +583,3 @@ def _clip(text: str, spans: Spans, limit: int) -> tuple[str, Spans]:
     head, tail = limit - behind - len(GAP), len(text) - behind
     moved = ((min(at, head) if at < tail else at - tail + head + len(GAP) for at in span) for span in spans)
     return text[:head] + GAP + text[tail:], tuple((a, b) for a, b in moved if a < b)
-
-
-_CSS = """
-:root{color-scheme:light dark;--page:#f5f5f2;--card:#fff;--ink:#1b1e23;--soft:#5d636e;--line:#e3e3de;
-  --red:#c14a00;--mark:#cdeacb}
-@media(prefers-color-scheme:dark){:root{--page:#121417;--card:#1b1e23;--ink:#eceef1;--soft:#a0a7b3;--line:#30353d;
-  --red:#f0884a;--mark:#1f4a2b}}
-*{box-sizing:border-box;margin:0}
-body{background:var(--page);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:960px;margin:0 auto;padding:40px 24px 56px}
-h1{font-size:30px;line-height:1.2;letter-spacing:-.02em;overflow-wrap:anywhere}
-h2{font-size:17px;margin:32px 0 12px}
-article{display:flex;gap:20px;background:var(--card);border:1px solid var(--line);border-radius:12px;
-  padding:16px 18px;margin-bottom:12px}
-article:has(.many){flex-direction:column}
-.words{min-width:0;flex:1}
-.media{display:flex;flex-wrap:wrap;gap:10px;align-content:flex-start}
-img{width:200px;height:auto;align-self:flex-start;border-radius:6px}
-.many img{width:auto;height:120px}
-mark{background:var(--mark);color:inherit}
-span{color:var(--soft);margin-left:8px}
-pre{margin-top:6px;font:14px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre-wrap;
-  overflow-wrap:anywhere}
-.tokens{color:var(--soft);margin:-8px 0 12px}
-.fault{color:var(--red);font-weight:600}
-@media(max-width:640px){article{flex-direction:column}img{width:100%}.many img{width:100%;height:auto}}
-"""

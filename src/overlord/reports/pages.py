@@ -80,13 +80,13 @@ def render(
         tables: In reading order.
         more: `tiles`, `notes`, and what its own template shows.
     """
-    page = _templates().get_template(f"{template}.html.jinja")
-    return page.render(title=title, kind=kind, facts=facts, figures=figures, tables=tables, **more) + "\n"
+    values = {"title": title, "kind": kind, "facts": facts, "figures": figures, "tables": tables}
+    return render_template(f"{template}.html", **values, **more)
 
 
-def render_svg(template: str, **values: Any) -> str:
-    """Return a drawing that is a template."""
-    return _templates().get_template(f"{template}.svg.jinja").render(**values) + "\n"
+def render_template(template: str, **values: Any) -> str:
+    """Return what a template makes of some values: a page or a drawing, by its ending."""
+    return _templates().get_template(f"{template}.jinja").render(**values) + "\n"
 
 
 @cache
