@@ -257,6 +257,13 @@ def test_a_page_tells_the_step_the_mesh_and_what_was_done():
     assert "planned" in words and "web" in words
 
 
+@pytest.mark.parametrize("name", ["balance", "images", "hybrid"])
+def test_every_mark_has_a_rule_in_the_style_sheet(name):
+    style, body = picture_of(stages()[name], "html").split("</style>")
+    classes = {one for names in re.findall(r'class="([^"]+)"', body) for one in names.split()}
+    assert len(classes) > 10 and {one for one in classes if not re.search(rf"\.{one}\b", style)} == set()
+
+
 def test_a_page_compares_with_round_robin_also_before_it_is_balanced():
     graph = graph_of({"web": [3900, 100, 3900, 100]}, dp=2).distribute("DP").cost(costs.tokens)
     assert dealt_loads(graph).sum(axis=1).tolist() == [7800, 200]

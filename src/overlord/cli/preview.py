@@ -22,7 +22,7 @@ from overlord.cli.sources import Opened, OpenSource, first_rows, token_words
 from overlord.core.ragged import Ragged, RowBatch
 from overlord.core.samples import BAD, SKIP, SampleId
 from overlord.job.specs import Audio, Chat, Custom, ImageSpec, Interleaved, Text, Video
-from overlord.reports.pages import render_template
+from overlord.reports.pages import render_file
 from overlord.reports.summary import size
 from overlord.roles.source_loader import fit_context
 from overlord.runtimes.hosts.prefetch import SerialWorkers
@@ -538,7 +538,7 @@ def preview_page(name: str, sources: Sequence[tuple[OpenSource, Sequence[Preview
         }
         for one, previews in sources
     ]
-    return render_template("preview.html", name=name, sources=shown)
+    return render_file("preview.html", name=name, sources=shown)
 
 
 def _card(preview: Preview) -> dict[str, Any]:

@@ -6,11 +6,11 @@ them. A page of thousands of buckets shows groups of them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from textwrap import wrap
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from overlord.planning.balancing.microbatches import spread_over_blocks
 from overlord.planning.balancing.zigzag import deal
 from overlord.planning.dgraph import DGraph
 from overlord.reports import svg
-from overlord.reports.pages import Figure, Row, Table, Tile, length_figure, load_figure, render
+from overlord.reports.pages import Figure, Row, Table, Tile, length_figure, load_figure, render, render_file
 from overlord.reports.summary import busiest, count, evenness, excess, number, percent, ratio, share, shorten
 from overlord.reports.svg import Floats, Group, Int64s, bucket_ranges
 
@@ -34,7 +34,8 @@ _MOST_FLOWS = 144
 _MOST_SOURCES, _MOST_ITEMS = 40, 12
 """Rows of the page's tables."""
 
-Kind = Literal["source", "state", "bucket", "rank", "fetching"]
+_FILLS = {"source": "#dbeaf5", "state": "#f5f5f2", "bucket": "#d6efe6", "rank": "#ffffff", "fetching": "#fbe8c8"}
+"""Kinds of nodes, and their colours."""
 
 
 def picture_of(graph: DGraph, format: str) -> str:
@@ -50,10 +51,10 @@ def picture_of(graph: DGraph, format: str) -> str:
     """
     if format == "html":
         return page_of(graph)
-    if format == "mermaid":
-        return _mermaid(_outline(graph))
-    if format == "dot":
-        return _dot(_outline(graph))
+    if format in ("mermaid", "dot"):
+        label = _in_dot if format == "dot" else _in_mermaid
+        title, columns, links = _outline(graph)
+        return render_file(f"dgraph.{format}", title=title, columns=columns, links=links, fills=_FILLS, label=label)
     raise SpecError(
         f"visualize: format is {format!r}; nothing could be drawn.{did_you_mean(format, _FORMATS)} "
         "Use 'html', 'mermaid' or 'dot'."
@@ -148,11 +149,7 @@ def planned_loads(graph: DGraph) -> Int64s | None:
     """Return what every [bucket, microbatch] carries: cost, or tokens where no cost was given; None if unplaced."""
     if graph.places is None or graph.axis is None:
         return None
-    if graph.costs is not None:
-        return graph.loads
-    item, bins = placed_items(graph)
-    sums = _sums(bins, graph.padded[item] // _widths(graph)[item], graph.num_buckets * graph.num_microbatches)
-    return sums.reshape(graph.num_buckets, graph.num_microbatches)
+    return (graph if graph.costs is not None else dataclasses.replace(graph, costs=graph.padded)).loads
 
 
 def dealt_loads(graph: DGraph) -> Int64s | None:
@@ -279,7 +276,12 @@ def _shares(values: npt.NDArray[np.integer] | Floats) -> Floats:
 class _Node:
     key: str
     lines: tuple[str, ...]
-    kind: Kind
+    kind: str
+
+    @property
+    def shown(self) -> list[str]:
+        """Its lines, short and printable."""
+        return [shorten(plain(line), 60) for line in self.lines]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,14 +293,8 @@ class _Link:
     """A flow, or a rank that gets its data by broadcast: it does not shape the drawing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Outline:
-    title: str
-    columns: tuple[tuple[str, tuple[_Node, ...]], ...]
-    links: tuple[_Link, ...]
-
-
-def _outline(graph: DGraph) -> _Outline:
+def _outline(graph: DGraph) -> tuple[str, list[tuple[str, list[_Node]]], list[_Link]]:
+    """Return the title, the columns of nodes, and the links between them."""
     facts = source_facts(graph)
     sources = source_groups(facts, _MOST)
     of = {source.index: source for source in facts}
@@ -315,7 +311,7 @@ def _outline(graph: DGraph) -> _Outline:
         for n, edge in enumerate(graph.edges)
     ]
     links += [_Link(f"p{n}", f"p{n + 1}") for n in range(len(states) - 1)]
-    columns = [("sources", tuple(nodes)), ("primitives", tuple(states))]
+    columns = [("sources", nodes), ("primitives", states)]
     title = f"step {graph.buffer.step}, mesh {graph.tree}, {graph.modality}"
     if graph.axis is not None:
         buckets = first_buckets(graph.num_buckets, _MOST)
@@ -326,12 +322,12 @@ def _outline(graph: DGraph) -> _Outline:
         loads = planned_loads(graph)
         title += f", imbalance {ratio(evenness(loads).imbalance)}" if loads is not None else ", not balanced yet"
         title += f" ({number(left_out, 'smaller flow')} not drawn)" if left_out else ""
-    return _Outline(title, tuple(columns), tuple(links))
+    return plain(title), columns, links
 
 
 def _buckets(
     graph: DGraph, sources: list[Group], buckets: list[Group], last: int
-) -> tuple[tuple[_Node, ...], list[_Link], int]:
+) -> tuple[list[_Node], list[_Link], int]:
     """Return the buckets, the links to them, and how many flows were left out."""
     loads, unit = planned_loads(graph), unit_word(graph)
     tokens, counts = flows(graph, sources, buckets)
@@ -347,10 +343,10 @@ def _buckets(
     cells = [(int(s), int(b)) for s, b in zip(*np.nonzero(counts), strict=True)]
     kept = set(sorted(cells, key=lambda cell: (-float(tokens[cell]), cell))[:_MOST_FLOWS])
     links += [_Link(f"s{s}", f"b{b}", f"{counts[s, b]:,}", dashed=True) for s, b in cells if (s, b) in kept]
-    return tuple(nodes), links, len(cells) - len(kept)
+    return nodes, links, len(cells) - len(kept)
 
 
-def _ranks(graph: DGraph, buckets: list[Group]) -> tuple[tuple[_Node, ...], list[_Link]]:
+def _ranks(graph: DGraph, buckets: list[Group]) -> tuple[list[_Node], list[_Link]]:
     """Return the consumers: rank by rank in a small world, else those of a bucket together."""
     assert graph.axis is not None
     consumers = graph.tree.nodes(graph.axis)
@@ -368,55 +364,7 @@ def _ranks(graph: DGraph, buckets: list[Group]) -> tuple[tuple[_Node, ...], list
                 how = f"{len(own):,} of {len(some):,} fetch: {rank_names(own)}" if own else "by broadcast"
             nodes.append(_Node(f"r{some[0]}", (_named(some), how), "fetching" if own else "rank"))
             links.append(_Link(f"b{n}", f"r{some[0]}", dashed=not own))
-    return tuple(nodes), links
-
-
-_FILLS: dict[Kind, str] = {
-    "source": "#dbeaf5",
-    "state": "#f5f5f2",
-    "bucket": "#d6efe6",
-    "rank": "#ffffff",
-    "fetching": "#fbe8c8",
-}
-
-
-def _dot(outline: _Outline) -> str:
-    lines = [
-        "digraph dgraph {",
-        f'  graph [rankdir=LR, labelloc=t, fontname="Helvetica", label="{_in_dot(outline.title)}"];',
-        '  node [shape=box, style="filled,rounded", color="#5d636e", fontname="Helvetica", fontsize=11];',
-        '  edge [color="#5d636e", fontname="Helvetica", fontsize=9];',
-    ]
-    for n, (title, nodes) in enumerate(outline.columns):
-        lines += [f"  subgraph cluster_{n} {{", f'    label="{_in_dot(title)}"; color="#e3e3de";']
-        for node in nodes:
-            label = "\\n".join(_in_dot(shorten(plain(line), 60)) for line in node.lines)
-            style = ', style="filled,rounded,dashed"' if node.kind == "rank" else ""
-            lines.append(f'    {node.key} [label="{label}", fillcolor="{_FILLS[node.kind]}"{style}];')
-        lines.append("  }")
-    for link in outline.links:
-        words = [f'label="{_in_dot(link.words)}"'] if link.words else []
-        attributes = ", ".join([*words, *(["style=dashed", "constraint=false"] if link.dashed else [])])
-        lines.append(f"  {link.tail} -> {link.head}{f' [{attributes}]' if attributes else ''};")
-    return "\n".join([*lines, "}"]) + "\n"
-
-
-def _mermaid(outline: _Outline) -> str:
-    lines = [f"%% {plain(outline.title)}", "flowchart LR"]
-    for n, (title, nodes) in enumerate(outline.columns):
-        lines.append(f'  subgraph g{n}["{_in_mermaid(title)}"]')
-        for node in nodes:
-            label = "<br/>".join(_in_mermaid(shorten(plain(line), 60)) for line in node.lines)
-            lines.append(f'    {node.key}["{label}"]:::{node.kind}')
-        lines.append("  end")
-    for link in outline.links:
-        arrow = "-.->" if link.dashed else "-->"
-        words = f'|"{_in_mermaid(link.words)}"|' if link.words else ""
-        lines.append(f"  {link.tail} {arrow}{words} {link.head}")
-    for kind, fill in _FILLS.items():
-        dash = ",stroke-dasharray:4 3" if kind == "rank" else ""
-        lines.append(f"  classDef {kind} fill:{fill},stroke:#5d636e,color:#1b1e23{dash}")
-    return "\n".join(lines) + "\n"
+    return nodes, links
 
 
 def _in_dot(words: str) -> str:
@@ -534,7 +482,7 @@ def _heat_figure(graph: DGraph, planned: Int64s, dealt: Int64s) -> Figure:
             few, many = int(graph.counts.min()), int(graph.counts.max())
             title = f"Every bucket has its own pace: {few:,} to {many:,} microbatches, with no waiting after each"
     maps = [("as planned", cells), ("dealt round-robin", dealt.astype(np.float64))]
-    return load_figure("microbatches", maps, title, row="bucket", who="buckets")
+    return load_figure("microbatches", maps, title, row="bucket", things="buckets")
 
 
 def _length_figure(graph: DGraph) -> Figure:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from overlord.core.place_tree import ClientPlaceTree, Int32s, MeshLevel, counted, levels_of, rank_ranges
-from overlord.reports.pages import render_template
+from overlord.reports.pages import render_file
 
 DRAWN_RANKS = 64
 """A drawing shows at most this many ranks."""
@@ -44,7 +44,7 @@ def draw_svg(tree: ClientPlaceTree) -> str:
     top = _MARGIN + 46
     below = top + boxes[0].inner_height + 26
     widths = (boxes[0].inner_width, _MIN_WIDTH, 9 * len(title), *(int(6.6 * len(note)) for note in notes))
-    return render_template(
+    return render_file(
         "mesh.svg",
         title=title,
         subtitle=_subtitle(tree, levels),

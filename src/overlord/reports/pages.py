@@ -80,23 +80,22 @@ def render(
         tables: In reading order.
         more: `tiles`, `notes`, and what its own template shows.
     """
-    values = {"title": title, "kind": kind, "facts": facts, "figures": figures, "tables": tables}
-    return render_template(f"{template}.html", **values, **more)
+    return render_file(f"{template}.html", title=title, kind=kind, facts=facts, figures=figures, tables=tables, **more)
 
 
-def render_template(template: str, **values: Any) -> str:
-    """Return what a template makes of some values: a page or a drawing, by its ending."""
-    return _templates().get_template(f"{template}.jinja").render(**values) + "\n"
+def render_file(template: str, **values: Any) -> str:
+    """Return what a template makes of values; in HTML and SVG all of them are escaped."""
+    return _templates().get_template(f"{template}.jinja").render(**values).rstrip("\n") + "\n"
 
 
 @cache
 def _templates() -> Environment:
     # Terminal tables need no template: jinja2 is loaded with the first page.
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     return Environment(
         loader=PackageLoader("overlord.reports"),
-        autoescape=True,
+        autoescape=select_autoescape(("html.jinja", "svg.jinja")),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
@@ -164,7 +163,7 @@ def load_figure(
     title: str = "",
     *,
     row: str = "",
-    who: str = "ranks",
+    things: str = "ranks",
     at: str = "",
 ) -> Figure:
     """Return the load of every microbatch, planned beside round-robin.
@@ -174,7 +173,7 @@ def load_figure(
         maps: Names and loads [row, microbatch] as planned and as dealt; NaN where there is no microbatch.
         title: By default, how much longer a step takes where all wait for each other after every microbatch.
         row: What a row is called.
-        who: Who waits.
+        things: What waits for each other.
         at: Which step it is.
     """
     planned, dealt = (loads for _, loads in maps)
@@ -182,8 +181,8 @@ def load_figure(
     if not title:
         ours, theirs = (percent(max(evenness(loads).lockstep - 1, 0.0)) for loads in (planned, dealt))
         title = (
-            f"Waiting for each other after every microbatch, {who} take {ours} longer than with perfect balance{at}; "
-            f"dealt round-robin, {theirs}"
+            f"Waiting for each other after every microbatch, {things} take {ours} longer than with perfect balance"
+            f"{at}; dealt round-robin, {theirs}"
         )
     caption = "Load over the mean microbatch: orange above, blue below, no colour at the mean."
     if max(*planned.shape, *dealt.shape) > svg.MOST_ROWS:
