@@ -66,7 +66,7 @@ def picture_of(graph: DGraph, format: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceFacts:
+class GraphSource:
     """One source in the step, and in the graph where that was narrowed."""
 
     index: int
@@ -86,7 +86,7 @@ class SourceFacts:
     """Realised share of the step's tokens, whatever the modality."""
 
 
-def source_facts(graph: DGraph) -> list[SourceFacts]:
+def source_facts(graph: DGraph) -> list[GraphSource]:
     """Return the sources that gave samples or were meant to, largest in the graph first."""
     buffer, items = graph.buffer, graph.items
     count = len(buffer.names)
@@ -100,13 +100,13 @@ def source_facts(graph: DGraph) -> list[SourceFacts]:
     shares = [_shares(column) for column in (tokens, weights, drawn, drawn_tokens)]
     seen = [n for n in np.lexsort((np.arange(count), -tokens)).tolist() if drawn[n] or weights[n] > 0]
     return [
-        SourceFacts(n, plain(buffer.names[n]), int(drawn[n]), int(samples[n]), int(tokens[n]),
+        GraphSource(n, plain(buffer.names[n]), int(drawn[n]), int(samples[n]), int(tokens[n]),
                     *(float(share[n]) for share in shares))
         for n in seen
     ]  # fmt: skip
 
 
-def source_groups(sources: Sequence[SourceFacts], most: int) -> list[Group]:
+def source_groups(sources: Sequence[GraphSource], most: int) -> list[Group]:
     """Return at most `most` groups of sources: the largest alone, the others as "282 more sources"."""
     return _with_rest([Group(source.name, np.array([source.index])) for source in sources], most, "sources")
 
@@ -433,7 +433,7 @@ def _tiles(graph: DGraph, planned: Int64s | None, dealt: Int64s | None) -> list[
     return found
 
 
-def _flow_figure(graph: DGraph, sources: Sequence[SourceFacts]) -> Figure:
+def _flow_figure(graph: DGraph, sources: Sequence[GraphSource]) -> Figure:
     unit, present = unit_word(graph), [source for source in sources if source.tokens]
     title = f"{shorten(present[0].name, 40)} gives {percent(present[0].share)} of the {unit}" if present else "Flow"
     consumers = graph.tree.nodes(graph.axis) if graph.axis is not None and graph.places is not None else []
@@ -498,12 +498,12 @@ def _length_figure(graph: DGraph) -> Figure:
     )
 
 
-def _source_table(graph: DGraph, sources: Sequence[SourceFacts]) -> Table:
+def _source_table(graph: DGraph, sources: Sequence[GraphSource]) -> Table:
     narrowed = any(source.samples != source.drawn for source in sources)
     heads = ["source", "samples", unit_word(graph), "planned", "realised, samples", "realised, tokens"]
     largest = max((source.share for source in sources), default=0.0) or 1.0
 
-    def row(name: str, some: Sequence[SourceFacts]) -> Row:
+    def row(name: str, some: Sequence[GraphSource]) -> Row:
         def total(field: str) -> float:
             return sum(getattr(one, field) for one in some)
 
