@@ -18,7 +18,7 @@ from overlord.scaling.partition import Allotment, Partition
 from overlord.scaling.profiles import Profile, SourceProfile
 from overlord.scaling.source_costs import TINY, Resources, SourceCost
 
-MOSTROWS = 40
+MOST_ROWS = 40
 """Sources that a table of the terminal and a figure hold, the most expensive ones."""
 _WAITING = 0.5
 """Workers of a source mostly wait where less than this part of P needs a CPU."""
@@ -70,13 +70,13 @@ def profile_tables(job: str, profile: Profile) -> list[RenderableType]:
     order = ranked(profile)
     measured = sum(one.entries[-1].samples if one.entries else one.samples for one in order)
     title = f"{number(len(order), 'source')} of {job}, measured on {number(measured, 'sample')}"
-    rows = [Row(shorten(one.name, 18), _cells(one, order[-1])) for one in order[:MOSTROWS]]
+    rows = [Row(shorten(one.name, 18), _cells(one, order[-1])) for one in order[:MOST_ROWS]]
     # Without lines between the columns, names have room on a terminal of 100 columns.
     table = terminal_table(title, _COLUMNS, rows, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for column in table.columns:
         column.no_wrap = True
     parts: list[RenderableType] = [table]
-    rest = order[MOSTROWS:]
+    rest = order[MOST_ROWS:]
     if rest:
         parts.append(Text(_rest_words(rest), style="dim"))
     return [Group(*parts), *(Text(words) for words in headlines(profile))]
@@ -103,7 +103,7 @@ def _times(one: SourceProfile, cheapest: SourceProfile) -> str:
 def _rest_words(rest: Sequence[SourceProfile]) -> str:
     memory = sum(one.file_bytes + one.buffer_bytes for one in rest)
     return (
-        f"These are the {MOSTROWS} most expensive sources. {number(len(rest), 'cheaper source')}: P from "
+        f"These are the {MOST_ROWS} most expensive sources. {number(len(rest), 'cheaper source')}: P from "
         f"{seconds(rest[0].transform_s)} down to {seconds(rest[-1].transform_s)}, {size(memory)} of memory together; "
         "all are in --json and in the profile."
     )
@@ -127,7 +127,7 @@ def render_profile(job: str, profile: Profile, failed: Mapping[str, str]) -> str
 
 def latency_figure(order: Sequence[SourceProfile]) -> Figure:
     """Return how P is spread over the samples of each source, on a log axis."""
-    shown = order[:MOSTROWS]
+    shown = order[:MOST_ROWS]
     title = f"{shown[0].name} takes {_times(shown[0], order[-1])} as long a sample as {order[-1].name}"
     low = max(min(one.transform.quantiles[1] for one in shown), 1e-7)
     high = max(max(one.transform.max for one in shown), 1e-6)
@@ -168,7 +168,7 @@ def _box(frame: Frame, one: SourceProfile, y: float) -> list[str]:
 
 def memory_figure(order: Sequence[SourceProfile]) -> Figure:
     """Return what one worker of each source holds, in the order of the figure beside it."""
-    shown = order[:MOSTROWS]
+    shown = order[:MOST_ROWS]
     most = max(shown, key=lambda one: one.buffer_bytes)
     title = f"A worker of {most.name} holds {size(most.buffer_bytes)}, the most of all"
     rows = [
@@ -188,11 +188,7 @@ def memory_figure(order: Sequence[SourceProfile]) -> Figure:
 
 
 def _left_out(order: Sequence[SourceProfile]) -> str:
-    return f" The {MOSTROWS} most expensive of {len(order):,} sources." if len(order) > MOSTROWS else ""
-
-
-_PLACED_ROWS = 40
-"""Sources that the table holds: those with the most workers."""
+    return f" The {MOST_ROWS} most expensive of {len(order):,} sources." if len(order) > MOST_ROWS else ""
 
 
 def plan_table(
@@ -211,12 +207,12 @@ def plan_table(
     rows = sorted(
         zip(found.allotments, costs, shares, strict=True), key=lambda row: (-row[0].workers, -row[0].busy, row[0].name)
     )
-    for one, cost, share in rows[:_PLACED_ROWS]:
+    for one, cost, share in rows[:MOST_ROWS]:
         table.add_row(
             Text(one.name), str(one.cluster), seconds(cost.transform_s), percent(share), str(one.workers),
             f"{one.cpus:.2g}", _actors(one), Text(one.why),
         )  # fmt: skip
-    rest = rows[_PLACED_ROWS:]
+    rest = rows[MOST_ROWS:]
     parts: list[RenderableType] = [table]
     if rest:
         workers = number(sum(one.workers for one, _, _ in rest), "worker")
