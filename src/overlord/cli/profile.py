@@ -21,7 +21,7 @@ from overlord.core.spec_errors import Fault
 from overlord.errors import SourceError, SpecError
 from overlord.job.spec_model import as_bytes
 from overlord.job_files import JobFile
-from overlord.launch_section import profile_path
+from overlord.launch_spec import profile_path
 from overlord.runtimes.autoscaling.profiling import (
     Profiled,
     check_profile,
