@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.cli.output import Screen, Tell, check_writable
-from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, Where, run_job
+from overlord.cli.running import run_job
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
 from overlord.job.launch_words import Runtime
@@ -54,18 +54,8 @@ def run_demo(
         launch = LaunchOptions(mesh=mesh, steps=steps)
         job_path = prepare_demo(folder, launch, screen, tell, scale, media=media)
         loaded: JobFile = load_job_file(job_path)
-        options = RunOptions(
-            mesh=mesh,
-            where=Where(runtime=runtime),
-            steps=steps,
-            cache=cache,
-            prefetch=loaded.launch.prefetch,
-            layout=loaded.launch.layout,
-            placement=loaded.launch.placement,
-            strategy=loaded.strategy,
-            strategy_name=loaded.strategy_name or DEFAULT_STRATEGY,
-        )
-        summary = run_job(loaded.job, str(job_path), options, tell)
+        options = loaded.call({"runtime": runtime, "cache": cache})
+        summary = run_job(loaded.job, str(job_path), options, steps, tell)
     report, numbers = folder / "report.html", folder / "summary.json"
     write_report(summary, report)
     write_text(numbers, json.dumps(dataclasses.asdict(summary), indent=1) + "\n")

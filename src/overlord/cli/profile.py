@@ -23,8 +23,8 @@ from overlord.errors import SourceError, SpecError
 from overlord.job.spec_model import as_bytes
 from overlord.job.specs import Job
 from overlord.job_files import JobFile
-from overlord.job_files import LaunchOptions as LaunchSection
-from overlord.launch_section import profile_path
+from overlord.launch_spec import LaunchOptions as LaunchSection
+from overlord.launch_spec import profile_path
 from overlord.reports.profile_page import headlines, plan_table, profile_tables, ranked, render_profile
 from overlord.runtimes.autoscaling.profiling import (
     Profiled,
