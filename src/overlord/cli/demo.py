@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from overlord.cli.output import Screen, Tell, check_writable
+from overlord.cli.output import Screen, Tell, write_text
 from overlord.cli.running import run_job
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
@@ -57,7 +57,7 @@ def run_demo(
         options = loaded.call({"runtime": runtime, "cache": cache})
         summary = run_job(loaded.job, str(job_path), options, steps, tell)
     report, numbers = folder / "report.html", folder / "summary.json"
-    write_report(summary, report)
+    write_text(report, render_report(summary))
     write_text(numbers, json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
     return DemoResult(summary, job_path, report, numbers)
 
@@ -115,18 +115,3 @@ def prepare_demo(
         screen.note(f"{path} was changed since the demo wrote it; your version is now {kept}")
     write_text(path, text)
     return path
-
-
-def write_report(summary: RunSummary, path: Path) -> None:
-    """Write the HTML report of a run."""
-    write_text(path, render_report(summary))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file that the user asked for."""
-    check_writable("the file", path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"{path}: it cannot be written ({error.strerror}). Name another file.") from error

@@ -36,7 +36,7 @@ from overlord.cli.options import (
     launch_flags,
     load,
 )
-from overlord.cli.output import Screen, check_writable, command, show_error
+from overlord.cli.output import Screen, check_writable, command, show_error, write_text
 from overlord.cli.planning_commands import explain, profile
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, SpecError, ToleranceError
@@ -130,8 +130,8 @@ def run(
     # What the file says of trainer hosts is for trainers; here all ranks are in one process.
     loaded = dataclasses.replace(loaded, launch=loaded.launch.model_copy(update={"ranks_per_host": None}))
     options = choose(loaded, flags, cache, cpus)
-    from overlord.cli.demo import write_report
     from overlord.cli.running import check_job, run_job, with_state
+    from overlord.reports.run_report import render_report
 
     chosen = steps or loaded.launch.steps
     if chosen is None:
@@ -142,7 +142,7 @@ def run(
         summary = run_job(loaded.job, str(job), options, chosen or DEFAULT_STEPS, tell)
     _show_run(screen, summary)
     if report is not None:
-        write_report(summary, report)
+        write_text(report, render_report(summary))
         screen.show(Text.assemble(("report  ", "dim"), str(report)))
     screen.give(dataclasses.asdict(summary) | {"report": None if report is None else str(report)})
     _end_run(summary)
@@ -252,7 +252,6 @@ def preview(
     """Show the first samples of each source: text, token counts and thumbnails."""
     screen = Screen(as_json=as_json)
     loaded = load(job, screen)
-    from overlord.cli.demo import write_text
     from overlord.cli.preview import preview_page, preview_source, show_previews
     from overlord.cli.sources import choose_sources, open_each
 
@@ -347,8 +346,6 @@ def schema(
     out: Annotated[Path | None, typer.Option("--out", help="Write it to this file.")] = None, as_json: AsJson = False
 ) -> None:
     """Print the JSON Schema of job files, for editors."""
-    from overlord.cli.demo import write_text
-
     text = json.dumps(job_file_schema(), indent=2)
     if out is None:
         print(text)

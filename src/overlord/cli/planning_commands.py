@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from overlord.cli.options import CACHE, AsJson, Cache, Flags, JobPath, choose, launch_flags, load
-from overlord.cli.output import Screen, check_writable
+from overlord.cli.output import Screen, check_writable, write_text
 from overlord.errors import SpecError
 from overlord.launch_spec import mapping_or_name
 from overlord.planning.costs import Cost, CostModel, llama_12b, vit_2b
@@ -53,7 +53,6 @@ def explain(
     loaded = load(job, screen)
     launch = choose(loaded, flags, cache)
     backbone, encoder, assumed = _costs(launch.strategy, cost)
-    from overlord.cli.demo import write_text
     from overlord.cli.explain import ExplainOptions, explain_job
     from overlord.cli.running import DEFAULT_STRATEGY, check_job
     from overlord.reports.explanation import explain_tables, headlines, render_explanation

@@ -14,9 +14,8 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from overlord.cli.demo import write_text
 from overlord.cli.options import folder_of
-from overlord.cli.output import Screen, Tell, check_writable, show_error
+from overlord.cli.output import Screen, Tell, check_writable, show_error, write_text
 from overlord.cli.sources import choose_sources
 from overlord.core.spec_errors import Fault
 from overlord.errors import SourceError, SpecError
