@@ -447,11 +447,11 @@ def _flow_figure(graph: DGraph, sources: Sequence[GraphSource]) -> Figure:
         if consumers:
             right = bucket_ranges(graph.num_buckets, 24 if width > 600 else 10)
             ends = [(group.label, _named(_ranks_of(consumers, group.members.tolist()), 1)) for group in right]
-            return svg.sankey(width, title, left, ends, flows(graph, left, right)[0])
+            return svg.sankey(width, left, ends, flows(graph, left, right)[0])
         of = {source.index: float(source.tokens) for source in present}
         tokens = np.array([[sum(of[int(n)] for n in group.members)] for group in left])
         where = f"{graph.num_buckets:,} buckets wait" if graph.axis is not None else "no consumers chosen"
-        return svg.sankey(width, title, left, [("not placed yet", where)], tokens)
+        return svg.sankey(width, left, [("not placed yet", where)], tokens)
 
     return Figure("flow", title, f"The width of a ribbon is its {unit}, without padding.", draw, wide=True)
 
@@ -467,7 +467,7 @@ def _bar_figure(graph: DGraph, planned: Int64s | None, dealt: Int64s) -> Figure:
     if graph.num_buckets > svg.MOST_BARS:
         caption += f" Beyond {svg.MOST_BARS} buckets a bar is the largest of its neighbours."
     loads, placed = (planned, True) if planned is not None else (dealt, False)
-    return Figure("load", title, caption, lambda width: svg.load_bars(width, title, loads, dealt, placed), wide=True)
+    return Figure("load", title, caption, lambda width: svg.load_bars(width, loads, dealt, placed), wide=True)
 
 
 def _has_own_pace(graph: DGraph) -> bool:

@@ -444,7 +444,7 @@ def balance_figure(fact: BalanceFacts, first_step: int) -> Figure:
         f"balance-{fact.axis}",
         title,
         f"{fact.meaning[:1].upper()}{fact.meaning[1:]}.{least}",
-        lambda width: svg.two_lines(width, title, _AXES[fact.axis][1], starts, *lines),
+        lambda width: svg.two_lines(width, _AXES[fact.axis][1], starts, *lines),
     )
 
 
@@ -487,9 +487,7 @@ def cpu_figure(loaders: LoaderFacts) -> Figure:
         f"{count(loaders.measured_samples)} samples, scaled by the tokens that a step draws."
     )
     colours = (svg.OURS, svg.THEIRS)
-    return Figure(
-        "cpu", title, caption, lambda width: svg.row_bars(width, title, "CPU time in a mean step", rows, colours)
-    )
+    return Figure("cpu", title, caption, lambda width: svg.row_bars(width, "CPU time in a mean step", rows, colours))
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def length_figure(
     )
     estimated = ", estimated from the bins' middles" if about else ""
     caption = f"Filled: share of the {thing}s. Outlined: share of the {unit}{estimated}."
-    return Figure("lengths", title, caption, lambda width: svg.histogram(width, title, thing, unit, bins, about), wide)
+    return Figure("lengths", title, caption, lambda width: svg.histogram(width, thing, unit, bins, about), wide)
 
 
 def load_figure(
@@ -187,4 +187,4 @@ def load_figure(
     caption = "Load over the mean microbatch: orange above, blue below, no colour at the mean."
     if max(*planned.shape, *dealt.shape) > svg.MOST_ROWS:
         caption += " Where cells were joined, each is the largest of those it stands for."
-    return Figure(name, title, caption, lambda width: svg.heat_maps(width, title, maps, mean, row), wide=True)
+    return Figure(name, title, caption, lambda width: svg.heat_maps(width, maps, mean, row), wide=True)

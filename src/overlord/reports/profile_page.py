@@ -138,7 +138,7 @@ def latency_figure(order: Sequence[SourceProfile]) -> Figure:
         parts += svg.vertical_grid(frame, 20, svg.log_ticks(low, high, 10), without_zeros(seconds))
         for row, one in enumerate(shown):
             parts += _box(frame, one, 26 + row * ROW)
-        return svg.svg(width, frame.height, title, parts)
+        return svg.svg(width, frame.height, parts)
 
     caption = "Bar: a quarter to three quarters of the samples; line: 5 % to 99 %; dot: the mean."
     return Figure("latency", title, caption + _left_out(order), draw)
@@ -183,7 +183,7 @@ def memory_figure(order: Sequence[SourceProfile]) -> Figure:
     label, colours = "bytes of one worker, and of the files it reads", (THEIRS, OURS)
     caption = "Blue: readers and rows of a worker that has read on to the end of its group. Orange: names and indices."
     return Figure(
-        "memory", title, caption + _left_out(order), lambda width: svg.row_bars(width, title, label, rows, colours, 40)
+        "memory", title, caption + _left_out(order), lambda width: svg.row_bars(width, label, rows, colours, 40)
     )
 
 

@@ -183,7 +183,6 @@ def mixture_figure(summary: RunSummary) -> Figure:
             tips = [" · ".join((tip, *(values[i] for values in each))) for i, tip in enumerate(tips)]
         return svg.step_chart(
             width,
-            title,
             starts,
             (0, 1),
             f"share of {summary.mixture_level}s",
@@ -210,14 +209,14 @@ def imbalance_figure(summary: RunSummary) -> Figure:
         "imbalance",
         title,
         caption + _window_note(summary),
-        lambda width: svg.two_lines(width, title, label, starts, *lines),
+        lambda width: svg.two_lines(width, label, starts, *lines),
     )
 
 
 def heat_map_figure(loads: LoadHeatmap | None, name: str = "overlord") -> Figure:
     """Return the cost of every microbatch of one step, planned beside round-robin."""
     if loads is None or not any(loads.overlord) or not any(loads.round_robin):
-        return Figure("load", "No step was chosen for the load map", "", lambda width: svg.svg(width, 20, "", []))
+        return Figure("load", "No step was chosen for the load map", "", lambda width: svg.svg(width, 20, []))
     ours, theirs = (_cells(rows) for rows in (loads.overlord, loads.round_robin))
     by_rank, title = loads.axis == "CP", ""
     if by_rank:  # single ranks run through their microbatches without waiting after each
@@ -286,7 +285,7 @@ def token_figure(summary: RunSummary) -> Figure:
     ticks = (svg.nice_ticks(0, high), without_zeros(count))
 
     def draw(width: float) -> str:
-        return svg.step_chart(width, title, starts, (0, high * 1.05), "tokens in a step", ticks, bars, ends, tips)
+        return svg.step_chart(width, starts, (0, high * 1.05), "tokens in a step", ticks, bars, ends, tips)
 
     return Figure("tokens", title, "All ranks together." + _window_note(summary), draw)
 
@@ -313,7 +312,7 @@ def wait_figure(summary: RunSummary) -> Figure:
         return [svg.segment(frame.left, at, frame.end, at, "median"), *each]
 
     def draw(width: float) -> str:
-        return svg.step_chart(width, title, starts, bounds, label, ticks, dots, ends, tips, left=58, y_log=log)
+        return svg.step_chart(width, starts, bounds, label, ticks, dots, ends, tips, left=58, y_log=log)
 
     caption = (
         "From asking for a step to holding all of it. These clients ask again at once, so this is the time the "

@@ -82,9 +82,9 @@ def _position(value: float, bounds: Point, log: bool, start: float, stop: float)
 # Marks.
 
 
-def svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
-    """Return an SVG element that scales with its container and reads as one image."""
-    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+def svg(width: float, height: float, parts: Sequence[str]) -> str:
+    """Return an SVG element that scales with its container; the page says what it shows."""
+    return f'<svg viewBox="0 0 {width:g} {height:g}">{"".join(parts)}</svg>'
 
 
 def svg_file(width: float, height: float, title: str, style: str, parts: Sequence[str]) -> str:
@@ -229,7 +229,6 @@ def side_labels(frame: Frame, ends: Sequence[End], gap: float = 17) -> list[str]
 
 def step_chart(
     width: float,
-    title: str,
     starts: Sequence[float],
     y_range: Point,
     y_label: str,
@@ -246,7 +245,6 @@ def step_chart(
 
     Args:
         width: Of the whole drawing.
-        title: Read aloud instead of the drawing.
         starts: Step numbers.
         y_range: Lowest and highest value.
         y_label: What the values are.
@@ -268,7 +266,7 @@ def step_chart(
     parts = axes(frame, ("step", y_label), whole, y_ticks[0], lambda step: f"{step:,.0f}", y_ticks[1])
     if starts:
         parts += [*draw(frame), *side_labels(frame, ends), *_hover_bands(frame, starts, tips)]
-    return svg(width, height, title, parts)
+    return svg(width, height, parts)
 
 
 def _hover_bands(frame: Frame, xs: Sequence[float], tips: Sequence[str]) -> list[str]:
@@ -318,7 +316,6 @@ def stacked_areas(
 
 def two_lines(
     width: float,
-    title: str,
     label: str,
     starts: Sequence[float],
     ours: tuple[str, float, Sequence[float]],
@@ -347,7 +344,7 @@ def two_lines(
     ]
     y_range = (1.0, high + (high - 1) * 0.08)
     ticks = (nice_ticks(*y_range), without_zeros(lambda value: f"{value:.2f}×"))
-    return step_chart(width, title, starts, y_range, label, ticks, draw, ends, tips)
+    return step_chart(width, starts, y_range, label, ticks, draw, ends, tips)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -380,7 +377,6 @@ def bucket_ranges(count: int, most: int) -> list[Group]:
 
 def row_bars(
     width: float,
-    title: str,
     label: str,
     rows: Sequence[tuple[str, str, Sequence[float], str]],
     colours: Sequence[str],
@@ -398,10 +394,10 @@ def row_bars(
             x += wide
         drawn.append(text(left - 8, y + 14, shorten(name, 15), anchor="end"))
         drawn += [with_tip(words, *bars), text(x + 6, y + 14, written, kind="value")]
-    return svg(width, top + len(rows) * ROW + bottom, title, drawn)
+    return svg(width, top + len(rows) * ROW + bottom, drawn)
 
 
-def load_bars(width: float, title: str, loads: Int64s, dealt: Int64s, planned: bool) -> str:
+def load_bars(width: float, loads: Int64s, dealt: Int64s, planned: bool) -> str:
     """Return a bar for every bucket with its microbatches, the mean as a line, and the round-robin loads outlined."""
     groups = bucket_ranges(len(loads), MOST_BARS if width > 600 else 48)
     sums, others = (one.sum(axis=1, dtype=np.float64) for one in (loads, dealt))
@@ -427,17 +423,14 @@ def load_bars(width: float, title: str, loads: Int64s, dealt: Int64s, planned: b
         parts.append(with_tip(words, behind, *bars, brim))
     parts.append(segment(frame.left, frame.y(mean), frame.end, frame.y(mean), "mean"))
     parts.append(text(frame.end + 8, frame.y(mean) + 4, f"mean {count(mean)}", kind="direct"))
-    return svg(width, frame.height, title, parts)
+    return svg(width, frame.height, parts)
 
 
-def histogram(
-    width: float, title: str, thing: str, unit: str, bins: Sequence[tuple[int, int, int, float]], about: str = ""
-) -> str:
+def histogram(width: float, thing: str, unit: str, bins: Sequence[tuple[int, int, int, float]], about: str = "") -> str:
     """Return bins (low, high, items, tokens) on a log axis: items filled, tokens outlined, both as shares.
 
     Args:
         width: Of the whole drawing.
-        title: Read aloud instead of the drawing.
         thing: What an item is.
         unit: What its length counts.
         bins: The bins; none may begin below 1.
@@ -459,7 +452,7 @@ def histogram(
         parts.append(with_tip(words, behind, bar, brim))
     if bins:
         parts += _peak_labels(frame, bins, shares, (f"{thing}s", unit))
-    return svg(width, frame.height, title, parts)
+    return svg(width, frame.height, parts)
 
 
 def _peak_labels(
@@ -478,12 +471,11 @@ def _peak_labels(
     return parts
 
 
-def heat_maps(width: float, title: str, maps: Sequence[tuple[str, Floats]], mean: float, row: str = "") -> str:
+def heat_maps(width: float, maps: Sequence[tuple[str, Floats]], mean: float, row: str = "") -> str:
     """Return loads [row, microbatch] beside each other as colours: none at the mean, orange above, blue below.
 
     Args:
         width: Of the whole drawing.
-        title: Read aloud instead of the drawing.
         maps: Name and loads; NaN where there is no microbatch.
         mean: The load that has no colour.
         row: What a row is called.
@@ -501,7 +493,7 @@ def heat_maps(width: float, title: str, maps: Sequence[tuple[str, Floats]], mean
         shift = (n * (share + 32), 0.0) if beside else (0.0, tall)
         parts.append(f'<g transform="translate({shift[0]:.0f} {shift[1]:.0f})">{"".join(drawn)}</g>')
         tall = max(tall, height) if beside else tall + height + 22
-    return svg(width, round(tall + 4), title, parts)
+    return svg(width, round(tall + 4), parts)
 
 
 def _folded(loads: Floats, row: str) -> tuple[Floats, list[str]]:
@@ -543,9 +535,7 @@ def _heat_map(
     return parts + written, top + rows * tall
 
 
-def sankey(
-    width: float, title: str, sources: Sequence[Group], buckets: Sequence[tuple[str, str]], tokens: Floats
-) -> str:
+def sankey(width: float, sources: Sequence[Group], buckets: Sequence[tuple[str, str]], tokens: Floats) -> str:
     """Return ribbons from sources to buckets (label, ranks); their widths are tokens [source, bucket]."""
     wide = width > 600
     left, right = (190.0, 262.0) if wide else (92.0, 118.0)
@@ -581,7 +571,7 @@ def sankey(
     ends = buckets if wide else [(name.removeprefix("buckets "), ranks) for name, ranks in buckets]
     marks += _node_labels(left - 8, from_left, given, "end", two_lines=True, limit=28 if wide else 13)
     marks += _node_labels(x1 + 18, from_right, ends, "start", two_lines=not wide, limit=34 if wide else 15)
-    return svg(width, round(height), title, [f'<g class="flow">{"".join(ribbons)}</g>', *marks])
+    return svg(width, round(height), [f'<g class="flow">{"".join(ribbons)}</g>', *marks])
 
 
 def _stack(sizes: Floats, slots: Floats, height: float) -> list[Point]:
