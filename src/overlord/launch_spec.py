@@ -121,6 +121,12 @@ def _as_shadows(value: object) -> bool | Literal["auto"] | list[str]:
     return cast("list[str]", names)
 
 
+def _as_port(value: object) -> int | str:
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
+        raise Fault("this is no address, where Prometheus could ask. Give a port such as 9400, or HOST:PORT")
+    return value
+
+
 def _as_budget(value: object) -> object:
     return value if isinstance(value, (Budget, Mapping)) else {"ahead": as_bytes(value)}
 
@@ -211,7 +217,7 @@ class LaunchOptions(Spec):
         OnSourceFailure, one_of(OnSourceFailure, "it would be unclear what to do when a source cannot be read")
     ] = "stop"
     """What becomes of a source that cannot be read any more: stop, park until it is back, or reweight for good."""
-    metrics: int | Word | None = None
+    metrics: Annotated[int | str, PlainValidator(_as_port, json_schema_input_type=int | Word)] | None = None
     """Where Prometheus may ask for metrics: a port of this host, or host:port."""
     steps: Annotated[int, whole(1, "nothing would run. Leave it out for no limit")] | None = None
     """Steps that `overlord run` takes; the stream itself ends at the job's max_steps."""

@@ -225,7 +225,7 @@ def test_every_option_of_launch_is_passed_on(ids_job, monkeypatch, tmp_path):
 def test_a_state_that_is_given_is_where_it_goes_on(ids_job, cache, tmp_path):
     where = {"runtime": "inline", "cache": cache}
     with DataLoader(ids_job, store=tmp_path, **where) as loader:
-        steps = [step.index for step, _ in zip(loader, range(3), strict=False)]
+        steps = [step.index for _, step in zip(range(3), loader, strict=False)]
         state = loader.state_dict()
     with DataLoader(ids_job, state=state, **where) as loader:
         assert loader.state_dict() == state
