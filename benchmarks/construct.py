@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+from examples.demo.demo_data import demo_job, write_demo
 
 import overlord as ol
 from benchmarks.measuring import arguments, publish
-from overlord.cli.demo_data import demo_job, write_demo
 from overlord.core.draw import Buffer, Draw
 from overlord.core.messages import Payload
 from overlord.core.ragged import Ragged, offsets_of

@@ -12,9 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from examples.demo.demo_data import demo_job, write_demo
+
 import overlord as ol
 from benchmarks.measuring import arguments, publish
-from overlord.cli.demo_data import demo_job, write_demo
 
 PLACEMENTS = ("loader", "auto", "constructor")
 BAR = 0.5

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from demo.demo_data import demo_job, write_demo
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,7 +32,6 @@ from torch.nn import functional
 from vlm_model import Encoder, Shape, Stage, cut_part, make_whole, token_segments
 
 import overlord as ol
-from overlord.cli.demo_data import demo_job, write_demo
 from overlord.integrations.torch_loader import DataLoader, TorchBatch, TorchStep, exchange_images
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

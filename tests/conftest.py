@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples.demo.demo_data import demo_job, write_demo
 from hypothesis import settings
 
 import overlord as ol
-from overlord.cli.demo_data import demo_job, write_demo
 
 # A shell that runs the suite in the background ignores Ctrl-C, and so would every process the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
         Video,
     )
     from overlord.job_files import load_job
+    from overlord.launch_spec import Budget
     from overlord.planning import costs, strategies
     from overlord.planning.balancing.balance import balance
     from overlord.planning.dgraph import DGraph
     from overlord.planning.low_level import constructor_do_plan, loader_do_plan, plan_raw, summary_buffer
     from overlord.roles.client import Client
     from overlord.scaling.autoscaler import Scaling
-    from overlord.scaling.source_costs import Budget
     from overlord.session import Service, connect, launch
 
 __version__ = VERSION
@@ -134,6 +134,7 @@ _HOMES = {
         "ToleranceError",
     ),
     "job_files": ("load_job",),
+    "launch_spec": ("Budget",),
     "planning.costs": ("costs",),
     "planning.strategies": ("strategies",),
     "planning.balancing.balance": ("balance",),
@@ -146,7 +147,6 @@ _HOMES = {
     ),
     "roles.client": ("Client",),
     "scaling.autoscaler": ("Scaling",),
-    "scaling.source_costs": ("Budget",),
     "session": (
         "Service",
         "connect",

@@ -20,14 +20,13 @@ from typing import Any, cast
 
 import yaml
 
-from overlord.core.spec_errors import MOST_PROBLEMS, Loc, did_you_mean, follow
+from overlord.core.spec_errors import MOST_PROBLEMS, Loc, Locate, did_you_mean, follow
 from overlord.errors import OverlordError, SpecError, joined
+from overlord.job.manifests import read_manifest, read_manifest_lines, read_text, resolve_path, resolve_source
 from overlord.job.spec_model import Spec, describe_schema
 from overlord.job.specs import Custom, Interleaved, Job, Source
-from overlord.launch_section import LaunchOptions
-from overlord.manifests import read_manifest, read_manifest_lines, read_text, resolve_path, resolve_source
-from overlord.planning.checking import Strategy
-from overlord.planning.strategy_specs import StrategyChoice
+from overlord.launch_spec import Launch, LaunchOptions
+from overlord.planning.strategies import written_strategy
 
 __all__ = [
     "JobFile",
@@ -50,33 +49,16 @@ class JobFile:
 
     job: Job
     launch: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
-    function: Strategy | None = None
-    """The strategy of a Python file that is a function of its own."""
     path: Path | None = dataclasses.field(default=None, compare=False)
     """The file; None for a job that was built in Python."""
 
-    @property
-    def strategy(self) -> Strategy | None:
-        """The strategy, if the file has one."""
-        if self.function is not None or self.launch.strategy is None:
-            return self.function
-        return self.launch.strategy.build()
-
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `ol.launch`: what was given (not None), else what the file says.
+    def call(self, given: Mapping[str, Any], locate: Locate | None = None) -> Launch:
+        """Return all options of a launch: what was given (not None), else what the file says.
 
         Raises:
-            SpecError: for a mesh, strategy or layout that cannot be.
+            SpecError: An option is unknown or cannot be.
         """
-        function = {} if self.function is None else {"strategy": self.function}
-        return self.launch.arguments(function | {k: v for k, v in given.items() if v is not None}, self.path)
-
-    @property
-    def strategy_name(self) -> str | None:
-        """What the strategy is called."""
-        if self.function is not None:
-            return getattr(self.function, "__name__", type(self.function).__name__)
-        return None if self.launch.strategy is None else self.launch.strategy.name
+        return self.launch.call(given, self.path, locate)
 
 
 def load_job(path: str | os.PathLike[str]) -> Job:
@@ -283,14 +265,7 @@ def _load_python(file: Path) -> JobFile:
             f"{file}: the file {found}; there is nothing to run. Write job = ol.Job(..) at the top level of it."
         )
     given = {name: names[name] for name in ("mesh", "strategy", "layout") if names.get(name) is not None}
-    function = given.pop("strategy") if callable(given.get("strategy")) else None
-    if not isinstance(given.get("strategy", ""), (str, Mapping, StrategyChoice)):
-        raise SpecError(
-            f"{file}: strategy is a {type(given['strategy']).__name__}, not a function of (buffer, tree); samples "
-            "would have no place in the mesh. Use one of ol.strategies, such as strategy = ol.strategies.hdp()."
-        )
-    launch = LaunchOptions.from_mapping(given, lambda _: str(file))
-    return dataclasses.replace(_resolved(job, launch, file.parent), function=function)
+    return _resolved(job, LaunchOptions.from_mapping(given, lambda _: str(file)), file.parent)
 
 
 def _line_in(file: Path, error: BaseException) -> int | None:
@@ -314,7 +289,7 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
     """Return a job as a YAML file to edit, with a comment on each key; reading it gives the same job.
 
     Raises:
-        SpecError: A sample or the mixture's rule is a Python function, which YAML cannot hold.
+        SpecError: A sample, the mixture's rule or the strategy is a Python function, which YAML cannot hold.
     """
     for source in job.sources:
         if isinstance(source.sample, Custom):
@@ -327,6 +302,8 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
             f"mixture.learn: its rule is the Python function {job.mixture.learn.name!r}, which YAML cannot hold; the "
             "file would not give the same job. Keep this job in a Python file."
         )
+    if launch is not None and launch.strategy is not None:
+        written_strategy(launch.strategy)  # here, where its own error is raised
     out = ["# A job of overlord. Run it with: overlord run FILE", ""]
     for name, field in Job.model_fields.items():
         value = getattr(job, name)
@@ -338,8 +315,9 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
             value = job.batch.model_dump(mode="json", exclude_none=True)
         out += [f"# {field.description}", _yaml(name, value), ""]
     out += ["# How the job is run; nothing here changes the stream.", "launch:"]
+    written = (launch or LaunchOptions()).model_dump(mode="json")
     for name, field in LaunchOptions.model_fields.items():
-        value = (launch or LaunchOptions()).model_dump(mode="json")[name]
+        value = written[name]
         out += [f"  # {field.description}", textwrap.indent(_yaml(name, value), "  ")]
     return "\n".join(out) + "\n"
 

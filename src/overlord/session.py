@@ -11,12 +11,12 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from overlord.core.draw import Buffer, Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
-from overlord.core.spec_errors import is_whole, name_choices
+from overlord.core.spec_errors import is_whole
 from overlord.core.states import check_seal
 from overlord.errors import SpecError, StateError
 from overlord.job.launch_words import DEFAULT_CACHE, OnSourceFailure, Placement, Runtime
@@ -25,21 +25,21 @@ from overlord.job.reconcile import Reconcile
 from overlord.job.spec_model import as_number
 from overlord.job.specs import Job, Mixture, Source
 from overlord.job_files import JobFile, load_job_file
-from overlord.planning import strategies
+from overlord.launch_spec import Budget
 from overlord.planning.checking import Strategy
 from overlord.roles.changes import FIXED_WHILE_RUNNING
 from overlord.roles.client import Client
-from overlord.runtimes.autoscaling.scaler import Loaders, sizing_of
+from overlord.runtimes.autoscaling.scaler import sizing_of
 from overlord.runtimes.client_feed import connect_local
 from overlord.runtimes.hosts.planner_host import SourceChange
 from overlord.runtimes.inline.inline_cluster import InlineCluster
 from overlord.runtimes.inline.inline_service import InlineService
 from overlord.runtimes.launching.deployment import Progress, few_samples, limits_of
-from overlord.runtimes.launching.launch_options import LaunchOptions, check_numbers, cluster_of, shadows_of
+from overlord.runtimes.launching.launch_options import LaunchOptions as ServiceOptions
+from overlord.runtimes.launching.launch_options import cluster_of, shadows_of
 from overlord.runtimes.launching.resume import canonical
 from overlord.runtimes.supervision.service_process import ServiceProcess, ray_service
 from overlord.scaling.autoscaler import Scaling
-from overlord.scaling.source_costs import Budget
 from overlord.storage import StorageOptions
 
 if TYPE_CHECKING:
@@ -220,14 +220,14 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     prefetch: int | None = None,
     shadows: bool | Literal["auto"] | Collection[str] | None = None,
     heartbeat: float | None = None,
-    loaders_per_source: Loaders | None = None,
+    loaders_per_source: int | Literal["auto"] | Mapping[str, int] | None = None,
     scaling: bool | Scaling | None = None,
     profile: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     address: str | None = None,
     ranks_per_host: int | None = None,
     loader_hosts: int | Literal["per_source"] | None = None,
-    budget: int | Budget | None = None,
+    budget: int | str | Budget | Mapping[str, Any] | None = None,
     store: str | os.PathLike[str] | None = None,
     store_options: StorageOptions | None = None,
     keep: int | None = None,
@@ -307,69 +307,47 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         >>> step.index, step.global_samples
         (0, 8)
     """
+    given = {name: value for name, value in locals().items() if name != "job"}
     refuse_torch_workers("launch")
     loaded = _loaded(job)
-    said = loaded.arguments({
-        "mesh": mesh, "strategy": strategy, "runtime": runtime, "layout": layout, "placement": placement,
-        "prefetch": prefetch, "shadows": shadows, "heartbeat": heartbeat, "loaders_per_source": loaders_per_source,
-        "scaling": scaling, "profile": profile, "threads": threads, "address": address,
-        "ranks_per_host": ranks_per_host, "loader_hosts": loader_hosts, "budget": budget, "store": store,
-        "store_options": store_options, "keep": keep, "on_source_failure": on_source_failure, "metrics": metrics,
-    })  # fmt: skip
-    job, tree, where, kept = loaded.job, said["mesh"], said["runtime"], said["store"]
-    _check_mesh_and_strategy(tree, said["strategy"])
-    check_numbers(prefetch=said["prefetch"], threads=said["threads"], keep=said["keep"])
-    _check_folders(store=kept, cache=cache)
-    measured = None if said["profile"] is None else os.fspath(said["profile"])
-    sizing = sizing_of(job, said["loaders_per_source"], said["scaling"], said["budget"], measured)
-    _step("launch: skip_steps", skip_steps)
-    _check_word(
-        "placement",
-        said["placement"],
-        get_args(Placement),
-        "it would be unclear where images, clips and sounds are decoded",
+    options, job = loaded.call(given), loaded.job
+    sizing = sizing_of(job, options.loaders_per_source, options.scaling, options.budget, options.profile)
+    chosen_shadows = shadows_of(canonical(job), options)
+    service_options = ServiceOptions(
+        mesh=options.mesh,
+        prefetch=options.prefetch,
+        loaders_per_source=sizing.loaders_per_source,
+        workers=sizing.workers,
+        lanes=sizing.lanes,
+        scaling=sizing.scaling,
+        memory=sizing.memory,
+        budget_bytes=sizing.budget_bytes,
+        profile=sizing.profile,
+        threads=options.threads or (LOADER_CPUS if options.runtime == "ray" else os.cpu_count()) or 1,
+        heartbeat_s=options.heartbeat,
+        store=None if options.store is None else _store_of(options.store),
+        store_options=options.store_options,
+        keep=options.keep,
+        cache=str(Path(options.cache).expanduser().absolute()),
+        state=_check_state(options.state, options.store),
+        latest=isinstance(options.state, str),
+        before_step=options.state if isinstance(options.state, int) else None,
+        strategy=options.strategy,
+        skip_steps=options.skip_steps,
+        layout=options.layout,
+        placement=options.placement,
+        cluster=cluster_of(options, chosen_shadows),
+        reconcile=options.reconcile,
+        on_source_failure=options.on_source_failure,
+        service=uuid.uuid4().hex,
     )
-    _check_word(
-        "reconcile", reconcile, get_args(Reconcile), "it would be unclear which sources may differ from the state"
-    )
-    _check_word(
-        "on_source_failure",
-        said["on_source_failure"],
-        get_args(OnSourceFailure),
-        "it would be unclear what to do when a source cannot be read",
-    )
-    _check_word("runtime", where, get_args(Runtime), "nothing could run")
-    chosen_shadows = shadows_of(canonical(job), said["shadows"], where)
-    cluster = cluster_of(where, said["address"], said["ranks_per_host"], said["loader_hosts"], chosen_shadows)
-    beat = said["heartbeat"]
-    if not isinstance(beat, (int, float)) or isinstance(beat, bool) or not 0.2 <= beat < math.inf:
-        raise SpecError(
-            f"launch: heartbeat is {beat!r:.80}; no role could answer that often. Give seconds, 0.2 or more."
-        )
-    if not isinstance(said["layout"], Layout):
-        raise SpecError(
-            f"launch: layout is {said['layout']!r:.80}; batches would have unknown keys. Use "
-            f"{name_choices(get_args(Keys))}, or ol.Layout(..)."
-        )
-    options = LaunchOptions(
-        mesh=tree, prefetch=int(said["prefetch"]), loaders_per_source=sizing.loaders_per_source,
-        workers=sizing.workers, lanes=sizing.lanes, scaling=sizing.scaling, memory=sizing.memory,
-        budget_bytes=sizing.budget_bytes, profile=sizing.profile,
-        threads=int(said["threads"] or (LOADER_CPUS if where == "ray" else os.cpu_count()) or 1),
-        heartbeat_s=float(beat),
-        store=None if kept is None else _store_of(kept), store_options=dict(said["store_options"]),
-        keep=int(said["keep"]), cache=str(Path(cache).expanduser().absolute()), state=_check_state(state, kept),
-        latest=isinstance(state, str), before_step=state if isinstance(state, int) else None,
-        strategy=said["strategy"], skip_steps=int(skip_steps), layout=said["layout"], placement=said["placement"],
-        cluster=cluster, reconcile=reconcile, on_source_failure=said["on_source_failure"], service=uuid.uuid4().hex,
-    )  # fmt: skip
     limits = functools.partial(limits_of, canonical(job), options.layout)
-    few = few_samples(job, tree)
+    few = few_samples(job, options.mesh)
     if few is not None:
         logger.warning("%s", few)
-    door = None if said["metrics"] is None else _open_door(said["metrics"], where)
+    door = None if options.metrics is None else _open_door(options.metrics, options.runtime)
     try:
-        return Service(_start(where, job, options, progress), tree, limits, door)
+        return Service(_start(options.runtime, job, service_options, options.progress), options.mesh, limits, door)
     except BaseException:
         if door is not None:
             door.close()
@@ -423,7 +401,9 @@ def _open_door(metrics: int | str, runtime: str) -> MetricsDoor:
     return MetricsDoor(metrics)
 
 
-def _start(runtime: str, job: Job, options: LaunchOptions, progress: Progress | None) -> InlineService | ServiceProcess:
+def _start(
+    runtime: str, job: Job, options: ServiceOptions, progress: Progress | None
+) -> InlineService | ServiceProcess:
     if runtime == "inline":
         return InlineService(job, options, progress)
     if runtime == "ray":
@@ -443,35 +423,6 @@ def _loaded(job: object) -> JobFile:
         f"launch: job is a {type(job).__name__}, not an ol.Job and not the path of a job file; there is nothing to "
         "read. Build one."
     )
-
-
-def _check_mesh_and_strategy(mesh: object, strategy: object) -> None:
-    if not isinstance(mesh, ClientPlaceTree):
-        raise SpecError(f"launch: mesh is {mesh!r:.80}, not a mesh. Write ol.ClientPlaceTree(dp=2, tp=4).")
-    names = strategies.__all__
-    if any(strategy is getattr(strategies, name) for name in names if name != "Strategy"):
-        name = getattr(strategy, "__name__", "")
-        raise SpecError(
-            f"launch: strategy is ol.strategies.{name} itself, which makes strategies. Call it: ol.strategies.{name}()."
-        )
-    if strategy is not None and not callable(strategy):
-        raise SpecError(
-            f"launch: strategy is {strategy!r:.80}, not a function of (buffer, tree); samples would have no place "
-            "in the mesh. Use one of ol.strategies, such as ol.strategies.backbone_balance()."
-        )
-
-
-def _check_word(name: str, value: object, choices: tuple[str, ...], effect: str) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise SpecError(f"launch: {name} is {value!r:.80}; {effect}. Use {' or '.join(map(repr, choices))}.")
-
-
-def _check_folders(**given: str | os.PathLike[str] | None) -> None:
-    for name, value in given.items():
-        if name == "store" and value is None:
-            continue
-        if not isinstance(value, (str, os.PathLike)) or not str(value):
-            raise SpecError(f"launch: {name} is {value!r:.80}, not a folder; nothing could be kept. Give a path.")
 
 
 def _step(what: str, step: int) -> int:

@@ -11,12 +11,20 @@ import pytest
 import overlord as ol
 from overlord.cli import collecting
 from overlord.cli.collecting import Collector
-from overlord.cli.loads import encoder_loads, in_lockstep, over_ranks, positions, rank_loads, runs_free, step_time
 from overlord.core.draw import Buffer, Draw, Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, chain_digest
 from overlord.core.samples import META
 from overlord.job.specs import Batch, Job, Mixture, Source, Text
+from overlord.planning.balancing.evenness import (
+    encoder_loads,
+    in_lockstep,
+    over_ranks,
+    positions,
+    rank_loads,
+    runs_free,
+    step_time,
+)
 from overlord.planning.checking import Strategy, run_strategy
 
 NAMES = ("a", "b")
@@ -92,8 +100,8 @@ def test_the_planned_share_follows_the_weights_of_the_steps() -> None:
 
 def test_the_baseline_deals_samples_as_they_were_drawn() -> None:
     one = collector()
-    dealt = one.add(plan_of([(0, 8), (0, 1), (0, 8), (0, 1)], strategy=ol.strategies.backbone_balance()))
-    assert dealt.pieces.sample.tolist() == [0, 2, 1, 3]
+    step = one.add(plan_of([(0, 8), (0, 1), (0, 8), (0, 1)], strategy=ol.strategies.backbone_balance()))
+    assert step.dealt.pieces.sample.tolist() == [0, 2, 1, 3]
     ours, theirs = one.imbalance
     assert ours == 1.0 < theirs
 

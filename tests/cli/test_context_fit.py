@@ -12,16 +12,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from examples.demo.demo_data import DemoFiles
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from typer.testing import CliRunner
 
 import overlord as ol
-from overlord.cli.context_fit import ContextFit, context_words
-from overlord.cli.demo_data import DemoFiles
 from overlord.cli.layout_options import layout_advice
 from overlord.cli.main import app
+from overlord.cli.sources import ContextFit, context_words
 from overlord.core.samples import BAD, SKIP, apply_overlength
 from overlord.job_files import LaunchOptions, dump_job_yaml
 from overlord.reports.summary import NARROW_SPACE
@@ -125,7 +125,7 @@ def jpeg(side: int, row: int) -> bytes:
 
 def test_the_share_that_is_dropped_is_what_the_stream_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look at a few large rows (here 9) is no measure of all: one of 28 is not 11 %."""
-    monkeypatch.setattr("overlord.cli.context_fit._LOOKED_AT", 9)
+    monkeypatch.setattr("overlord.cli.sources._LOOKED_AT", 9)
     once = ol.Mixture(stopping="all_exhausted_without_replacement")
     path = written(tmp_path, ids("a", tmp_path, [70] + [5] * 27), mixture=once, overlength="drop")
     expected = "3.6 % of source a (1 of 28 rows) is dropped, since it does not fit into 64 tokens."

@@ -8,16 +8,19 @@ import io
 import json
 import shutil
 import tarfile
+import tomllib
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from examples.demo import demo_data
+from examples.demo.demo_data import SPECIAL_TOKENS, DemoFiles, demo_job, write_demo
 from PIL import Image
 from tokenizers import Tokenizer
 
-from overlord.cli.demo_data import SPECIAL_TOKENS, DemoFiles, demo_job, write_demo
+from overlord.cli.demo import load_generator
 from overlord.errors import SpecError
 
 NAMES = ["web", "books", "code", "wiki", "forum", "coyo", "photos", "charts"]
@@ -203,3 +206,26 @@ def test_the_job_reads_the_eight_sources(demo: DemoFiles) -> None:
     assert job.batch.global_tokens == 65536
     assert job.seed == 0
     assert job.mixture.level == "token"
+
+
+def test_the_demo_command_finds_the_generator_of_a_checkout_and_of_a_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Path(demo_data.__file__).resolve()
+    assert Path(load_generator().__file__).resolve() == here
+    wheel = tmp_path / "site-packages" / "overlord"
+    monkeypatch.setattr("overlord.cli.demo.__file__", str(wheel / "cli" / "demo.py"))
+    with pytest.raises(SpecError, match=r"data generator is neither .*_demo.* nor .*Install overlord-data again"):
+        load_generator()
+    (wheel / "_demo").mkdir(parents=True)
+    shutil.copy(here, wheel / "_demo" / here.name)
+    loaded = load_generator()
+    assert Path(loaded.__file__) == wheel / "_demo" / here.name
+    assert loaded.demo_job(loaded.DemoFiles(tmp_path, dict.fromkeys(loaded._PLANS, "x"), tmp_path, 0, {})).seed == 0
+
+
+def test_a_wheel_carries_the_generator_as_data() -> None:
+    """The folder that `load_generator` looks into is where the build puts `examples/demo`."""
+    settings = tomllib.loads((Path(demo_data.__file__).parents[2] / "pyproject.toml").read_text())
+    wheel = settings["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert "examples/demo" in wheel["only-include"] and wheel["sources"]["examples/demo"] == "overlord/_demo"

@@ -16,7 +16,8 @@ import overlord as ol
 from overlord.cli.main import app
 from overlord.errors import SpecError
 from overlord.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
-from overlord.planning.strategy_specs import Cost, StrategyChoice
+from overlord.planning.strategies import _KINDS as STRATEGIES
+from overlord.planning.strategies import name_of
 
 JOB = """\
 sources:
@@ -68,9 +69,9 @@ def buffer(step: int = 0) -> Any:
 )
 def test_a_strategy_plans_and_reads_back(tmp_path: Path, written: str, name: str) -> None:
     found = load(tmp_path, f"launch: {{strategy: {written}}}\n")
-    assert found.strategy_name == name
-    assert found.strategy is not None
-    plan = found.strategy(buffer(), MESH)
+    assert found.launch.strategy is not None
+    assert name_of(found.launch.strategy) == name
+    plan = found.launch.strategy(buffer(), MESH)
     assert isinstance(plan, ol.LoadingPlan | dict)
     again = tmp_path / "again.yaml"
     again.write_text(dump_job_yaml(found.job, found.launch))
@@ -79,8 +80,8 @@ def test_a_strategy_plans_and_reads_back(tmp_path: Path, written: str, name: str
 
 def test_options_reach_the_strategy(tmp_path: Path) -> None:
     found = load(tmp_path, "launch: {strategy: {backbone_balance: {broadcast: [TP], cost: tokens, objective: sum}}}\n")
-    assert found.strategy is not None
-    plan = found.strategy(buffer(), MESH)
+    assert found.launch.strategy is not None
+    plan = found.launch.strategy(buffer(), MESH)
     assert isinstance(plan, ol.LoadingPlan)
     assert plan.broadcast == ("TP",)
     by_hand = ol.strategies.backbone_balance(ol.costs.tokens, objective="sum", broadcast=["TP"])(buffer(), MESH)
@@ -89,7 +90,7 @@ def test_options_reach_the_strategy(tmp_path: Path) -> None:
 
 
 def test_a_curriculum_changes_at_its_steps(tmp_path: Path) -> None:
-    found = load(tmp_path, "launch: {strategy: {curriculum: [[0, vanilla], [5, hdp]]}}\n").strategy
+    found = load(tmp_path, "launch: {strategy: {curriculum: [[0, vanilla], [5, hdp]]}}\n").launch.strategy
     assert found is not None
     axes = [plan.axis for plan in (found(buffer(step), MESH) for step in (4, 5)) if isinstance(plan, ol.LoadingPlan)]
     assert axes == ["DP", "CP"]
@@ -97,18 +98,47 @@ def test_a_curriculum_changes_at_its_steps(tmp_path: Path) -> None:
 
 def test_no_strategy_is_the_default(tmp_path: Path) -> None:
     found = load(tmp_path, "")
-    assert (found.strategy, found.strategy_name) == (None, None)
+    assert found.launch.strategy is None
 
 
-@pytest.mark.parametrize("name", [name for name in StrategyChoice.model_fields if name != "curriculum"])
-def test_options_are_those_of_the_function_with_its_defaults(name: str) -> None:
-    choice = StrategyChoice.from_mapping(name)
-    options, function = getattr(choice, name), getattr(ol.strategies, name)
-    parameters = inspect.signature(function).parameters
-    assert list(type(options).model_fields) == list(parameters)
-    for key, parameter in parameters.items():
-        value = getattr(options, key)
-        assert (value.model() if isinstance(value, Cost) else value) == parameter.default
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "curriculum"])
+def test_a_name_in_a_file_is_the_strategy_of_python_with_its_defaults(tmp_path: Path, name: str) -> None:
+    made = getattr(ol.strategies, name)()
+    assert load(tmp_path, f"launch: {{strategy: {name}}}\n").launch.strategy == made
+    assert {key: getattr(made, key) for key in type(made).model_fields} == {
+        key: parameter.default for key, parameter in inspect.signature(getattr(ol.strategies, name)).parameters.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ol.strategies.hdp(),
+        ol.strategies.hdp(ol.costs.tokens, equal_counts=True, broadcast="tp"),
+        ol.strategies.backbone_balance(ol.costs.causal_lm(32, 4096, recompute=True), objective="sum"),
+        ol.strategies.vlm_hybrid(ol.costs.vit(layers=24, hidden=1024), ol.costs.CostModel(1e-7, 0.002, 0.3)),
+        ol.strategies.curriculum([(0, ol.strategies.vanilla()), (9, ol.strategies.long_short(threshold=8))]),
+    ],
+)
+def test_a_strategy_made_in_python_goes_into_a_file_and_comes_back(tmp_path: Path, strategy: Any) -> None:
+    path = tmp_path / "again.yaml"
+    path.write_text(dump_job_yaml(load(tmp_path, "").job, LaunchOptions(strategy=strategy)))
+    assert load_job_file(path).launch.strategy == strategy
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda buffer, tree: None,
+        ol.strategies.hdp(lambda lengths: lengths),
+        ol.strategies.hdp(ol.costs.scaled(ol.costs.causal_lm(2, 64), 3)),
+        ol.strategies.backbone_balance(method=lambda *given: None),
+        ol.strategies.curriculum([(0, lambda buffer, tree: None)]),
+    ],
+)
+def test_a_strategy_that_is_python_does_not_go_into_a_file(tmp_path: Path, strategy: Any) -> None:
+    with pytest.raises(SpecError, match=r"YAML cannot hold.*would not give the same plans.*Python file"):
+        dump_job_yaml(load(tmp_path, "").job, LaunchOptions(strategy=strategy))
 
 
 # ---- what it may not say
@@ -148,7 +178,7 @@ def test_options_are_those_of_the_function_with_its_defaults(name: str) -> None:
         ("{curriculum: [[1, hdp]]}", ["strategy.curriculum[0][0] is 1", "at 0"]),
         ("{curriculum: [[0, hdp], [0, vanilla]]}", ["curriculum[1][0] is 0", "1 or later"]),
         ("{curriculum: [[0, hdp, 3]]}", ["curriculum[0]", "not a stage"]),
-        ("{curriculum: [[0, {hdp: {cost: x}}]]}", ["curriculum[0][1]: hdp.cost: there is no cost model 'x'"]),
+        ("{curriculum: [[0, {hdp: {cost: x}}]]}", ["curriculum[0][1].hdp.cost: there is no cost model 'x'"]),
     ],
 )
 def test_a_wrong_strategy_is_refused_by_name(tmp_path: Path, written: str, words: list[str]) -> None:
@@ -172,13 +202,12 @@ strategy = {strategy}
 def test_a_python_file_holds_a_strategy_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text(PYTHON.format(strategy="ol.strategies.backbone_balance(lambda s: s * 2)"))
-    found = load_job_file(path)
-    assert found.strategy is found.function is not None
-    assert (found.strategy_name, found.launch.strategy) == ("backbone_balance", None)
+    found = load_job_file(path).launch.strategy
+    assert isinstance(found, ol.strategies.backbone_balance) and found.cost(3) == 6
     path.write_text(PYTHON.format(strategy='{"hdp": {"equal_counts": True}}'))
-    assert load_job_file(path).launch.strategy == StrategyChoice.read("{hdp: {equal_counts: true}}")
+    assert load_job_file(path).launch.strategy == ol.strategies.hdp(equal_counts=True)
     path.write_text(PYTHON.format(strategy="8"))
-    with pytest.raises(SpecError, match="strategy is a int, not a function"):
+    with pytest.raises(SpecError, match="strategy is 8: this must be a strategy, its name, or a function"):
         load_job_file(path)
     path.write_text(PYTHON.format(strategy="'hpd'"))
     with pytest.raises(SpecError, match="no strategy 'hpd'"):
@@ -308,7 +337,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_documents_examples_load_and_run(tmp_path: Path) -> None:
     assert len(blocks("yaml")) == 1 and len(blocks("python")) == 5
-    assert load(tmp_path, blocks("yaml")[0]).strategy is not None
+    assert load(tmp_path, blocks("yaml")[0]).launch.strategy is not None
     for text in blocks("python")[:2]:
         names: dict[str, Any] = runpy.run_path(str(in_file(tmp_path, text)))
         assert isinstance(names.get("plan") or names["plans"]["backbone"], ol.LoadingPlan)
@@ -321,8 +350,9 @@ def in_file(folder: Path, text: str) -> Path:
 
 
 def test_the_document_names_every_strategy_and_option() -> None:
-    known = {*StrategyChoice.model_fields}
-    for name in known - {"curriculum"}:
-        options = getattr(StrategyChoice.from_mapping(name), name)
-        known |= {*type(options).model_fields}
-    assert [name for name in sorted(known - {"encoder", "backbone", "reorder"}) if f"`{name}`" not in DOCUMENT] == []
+    known = {*STRATEGIES}
+    for kind in STRATEGIES.values():
+        known |= {*kind.model_fields}
+    assert [
+        name for name in sorted(known - {"encoder", "backbone", "reorder", "stages"}) if f"`{name}`" not in DOCUMENT
+    ] == []

@@ -16,7 +16,7 @@ import overlord as ol
 from overlord.cli.main import app
 from overlord.cli.running import MemoryWatch, processes_of
 from overlord.job_files import LaunchOptions, dump_job_yaml, load_job_file
-from overlord.launch_section import CLUSTER_KEYS
+from overlord.launch_spec import CLUSTER_KEYS
 
 
 def call(*arguments: object) -> Any:
@@ -180,9 +180,9 @@ def test_what_a_file_says_of_a_cluster_waits_for_a_run_on_it(ids_job: ol.Job, tm
     path.write_text(dump_job_yaml(ids_job, launch))
     assert load_job_file(path).launch == launch
     assert result_of("run", path, "--runtime", "inline", "--steps", 1)["runtime"] == "inline"
-    there, here = launch.arguments({"loader_hosts": 3}), launch.arguments({"runtime": "local"})
-    assert [there[name] for name in CLUSTER_KEYS] == ["10.0.0.1:6379", 8, 3]
-    assert [here[name] for name in CLUSTER_KEYS] == [None, None, None]
+    there, here = launch.call({"loader_hosts": 3}), launch.call({"runtime": "local"})
+    assert [getattr(there, name) for name in CLUSTER_KEYS] == ["10.0.0.1:6379", 8, 3]
+    assert [getattr(here, name) for name in CLUSTER_KEYS] == [None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -266,14 +266,23 @@ def test_what_a_python_job_prints_stays_out_of_the_result(ids_job: ol.Job, tmp_p
         (["run", "{job}", "--mesh", "dp=300"], "holds all of them in one process"),
         (["run", "{job}", "--mesh", "cp=3"], "not a multiple of 6"),
         (["run", "{job}", "--prefetch", "0"], "prefetch is 0"),
-        (["run", "{job}", "--loaders", "0"], "loaders_per_source is 0"),
+        (["run", "{job}", "--loaders", "0"], "loaders_per_source is '0'"),
         (["run", "{job}", "--threads", "0"], "threads is 0"),
-        (["run", "{job}", "--address", "auto"], "--address is 'auto' and the runtime is 'inline'"),
-        (["run", "{job}", "--ranks-per-host", "2"], "--ranks-per-host is 2 and the runtime is 'inline'"),
-        (["run", "{job}", "--loader-hosts", "2"], "--loader-hosts is '2' and the runtime is 'inline'"),
-        (["serve", "{job}", "--runtime", "ray", "--ranks-per-host", "0"], "--ranks-per-host is 0; no host would"),
-        (["serve", "{job}", "--runtime", "ray", "--loader-hosts", "all"], "--loader-hosts is 'all': this must be a"),
-        (["serve", "{job}", "--runtime", "ray", "--address", ""], "--address is empty"),
+        (["run", "{job}", "--address", "auto"], "--address: address: 'auto' is given and runtime is 'inline'"),
+        (
+            ["run", "{job}", "--ranks-per-host", "2"],
+            "ranks_per_host: 2 is given and runtime is 'inline'",
+        ),
+        (["run", "{job}", "--loader-hosts", "2"], "--loader-hosts: loader_hosts: 2 is given and runtime is 'inline'"),
+        (
+            ["serve", "{job}", "--runtime", "ray", "--ranks-per-host", "0"],
+            "at least 1; no host would",
+        ),
+        (
+            ["serve", "{job}", "--runtime", "ray", "--loader-hosts", "all"],
+            "loader_hosts is 'all': this must be a",
+        ),
+        (["serve", "{job}", "--runtime", "ray", "--address", ""], "--address: address is '': this must not be empty"),
         (["run", "{job}", "--state", "{folder}/none.json"], "--state {folder}/none.json: there is no such file"),
         (["serve", "{job}", "--state", "{folder}"], "--state {folder}: it cannot be read"),
         (["serve", "{job}", "--state", "{job}"], "this is not JSON"),

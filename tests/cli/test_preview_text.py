@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 
 import overlord as ol
 from overlord.cli.main import app
-from overlord.cli.preview import preview_source, show_previews
-from overlord.cli.preview_text import GAP, written_tokens
+from overlord.cli.preview import GAP, preview_source, show_previews, written_tokens
 from overlord.cli.sources import open_each
 from overlord.job_files import dump_job_yaml
 from overlord.transforms.samples.tokenize import TextTokenizer

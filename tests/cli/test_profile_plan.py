@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 import overlord as ol
-from overlord.cli.profile_plan import schedule_shares, show_plan
+from overlord.cli.profile import schedule_shares, show_plan
 from overlord.errors import SpecError
-from overlord.launch_section import LaunchOptions
+from overlord.launch_spec import LaunchOptions
 from overlord.scaling.source_costs import Resources, SourceCost
 
 MS = {"web": 0.3, "photos": 40.0, "audio": 160.0}

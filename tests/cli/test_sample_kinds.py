@@ -13,20 +13,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from examples.demo.demo_data import write_media
 from PIL import Image
 from rich.console import Console
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 import overlord as ol
-from overlord.cli.demo_media import write_media
-from overlord.cli.loads import encoder_loads
 from overlord.cli.main import app
-from overlord.cli.preview import Preview, preview_source, show_previews
-from overlord.cli.preview_media import mel_picture
+from overlord.cli.preview import Preview, mel_picture, preview_source, show_previews
 from overlord.cli.serving import status_tables
 from overlord.cli.sources import choose_sources, open_each
 from overlord.job_files import LaunchOptions, dump_job_yaml
+from overlord.planning.balancing.evenness import encoder_loads
 from overlord.transforms.samples.images import resize_image
 
 NAMES = ["chats", "clips", "docs", "parts", "sounds"]

@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 import overlord as ol
 from overlord.cli.main import app
 from overlord.cli.output import Screen
-from overlord.cli.running import RunOptions
 from overlord.cli.serving import _on_sigterm, announcement, serve_until_stopped, status_tables
 from overlord.job_files import LaunchOptions, dump_job_yaml
+from overlord.launch_spec import Launch
 
 Serve = Callable[..., tuple["subprocess.Popen[str]", dict[str, Any]]]
 
@@ -240,7 +240,7 @@ def test_before_the_first_plan_there_is_no_traffic(cluster_status: dict[str, Any
 
 
 def test_trainers_of_a_cluster_are_told_where_to_attach(cluster_status: dict[str, Any]) -> None:
-    options = RunOptions(mesh=ol.ClientPlaceTree(dp=16), steps=1, cache="")
+    options = Launch(mesh=ol.ClientPlaceTree(dp=16))
     told = [" ".join(words) for words in words_of(*announcement("job.yaml", options, "unix:///x", cluster_status))]
     assert "ranks 0-7 on gpu-0, 8-15 on gpu-1" in told
     assert any("on the host of its rank" in line for line in told)

@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from examples.demo.demo_data import DemoFiles
 from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
 import overlord as ol
-from overlord.cli.demo_data import DemoFiles
 from overlord.cli.lint import Finding, lint_job
 from overlord.cli.main import app
 from overlord.cli.preview import half_blocks, preview_source, show_previews

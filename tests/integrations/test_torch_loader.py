@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 import overlord as ol
 from overlord.integrations.torch_loader import DataLoader
 from overlord.job_files import LaunchOptions, dump_job_yaml
-from overlord.launch_section import CLUSTER_KEYS
+from overlord.launch_spec import CLUSTER_KEYS
 
 
 def _tokens(loader, steps):
@@ -190,6 +191,48 @@ def test_words_for_a_cluster_are_passed_on_only_where_given(given, ids_job, monk
     monkeypatch.setattr("overlord.integrations.torch_loader.launch", launch)
     with pytest.raises(ol.SpecError, match="launched on ray"):
         next(iter(DataLoader(ids_job, runtime="ray", **given)))
+
+
+def test_every_option_of_launch_is_passed_on(ids_job, monkeypatch, tmp_path):
+    def launch(job, **options):
+        assert {name: options[name] for name in given} == given
+        assert set(options) | {"job"} == set(inspect.signature(ol.launch).parameters)
+        raise ol.SpecError("launched")
+
+    given = {
+        "shadows": "auto",
+        "heartbeat": 2.5,
+        "keep": 7,
+        "threads": 3,
+        "budget": ol.Budget(cpus=2),
+        "state": "latest",
+    }
+    given |= {
+        "store": str(tmp_path),
+        "state": "latest",
+        "scaling": True,
+        "on_source_failure": "park",
+        "reconcile": "allow_add",
+    }
+    given |= {"loaders_per_source": {"a": 2}, "metrics": 0, "placement": "loader", "skip_steps": 2, "profile": "p.json"}
+    monkeypatch.setattr("overlord.integrations.torch_loader.launch", launch)
+    with pytest.raises(ol.SpecError, match="launched"):
+        next(iter(DataLoader(ids_job, **given)))
+    with pytest.raises(ol.SpecError, match=r"launch: prefech: unknown key; .* Did you mean 'prefetch'\?"):
+        DataLoader(ids_job, prefech=2)
+
+
+def test_a_state_that_is_given_is_where_it_goes_on(ids_job, cache, tmp_path):
+    where = {"runtime": "inline", "cache": cache}
+    with DataLoader(ids_job, store=tmp_path, **where) as loader:
+        steps = [step.index for _, step in zip(range(3), loader, strict=False)]
+        state = loader.state_dict()
+    with DataLoader(ids_job, state=state, **where) as loader:
+        assert loader.state_dict() == state
+        assert next(iter(loader)).index == steps[-1] + 1
+    with DataLoader(ids_job, state=2, store=tmp_path, **where) as loader:
+        assert json.loads(loader.state_dict()["stream"])["step"] == 2
+        assert next(iter(loader)).index == 2
 
 
 def test_a_job_file_is_launched_with_its_launch_section(ids_job, cache, tmp_path):

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from examples.demo.demo_data import DemoFiles
 from pytest import FixtureRequest as Request
 
 import overlord as ol
-from overlord.cli.demo_data import DemoFiles
 from overlord.job_files import LaunchOptions, dump_job_yaml
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_vlm.py"

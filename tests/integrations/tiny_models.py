@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from examples.demo.demo_data import VOCABULARY, DemoFiles
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
 import overlord as ol
-from overlord.cli.demo_data import VOCABULARY, DemoFiles
 from overlord.integrations.torch_loader import normalize_pixels
 from overlord.roles.views import BatchMeta
 from overlord.transforms.microbatches.per_rank import slice_indices

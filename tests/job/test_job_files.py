@@ -456,7 +456,7 @@ def test_an_evaluation_reads_back(tmp_path: Path) -> None:
 def test_the_written_file_is_for_people() -> None:
     text = dump_job_yaml(Job(SOURCES, tokenizer="/t", batch=Batch(8192, global_samples=2)))
     assert "# Seed of the order; another seed is another stream.\nseed: 0\n" in text
-    assert "  # Steps a client asks ahead.\n  prefetch: 2\n" in text
+    assert "  # Steps built ahead of each trainer.\n  prefetch: 2\n" in text
     assert "  mesh: {pp: 1, dp: 1, cp: 1, tp: 1}\n" in text
     assert max(map(len, text.splitlines())) <= 110
     assert set(yaml.safe_load(text)) == {*Job.model_fields, "launch"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,7 +66,7 @@ _SCRIPT = """
 import sys
 from pathlib import Path
 import overlord as ol
-from overlord.cli.demo_data import demo_job, write_demo
+from examples.demo.demo_data import demo_job, write_demo
 from overlord.core.plan import chain_digest
 from overlord.testing import stream_digests
 job = demo_job(write_demo(Path(sys.argv[1]), scale=0.03)).replace(batch=ol.Batch(2048, global_samples=16), seed=7)
@@ -79,6 +80,7 @@ def test_python_hash_seed_changes_nothing(demo_files, cache, reference, hash_see
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(demo_files.folder), cache],
         env=environment,
+        cwd=Path(__file__).parents[2],  # where the script finds examples/
         capture_output=True,
         text=True,
         check=True,

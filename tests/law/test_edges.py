@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from examples.demo.demo_data import media_job, write_media
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import overlord as ol
-from overlord.cli.demo_media import media_job, write_media
 from overlord.testing import digest_service
 
 WORDS = {"<unk>": 0, "<image>": 1, "<vs>": 2, "<ve>": 3, **{f"w{i}": 4 + i for i in range(40)}}

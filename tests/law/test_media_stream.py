@@ -8,10 +8,10 @@ import tarfile
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from examples.demo.demo_data import media_job, write_media
 from tokenizers import Tokenizer
 
 import overlord as ol
-from overlord.cli.demo_media import media_job, write_media
 from overlord.job.specs import audio_tokens
 from overlord.testing import assert_resumes_anywhere, stream_digests
 from overlord.transforms.samples.audio import AudioDecoder

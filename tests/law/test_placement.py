@@ -103,5 +103,5 @@ def test_tolerance_holds_in_the_constructor_too(pictures, cache):
 
 
 def test_an_unknown_placement_is_refused(pictures):
-    with pytest.raises(ol.SpecError, match="launch: placement is 'gpu'; it would be unclear where images"):
+    with pytest.raises(ol.SpecError, match=r"placement is 'gpu': expected .*; it would be unclear where images"):
         ol.launch(pictures, placement="gpu")

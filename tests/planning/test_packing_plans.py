@@ -7,11 +7,11 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from examples.demo.demo_data import demo_job
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import overlord as ol
-from overlord.cli.demo_data import demo_job
 from overlord.core.draw import Buffer, Draw, Limits
 from overlord.core.samples import META, PLAIN
 from overlord.planning.balancing.packing import PackMethod, concat_split, pack

@@ -23,13 +23,13 @@ from overlord.runtimes.autoscaling.profiling import (
     Stage,
     check_profile,
     digests_of,
-    open_each,
     profile_job,
     read_profile,
     refresh,
     write_profile,
 )
-from overlord.runtimes.launching.deployment import SourceFacts, prepare
+from overlord.runtimes.hosts.prefetch import SerialWorkers
+from overlord.runtimes.launching.deployment import SourceFacts, open_files, prepare
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.scaling.profiles import Profile, SourceProfile
 
@@ -310,7 +310,7 @@ def test_a_profile_holds_until_a_source_changes(tmp_path: Path, cache: str, ids_
 def test_digests_are_known_from_a_launchs_own_facts(ids_job: ol.Job, cache: str) -> None:
     found = profiled(ids_job, cache).profile
     prepared = prepare(ids_job, options(cache))
-    opened, _ = open_each(prepared, range(3))
+    opened = open_files(prepared, range(3), SerialWorkers())
     digests = digests_of(prepared, {prepared.job.names[n]: SourceFacts.of(files) for n, files in opened.items()})
     assert digests == {one.name: one.digest for one in found.sources}
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from overlord.cli.loads import over_ranks, positions, rank_loads
 from overlord.core.draw import Buffer, Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.job.specs import Job
+from overlord.planning.balancing.evenness import over_ranks, positions, rank_loads
 from overlord.planning.costs import CostFunction, llama_12b
 from overlord.planning.strategies import vanilla
 from overlord.reports.summary import LoadHeatmap, StepSummary
@@ -28,6 +29,17 @@ _COUNTS = 4
 
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedStep:
+    """One step as it was planned, and as round-robin would have dealt it."""
+
+    plan: LoadingPlan
+    dealt: LoadingPlan
+    loads: Floats
+    """Costs of the plan as one rank bears them: [bucket, microbatch]."""
+    dealt_loads: Floats
 
 
 class Collector:
@@ -60,8 +72,8 @@ class Collector:
         self._digests = {name: hashlib.blake2b(digest_size=16) for name in ("order", "plan")}
         self.steps = 0
 
-    def add(self, plan: LoadingPlan, wait_s: float = 0.0) -> LoadingPlan:
-        """Count one step; return how round-robin would have dealt it."""
+    def add(self, plan: LoadingPlan, wait_s: float = 0.0) -> CollectedStep:
+        """Count one step; return it beside what round-robin would have made of it."""
         draw = plan.draw
         dealt = vanilla()(Buffer(draw, self._limits), self._tree)
         assert isinstance(dealt, LoadingPlan)
@@ -91,7 +103,7 @@ class Collector:
         for name, digest in (("order", draw.digest), ("plan", plan.digest)):
             # What `core.plan.chain_digest` gives for the list of them.
             self._digests[name].update(f"{chr(10) if self.steps > 1 else ''}{digest}".encode())
-        return dealt
+        return CollectedStep(plan, dealt, ours, theirs)
 
     @property
     def planned(self) -> list[float]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
-from overlord.cli.demo_data import DemoFiles, demo_job, write_demo
-from overlord.cli.demo_media import media_job, write_media
-from overlord.cli.output import Screen, Tell, check_writable
-from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, Where, run_job
+from overlord.cli.output import Screen, Tell, write_text
+from overlord.cli.running import run_job
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
 from overlord.job.launch_words import Runtime
@@ -18,6 +19,7 @@ from overlord.reports.run_report import render_report
 from overlord.reports.summary import RunSummary
 
 JOB_NAME = "job.yaml"
+_GENERATOR = "demo_data.py"
 MEDIA = 80
 """Sounds, and clips, of the media demo."""
 
@@ -52,38 +54,54 @@ def run_demo(
         launch = LaunchOptions(mesh=mesh, steps=steps)
         job_path = prepare_demo(folder, launch, screen, tell, scale, media=media)
         loaded: JobFile = load_job_file(job_path)
-        options = RunOptions(
-            mesh=mesh,
-            where=Where(runtime=runtime),
-            steps=steps,
-            cache=cache,
-            prefetch=loaded.launch.prefetch,
-            layout=loaded.launch.layout,
-            placement=loaded.launch.placement,
-            strategy=loaded.strategy,
-            strategy_name=loaded.strategy_name or DEFAULT_STRATEGY,
-        )
-        summary = run_job(loaded.job, str(job_path), options, tell)
+        options = loaded.call({"runtime": runtime, "cache": cache})
+        summary = run_job(loaded.job, str(job_path), options, steps, tell)
     report, numbers = folder / "report.html", folder / "summary.json"
-    write_report(summary, report)
+    write_text(report, render_report(summary))
     write_text(numbers, json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
     return DemoResult(summary, job_path, report, numbers)
+
+
+def load_generator() -> Any:
+    """Load the module that writes the demo's data, which is no part of the package.
+
+    A wheel carries it as data in the package's folder `_demo`; a checkout has it in `examples/demo`.
+
+    Raises:
+        SpecError: It is in neither place.
+    """
+    package = Path(__file__).parents[1]
+    places = [package / "_demo" / _GENERATOR, package.parents[1] / "examples" / "demo" / _GENERATOR]
+    path = next((place for place in places if place.exists()), None)
+    if path is None:
+        raise SpecError(
+            f"the demo's data generator is neither {places[0]} nor {places[1]}; the demo has no data. Install "
+            "overlord-data again, or run `overlord demo` from a checkout."
+        )
+    spec = importlib.util.spec_from_file_location("overlord_demo_data", path)
+    assert spec is not None and spec.loader is not None  # a .py file always has a loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def prepare_demo(
     folder: Path, launch: LaunchOptions, screen: Screen, tell: Tell, scale: float = 1.0, *, media: bool = False
 ) -> Path:
     """Write the demo's data, unless it is there, and the job file; return the path of the job file."""
+    generator = load_generator()
     try:
         if media:
             count = max(8, round(MEDIA * scale))
             if not (folder / "tokenizer.json").exists():  # the last file that is written
                 tell("writing sounds and clips", 0, 1)
-                write_media(folder, clips=count, sounds=count, corrupt=max(1, count // 40))
-            job = media_job(Path())
+                generator.write_media(folder, clips=count, sounds=count, corrupt=max(1, count // 40))
+            job = generator.media_job(Path())
         else:
-            files = write_demo(folder, scale=scale, progress=lambda what, done, of: tell(f"writing {what}", done, of))
-            job = demo_job(_seen_from_folder(files))
+            files = generator.write_demo(
+                folder, scale=scale, progress=lambda what, done, of: tell(f"writing {what}", done, of)
+            )
+            job = generator.demo_job(files.relative())
     except OSError as error:
         raise SpecError(
             f"--folder {folder}: the demo's data cannot be written there ({error.strerror or error}). Name a folder on "
@@ -97,24 +115,3 @@ def prepare_demo(
         screen.note(f"{path} was changed since the demo wrote it; your version is now {kept}")
     write_text(path, text)
     return path
-
-
-def write_report(summary: RunSummary, path: Path) -> None:
-    """Write the HTML report of a run."""
-    write_text(path, render_report(summary))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file that the user asked for."""
-    check_writable("the file", path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"{path}: it cannot be written ({error.strerror}). Name another file.") from error
-
-
-def _seen_from_folder(files: DemoFiles) -> DemoFiles:
-    """Return the files with paths relative to their folder, so that the folder can be moved."""
-    sources = {name: Path(path).relative_to(files.folder).as_posix() for name, path in files.sources.items()}
-    return dataclasses.replace(files, sources=sources, tokenizer=files.tokenizer.relative_to(files.folder))

@@ -2,33 +2,569 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from overlord.cli.collecting import Collector
-from overlord.cli.context_fit import context_notes
-from overlord.cli.explain_balance import Balance, words_on_limits
-from overlord.cli.explain_loaders import BufferWatch, loader_facts, time_samples
-from overlord.cli.explain_sources import source_facts
+from overlord.cli.collecting import CollectedStep, Collector
 from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
-from overlord.cli.sources import isolated
+from overlord.cli.sources import context_notes, count_indexed, isolated
+from overlord.core.draw import Limits
+from overlord.core.messages import LoaderOrder, MetaRequest, Payload
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
+from overlord.core.samples import BAD, SKIP, Cursor, MetaArray
+from overlord.core.states import StreamState
 from overlord.errors import SpecError
 from overlord.job.launch_words import Placement
 from overlord.job.layout_specs import Layout
-from overlord.job.specs import Job, Video
+from overlord.job.specs import Audio, Job, Source, Video
+from overlord.planning.balancing.bounds import lockstep_bound
+from overlord.planning.balancing.evenness import (
+    encoder_loads,
+    in_lockstep,
+    in_pipeline,
+    over_ranks,
+    positions,
+    runs_free,
+    step_time,
+)
+from overlord.planning.balancing.hybrid import buddy_lpt, ranks_needed
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
-from overlord.reports.explanation import Explained, Explanation, draw_first_step
+from overlord.reports.explanation import (
+    BalanceFacts,
+    Explained,
+    Explanation,
+    LoaderFacts,
+    SourceCosts,
+    SourceFacts,
+    StepFacts,
+    draw_first_step,
+)
+from overlord.reports.summary import decoded_in, ratio
+from overlord.roles.source_loader import rows_at_once
 from overlord.runtimes.hosts.prefetch import CallerLanes, Hands, SerialWorkers, ThreadWorkers
-from overlord.runtimes.launching.deployment import Roles, deploy, few_samples, limits_of
+from overlord.runtimes.launching.deployment import Roles, base_weights, deploy, few_samples, limits_of, order_of
 from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.transforms.samples.per_sample import MediaDecoder, decode_media
+
+# --------------------------------------------------------------------------------------------------------------
+# How even the steps of `explain` are: as planned, as dealt round-robin, and what no placement can better.
+
+
+_BOUNDED_PIECES = 20_000
+"""Steps with more pieces than this are not held against the lockstep bound: it would take seconds."""
+_BOUNDED_STEPS = 20
+_UNEVEN = 1.2
+"""An encoder this uneven is worth a word."""
+_REACHED, _MATTERS = 1.02, 1.03
+"""A bound counts as the limit where the plan is this near to it and it is this far from even."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Largest:
+    """The largest item of all steps, against an even share of its step."""
+
+    length: int = 0
+    shares: float = 0.0
+
+
+class Balance:
+    """Adds up how even steps are, planned and dealt."""
+
+    def __init__(
+        self, tree: ClientPlaceTree, limits: Limits, cost: CostModel, encoder: CostModel, *, meets_once: bool = False
+    ) -> None:
+        self._tree = tree
+        self._limits = limits
+        self._cost = cost
+        self._encoder = encoder
+        self._meets_once = meets_once
+        self._hybrid: list[float] = []
+        self._splits = False
+        self._rows: dict[str, list[tuple[float, float, float]]] = {}
+        self._times: list[tuple[float, float, float]] = []
+        self._counts: list[tuple[int, int]] = []
+        self._dealt_positions = 0
+        self._sums: list[tuple[int, int, int]] = []
+        self._crossing: list[int] = []
+        self._image_tokens: list[int] = []
+        self.first_step = 0
+        self.free = False
+        """Whether ranks have run free: with other numbers of microbatches than their neighbours, in any step."""
+        self.by_rank = False
+        """Whether every DP x CP rank is a consumer of its own."""
+        self.images_planned = False
+        """Whether the strategy says where images are encoded."""
+        self.longest = _Largest()
+        self.largest_image = _Largest()
+
+    def add(self, step: CollectedStep) -> None:
+        """Count one step."""
+        tree, plan, dealt, ours, theirs = self._tree, step.plan, step.dealt, step.loads, step.dealt_loads
+        if not self._counts:
+            self.first_step = plan.step
+        self.free |= runs_free(plan)
+        self.by_rank |= plan.axis == "CP"
+        self._add("ranks", over_ranks(theirs), over_ranks(ours), self._rank_bound(plan, ours))
+        if tree.pp > 1:
+            count = plan.num_microbatches  # one base for both: else the ratios would not give the speed-up
+            self._add("pipeline", in_pipeline(theirs, tree.pp, count), in_pipeline(ours, tree.pp, count), np.nan)
+        else:
+            self._add("lockstep", in_lockstep(theirs), in_lockstep(ours), self._lockstep_bound(plan))
+        dealt_time = self._time(theirs, free=self._meets_once)
+        self._times.append((dealt_time, self._time(ours, free=False), self._time(ours, free=True)))
+        self._counts.append((dealt.num_microbatches, plan.num_microbatches))
+        self._dealt_positions += positions(dealt)
+        self._sums.append((plan.total_tokens, plan.squared_tokens, plan.global_loss_tokens))
+        self._add_images(plan, dealt)
+
+    @property
+    def speedup(self) -> float:
+        """Time of the steps dealt round-robin over that of the planned ones, by the cost model."""
+        before, locked, free = np.array(self._times).sum(axis=0).tolist()
+        after = free if self.free or self._meets_once else locked
+        return before / after if after > 0 else 1.0
+
+    @property
+    def waiting(self) -> str:
+        """When ranks wait for each other, by which the time of a step is reckoned."""
+        if self._tree.pp > 1:
+            return "pipelines wait for each other once a step"
+        if self._meets_once:
+            return "ranks wait for each other once a step"
+        if self.free:
+            return "ranks wait for each other once a step; dealt round-robin, after every microbatch"
+        return "ranks wait for each other after every microbatch"
+
+    @property
+    def by_hybrid(self) -> float:
+        """What hdp would make of the row over the ranks; infinite where it would split nothing."""
+        return float(np.mean(self._hybrid)) if self._hybrid and self._splits else np.inf
+
+    @property
+    def crossing_tokens(self) -> float | None:
+        """Image tokens a step that leave the rank they are encoded on; None without images."""
+        return float(np.mean(self._crossing)) if self._crossing else None
+
+    @property
+    def image_tokens(self) -> float:
+        """Image tokens a step."""
+        return float(np.mean(self._image_tokens)) if self._image_tokens else 0.0
+
+    def facts(self) -> list[BalanceFacts]:
+        """Return the axes in reading order."""
+        single = "DP x CP ranks" if self.by_rank else "data-parallel groups"
+        meanings = {
+            "ranks": f"largest cost of the {single} over their mean",
+            "lockstep": "time when all wait for each other after every microbatch, over that of even ranks",
+            "pipeline": f"time of the slowest of the pipelines of {self._tree.pp} stages, over that of even ones",
+            "encoder": "largest encoding cost of the ranks over their mean",
+        }
+        return [self._fact(axis, meaning) for axis, meaning in meanings.items() if axis in self._rows]
+
+    def step_facts(self, collector: Collector) -> StepFacts:
+        """Return the mean step."""
+        tokens, squares, losses = np.array(self._sums).mean(axis=0).tolist()
+        before, after = np.array(self._counts).mean(axis=0).tolist()
+        total = int(collector.tokens.sum())
+        padding, padding_before = (
+            1 - total / held if held else 0.0 for held in (collector.positions, self._dealt_positions)
+        )
+        return StepFacts(
+            tokens=tokens,
+            squared_tokens=squares,
+            samples=int(collector.samples.sum()) / max(collector.steps, 1),
+            loss_tokens=losses,
+            microbatches=after,
+            microbatches_before=before,
+            padding=padding,
+            padding_before=padding_before,
+            first_step=self.first_step,
+            tokens_per_step=[step[0] for step in self._sums],
+        )
+
+    def means(self, axis: str) -> tuple[float, float, float] | None:
+        """Return before, after and bound of an axis; NaN where there is none."""
+        rows = self._rows.get(axis)
+        if not rows:
+            return None
+        before, after, bound = (_mean([row[column] for row in rows]) for column in range(3))
+        # Ranks that run free do not wait after a microbatch, also where they happen to have as many.
+        return (before, np.nan, np.nan) if axis == "lockstep" and self.free else (before, after, bound)
+
+    def _fact(self, axis: str, meaning: str) -> BalanceFacts:
+        found = self.means(axis)
+        assert found is not None
+        before, after, bound = found
+        rows = self._rows[axis]
+        return BalanceFacts(
+            axis,
+            meaning,
+            before,
+            None if np.isnan(after) else after,
+            None if np.isnan(bound) else bound,
+            [row[0] for row in rows],
+            [] if np.isnan(after) else [row[1] for row in rows],
+        )
+
+    def _add(self, axis: str, before: float, after: float, bound: float) -> None:
+        self._rows.setdefault(axis, []).append((before, after, bound))
+
+    def _time(self, loads: np.ndarray, *, free: bool) -> float:
+        # Every rank of a group spends the constant of a microbatch; only what sequences cost is shared.
+        return step_time(loads, stages=self._tree.pp, per_microbatch=float(self._cost.per_microbatch), free=free)
+
+    def _rank_bound(self, plan: LoadingPlan, loads: np.ndarray) -> float:
+        """Return what the largest item alone makes of an even share; a split one counts by its parts."""
+        sharing = plan.cp_sizes if plan.cp_sizes is not None else 1 if plan.axis == "CP" else self._tree.cp
+        # Rows are padded to the longest beside them, which another placement may change; their tokens stay.
+        share = self._cost(plan.pieces.length if plan.row_tokens else plan.padded) / sharing
+        mean = float(loads.sum(axis=1).mean())
+        if not len(share) or mean <= 0:
+            return 1.0
+        at = int(np.argmax(share))
+        found = float(share[at]) / mean
+        self._hybrid.append(max(1.0, self._hybrid_load(plan) / mean))
+        if found > self.longest.shares:
+            self.longest = _Largest(int(plan.pieces.length[at]), found)
+        return max(1.0, found)
+
+    def _hybrid_load(self, plan: LoadingPlan) -> float:
+        """Return the largest load of a rank as hdp would place these sequences; infinite where it cannot."""
+        tree, cap = self._tree, self._limits.microbatch_tokens // self._tree.cp
+        ranks = tree.dp * tree.cp
+        if plan.axis == "CP" or tree.pp > 1 or ranks == 1 or cap < 1:
+            return np.inf
+        needed = ranks_needed(plan.pieces.length, cap)
+        if ranks % int(needed.max()):
+            return np.inf
+        self._splits |= int(needed.max()) > 1
+        return float(buddy_lpt(self._cost(plan.pieces.length), needed, ranks)[1].max())
+
+    def _lockstep_bound(self, plan: LoadingPlan) -> float:
+        known = plan.axis == "DP" and len(plan.pieces) <= _BOUNDED_PIECES and len(self._counts) < _BOUNDED_STEPS
+        known &= not plan.row_tokens or self._limits.full_rows  # else what a row costs depends on its neighbours
+        costs = self._cost(plan.padded)
+        if not known or not int(costs.sum()):
+            return np.nan
+        shape = (plan.num_buckets, plan.num_microbatches)
+        least = lockstep_bound(costs, plan.padded, *shape, self._limits.microbatch_tokens)
+        return max(1.0, least * plan.num_buckets / int(costs.sum()))
+
+    def _add_images(self, plan: LoadingPlan, dealt: LoadingPlan) -> None:
+        tokens = plan.draw.images.length.astype(np.int64)
+        self._image_tokens.append(int(tokens.sum()))
+        if not self._image_tokens[-1]:
+            return
+        self.images_planned |= plan.encoder is not None
+        per_token = self._limits.patches_per_token
+        before, after = (encoder_loads(one, self._tree, self._encoder, per_token) for one in (dealt, plan))
+        # Split images are no items any more: each part is one.
+        images = plan.encoder.pieces.length if plan.encoder is not None else tokens
+        runs = None if plan.encoder is None else plan.encoder.pieces
+        of = tokens if runs is None else tokens[plan.draw.image_at(runs.sample, runs.start)[0]]
+        shares = self._encoder(of * per_token) * (images / np.maximum(of, 1)) / after.mean()
+        at = int(np.argmax(shares))
+        if shares[at] > self.largest_image.shares:
+            self.largest_image = _Largest(int(images[at]) * per_token, float(shares[at]))
+        rows = [over_ranks(one[:, None]) for one in (before, after)]
+        self._add("encoder", rows[0], rows[1], max(1.0, float(shares[at])))
+        self._crossing.append(plan.routing.crossing_tokens() if plan.routing is not None else 0)
+
+
+def words_on_limits(balance: Balance, *, clips: bool = False) -> list[str]:
+    """Say what keeps steps from being even that no better placement by this strategy could change.
+
+    Args:
+        balance: The steps.
+        clips: Whether clips count among the images.
+    """
+    words: list[str] = []
+    ranks, lockstep, encoder = (balance.means(axis) for axis in ("ranks", "lockstep", "encoder"))
+    if ranks and _limits(ranks):
+        splits = _REACHED * balance.by_hybrid < ranks[2]
+        remedy = f"{'splitting it (hdp) or ' if splits else ''}a larger global batch would help"
+        words.append(
+            f"One sequence of {balance.longest.length:,} tokens is {ratio(balance.longest.shares)} an even share of a "
+            f"step: {remedy}."
+        )
+    elif lockstep and _limits(lockstep):
+        splits = _REACHED * balance.by_hybrid < lockstep[2]
+        other = "or splitting (hdp)" if splits else "or a larger global batch"
+        words.append(
+            f"In lockstep no placement of these sequences comes below {ratio(lockstep[2])}: a microbatch takes as long "
+            f"as its longest sequence. Larger microbatches (batch.microbatch_tokens) {other} would help."
+        )
+    if encoder and _limits(encoder):
+        words.append(
+            f"One image{' or clip' if clips else ''} of {balance.largest_image.length:,} patches is "
+            f"{ratio(balance.largest_image.shares)} an even share of the encoder's work: only cutting it (vlm_hybrid "
+            "with split) would help."
+        )
+    elif encoder and not balance.images_planned and encoder[1] >= _UNEVEN:
+        words.append(
+            f"The busiest encoder rank has {ratio(encoder[1])} the mean, since images{' and clips' if clips else ''} "
+            "are encoded with their tokens: vlm_hybrid would spread them over all ranks."
+        )
+    return words
+
+
+def _limits(means: tuple[float, float, float]) -> bool:
+    _, after, bound = means
+    return bool(bound >= _MATTERS and after <= _REACHED * bound)
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not np.isnan(value)]
+    return float(np.mean(known)) if known else float("nan")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What the loaders of a job need: CPU time and bytes, measured here on a few samples of each source.
+#
+# Reading and measuring (which tokenizes) is timed apart from finishing (which decodes images, clips and sounds, in the
+# loader or behind it). Times are CPU seconds of this process: the work of its threads counts, waiting for storage does
+# not. `overlord profile` measures more and longer; here a source gets a fraction of a second, and its costs are kept
+# per token, image token or sample, because a plan tells how many of each a step draws.
+
+
+Unit = Literal["image_tokens", "samples", "tokens"]
+
+_FINISHED = 8
+"""Samples of each source that are finished."""
+_BUDGET_S = 0.3
+"""A source that has taken so long is not finished any further."""
+
+
+class BufferWatch:
+    """Steps over planned samples, and remembers how full the read buffers were and how much of images was drawn."""
+
+    def __init__(self, roles: Roles) -> None:
+        self._roles = roles
+        self.most = np.zeros(len(roles.job.sources), np.int64)
+        self.image_tokens = np.zeros(len(roles.job.sources), np.int64)
+        self.row_bytes = np.zeros(len(roles.job.sources), np.int64)
+
+    def step_over(self, plan: LoadingPlan) -> None:
+        """Drop the samples of a step from the read buffers, so that they do not grow with the steps."""
+        now = np.array([one["buffer_bytes"] for one in self._roles.fleet.status().values()], np.int64)
+        np.maximum(self.most, now, out=self.most)
+        np.add.at(self.image_tokens, plan.draw.source, plan.draw.meta["image_tokens"])
+        np.add.at(self.row_bytes, plan.draw.source, plan.draw.meta["bytes"])
+        self._roles.fleet.loader_do_plan(plan, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """CPU seconds and bytes of a source, for one unit of what they grow with."""
+
+    finished: int = 0
+    """Samples that were finished."""
+    unit: Unit = "tokens"
+    """What finishing grows with."""
+    read_s: float = 0.0
+    """Of a sample with media (their headers are read), or of a token of text (it is tokenized)."""
+    finish_s: float = 0.0
+    """Of a unit."""
+    reads_media: bool = False
+    """Whether its samples may have media."""
+    token_bytes: float = 0.0
+    """Bytes handed over of a token: its id, and whether it counts in the loss."""
+    media_bytes: float = 0.0
+    """Bytes of media handed over of a unit."""
+
+
+def time_samples(roles: Roles, steps: int, tell: Tell) -> dict[int, Timed]:
+    """Return what a sample of each source costs that the next steps may draw; nothing must have been planned yet."""
+    job, state = roles.job, roles.planner.latest_state
+    names, base = [source.name for source in job.sources], base_weights(job, roles.facts)
+    looked_at = 1 if job.mixture.schedule == "static" else steps
+    weights = np.array([job.mixture.weights_at(float(state.step + n), names, base) for n in range(looked_at)])
+    drawn = np.flatnonzero(weights.any(axis=0)).tolist()
+    found: dict[int, Timed] = {}
+    for done, number in enumerate(drawn):
+        found[number] = _time_source(roles, number, state.cursor(number), roles.prepared.transforms[number].decoder)
+        tell("measuring loaders", done + 1, len(drawn))
+    return found
+
+
+def loader_facts(
+    roles: Roles, collector: Collector, watch: BufferWatch, timed: Mapping[int, Timed], step_time_s: float
+) -> LoaderFacts:
+    """Return what the planned steps cost the loaders, from what samples of each source cost."""
+    found: list[SourceCosts] = []
+    statuses = roles.fleet.status()
+    for number, source in enumerate(roles.job.sources):
+        one, steps = timed.get(number, Timed()), max(collector.steps, 1)
+        place = decoded_in(statuses[number])
+        per_step, tokens = int(collector.samples[number]) / steps, int(collector.tokens[number]) / steps
+        amounts = {"image_tokens": int(watch.image_tokens[number]) / steps, "samples": per_step, "tokens": tokens}
+        found.append(
+            SourceCosts(
+                name=source.name,
+                samples_per_step=per_step,
+                measured_samples=one.finished,
+                read_cpu_s=(per_step if one.reads_media else tokens) * one.read_s,
+                finish_cpu_s=amounts[one.unit] * one.finish_s,
+                # What travels encoded has the bytes that the loader read; they say little about its tokens.
+                payload_bytes=int(watch.row_bytes[number]) / steps
+                if place == "constructor"
+                else tokens * one.token_bytes + amounts[one.unit] * one.media_bytes,
+                decoded_in=place,
+                buffer_bytes=int(watch.most[number]),
+                index_bytes=count_indexed(roles.listings[source.name])[2],
+            )
+        )
+    cpu_s = sum(one.cpu_s for one in found)
+    return LoaderFacts(
+        cpu_s_per_step=cpu_s,
+        step_time_s=step_time_s,
+        cores=max(1, math.ceil(cpu_s / step_time_s)),
+        payload_bytes_per_step=sum(one.payload_bytes for one in found),
+        buffer_bytes=sum(one.buffer_bytes for one in found),
+        index_bytes=sum(one.index_bytes for one in found),
+        measured_samples=sum(one.measured_samples for one in found),
+        sources=found,
+    )
+
+
+def _time_source(roles: Roles, number: int, cursor: Cursor, decoder: MediaDecoder | None) -> Timed:
+    count, fleet = _rows_to_read(roles, number, decoder is not None), roles.fleet
+    # The first chunk opens the files, which a loader in its stride does not.
+    ahead = fleet.summary_buffer([MetaRequest(number, cursor, count)])[0]
+    began = time.process_time()
+    delta = fleet.summary_buffer([MetaRequest(number, ahead.next_cursor, count)])[0]
+    unit = _unit_of(roles.job.sources[number], decoder)
+    read = max(int(delta.meta["tokens"].sum()), 1) if unit == "tokens" else len(delta.meta)
+    read_s = (time.process_time() - began) / read
+    chosen = _samples_to_finish(delta.meta, unit)
+    # Of several samples one goes first and is not counted: what happens once (a decoder is loaded) is no part of it.
+    parts = [chosen[:1], chosen[1:]] if len(chosen) > 1 else [chosen]
+    timed = Timed(0, unit, read_s, reads_media=unit != "tokens")
+    for part in parts:
+        if not len(part):
+            break
+        rows = delta.meta[part]
+        end = Cursor(*(int(rows[-1][name]) for name in Cursor._fields))
+        began = time.process_time()
+        payloads = fleet.hand_over([LoaderOrder(roles.planner.next_step, number, rows, end)])()
+        media = sum(payload.media.nbytes for payload in payloads if payload.media is not None)
+        others = sum(payload.nbytes for payload in payloads) - media
+        _open_media(payloads, decoder)
+        seconds = time.process_time() - began
+        tokens = max(int(rows["tokens"].sum()), 1)
+        # Samples of a source with images may have none: what they cost grows with their text.
+        grows = "tokens" if unit == "image_tokens" and not rows["image_tokens"].any() else unit
+        units = len(rows) if grows == "samples" else max(int(rows[grows].sum()), 1)
+        timed = Timed(len(part), grows, read_s, seconds / units, unit != "tokens", others / tokens, media / units)
+        if seconds > _BUDGET_S:
+            break
+    return timed
+
+
+def _samples_to_finish(meta: MetaArray, unit: Unit) -> npt.NDArray[np.int64]:
+    """Return which of some measured rows are finished: in the order of the source, sound ones with media at first."""
+    drawn = np.flatnonzero((meta["flags"] & SKIP) == 0)
+    drawn = drawn[np.argsort(meta["flags"][drawn] & BAD, kind="stable")]
+    if unit == "image_tokens":
+        drawn = drawn[np.argsort(meta["image_tokens"][drawn] == 0, kind="stable")]
+    return np.sort(drawn[: _FINISHED + 1])
+
+
+def _open_media(payloads: Sequence[Payload], decoder: MediaDecoder | None) -> None:
+    """Decode what the loaders handed over encoded, as the constructor does; what does not decode counts as well."""
+    for payload in payloads:
+        if decoder is not None and payload.media is not None:
+            decode_media(payload.media, decoder, SerialWorkers())
+
+
+def _unit_of(source: Source, decoder: MediaDecoder | None) -> Unit:
+    if decoder is None:
+        return "tokens"
+    # The window of a sound is as long for every sound, and is no image.
+    return "samples" if isinstance(source.sample, Audio) else "image_tokens"
+
+
+def _rows_to_read(roles: Roles, number: int, media: bool) -> int:
+    """Return how many rows are read and measured: as many as a loader reads at once."""
+    source = roles.job.sources[number]
+    order = order_of(roles.job, source, roles.listings[source.name])
+    return rows_at_once(order.group(0, order.first_group(0)), _FINISHED + 1 if media else _FINISHED // 2)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What `explain` tells of each source: its shares, and how often it is read.
+
+
+_POINTS = 512
+"""Where a schedule is looked at, to know its mean over a run."""
+_ONCE = ("first_exhausted", "all_exhausted_without_replacement")
+
+Floats = npt.NDArray[np.float64]
+
+
+def source_facts(roles: Roles, collector: Collector, state: StreamState, horizon: int) -> list[SourceFacts]:
+    """Return the facts of each source, in the order of the planner."""
+    planned, realised = np.array(collector.planned), collector.realised
+    passed = state.samples + state.skipped
+    through = _projected(roles, collector, planned, passed, horizon)
+    mixture = roles.job.mixture
+    most = 1 if mixture.stopping in _ONCE else mixture.max_repetition or np.inf
+    found: list[SourceFacts] = []
+    for number, source in enumerate(roles.job.sources):
+        files = roles.listings[source.name]
+        rows, exact, _ = count_indexed(files)
+        if state.epoch_rows[number]:
+            rows, exact = float(state.epoch_rows[number]), True
+        found.append(
+            SourceFacts(
+                name=source.name,
+                format=files.format,
+                planned_share=float(planned[number]),
+                realised_share=realised[number],
+                samples=int(collector.samples[number]),
+                tokens=int(collector.tokens[number]),
+                skipped=int(state.skipped[number]),
+                rows=rows,
+                rows_exact=exact and rows is not None,
+                epochs=float(passed[number]) / rows if rows else None,
+                projected_epochs=min(float(through[number]) / rows, most) if rows else None,
+            )
+        )
+    return found
+
+
+def _projected(
+    roles: Roles, collector: Collector, planned: Floats, passed: npt.NDArray[np.int64], horizon: int
+) -> Floats:
+    """Return the rows of each source that a whole run passes."""
+    mixture, names = roles.job.mixture, [source.name for source in roles.job.sources]
+    shares = planned
+    if mixture.learn is None and mixture.order != "sequential":
+        base = base_weights(roles.job, roles.facts)
+        at = np.linspace(0, max(horizon - 1, 0), min(horizon, _POINTS))
+        weights = np.array([mixture.weights_at(float(step), names, base) for step in at])
+        shares = (weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-300)).mean(axis=0)
+    steps = max(collector.steps, 1)
+    # A source that no planned step drew is taken to have samples of the mean length.
+    unseen = float(collector.samples.sum()) / steps
+    seen = planned > 0
+    per_share = np.where(seen, passed / steps / np.where(seen, planned, 1.0), unseen)
+    return per_share * shares * horizon
+
+
+# --------------------------------------------------------------------------------------------------------------
+
 
 PROJECTED_STEPS = 10_000
 """Steps that repetitions are projected to, for a job without `max_steps`."""
@@ -58,7 +594,7 @@ class ExplainOptions:
     meets_once: bool = False
     """Whether data-parallel groups wait for each other once a step, and not after every microbatch."""
     cost_assumed: bool = False
-    """Whether `cost` is a stand-in for that of a function, which nobody can ask."""
+    """Whether `cost` stands in for the cost of a strategy function, which is not known here."""
 
 
 def explain_job(job: Job, name: str, options: ExplainOptions, tell: Tell) -> Explained:
@@ -118,8 +654,7 @@ def _explain(
     watch = BufferWatch(roles)
 
     def take(plan: LoadingPlan) -> None:
-        dealt = collector.add(plan)
-        balance.add(plan, dealt)
+        balance.add(collector.add(plan))
         watch.step_over(plan)
 
     timed = time_samples(roles, steps, tell) if options.measure else None

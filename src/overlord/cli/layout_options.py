@@ -1,30 +1,9 @@
-"""Layouts on the command line: as `--layout` writes them, and in a few words for a report."""
+"""Layouts in a few words, for a report."""
 
 from __future__ import annotations
 
-from overlord.core.spec_errors import Fault, show
-from overlord.errors import SpecError
 from overlord.job.layout_specs import Layout
 from overlord.job.specs import Job
-from overlord.launch_section import as_layout
-from overlord.planning.cost_specs import mapping_or_name
-
-
-def read_layout(text: str) -> Layout:
-    """Return the layout of a command line: a name, or a mapping as a job file has it.
-
-    Raises:
-        SpecError: There is no such layout or field.
-
-    Example:
-        >>> read_layout("{keys: megatron, block: 32}")
-        Layout('megatron', block=32)
-    """
-    given = mapping_or_name(text)
-    try:
-        return Layout.from_mapping(as_layout(given), lambda _: "--layout")
-    except Fault as fault:
-        raise SpecError(f"--layout is {show(given)}: {fault}{'' if str(fault).endswith(('.', '?')) else '.'}") from None
 
 
 def layout_words(layout: Layout) -> str:

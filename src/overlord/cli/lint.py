@@ -13,27 +13,30 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from overlord.cli.context_fit import ContextFit, fit_context, sum_fits
-from overlord.cli.media_tokens import borders_left_out, has_borders, tokens_told
 from overlord.cli.output import Tell
-from overlord.cli.preview_media import OpenItem, decode_items, stays_turned
+from overlord.cli.preview import OpenItem, decode_items, stays_turned
 from overlord.cli.sources import (
+    ContextFit,
     Opened,
+    borders_left_out,
     cores,
     counter,
-    load_tokenizer,
+    first_rows,
+    has_borders,
     open_each,
     side_by_side,
+    sum_fits,
+    tokens_told,
 )
-from overlord.core.ragged import RowBatch, num_rows, slice_rows
-from overlord.core.samples import FILE_SHIFT, SKIP, SampleId
+from overlord.core.ragged import RowBatch
+from overlord.core.samples import SKIP, SampleId
 from overlord.errors import OverlordError, SpecError
 from overlord.job.specs import Audio, ImageSpec, Job, Video
 from overlord.readers.filesystems import StoredFile
 from overlord.readers.source_files import LengthSidecars
 from overlord.readers.spill import most_kept
 from overlord.reports.summary import number, percent
-from overlord.roles.source_loader import FEW_SAMPLES, Lengths
+from overlord.roles.source_loader import FEW_SAMPLES, Lengths, fit_context, judge_tolerance
 from overlord.runtimes.launching.deployment import known_lengths
 from overlord.transforms.samples.audio import sound_size
 from overlord.transforms.samples.images import open_image
@@ -84,7 +87,7 @@ class _FileFacts:
     """Whether the text itself has the tokens that stand around media."""
     bad: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """(sample id, reason)."""
-    lies: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    wrong_lengths: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     items: int = 0
     """Images, clips and sounds that were decoded."""
     altered: Counter[str] = field(default_factory=Counter[str])
@@ -127,7 +130,7 @@ def lint_job(job: Job, cache: Path, rows: int, tell: Tell) -> LintResult:
     tasks = [(one, n) for one in opened for n in range(len(one.files.files))]
     did = counter(tell, "looking into files", len(tasks))
     findings = [Finding("error", one.source.name, str(one.error)) for one in found if one.error is not None]
-    known, wrong = _known_lengths(job, opened, cache)
+    known, wrong = _known_lengths(opened, cache)
 
     def look(task: tuple[Opened, int]) -> _FileFacts:
         return _look_into(task[0], task[1], rows, known.get(task[0].source.name))
@@ -147,16 +150,15 @@ def lint_job(job: Job, cache: Path, rows: int, tell: Tell) -> LintResult:
     )
 
 
-def _known_lengths(job: Job, opened: Sequence[Opened], cache: Path) -> tuple[dict[str, Lengths], list[Finding]]:
+def _known_lengths(opened: Sequence[Opened], cache: Path) -> tuple[dict[str, Lengths], list[Finding]]:
     """Return how the lengths of each source are known beforehand, and what is wrong with that."""
-    digest = tokenizer.digest if (tokenizer := load_tokenizer(job)) else ""
     sidecars = LengthSidecars(cache / "lengths")
     known: dict[str, Lengths] = {}
     findings: list[Finding] = []
     for one in opened:
         source = one.source
         try:
-            lengths = known_lengths(source, one.files, sidecars, digest)
+            lengths = known_lengths(source, one.files, sidecars, one.tokenizer_digest)
         except SpecError as error:
             findings.append(Finding("error", source.name, str(error)))
             continue
@@ -181,14 +183,8 @@ def _look_into(one: Opened, number: int, rows: int, lengths: Lengths | None) -> 
         facts.largest = int(blocks.bytes.max(initial=0))
         facts.is_cut = blocks.has_large(one.source.shuffle_bytes)
         facts.spills = files.spills_parts(number)
-        for block in range(len(blocks.rows)):
-            if facts.looked_at >= rows:
-                break
-            for batch in files.stream(number, block, batch_rows=min(_BATCH_ROWS, rows - facts.looked_at)):
-                part = slice_rows(batch, 0, min(num_rows(batch), rows - facts.looked_at))
-                _look_at_rows(one, part, (number << FILE_SHIFT) + facts.looked_at, lengths, facts)
-                if facts.looked_at >= rows:
-                    break
+        for first, part in first_rows(files, number, rows, _BATCH_ROWS):
+            _look_at_rows(one, part, first, lengths, facts)
     except OverlordError as error:
         facts.broken = str(error)
     return facts
@@ -197,7 +193,7 @@ def _look_into(one: Opened, number: int, rows: int, lengths: Lengths | None) -> 
 def _look_at_rows(one: Opened, rows: RowBatch, first: int, lengths: Lengths | None, facts: _FileFacts) -> None:
     measured = one.transform.measure(rows, None, no_seeds(rows))
     count = len(measured.tokens)
-    delivered, flags = fit_context(one, measured)
+    delivered, flags = fit_context(measured, one.context_length, one.overlength)
 
     def name(row: int) -> str:
         return str(SampleId(one.source.name, first + row, 0)).rpartition("@")[0]
@@ -218,7 +214,7 @@ def _look_at_rows(one: Opened, rows: RowBatch, first: int, lengths: Lengths | No
         claimed = np.maximum(said, 1)
         empty = np.asarray(measured.kept.get("empty", np.zeros(count, np.bool_)), np.bool_)
         true = measured.tokens - (measured.image_tokens if measured.front is None else measured.front)
-        facts.lies += [
+        facts.wrong_lengths += [
             (name(row), f"its length says {said[row]} tokens, the text has {true[row]}")
             for row in np.flatnonzero((claimed != true) | ((said < 1) & ~empty)).tolist()
             if row not in bad
@@ -238,7 +234,7 @@ def _judge_source(job: Job, one: Opened, facts: Sequence[_FileFacts]) -> list[Fi
     looked = sum(f.looked_at for f in facts)
     rows, tokens = sum(f.rows for f in facts), sum(f.tokens for f in facts)
     findings += _faults(one, "bad", [b for f in facts for b in f.bad], looked, rows)
-    findings += _faults(one, "wrong length", [b for f in facts for b in f.lies], looked, rows)
+    findings += _faults(one, "wrong length", [b for f in facts for b in f.wrong_lengths], looked, rows)
     broken = any(f.broken is not None for f in facts)
     if rows == 0 and not broken:
         findings.append(Finding("error", name, "no file has any rows; the mixture would wait for it for ever"))
@@ -342,7 +338,7 @@ def _never_fits(job: Job, one: Opened, fit: ContextFit, rows: int) -> list[Findi
     if fit.empty > _MANY_EMPTY * fit.rows:
         share = percent(fit.empty / fit.rows)
         found.append(Finding("warning", name, f"{share} of {fit.rows} rows looked at are empty and never drawn"))
-    # Who asked for rows to be dropped knows that some are; nobody asks for it where a text would just be cut.
+    # With overlength="drop" some dropped rows are expected; where texts are cut, every dropped row is a surprise.
     if fit.dropped > (_MANY_EMPTY * fit.rows if one.overlength == "drop" else 0):
         what = "are" if one.overlength == "drop" else "have an image, clip or sound"
         message = f"{percent(fit.dropped_share)} of {fit.rows} rows {what} longer than context_length={length} and"
@@ -369,7 +365,7 @@ def _faults(one: Opened, what: str, faults: Sequence[tuple[str, str]], looked: i
     if not count:
         return findings
     share, found = count / looked, f"{what}: {count} of {looked} rows ({percent(count / looked)})"
-    if count > tolerance * max(looked, FEW_SAMPLES):  # the rule by which a run stops
+    if judge_tolerance(one.source, looked, count, 0) is not None:
         message = f"{found} are more than tolerance={tolerance:g} allows; a run would stop"
         findings.append(Finding("error", name, message))
     elif share > tolerance and (count > 1 or looked == rows):  # one row among many may be the only one

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -23,37 +23,20 @@ from overlord.cli.options import (
     AS_JSON,
     CACHE,
     DEFAULT_STEPS,
-    Address,
+    LAUNCH_FLAGS,
     AsJson,
     Cache,
     Cpus,
+    Flags,
     JobPath,
-    LayoutName,
-    LoaderHostsOption,
-    Loaders,
-    Mesh,
-    Metrics,
-    OnSourceFailureOption,
-    PlacementOption,
-    Prefetch,
-    RanksPerHost,
-    ReconcileName,
-    ReconcileOption,
     Resume,
-    Runtime,
-    ScalingOption,
-    ServeRuntime,
-    Shadows,
     State,
-    Store,
-    StrategyName,
-    Threads,
+    choose,
     folder_of,
+    launch_flags,
     load,
-    options_of,
-    runtime_of,
 )
-from overlord.cli.output import Screen, check_writable, command, show_error
+from overlord.cli.output import Screen, check_writable, command, show_error, write_text
 from overlord.cli.planning_commands import explain, profile
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, SpecError, ToleranceError
@@ -91,12 +74,13 @@ app.command()(profile)
 
 
 @app.command()
+@launch_flags("runtime")
 def demo(
+    flags: Flags,
     folder: Annotated[Path, typer.Option(help="Where the data, the job file and the report go.")] = Path(
         "overlord-demo"
     ),
     steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 30,
-    runtime: Runtime = None,
     mesh: Annotated[str, typer.Option(help="Sizes of the axes.")] = "dp=2,cp=2,tp=2",
     cache: Cache = CACHE,
     scale: Annotated[float, typer.Option(hidden=True, help="Samples relative to the full demo.")] = 1.0,
@@ -108,7 +92,7 @@ def demo(
 
     screen = Screen(as_json=as_json)
     tree = ClientPlaceTree.parse(mesh)
-    result = run_demo(folder, tree, runtime_of(runtime), steps, folder_of(cache), screen, scale, media=media)
+    result = run_demo(folder, tree, flags["runtime"] or "local", steps, folder_of(cache), screen, scale, media=media)
     paths = {"job": str(result.job), "report": str(result.report), "summary_file": str(result.summary_file)}
     _show_run(screen, result.summary)
     screen.show(
@@ -123,32 +107,17 @@ def demo(
 
 
 @app.command()
-def run(  # noqa: PLR0913 - one for each option
+@launch_flags(*LAUNCH_FLAGS)
+def run(
     job: JobPath,
-    mesh: Mesh = None,
-    strategy: StrategyName = None,
+    flags: Flags,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help=f"Steps to run; else launch.steps of the job file, else {DEFAULT_STEPS}."),
     ] = None,
-    runtime: Runtime = None,
-    address: Address = None,
-    ranks_per_host: RanksPerHost = None,
-    loader_hosts: LoaderHostsOption = None,
-    layout: LayoutName = None,
-    placement: PlacementOption = None,
-    prefetch: Prefetch = None,
-    loaders: Loaders = None,
-    scaling: ScalingOption = None,
     cpus: Cpus = None,
-    threads: Threads = None,
-    store: Store = None,
     resume: Resume = False,
     state: State = None,
-    reconcile: ReconcileOption = ReconcileName.strict,
-    on_source_failure: OnSourceFailureOption = None,
-    shadows: Shadows = None,
-    metrics: Metrics = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
     cache: Cache = CACHE,
     as_json: AsJson = False,
@@ -157,57 +126,37 @@ def run(  # noqa: PLR0913 - one for each option
     screen = Screen(as_json=as_json)
     if report is not None:
         check_writable("--report", report)
-    loaded = load(job, screen, strategy, layout, placement)
-    from overlord.cli.demo import write_report
-    from overlord.cli.running import check_job, run_job
+    loaded = load(job, screen)
+    # What the file says of trainer hosts is for trainers; here all ranks are in one process.
+    loaded = dataclasses.replace(loaded, launch=loaded.launch.model_copy(update={"ranks_per_host": None}))
+    options = choose(loaded, flags, cache, cpus)
+    from overlord.cli.running import check_job, run_job, with_state
+    from overlord.reports.run_report import render_report
 
     chosen = steps or loaded.launch.steps
     if chosen is None:
         screen.note(f"neither --steps nor launch.steps is given; running {DEFAULT_STEPS} steps")
-    # What the file says of trainer hosts is for trainers; here all ranks are in one process.
-    loaded = dataclasses.replace(loaded, launch=loaded.launch.model_copy(update={"ranks_per_host": None}))
-    options = options_of(
-        loaded, mesh=mesh, runtime=runtime, address=address, ranks_per_host=ranks_per_host, loader_hosts=loader_hosts,
-        prefetch=prefetch, loaders=loaders, scaling=scaling, cpus=cpus, threads=threads, store=store,
-        on_source_failure=on_source_failure, shadows=shadows, metrics=metrics, cache=cache, resume=resume, state=state,
-        reconcile=reconcile,
-    )  # fmt: skip
-    options = dataclasses.replace(options, steps=chosen or DEFAULT_STEPS)
-    check_job(loaded.job, options.mesh, options.layout, options.cache, look=options.where.address is None)
+    options = with_state(options, resume, state)
+    check_job(loaded.job, options.mesh, options.layout, options.cache, look=options.address is None)
     with screen.progress() as tell, screen.user_code():
-        summary = run_job(loaded.job, str(job), options, tell)
+        summary = run_job(loaded.job, str(job), options, chosen or DEFAULT_STEPS, tell)
     _show_run(screen, summary)
     if report is not None:
-        write_report(summary, report)
+        write_text(report, render_report(summary))
         screen.show(Text.assemble(("report  ", "dim"), str(report)))
     screen.give(dataclasses.asdict(summary) | {"report": None if report is None else str(report)})
     _end_run(summary)
 
 
 @app.command()
-def serve(  # noqa: PLR0913 - one for each option
+@launch_flags(*LAUNCH_FLAGS, runtimes=Literal["local", "ray"])
+def serve(
     ctx: typer.Context,
     job: JobPath,
-    mesh: Mesh = None,
-    strategy: StrategyName = None,
-    runtime: ServeRuntime = None,
-    address: Address = None,
-    ranks_per_host: RanksPerHost = None,
-    loader_hosts: LoaderHostsOption = None,
-    layout: LayoutName = None,
-    placement: PlacementOption = None,
-    prefetch: Prefetch = None,
-    loaders: Loaders = None,
-    scaling: ScalingOption = None,
+    flags: Flags,
     cpus: Cpus = None,
-    threads: Threads = None,
-    store: Store = None,
     resume: Resume = False,
     state: State = None,
-    reconcile: ReconcileOption = ReconcileName.strict,
-    on_source_failure: OnSourceFailureOption = None,
-    shadows: Shadows = None,
-    metrics: Metrics = None,
     address_file: Annotated[
         Path | None, typer.Option("--address-file", help="Write the address to this file while the service is up.")
     ] = None,
@@ -218,22 +167,18 @@ def serve(  # noqa: PLR0913 - one for each option
     screen = Screen(as_json=as_json)
     if address_file is not None:
         check_writable("--address-file", address_file)
-    loaded = load(job, screen, strategy, layout, placement)
-    from overlord.cli.running import aside_notes, check_job, launch_for
+    loaded = load(job, screen)
+    options = choose(loaded, flags, cache, cpus)
+    from overlord.cli.running import aside_notes, check_job, launch_for, with_state
     from overlord.cli.serving import announcement, serve_until_stopped, trainer_hosts
 
-    options = options_of(
-        loaded, mesh=mesh, runtime=runtime, address=address, ranks_per_host=ranks_per_host, loader_hosts=loader_hosts,
-        prefetch=prefetch, loaders=loaders, scaling=scaling, cpus=cpus, threads=threads, store=store,
-        on_source_failure=on_source_failure, shadows=shadows, metrics=metrics, cache=cache, resume=resume, state=state,
-        reconcile=reconcile,
-    )  # fmt: skip
-    if options.where.runtime == "inline":
+    if options.runtime == "inline":
         raise SpecError(
             f"{job}: launch.runtime is 'inline', and no other process can attach to that; trainers would have no data. "
             "Add --runtime local or --runtime ray."
         )
-    check_job(loaded.job, options.mesh, options.layout, options.cache, here=False, look=options.where.address is None)
+    options = with_state(options, resume, state)
+    check_job(loaded.job, options.mesh, options.layout, options.cache, here=False, look=options.address is None)
     for note in aside_notes(options):
         screen.note(note)
     with screen.progress() as tell:
@@ -307,7 +252,6 @@ def preview(
     """Show the first samples of each source: text, token counts and thumbnails."""
     screen = Screen(as_json=as_json)
     loaded = load(job, screen)
-    from overlord.cli.demo import write_text
     from overlord.cli.preview import preview_page, preview_source, show_previews
     from overlord.cli.sources import choose_sources, open_each
 
@@ -402,8 +346,6 @@ def schema(
     out: Annotated[Path | None, typer.Option("--out", help="Write it to this file.")] = None, as_json: AsJson = False
 ) -> None:
     """Print the JSON Schema of job files, for editors."""
-    from overlord.cli.demo import write_text
-
     text = json.dumps(job_file_schema(), indent=2)
     if out is None:
         print(text)

@@ -121,6 +121,16 @@ def check_writable(option: str, path: Path) -> None:
         raise SpecError(f"{option} {path}: nothing can be written there, since {reason}. Name another file.")
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file that the user asked for."""
+    check_writable("the file", path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"{path}: it cannot be written ({error.strerror}). Name another file.") from error
+
+
 _commands: list[ExitStack] = []
 
 

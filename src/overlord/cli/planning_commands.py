@@ -12,39 +12,22 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from overlord.cli.options import (
-    CACHE,
-    AsJson,
-    Cache,
-    JobPath,
-    LayoutName,
-    Loaders,
-    Mesh,
-    PlacementOption,
-    StrategyName,
-    folder_of,
-    load,
-    loaders_of,
-    mesh_of,
-)
-from overlord.cli.output import Screen, check_writable
+from overlord.cli.options import CACHE, AsJson, Cache, Flags, JobPath, choose, launch_flags, load
+from overlord.cli.output import Screen, check_writable, write_text
 from overlord.errors import SpecError
-from overlord.job_files import JobFile
-from overlord.launch_section import FileLoaders
-from overlord.planning.costs import CostModel, llama_12b, vit_2b
-from overlord.planning.strategy_specs import Cost
+from overlord.launch_spec import mapping_or_name
+from overlord.planning.costs import Cost, CostModel, llama_12b, vit_2b
+from overlord.planning.strategies import Strategy, StrategySpec, costs_of, meets_once, name_of
 
 EXPLAIN_STEPS = 20
 PROFILED_SAMPLES = 200
 PROFILED_SECONDS = 2.0
 
 
-def explain(  # noqa: PLR0913 - one for each option
+@launch_flags("mesh", "strategy", "layout", "placement", "loaders_per_source")
+def explain(
     job: JobPath,
-    mesh: Mesh = None,
-    strategy: StrategyName = None,
-    layout: LayoutName = None,
-    placement: PlacementOption = None,
+    flags: Flags,
     steps: Annotated[int, typer.Option(help="Steps to plan.")] = EXPLAIN_STEPS,
     cost: Annotated[
         str | None,
@@ -59,7 +42,6 @@ def explain(  # noqa: PLR0913 - one for each option
     ] = 1.0,
     measure: Annotated[bool, typer.Option(help="Whether a few samples are decoded, to know the CPU time.")] = True,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with plots to this file.")] = None,
-    loaders: Loaders = None,
     cache: Cache = CACHE,
     as_json: AsJson = False,
 ) -> None:
@@ -68,30 +50,30 @@ def explain(  # noqa: PLR0913 - one for each option
     _check_numbers(steps, step_time)
     if html is not None:
         check_writable("--html", html)
-    loaded = load(job, screen, strategy, layout, placement)
-    from overlord.cli.demo import write_text
+    loaded = load(job, screen)
+    launch = choose(loaded, flags, cache)
+    backbone, encoder, assumed = _costs(launch.strategy, cost)
     from overlord.cli.explain import ExplainOptions, explain_job
     from overlord.cli.running import DEFAULT_STRATEGY, check_job
     from overlord.reports.explanation import explain_tables, headlines, render_explanation
 
-    launch = loaded.launch
-    backbone, encoder = _costs(loaded, cost)
     options = ExplainOptions(
-        mesh=mesh_of(loaded, mesh),
+        mesh=launch.mesh,
         steps=steps,
-        cache=folder_of(cache),
-        strategy=loaded.strategy,
-        strategy_name=loaded.strategy_name or DEFAULT_STRATEGY,
+        cache=launch.cache,
+        strategy=launch.strategy,
+        strategy_name=DEFAULT_STRATEGY if launch.strategy is None else name_of(launch.strategy),
         cost=backbone,
         encoder=encoder,
         layout=launch.layout,
         placement=launch.placement,
         prefetch=launch.prefetch,
-        loaders_per_source=_one_number(launch.loaders_per_source if loaders is None else loaders_of(loaders)),
+        # A dry run plans with one worker where their number is not the same for all sources.
+        loaders_per_source=launch.loaders_per_source if isinstance(launch.loaders_per_source, int) else 1,
         step_time_s=step_time,
         measure=measure,
-        meets_once=loaded.function is None and launch.strategy is not None and launch.strategy.meets_once,
-        cost_assumed=loaded.function is not None and cost is None,
+        meets_once=meets_once(launch.strategy),
+        cost_assumed=assumed,
     )
     check_job(loaded.job, options.mesh, options.layout, options.cache, here=False)
     with screen.progress() as tell, screen.user_code():
@@ -104,8 +86,10 @@ def explain(  # noqa: PLR0913 - one for each option
     screen.give(found | {"headlines": headlines(explained.facts), "html": None if html is None else str(html)})
 
 
+@launch_flags("placement")
 def profile(
     job: JobPath,
+    flags: Flags,
     samples: Annotated[
         int, typer.Option("--samples", min=1, help="Samples of each source, at most about.")
     ] = PROFILED_SAMPLES,
@@ -127,13 +111,14 @@ def profile(
     ] = False,
     cpus: Annotated[float | None, typer.Option("--cpus", help="With --plan: cores for loading.")] = None,
     memory: Annotated[str | None, typer.Option("--memory", help="With --plan: memory for loading, as 64GiB.")] = None,
-    placement: PlacementOption = None,
     cache: Cache = CACHE,
     as_json: AsJson = False,
 ) -> None:
     """Measure what each source costs on real samples: latency, hand-over, memory, bytes; and keep it beside the job."""
     screen = Screen(as_json=as_json)
-    loaded = load(job, screen, placement=placement)
+    loaded = load(job, screen)
+    placement = choose(loaded, flags, cache).placement
+    loaded = dataclasses.replace(loaded, launch=loaded.launch.model_copy(update={"placement": placement}))
     from overlord.cli.profile import profile_sources
 
     profile_sources(
@@ -152,17 +137,18 @@ def profile(
     )
 
 
-def _one_number(loaders: FileLoaders) -> int:
-    """Return how many workers each source has here: a dry run plans with one where their number is not the same."""
-    return loaders if isinstance(loaders, int) else 1
+def _costs(strategy: Strategy | None, given: str | None) -> tuple[CostModel, CostModel, bool]:
+    """Return what a sequence and an image cost, and whether that is only assumed.
 
-
-def _costs(loaded: JobFile, given: str | None) -> tuple[CostModel, CostModel]:
-    """Return what a sequence and an image cost: as the command line says, or as the strategy balances them."""
-    chosen = loaded.launch.strategy if loaded.function is None else None
-    backbone = llama_12b if chosen is None else chosen.backbone_cost().model()
-    encoder = vit_2b if chosen is None else chosen.encoder_cost().model()
-    return (backbone if given is None else Cost.read(given).model()), encoder
+    The command line says it, or the strategy, unless it is a Python function or balances by one.
+    """
+    backbone, encoder = costs_of(strategy)
+    image = encoder if isinstance(encoder, CostModel) else vit_2b
+    if given is not None:
+        return Cost.from_mapping(mapping_or_name(given), lambda _: "--cost").model(), image, False
+    if isinstance(backbone, CostModel):
+        return backbone, image, False
+    return llama_12b, image, backbone is not None or not isinstance(strategy, StrategySpec | None)
 
 
 def _check_numbers(steps: int, step_time: float) -> None:

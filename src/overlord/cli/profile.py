@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import typer
+from rich.console import RenderableType
 from rich.text import Text
 
-from overlord.cli.demo import write_text
 from overlord.cli.options import folder_of
-from overlord.cli.output import Screen, Tell, check_writable, show_error
-from overlord.cli.profile_plan import show_plan
+from overlord.cli.output import Screen, Tell, check_writable, show_error, write_text
 from overlord.cli.sources import choose_sources
 from overlord.core.spec_errors import Fault
 from overlord.errors import SourceError, SpecError
 from overlord.job.spec_model import as_bytes
+from overlord.job.specs import Job
 from overlord.job_files import JobFile
-from overlord.launch_section import profile_path
-from overlord.reports.profile_page import headlines, profile_tables, ranked, render_profile
+from overlord.launch_spec import LaunchOptions as LaunchSection
+from overlord.launch_spec import profile_path
+from overlord.reports.profile_page import headlines, plan_table, profile_tables, ranked, render_profile
 from overlord.runtimes.autoscaling.profiling import (
     Profiled,
     check_profile,
@@ -30,8 +33,87 @@ from overlord.runtimes.autoscaling.profiling import (
     write_profile,
 )
 from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.scaling.partition import Partition, partition
 from overlord.scaling.profiles import Profile
-from overlord.scaling.source_costs import Resources
+from overlord.scaling.source_costs import Resources, SourceCost, mean_shares, schedule_shares
+
+# --------------------------------------------------------------------------------------------------------------
+# `overlord profile --plan`: the placement that a profile and some resources give, for a person and for a program.
+
+
+class Costs(Protocol):
+    """What is known of the sources: a profile."""
+
+    def cost(self, name: str) -> SourceCost:
+        """Return what a source costs."""
+        ...
+
+
+def show_plan(
+    profile: Costs, job: Job, launch: LaunchSection, resources: Resources, as_json: bool
+) -> RenderableType | dict[str, Any]:
+    """Return how the sources of a job would be partitioned: something to print, or what JSON is made of.
+
+    Workers are sized for the mean of the mixture's schedule.
+
+    Args:
+        profile: What each source costs.
+        job: The job with the sources that are placed.
+        launch: How many trainer hosts, and so constructors, there are.
+        resources: What there is; its number of constructors is taken from the launch.
+        as_json: Whether a program reads it.
+
+    Raises:
+        SpecError: The resources do not suffice, or a source was not profiled.
+    """
+    costs = [profile.cost(name) for name in job.names]
+    resources = dataclasses.replace(resources, constructors=_constructors(launch, resources))
+    points = schedule_shares(job, launch.steps or job.max_steps, costs)
+    shares = mean_shares(points)
+    found = partition(costs, shares, resources)
+    worst = _slowest_point(found, costs, points)
+    if as_json:
+        return _as_json(found, shares, resources, worst)
+    return plan_table(found, costs, shares, resources, worst)
+
+
+def _constructors(launch: LaunchSection, resources: Resources) -> int:
+    """Return how many constructors there are: one for each trainer host."""
+    if launch.runtime != "ray" or launch.ranks_per_host is None:
+        return resources.constructors
+    return max(1, math.ceil(launch.mesh.world_size / launch.ranks_per_host))
+
+
+def _slowest_point(
+    found: Partition, costs: Sequence[SourceCost], points: Sequence[tuple[int, list[float]]]
+) -> tuple[int, float, str]:
+    """Return the step of the schedule that the fleet feeds slowest: (step, samples/s, the source that holds it up)."""
+    rates = [
+        (n / (share * max(cost.transform_s, 1e-12)), step, cost.name)
+        for step, shares in points
+        for n, share, cost in zip(found.workers, shares, costs, strict=True)
+        if share > 0
+    ]
+    rate, step, name = min(rates)
+    return step, min(rate, found.samples_per_s) if len(points) == 1 else rate, name
+
+
+def _as_json(
+    found: Partition, shares: Sequence[float], resources: Resources, worst: tuple[int, float, str]
+) -> dict[str, Any]:
+    told = dataclasses.asdict(found)
+    for one, share in zip(told["allotments"], shares, strict=True):
+        one["share"] = share
+    step, rate, source = worst
+    return told | {
+        "resources": dataclasses.asdict(resources),
+        "cpus_left": resources.cpus - found.cpus,
+        "bytes_left": resources.bytes - found.bytes,
+        "slowest": {"step": step, "samples_per_s": rate, "source": source},
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------
 
 
 def profile_sources(

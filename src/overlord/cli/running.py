@@ -8,39 +8,34 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import psutil
 
 from overlord.cli.collecting import Collector
-from overlord.cli.context_fit import context_notes
 from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
-from overlord.cli.sources import indexed_rows, isolated, open_each
+from overlord.cli.sources import context_notes, indexed_rows, isolated, open_each
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import is_whole
 from overlord.errors import OverlordError, SpecError, StateError, joined
-from overlord.job.launch_words import OnSourceFailure, Placement, Runtime
 from overlord.job.layout_specs import Layout
-from overlord.job.reconcile import Reconcile
+from overlord.job.manifests import read_text
 from overlord.job.specs import Job, Source
-from overlord.launch_section import LoaderHosts
-from overlord.manifests import read_text
-from overlord.planning.checking import Strategy
+from overlord.launch_spec import Launch
+from overlord.planning.strategies import name_of
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
 from overlord.reports.summary import RunSummary, SourceSummary, media_of
 from overlord.roles.client import Client
 from overlord.roles.source_loader import judge_tolerance
-from overlord.runtimes.autoscaling.scaler import Loaders
 from overlord.runtimes.hosts.prefetch import SerialWorkers
-from overlord.runtimes.launching.deployment import check_multiples, limits_of, media_shape, open_sources
-from overlord.scaling.source_costs import Budget
+from overlord.runtimes.launching.deployment import check_multiples, limits_of, media_shape, try_sources
 from overlord.session import Service, launch
 from overlord.stores.places import open_place
 from overlord.stores.store import newest_lineage
@@ -54,48 +49,7 @@ DEFAULT_STRATEGY = "backbone_balance"
 _LOOK_EVERY_S = 0.5
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Where:
-    """Where the roles of a service run, as `launch` takes it."""
-
-    runtime: Runtime = "local"
-    address: str | None = None
-    ranks_per_host: int | None = None
-    loader_hosts: LoaderHosts | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
-    """How a job is run here."""
-
-    mesh: ClientPlaceTree
-    steps: int
-    cache: str
-    where: Where = field(default_factory=Where)
-    prefetch: int = 2
-    loaders_per_source: Loaders = 1
-    scaling: bool = False
-    profile: str | None = None
-    budget: Budget = field(default_factory=Budget)
-    threads: int | None = None
-    store: str | None = None
-    resume: bool = False
-    state: Mapping[str, Any] | int | None = None
-    """The state to go on from, as a trainer saved it; or a step that the store keeps."""
-    reconcile: Reconcile = "strict"
-    on_source_failure: OnSourceFailure = "stop"
-    store_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    keep: int = 256
-    shadows: bool | Literal["auto"] | Collection[str] = False
-    heartbeat: float = 5.0
-    metrics: int | str | None = None
-    layout: Layout = field(default_factory=Layout)
-    placement: Placement = "auto"
-    strategy: Strategy | None = None
-    strategy_name: str = DEFAULT_STRATEGY
-
-
-def run_job(job: Job, name: str, options: RunOptions, tell: Tell) -> RunSummary:
+def run_job(job: Job, name: str, options: Launch, steps: int, tell: Tell) -> RunSummary:
     """Run some steps of a job and return what came out.
 
     Raises:
@@ -118,12 +72,12 @@ def run_job(job: Job, name: str, options: RunOptions, tell: Tell) -> RunSummary:
         collector = Collector(job, names, limits_of(job, options.layout, options.mesh), options.mesh)
         memory = MemoryWatch(processes_of(status, _descendants() - others))
         with _first_interrupt() as interrupted:
-            first_s, wall_s = _consume(service, clients, options, collector, memory, tell, interrupted)
+            first_s, wall_s = _consume(service, clients, steps, collector, memory, tell, interrupted)
         after, status = clients[0].state_dict(), service.status()
         memory.look(now=True)
         for client in clients:
             client.close()  # in peace: a resume goes on behind the last step, and repeats none
-    facts = _Facts(before, after, status, first_s - began, wall_s, memory.peak, aside, interrupted())
+    facts = _Facts(steps, before, after, status, first_s - began, wall_s, memory.peak, aside, interrupted())
     return _sum_up(job, name, options, collector, facts)
 
 
@@ -154,9 +108,9 @@ def _first_interrupt() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def aside_notes(options: RunOptions) -> list[str]:
+def aside_notes(options: Launch) -> list[str]:
     """Return a note where the store holds the snapshots of a run that this one does not go on from."""
-    if options.resume or options.store is None:
+    if options.state == "latest" or options.store is None:
         return []
     state = options.state
     begin = 0 if state is None else int(state["step"]) if isinstance(state, Mapping) else state
@@ -269,7 +223,9 @@ def _list_source(source: Source, cache: str) -> None:
         except SpecError as error:
             raise type(error)(f"source {source.name!r}: {error}") from error
     else:
-        open_sources([source], [transform], index, SerialWorkers(), None, isolated())
+        [found] = try_sources([source], [transform], index, SerialWorkers(), isolate=isolated())
+        if isinstance(found, OverlordError):
+            raise found
 
 
 def _check_ranks(mesh: ClientPlaceTree) -> None:
@@ -282,54 +238,38 @@ def _check_ranks(mesh: ClientPlaceTree) -> None:
         )
 
 
-def launch_for(job: Job, options: RunOptions, tell: Tell, *, any_mesh: bool = False) -> Service:
+def launch_for(job: Job, options: Launch, tell: Tell, *, any_mesh: bool = False) -> Service:
     """Launch the service of a job; `any_mesh` when its ranks live in other processes."""
-    ranks = options.mesh.world_size
     if not any_mesh:
         _check_ranks(options.mesh)
-    if options.resume and options.store is None:
+    if options.store is not None and "://" not in options.store:
+        _make_folder(options.store)
+    given = {name: getattr(options, name) for name in Launch.known_keys()} | {"progress": tell}
+    if options.runtime == "ray" and options.ranks_per_host is None and not any_mesh:
+        given["ranks_per_host"] = options.mesh.world_size  # all of them are in this process
+    return launch(job, **given)
+
+
+def with_state(options: Launch, resume: bool, state: Path | None) -> Launch:
+    """Return the options with where to go on, as --resume and --state say it.
+
+    Raises:
+        SpecError: They do not go together, or the state cannot be read.
+    """
+    if resume and options.store is None:
         raise SpecError(
             "--resume was given without a store; there is no snapshot to continue from. Add --store DIR, or "
             "launch.store to the job file."
         )
-    if options.resume and options.state is not None:
+    if resume and state is not None:
         raise SpecError(
             "--resume and --state were both given; the newest snapshot of the store may be ahead of the model's "
             "checkpoint. Give --state to go on where the checkpoint is, or --resume to go on where the store is."
         )
-    if options.store is not None and "://" not in options.store:
-        _make_folder(options.store)
-    where = options.where
-    if where.runtime == "ray" and where.ranks_per_host is None and not any_mesh:
-        where = replace(where, ranks_per_host=ranks)  # all of them are in this process
-    return launch(
-        job,
-        mesh=options.mesh,
-        strategy=options.strategy,
-        runtime=where.runtime,
-        address=where.address,
-        ranks_per_host=where.ranks_per_host,
-        loader_hosts=where.loader_hosts,
-        threads=options.threads,
-        layout=options.layout,
-        placement=options.placement,
-        prefetch=options.prefetch,
-        loaders_per_source=options.loaders_per_source,
-        scaling=options.scaling,
-        profile=options.profile,
-        budget=options.budget,
-        store=options.store,
-        cache=options.cache,
-        state="latest" if options.resume else options.state,
-        reconcile=options.reconcile,
-        on_source_failure=options.on_source_failure,
-        store_options=options.store_options,
-        keep=options.keep,
-        shadows=options.shadows,
-        heartbeat=options.heartbeat,
-        metrics=options.metrics,
-        progress=tell,
-    )
+    if state is None:
+        return options.model_copy(update={"state": "latest"}) if resume else options
+    found = int(str(state)) if str(state).isdecimal() else read_state(state)
+    return options.model_copy(update={"state": found})
 
 
 def _make_folder(store: str) -> None:
@@ -390,7 +330,7 @@ def _proportional(process: psutil.Process) -> int:
 def _consume(
     service: Service,
     clients: list[Client],
-    options: RunOptions,
+    steps: int,
     collector: Collector,
     memory: MemoryWatch,
     tell: Tell,
@@ -399,7 +339,7 @@ def _consume(
     """Let every rank hold every microbatch; return when the first step was complete, and the seconds of all."""
     tell("first step", 0, 1)  # the first one of an installation compiles, which takes some seconds
     began = first_s = time.perf_counter()
-    for number in range(options.steps):
+    for number in range(steps):
         if interrupted():
             break
         longest_s, index = 0.0, 0
@@ -418,12 +358,14 @@ def _consume(
         assert plan is not None  # every mesh has at least one rank, which has just received it
         collector.add(plan, longest_s)
         memory.look()
-        tell("steps", number + 1, options.steps)
+        tell("steps", number + 1, steps)
     return first_s, time.perf_counter() - began
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
+    steps: int
+    """Steps that were asked for."""
     before: dict[str, Any]
     after: dict[str, Any]
     status: dict[str, Any]
@@ -434,7 +376,7 @@ class _Facts:
     interrupted: bool = False
 
 
-def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, facts: _Facts) -> RunSummary:
+def _sum_up(job: Job, name: str, options: Launch, collector: Collector, facts: _Facts) -> RunSummary:
     every, per_step, planned, realised = collector.per_step()
     samples, tokens = int(collector.samples.sum()), int(collector.tokens.sum())
     wall_s = max(facts.wall_s, 1e-9)
@@ -443,8 +385,8 @@ def _sum_up(job: Job, name: str, options: RunOptions, collector: Collector, fact
     return RunSummary(
         job_name=name,
         mesh=str(options.mesh),
-        runtime=options.where.runtime,
-        strategy=options.strategy_name,
+        runtime=options.runtime,
+        strategy=DEFAULT_STRATEGY if options.strategy is None else name_of(options.strategy),
         layout=layout_words(options.layout),
         steps=collector.steps,
         wall_s=facts.wall_s,
@@ -483,9 +425,9 @@ def _over_tolerance(job: Job, statuses: Mapping[str, Any]) -> list[str]:
     return [str(error) for error in errors if error is not None]
 
 
-def _notes(options: RunOptions, collector: Collector, facts: _Facts) -> list[str]:
+def _notes(options: Launch, collector: Collector, facts: _Facts) -> list[str]:
     notes = list(facts.aside)
-    if options.resume:
+    if options.state == "latest":
         notes.append(f"Resumed at step {facts.before['step']} from the newest snapshot in {options.store}.")
     elif options.state is not None:
         notes.append(f"Resumed at step {facts.before['step']} from the state that --state gave.")
@@ -494,9 +436,9 @@ def _notes(options: RunOptions, collector: Collector, facts: _Facts) -> list[str
         hosts = ", ".join(sorted({one["host"] for one in elsewhere}))
         notes.append(f"The peak memory is that of this host; of the service's roles {len(elsewhere)} ran on {hosts}.")
     if facts.interrupted:
-        notes.append(f"Interrupted after {collector.steps} of {options.steps} steps; the figures are of these.")
-    elif collector.steps < options.steps:
-        notes.append(f"The stream ended by itself after {collector.steps} of {options.steps} steps.")
+        notes.append(f"Interrupted after {collector.steps} of {facts.steps} steps; the figures are of these.")
+    elif collector.steps < facts.steps:
+        notes.append(f"The stream ended by itself after {collector.steps} of {facts.steps} steps.")
     faults = {name: (s["bad"], s["wrong_length"]) for name, s in facts.status["sources"].items()}
     for name, (bad, wrong) in faults.items():
         if bad:
@@ -512,7 +454,7 @@ def _notes(options: RunOptions, collector: Collector, facts: _Facts) -> list[str
 
 
 def _shape_notes(
-    job: Job, options: RunOptions, collector: Collector, facts: _Facts, sources: list[SourceSummary]
+    job: Job, options: Launch, collector: Collector, facts: _Facts, sources: list[SourceSummary]
 ) -> list[str]:
     """Say what the context cuts and drops, and where rows waste room."""
     share = collector.full / np.maximum(collector.samples, 1)
@@ -524,7 +466,7 @@ def _shape_notes(
     return context_notes(job, Path(options.cache), full, dropped, passed) + layout_advice(job, options.layout)
 
 
-def _sources(job: Job, options: RunOptions, collector: Collector, facts: _Facts) -> list[SourceSummary]:
+def _sources(job: Job, options: Launch, collector: Collector, facts: _Facts) -> list[SourceSummary]:
     columns = facts.after["columns"]
     before, after = (
         {name: dict(zip(columns, row, strict=True)) for name, row in state["sources"].items()}
@@ -548,7 +490,7 @@ def _sources(job: Job, options: RunOptions, collector: Collector, facts: _Facts)
     return [found[source.name] for source in job.sources]
 
 
-def _epoch_rows(job: Job, options: RunOptions, counted: dict[str, int]) -> dict[str, float]:
+def _epoch_rows(job: Job, options: Launch, counted: dict[str, int]) -> dict[str, float]:
     """Return the rows of each source: counted in a whole epoch, or by the indices that the run left behind."""
     rows: dict[str, float] = {name: float(count) for name, count in counted.items() if count}
     rest = [source for source in job.sources if source.name not in rows]

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from overlord.cli.layout_options import layout_words
 from overlord.cli.output import Screen
-from overlord.cli.running import RunOptions
 from overlord.errors import ServiceLost, SpecError
+from overlord.launch_spec import Launch
 from overlord.reports.run_report import media_tables
 from overlord.reports.summary import count, media_of, number, size
 from overlord.runtimes.client_feed import status_of
@@ -79,7 +79,7 @@ def find_status(address: str) -> dict[str, Any]:
 
 
 def announcement(
-    job: str, options: RunOptions, address: str, status: Mapping[str, Any], metrics: str | None = None
+    job: str, options: Launch, address: str, status: Mapping[str, Any], metrics: str | None = None
 ) -> list[RenderableType]:
     """Return what trainers must know of a service that has just begun."""
     ranks, layout = number(options.mesh.world_size, "rank"), layout_words(options.layout)

@@ -1,12 +1,12 @@
-"""Opens the sources of a job one by one: what they hold, how many rows they have, and their length sidecars."""
+"""What the sources of a job hold: files, rows, lengths, what the context leaves of samples, tokens around media."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,21 +16,22 @@ from rich.table import Table
 from rich.text import Text as Words
 
 from overlord.cli.output import Tell, current_command
+from overlord.core.ragged import RowBatch, num_rows, slice_rows
+from overlord.core.samples import BAD, FILE_SHIFT, OVERLONG, SKIP
 from overlord.core.spec_errors import did_you_mean, list_some
-from overlord.errors import SpecError
-from overlord.job.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Text, Video
+from overlord.errors import OverlordError, SpecError
+from overlord.job.specs import Audio, Chat, Custom, ImageSpec, ImageText, Interleaved, Job, Source, Text, Video
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import LengthSidecars, SourceFiles
-from overlord.reports.summary import number, size
-from overlord.runtimes.hosts.prefetch import SerialWorkers
-from overlord.runtimes.launching.deployment import IsolateReader, open_sources
+from overlord.reports.summary import number, percent, size
+from overlord.roles.source_loader import fit_context
+from overlord.runtimes.hosts.prefetch import LOADER_THREADS, ThreadWorkers
+from overlord.runtimes.launching.deployment import IsolateReader, transform_of, try_sources
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
-from overlord.transforms.samples.per_sample import SampleTransform, no_seeds
-from overlord.transforms.samples.sample_kinds import make_transform, reserve_placeholders
+from overlord.transforms.samples.per_sample import Measured, SampleTransform, no_seeds, ragged_column
+from overlord.transforms.samples.sample_kinds import reserve_placeholders
 from overlord.transforms.samples.tokenize import TextTokenizer
 
-LISTING_THREADS = 16
-"""Opening a source mostly waits for storage."""
 MEASURE_ROWS = 256
 INDEX_ARRAYS = 5
 """Numbers that an index holds of each block: rows, bytes, where it starts and stops, its first row."""
@@ -52,6 +53,11 @@ class Opened:
     context_length: int
     overlength: str
 
+    @property
+    def tokenizer_digest(self) -> str:
+        """What length sidecars are kept by: the digest of its tokenizer; "" without one."""
+        return self.tokenizer.digest if self.tokenizer else ""
+
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
@@ -59,7 +65,7 @@ class OpenSource:
 
     source: Source
     opened: Opened | None
-    error: SpecError | None = None
+    error: OverlordError | None = None
 
     @property
     def files(self) -> SourceFiles | None:
@@ -70,7 +76,7 @@ class OpenSource:
         """Return the opened source.
 
         Raises:
-            SpecError: It could not be opened; the message says why.
+            OverlordError: It could not be opened; the message says why.
         """
         if self.opened is None:
             assert self.error is not None
@@ -110,28 +116,28 @@ def _end_readers() -> None:
 
 
 def open_each(job: Job, sources: Sequence[Source], cache: Path, tell: Tell | None) -> list[OpenSource]:
-    """Open some sources of a job; the fault of one does not keep the others from being opened."""
+    """Open some sources of a job as a launch does; the fault of one does not keep the others from being opened."""
     if not sources:
         return []
-    tokenizer, isolate = load_tokenizer(job), isolated()
-    index = IndexCache(cache / "index")
-
-    def open_one(source: Source) -> OpenSource:
+    tokenizer = load_tokenizer(job)
+    transforms: dict[str, SampleTransform] = {}
+    found: dict[str, OpenSource] = {}
+    for source in sources:
         try:
-            transform = make_transform(source, tokenizer)
-            files = open_sources([source], [transform], index, SerialWorkers(), None, isolate)[0]
-            opened = Opened(source, files, transform, tokenizer, job.batch.context_length, job.overlength)
-            return OpenSource(source, opened)
+            transforms[source.name] = transform_of(source, tokenizer)
         except SpecError as error:
-            return OpenSource(source, None, _naming(source, error))
-
-    return side_by_side(open_one, sources, LISTING_THREADS, counter(tell, "opening sources", len(sources)))
-
-
-def _naming(source: Source, error: SpecError) -> SpecError:
-    """Return the error with the source in front: a path alone is hard to find among hundreds of sources."""
-    start = f"source {source.name!r}: "
-    return error if str(error).startswith(start) else type(error)(start + str(error))
+            found[source.name] = OpenSource(source, None, error)
+    able = [source for source in sources if source.name in transforms]
+    index, isolate = IndexCache(cache / "index"), isolated()
+    with closing(ThreadWorkers(LOADER_THREADS, "overlord-cli")) as workers:
+        tried = try_sources(able, list(transforms.values()), index, workers, tell, isolate)
+    for (name, transform), source, files in zip(transforms.items(), able, tried, strict=True):
+        if isinstance(files, OverlordError):
+            found[name] = OpenSource(source, None, files)
+            continue
+        opened = Opened(source, files, transform, tokenizer, job.batch.context_length, job.overlength)
+        found[name] = OpenSource(source, opened)
+    return [found[source.name] for source in sources]
 
 
 def choose_sources(job: Job, names: Sequence[str]) -> list[Source]:
@@ -160,11 +166,8 @@ def side_by_side(
         did(1)
         return result
 
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="overlord-cli")
-    try:
-        return list(pool.map(one, items))
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    with closing(ThreadWorkers(threads, "overlord-cli")) as workers:
+        return workers.map(one, items)
 
 
 def counter(tell: Tell | None, what: str, of: int) -> Callable[[int], None]:
@@ -180,6 +183,27 @@ def counter(tell: Tell | None, what: str, of: int) -> Callable[[int], None]:
             tell(what, now, of)
 
     return did
+
+
+def first_rows(files: SourceFiles, number: int, most: int, at_once: int) -> Iterator[tuple[int, RowBatch]]:
+    """Yield the first rows of a file in batches, each with the number that its first row has in the source.
+
+    Args:
+        files: The source.
+        number: Which of its files.
+        most: Rows in all.
+        at_once: Rows of a batch.
+    """
+    seen = 0
+    for block in range(len(files.blocks(number).rows)):
+        if seen >= most:
+            return
+        for batch in files.stream(number, block, batch_rows=min(at_once, most - seen)):
+            rows = slice_rows(batch, 0, min(num_rows(batch), most - seen))
+            yield (number << FILE_SHIFT) + seen, rows
+            seen += num_rows(rows)
+            if seen >= most:
+                break
 
 
 def cores() -> int:
@@ -214,7 +238,7 @@ def count_rows(opened: Sequence[OpenSource], tell: Tell) -> None:
         except SpecError:
             pass  # the row count of its source stays unknown, which is what the table shows; lint says why
 
-    side_by_side(index, files, LISTING_THREADS, counter(tell, "indexing files", len(files)))
+    side_by_side(index, files, LOADER_THREADS, counter(tell, "indexing files", len(files)))
 
 
 def describe_source(one: OpenSource) -> dict[str, Any]:
@@ -276,7 +300,7 @@ def sources_to_measure(job: Job, names: Sequence[str]) -> list[Source]:
 
 
 def own_lengths(source: Source) -> str | None:
-    """Return why nobody else can know the lengths of a source's samples; None where a column or a sidecar can."""
+    """Return why only its samples tell the lengths of a source; None where a column or a sidecar can."""
     sample = source.sample
     if isinstance(sample, Custom):
         return "it has a custom sample, whose function decides its own lengths"
@@ -293,26 +317,23 @@ def measure_sources(job: Job, sources: Sequence[Source], cache: Path, tell: Tell
     Raises:
         OverlordError: A file cannot be read. Sidecars of other files stay.
     """
-    tokenizer = load_tokenizer(job)
-    digest = tokenizer.digest if tokenizer else ""
     sidecars = LengthSidecars(cache / "lengths")
     plain = [_text_only(source) for source in sources]
     opened = open_each(job, plain, cache, tell)
     tasks = [(i, one.open_or_raise()) for i, one in enumerate(opened)]
     files = [(i, one, n) for i, one in tasks for n in range(len(one.files.files))]
     count_rows(opened, tell)
-    rows = sum(int(one.files.blocks(number).rows.sum()) for _, one, number in files)
-    did = counter(tell, "measuring rows", rows)
+    did = counter(tell, "measuring rows", sum(int(one.files.blocks(n).rows.sum()) for _, one, n in files))
     totals = {source.name: {"files": 0, "rows": 0, "tokens": 0, "bad": 0} for source in sources}
 
     def measure(task: tuple[int, Opened, int]) -> tuple[str, int, int, int]:
         index, one, number = task
         lengths, bad = _file_lengths(one.files, number, one.transform, did)
-        sidecars.write(sources[index], one.files, number, digest, lengths)
+        sidecars.write(sources[index], one.files, number, one.tokenizer_digest, lengths)
         return sources[index].name, len(lengths), int(lengths.sum()), bad
 
-    for name, num_rows, tokens, bad in side_by_side(measure, files, cores(), lambda _: None):
-        for key, more in (("files", 1), ("rows", num_rows), ("tokens", tokens), ("bad", bad)):
+    for name, rows, tokens, bad in side_by_side(measure, files, cores(), lambda _: None):
+        for key, more in (("files", 1), ("rows", rows), ("tokens", tokens), ("bad", bad)):
             totals[name][key] += more
     return totals
 
@@ -329,10 +350,249 @@ def _file_lengths(
 ) -> tuple[npt.NDArray[np.int32], int]:
     parts: list[npt.NDArray[Any]] = [np.empty(0, np.int32)]
     bad = 0
-    for block in range(len(files.blocks(number).rows)):
-        for rows in files.stream(number, block, batch_rows=MEASURE_ROWS):
-            measured = transform.measure(rows, None, no_seeds(rows))
-            parts.append(measured.tokens)
-            bad += len({row for row, _ in measured.faults})
-            did(len(measured.tokens))
+    for _, rows in first_rows(files, number, int(files.blocks(number).rows.sum()), MEASURE_ROWS):
+        measured = transform.measure(rows, None, no_seeds(rows))
+        parts.append(measured.tokens)
+        bad += len({row for row, _ in measured.faults})
+        did(len(measured.tokens))
     return np.concatenate(parts).astype(np.int32), bad
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What a context leaves of a source: how many of its samples are cut or dropped, and how many tokens that loses.
+
+
+_LOOKED_AT = 64
+"""Rows of a file that are measured to know what a context leaves of them."""
+_LOOKED_INTO = 4
+"""Files that are looked into."""
+_READ_BYTES = 8 << 20
+"""No more than this is read of a file, so that clips cost no more than texts."""
+_NAMED = 3
+"""Sources that get a sentence of their own."""
+
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class ContextFit:
+    """How the rows of a source that were looked at fit into the context."""
+
+    rows: int = 0
+    bad: int = 0
+    empty: int = 0
+    """Never drawn, whatever the context: nothing in them, or filtered out."""
+    dropped: int = 0
+    """Never drawn because of the context."""
+    cut: int = 0
+    refused: int = 0
+    """Longer than the context under overlength="error"."""
+    tokens: int = 0
+    """Tokens of the rows that are drawn, before they are cut."""
+    lost: int = 0
+    """Of these, tokens that are cut off."""
+
+    def add(self, measured: Measured, delivered: Int32s, flags: Int32s) -> None:
+        """Count measured rows; `delivered` and `flags` are what `fit_context` returned for them."""
+        bad = (measured.flags & BAD) > 0
+        empty = ((measured.flags & SKIP) > 0) & ~bad
+        dropped = ((flags & SKIP) > 0) & ~empty & ~bad
+        drawn = ~bad & ~empty & ~dropped
+        less = np.where(drawn, measured.tokens - delivered, 0)
+        self.rows += len(bad)
+        self.bad += int(bad.sum())
+        self.empty += int(empty.sum())
+        self.dropped += int(dropped.sum())
+        self.cut += int((less > 0).sum())
+        self.refused += int(((flags & OVERLONG) > 0).sum())
+        self.tokens += int(measured.tokens[drawn].sum())
+        self.lost += int(less.sum())
+
+    @property
+    def cut_share(self) -> float:
+        """Share of the rows that are cut."""
+        return self.cut / max(self.rows, 1)
+
+    @property
+    def dropped_share(self) -> float:
+        """Share of the rows that are dropped."""
+        return self.dropped / max(self.rows, 1)
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the tokens of drawn rows that is cut off."""
+        return self.lost / max(self.tokens, 1)
+
+
+def sum_fits(fits: Sequence[ContextFit]) -> ContextFit:
+    """Return what several looks found together."""
+    return ContextFit(*(sum(getattr(fit, one.name) for fit in fits) for one in fields(ContextFit)))
+
+
+def look_at_context(one: Opened) -> ContextFit:
+    """Measure some rows of a source and return how they fit; only files that are indexed already are looked into."""
+    found, files = ContextFit(), one.files
+    every = max(1, len(files.files) // _LOOKED_INTO)
+    for file in range(0, every * _LOOKED_INTO, every):
+        index = files.indexed(file) if file < len(files.files) else None
+        if index is None or not index.rows.any():
+            continue
+        block = int(np.argmax(index.rows))
+        row_bytes = max(float(index.bytes[block]) / int(index.rows[block]), 1.0)
+        wanted = int(np.clip(_READ_BYTES / row_bytes, 1, _LOOKED_AT))
+        for batch in files.stream(file, block, batch_rows=wanted):
+            _count(one, slice_rows(batch, 0, min(wanted, num_rows(batch))), found)
+            break
+    return found
+
+
+def _count(one: Opened, rows: RowBatch, found: ContextFit) -> None:
+    measured = one.transform.measure(rows, None, no_seeds(rows))
+    found.add(measured, *fit_context(measured, one.context_length, one.overlength))
+
+
+def context_notes(
+    job: Job, cache: Path, full: Mapping[str, float], skipped: Mapping[str, int], passed: Mapping[str, int]
+) -> list[str]:
+    """Say what the context cuts and drops of sources of which it may have cut or dropped something.
+
+    Args:
+        job: The job.
+        cache: Folder of indices.
+        full: Share of the drawn samples of each source that fill the context.
+        skipped: Rows of each source that were passed over: empty, filtered out, or dropped as too long.
+        passed: Rows of each source that the stream has drawn or passed over.
+    """
+    cuts, length = job.overlength == "truncate", job.batch.context_length
+    # A cut in front of an image leaves less than the context.
+    known = {s.name for s in job.sources if cuts and (full[s.name] or isinstance(s.sample, Interleaved))}
+    asked = [s for s in job.sources if s.name in known or skipped[s.name]]
+    # A user's function may crash, and only loaders have somewhere to run it.
+    functions = [s.name for s in asked if isinstance(s.sample, Custom) and s.name in known]
+    found: list[tuple[str, ContextFit]] = []
+    for one in open_each(job, [s for s in asked if not isinstance(s.sample, Custom)], cache, None):
+        try:
+            found.append((one.source.name, look_at_context(one.open_or_raise())))
+        except OverlordError:
+            pass  # the loaders have reported it already; this note is optional
+    words = context_words(found, length, {name: (skipped[name], passed[name]) for name, _ in found})
+    for name in functions[:_NAMED]:
+        words.append(f"Up to {percent(full[name])} of source {name} is cut: so many samples fill {length:,} tokens.")
+    return words
+
+
+def context_words(
+    found: Sequence[tuple[str, ContextFit]],
+    context_length: int,
+    counted: Mapping[str, tuple[int, int]] | None = None,
+) -> list[str]:
+    """Say which sources are cut or dropped by the context, those that lose most first.
+
+    Args:
+        found: Sources, and how the rows that were looked at fit.
+        context_length: Tokens of the context.
+        counted: Rows that a stream has passed over, and all that it has come to: what it met itself is told before
+            what a look at a few rows makes likely. Of rows that are passed over for several reasons the look tells
+            how many are too long.
+
+    Example:
+        >>> context_words([("text", ContextFit(rows=100, cut=93, tokens=4000, lost=3240))], 8)[0].replace("\u202f", " ")
+        '93 % of source text is cut at 8 tokens, which loses 81 % of its tokens.'
+    """
+    cut = sorted((one for one in found if one[1].cut), key=lambda one: -one[1].lost_share)
+    gone = sorted((one for one in found if one[1].dropped), key=lambda one: -one[1].dropped_share)
+    words = [
+        f"{percent(fit.cut_share)} of source {name} is cut at {context_length:,} tokens, which loses "
+        f"{percent(fit.lost_share)} of its tokens."
+        for name, fit in cut[:_NAMED]
+    ]
+    words += _more(len(cut), "cut")
+    for name, fit in gone[:_NAMED]:
+        skipped, passed = (counted or {}).get(name, (0, 0))
+        dropped = round(skipped * fit.dropped / max(fit.dropped + fit.empty, 1))
+        known = f" ({dropped:,} of {passed:,} rows)" if dropped else ""
+        share = dropped / passed if dropped else fit.dropped_share
+        words.append(
+            f"{percent(share)} of source {name}{known} is dropped, since it does not fit into {context_length:,} "
+            "tokens."
+        )
+    return words + _more(len(gone), "dropped")
+
+
+def _more(count: int, what: str) -> list[str]:
+    rest = count - _NAMED
+    return [f"Samples of {rest} more source{'' if rest == 1 else 's'} are {what} too."] if rest > 0 else []
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Which tokens stand for images, clips and sounds in the text, and which ones a tokenizer has to put around them.
+
+
+_VISION = (("<|vision_start|>", "<|vision_end|>"), ("<|vision_bos|>", "<|vision_eos|>"))
+_ALIKE = 4
+"""Sources that are named where several have the same tokens."""
+_SOUND = (("<|audio_bos|>", "<|audio_eos|>"), ("<|audio_start|>", "<|audio_end|>"))
+
+
+def token_words(one: Opened) -> str | None:
+    """Return which token stands for an image, clip or sound of a source, in words; None where it has none.
+
+    Tokens may come from a processor folder, so that the job file alone does not tell them.
+    """
+    spec = one.source.sample
+    if isinstance(spec, ImageSpec):
+        token, what = spec.image_token, "an image"
+    elif isinstance(spec, Video):
+        token, what = spec.video_token, "a clip"
+    elif isinstance(spec, Audio):
+        token, what = spec.audio_token, "a sound"
+    else:
+        return None
+    found = f"{_shown(one, token)} stands for {what}"
+    if spec.before is not None and spec.after is not None:
+        return f"{found}, between {_shown(one, spec.before)} and {_shown(one, spec.after)}"
+    if spec.before is not None:
+        return f"{found}, behind {_shown(one, spec.before)}"
+    return found if spec.after is None else f"{found}, in front of {_shown(one, spec.after)}"
+
+
+def tokens_told(opened: Sequence[Opened]) -> list[str]:
+    """Return one line for all sources whose images, clips or sounds have the same tokens."""
+    alike: dict[str, list[str]] = {}
+    for one in opened:
+        if (words := token_words(one)) is not None:
+            alike.setdefault(words, []).append(one.source.name)
+    return [
+        f"{', '.join(names[:_ALIKE])}{f' and {len(names) - _ALIKE} more' if len(names) > _ALIKE else ''}: {words}"
+        for words, names in alike.items()
+    ]
+
+
+def borders_left_out(one: Opened) -> tuple[str, str] | None:
+    """Return the pair of tokens that the tokenizer has to stand around media, where a source uses no such tokens."""
+    spec, tokenizer = one.source.sample, one.tokenizer
+    if not isinstance(spec, (ImageSpec, Video, Audio)) or tokenizer is None:
+        return None
+    if spec.before is not None or spec.after is not None:
+        return None
+    pairs = _SOUND if isinstance(spec, Audio) else _VISION
+    return next((pair for pair in pairs if all(tokenizer.find(token) is not None for token in pair)), None)
+
+
+def has_borders(one: Opened, measured: Measured) -> bool:
+    """Whether the text of measured rows itself has the tokens that `borders_left_out` names."""
+    pair = borders_left_out(one)
+    if pair is None or one.tokenizer is None or not isinstance(one.source.sample, Interleaved):
+        return False
+    return bool((ragged_column(measured.kept, "tokens").values == one.tokenizer.find(pair[0])).any())
+
+
+def _shown(one: Opened, token: str | int) -> str:
+    """Return a token by its text and its id, whichever of them the spec gives."""
+    tokenizer = one.tokenizer
+    if isinstance(token, int):
+        written = "" if tokenizer is None else tokenizer.decode([token])
+        return f"{written} (id {token})" if written else f"id {token}"
+    found = None if tokenizer is None else tokenizer.find(token)
+    return token if found is None else f"{token} (id {found})"

@@ -17,7 +17,7 @@ Loc = tuple[Any, ...]
 Locate = Callable[[Loc], str]
 """Tells where in a file a value stands, such as 'job.yaml:12'."""
 
-_SECRET_FIELDS = {"storage_options"}  # their values may be passwords: never shown in a message
+_SECRET_FIELDS = {"storage_options", "store_options"}  # their values may be passwords: never shown in a message
 
 MOST_PROBLEMS = 20
 """Problems of one spec that are told at once."""
@@ -62,7 +62,10 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
         >>> did_you_mean("shufle_bytes", ["shuffle_bytes", "tolerance"])
         " Did you mean 'shuffle_bytes'?"
     """
-    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
+    words = list(known)
+    # The beginning of a long word is less alike to it, letter by letter, than a misspelt one.
+    longer = [one for one in words if word and one.startswith(str(word))]
+    near = longer if len(longer) == 1 else difflib.get_close_matches(str(word), words, n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

@@ -21,12 +21,9 @@ from overlord.integrations.torch_batches import TorchBatch, TorchMeta, TorchMicr
 from overlord.integrations.torch_broadcast import Channel, Relay, Roster, open_channel, share_outcome
 from overlord.integrations.torch_copies import Ahead, Copies, Parcel, copies_to, device_of
 from overlord.integrations.torch_images import exchange_images, normalize_pixels
-from overlord.job.launch_words import DEFAULT_CACHE
-from overlord.job.layout_specs import Keys, Layout
 from overlord.job.specs import Job
 from overlord.job_files import SUFFIXES, JobFile, load_job_file
-from overlord.launch_section import LaunchOptions
-from overlord.planning.checking import Strategy
+from overlord.launch_spec import Launch, LaunchOptions
 from overlord.roles.client import Client
 from overlord.roles.views import Step
 from overlord.runtimes.client_feed import check_state_at, connect_local
@@ -66,59 +63,43 @@ class DataLoader:
             dcp.save({"model": model.state_dict(), "data": loader}, checkpoint_id="checkpoint")
     """
 
-    def __init__(  # noqa: PLR0913 - everything has a default and a name
+    def __init__(
         self,
         job: Job | str | os.PathLike[str],
         *,
         mesh: ClientPlaceTree | Mapping[str, Any] | str | Any = None,
         rank: int | None = None,
         device: torch.device | str | None = None,
-        strategy: Strategy | Mapping[str, Any] | str | None = None,
-        layout: Keys | Layout | Mapping[str, Any] | None = None,
-        runtime: str | None = None,
-        prefetch: int | None = None,
-        store: str | None = None,
-        cache: str = DEFAULT_CACHE,
-        address: str | None = None,
-        ranks_per_host: int | None = None,
-        loader_hosts: int | str | None = None,
+        **options: Any,
     ) -> None:
         """Say what to read; nothing is started yet.
 
         Args:
             job: What to read and how to mix it: an `ol.Job`, or the path of a job file, whose `launch` section gives
-                the defaults of all below. Or the address of a service that runs, or the file that `overlord serve
+                the defaults of all options. Or the address of a service that runs, or the file that `overlord serve
                 --address-file` wrote.
             mesh: The trainer's mesh: a ClientPlaceTree, text such as "dp=2,tp=2", or a DeviceMesh of all ranks with
                 names (default: one rank, or the mesh of the service).
             rank: This process's rank in the mesh (default: its rank in the process group).
             device: Where batches go: "cpu" or a CUDA device. By default this process's CUDA device if the process group
                 speaks NCCL, else "cpu".
-            strategy: Where samples go; as for `overlord.launch`, like all below.
-            layout: The keys and shapes of a batch (default: "hf").
-            runtime: "local" (default), "ray" or "inline". Several processes share a "local" or a "ray" service.
-            prefetch: Steps built ahead of each trainer (default: 2).
-            store: Folder for the journal and snapshots.
-            cache: Folder for the indices of files.
-            address: The Ray cluster of runtime="ray".
-            ranks_per_host: Trainer ranks of one host, for runtime="ray".
-            loader_hosts: Where loaders run, for runtime="ray".
+            **options: The arguments of `overlord.launch`: strategy, layout, runtime, prefetch, store, cache, shadows
+                and so on. Several processes share a "local" or a "ray" service. With `state` the loader begins as
+                `load_state_dict` would let it.
 
         Raises:
-            SpecError: for a job file, mesh, rank or device that cannot be.
+            SpecError: for a job file, mesh, rank, device or option that cannot be.
         """
         self._job = _job_or_address(job)
         plain = mesh is None or isinstance(mesh, (ClientPlaceTree, Mapping, str))
         self._device_mesh = None if plain else mesh
-        given: dict[str, Any] = {"strategy": strategy, "layout": layout, "runtime": runtime, "prefetch": prefetch}
-        given |= {"store": store, "address": address, "ranks_per_host": ranks_per_host, "loader_hosts": loader_hosts}
         tree = mesh if plain else ClientPlaceTree.from_device_mesh(mesh)
         if isinstance(self._job, str):
-            _refuse_options(self._job, given)
-            self._options = LaunchOptions().arguments({"mesh": tree})
+            _refuse_options(self._job, options)
+            self._options = LaunchOptions().call({"mesh": tree})
         else:
-            self._options = self._job.arguments(given | {"mesh": tree})
-        self._mesh: ClientPlaceTree | None = self._options["mesh"]
+            self._options = self._job.call(options | {"mesh": tree})
+        self._mesh: ClientPlaceTree | None = self._options.mesh
         if isinstance(self._job, str) and mesh is None:
             self._mesh = None  # the service's, once attached
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
@@ -128,13 +109,12 @@ class DataLoader:
             if world:
                 self._mesh.check_world_size(world)
             self._mesh.coords(self._rank)
-        if self._shared and self._options["runtime"] == "inline" and not isinstance(self._job, str):
+        if self._shared and self._options.runtime == "inline" and not isinstance(self._job, str):
             raise SpecError(
                 "DataLoader: runtime is 'inline', which lives in one process, but the process group has "
                 f"{world}; they would each read a stream of their own. Use runtime='local' or 'ray'."
             )
         self._device = device_of(device)
-        self._cache = cache
         self._state: Mapping[str, Any] | None = None
         self._step: int | None = None
         self._closed = False
@@ -144,6 +124,8 @@ class DataLoader:
         self._axes: tuple[str, ...] | None = None
         self._channel: Channel | None = None
         self._relay: Relay | None = None
+        if isinstance(self._options.state, Mapping):
+            self.load_state_dict(self._options.state)
 
     def __iter__(self) -> Iterator[TorchStep]:
         refuse_torch_workers("DataLoader")
@@ -158,7 +140,8 @@ class DataLoader:
         """
         if self._client is None:
             self._refuse_closed("state_dict")
-        begun = self._client is not None or (isinstance(self._job, str) and self._state is None)
+        asked = self._options.state is not None and self._step is None  # of the store, which knows it
+        begun = self._client is not None or asked or (isinstance(self._job, str) and self._state is None)
         return {"stream": json.dumps(self._attached().state_dict() if begun else self._state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -213,7 +196,7 @@ class DataLoader:
             self._refuse_closed("DataLoader")
             self._client = self._attach()
             # The inline runtime has one thread only: this one.
-            self._copies = copies_to(self._device, ahead=self._options["runtime"] != "inline")
+            self._copies = copies_to(self._device, ahead=self._options.runtime != "inline")
         return self._client
 
     def _attach(self) -> Client:
@@ -227,8 +210,10 @@ class DataLoader:
 
     def _launch(self) -> str:
         job = cast("JobFile", self._job).job
-        options = self._options | {"mesh": self._mesh, "state": self._state, "cache": self._cache}
-        self._service = launch(job, **options)
+        options = {name: getattr(self._options, name) for name in Launch.known_keys()}
+        if self._step is not None:  # a state was loaded
+            options["state"] = self._state
+        self._service = launch(job, **options | {"mesh": self._mesh})
         return self._service.address or ""
 
     def _connect(self, address: str) -> Client:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -25,11 +25,9 @@ class Chat(Spec):
         Chat('conversation', template='chatml', loss='last')
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("messages",)
-
     kind: Annotated[Literal["chat"], Field(repr=False)] = "chat"
     """The kind of sample."""
-    messages: Word = "messages"
+    messages: Word = Field(default="messages", kw_only=False)
     """Column that holds the messages."""
     template: Word | None = None
     """The tokenizer folder's own by default; else "chatml", a name of the folder's, a .jinja file, or Jinja text."""
@@ -44,16 +42,3 @@ class Chat(Spec):
         float, real(0.01, math.inf, "rows would be given up before they ran. Give seconds"), Field(exclude=True)
     ] = 60.0
     """Seconds after which a worker that has not answered is taken for hung."""
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            messages: str = "messages",
-            *,
-            template: str | None = None,
-            loss: ChatLoss = "assistant",
-            tools: str | None = None,
-            process: bool = True,
-            deadline: float = 60.0,
-        ) -> None: ...

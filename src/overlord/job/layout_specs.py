@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import conflict
@@ -32,9 +32,7 @@ class Layout(Spec):
         128
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("keys",)
-
-    keys: Keys = "hf"
+    keys: Keys = Field(default="hf", kw_only=False)
     """Whose names and label convention: "hf" (labels not shifted), "megatron" and "torchtitan" (shifted)."""
     rows: Rows = "packed"
     """"packed": pieces one behind the other in one sequence. "padded": a row each, as long as the longest of its
@@ -65,26 +63,6 @@ class Layout(Spec):
     tokens: add its features times zero to the loss."""
     mtp: bool = False
     """Whether the last pipeline stage predicts several tokens and so needs the tokens too."""
-
-    if TYPE_CHECKING:
-
-        def __init__(  # noqa: PLR0913 - the fields above
-            self,
-            keys: Keys = "hf",
-            *,
-            rows: Rows = "packed",
-            slicing: Slicing = "zigzag",
-            sequence_parallel: bool = False,
-            block: int = 1,
-            positions: Positions = "plain",
-            tokens_per_second: float = 0.0,
-            count_time: bool = False,
-            pixels: Literal["uint8", "float32"] = "uint8",
-            mean: tuple[float, float, float] = CLIP_MEAN,
-            std: tuple[float, float, float] = CLIP_STD,
-            dummy_image: bool = False,
-            mtp: bool = False,
-        ) -> None: ...
 
     def rank_multiple(self, tp: int) -> int:
         """Return what the tokens of a microbatch on one context-parallel rank are a multiple of."""

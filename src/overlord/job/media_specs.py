@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, Field, model_validator
 
 from overlord.core.spec_errors import Fault, conflict
-from overlord.job.spec_model import Spec, Word, real, token, whole
+from overlord.job.spec_model import Spec, Takes, Word, real, spec_field, token, whole
 
 # --------------------------------------------------------------------------------------------------------------
 # Specs of rows with images (`ImageText`, `Interleaved`, `Augment`), and how many patches an image makes.
@@ -68,18 +68,6 @@ class Augment(Spec):
     contrast: Annotated[float, real(0, 1, "there is less than no contrast. Write 0.2 for up to 20 %")] = 0.0
     """Largest change of the contrast, around the image's mean grey."""
 
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            *,
-            flip: float = 0.0,
-            crop: float = 1.0,
-            ratio: float = 4 / 3,
-            brightness: float = 0.0,
-            contrast: float = 0.0,
-        ) -> None: ...
-
     @model_validator(mode="after")
     def _check_crop(self) -> Self:
         if self.crop == 0:
@@ -110,13 +98,11 @@ class ImageSpec(Spec):
     """Token put in front of every image, such as "<|vision_start|>"."""
     after: Token | None = None
     """Token put behind every image, such as "<|vision_end|>"."""
-    augment: Augment | None = None
+    augment: Takes[Augment | None, Augment | Mapping[str, Any] | None] = spec_field(default=None)
     """Random changes of the images; none by default."""
-    extra_formats: Annotated[
-        tuple[str, ...],
-        BeforeValidator(_as_formats, json_schema_input_type=list[str]),
-        Field(exclude_if=lambda formats: not formats),  # an older state without this field still fits
-    ] = ()
+    extra_formats: Takes[
+        Annotated[tuple[str, ...], BeforeValidator(_as_formats, json_schema_input_type=list[str])], Sequence[str]
+    ] = spec_field(default=(), exclude_if=lambda formats: not formats)  # an older state without this field still fits
     """Formats that Pillow may decode besides AVIF, BMP, GIF, JPEG, PNG, TIFF and WEBP, by its names ("JPEG2000")."""
 
     exif_transpose: Annotated[bool, Field(exclude_if=lambda is_set: not is_set)] = False
@@ -177,42 +163,16 @@ class ImageText(ImageSpec):
         ImageText('jpg', 'caption', patch=14, merge=2)
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("image", "text")
-
     kind: Annotated[Literal["image_text"], Field(repr=False)] = "image_text"
     """The kind of sample."""
-    image: Word = "jpg"
+    image: Word = Field(default="jpg", kw_only=False)
     """Column that holds the encoded image."""
-    text: Word = "txt"
+    text: Word = Field(default="txt", kw_only=False)
     """Column that holds the text."""
     width: Word | None = None
     """Column that holds the image's width; saves reading image headers."""
     height: Word | None = None
     """Column that holds the image's height; saves reading image headers."""
-
-    if TYPE_CHECKING:
-
-        def __init__(  # noqa: PLR0913
-            self,
-            image: str = "jpg",
-            text: str = "txt",
-            *,
-            patch: int = 16,
-            merge: int = 1,
-            temporal: int = 1,
-            size: int | None = None,
-            resize: Literal["smart", "any"] = "smart",
-            min_pixels: int = 64 * 64,
-            max_pixels: int = 1024 * 1024,
-            width: str | None = None,
-            height: str | None = None,
-            image_token: str | int = "<image>",
-            before: str | int | None = None,
-            after: str | int | None = None,
-            augment: Augment | Mapping[str, Any] | None = None,
-            extra_formats: Sequence[str] = (),
-            exif_transpose: bool = False,
-        ) -> None: ...
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
@@ -259,15 +219,14 @@ class Interleaved(ImageSpec):
         'json.content'
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("images", "text")
-
     kind: Annotated[Literal["interleaved"], Field(repr=False)] = "interleaved"
     """The kind of sample."""
-    images: Annotated[
-        tuple[Word, ...], BeforeValidator(_as_columns, json_schema_input_type=str | list[str])
-    ] = ("images",)  # fmt: skip
+    images: Takes[
+        Annotated[tuple[Word, ...], BeforeValidator(_as_columns, json_schema_input_type=str | list[str])],
+        str | Sequence[str],
+    ] = spec_field(default=("images",), kw_only=False)
     """Column with the list of encoded images, or columns with one each; in tar shards "*.jpg" takes all there are."""
-    text: Word = "text"
+    text: Word = Field(default="text", kw_only=False)
     """Column that holds the text with its markers."""
     marker: Word = "<image>"
     """Where an image goes in the text."""
@@ -275,31 +234,6 @@ class Interleaved(ImageSpec):
     """Column that holds the parts, instead of a text with markers."""
     special_tokens: bool = True
     """Whether the tokenizer's special tokens (begin, end) go around each row."""
-
-    if TYPE_CHECKING:
-
-        def __init__(  # noqa: PLR0913
-            self,
-            images: str | Sequence[str] = ("images",),
-            text: str = "text",
-            *,
-            marker: str = "<image>",
-            parts: str | None = None,
-            special_tokens: bool = True,
-            patch: int = 16,
-            merge: int = 1,
-            temporal: int = 1,
-            size: int | None = None,
-            resize: Literal["smart", "any"] = "smart",
-            min_pixels: int = 64 * 64,
-            max_pixels: int = 1024 * 1024,
-            image_token: str | int = "<image>",
-            before: str | int | None = None,
-            after: str | int | None = None,
-            augment: Augment | Mapping[str, Any] | None = None,
-            extra_formats: Sequence[str] = (),
-            exif_transpose: bool = False,
-        ) -> None: ...
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
@@ -464,13 +398,11 @@ class Audio(Spec):
         750
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("audio", "text")
-
     kind: Annotated[Literal["audio"], Field(repr=False)] = "audio"
     """The kind of sample."""
-    audio: Word = "flac"
+    audio: Word = Field(default="flac", kw_only=False)
     """Column that holds the encoded sound: WAV, FLAC, Ogg, MP3."""
-    text: Word = "txt"
+    text: Word = Field(default="txt", kw_only=False)
     """Column that holds the text."""
     sample_rate: Annotated[int, whole(200, "no mel band would be left. Write 16000", example="16000")] = 16000
     """Samples a second that the encoder hears; sounds of another rate are resampled."""
@@ -486,22 +418,6 @@ class Audio(Spec):
     """Token in front of a sound's placeholders, such as "<|audio_bos|>"."""
     after: _Token | None = None
     """Token behind a sound's placeholders, such as "<|audio_eos|>"."""
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            audio: str = "flac",
-            text: str = "txt",
-            *,
-            sample_rate: int = 16000,
-            mels: int = 80,
-            seconds: int = 30,
-            frames_per_token: int = 4,
-            audio_token: str | int = "<|AUDIO|>",
-            before: str | int | None = None,
-            after: str | int | None = None,
-        ) -> None: ...
 
     @property
     def hop(self) -> int:
@@ -582,13 +498,11 @@ class Video(Spec):
         Video('mp4', 'caption', fps=1.0)
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("video", "text")
-
     kind: Annotated[Literal["video"], Field(repr=False)] = "video"
     """The kind of sample."""
-    video: Word = "mp4"
+    video: Word = Field(default="mp4", kw_only=False)
     """Column that holds the encoded clip: MP4, WebM and other containers."""
-    text: Word = "txt"
+    text: Word = Field(default="txt", kw_only=False)
     """Column that holds the text."""
     fps: Annotated[float, real(0.001, math.inf, "no frame would be sampled. Write 2.0")] = 2.0
     """Frames sampled from a second of the clip."""
@@ -616,28 +530,6 @@ class Video(Spec):
     """Token in front of a clip's placeholders, such as "<|vision_start|>"."""
     after: _Token | None = None
     """Token behind a clip's placeholders, such as "<|vision_end|>"."""
-
-    if TYPE_CHECKING:
-
-        def __init__(  # noqa: PLR0913
-            self,
-            video: str = "mp4",
-            text: str = "txt",
-            *,
-            fps: float = 2.0,
-            frames: Literal["uniform", "key"] = "uniform",
-            min_frames: int = 4,
-            max_frames: int = 768,
-            patch: int = 14,
-            merge: int = 2,
-            temporal: int = 2,
-            min_pixels: int = 128 * 28 * 28,
-            max_pixels: int = 768 * 28 * 28,
-            max_tokens: int | None = None,
-            video_token: str | int = "<|video_pad|>",
-            before: str | int | None = None,
-            after: str | int | None = None,
-        ) -> None: ...
 
     @property
     def factor(self) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack, cast
+from typing import Annotated, Any, Literal, TypedDict, Unpack, cast
 
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from overlord.core.spec_errors import Fault, Loc, conflict
-from overlord.job.spec_model import Spec, as_finite, as_position, code_of, real, whole
+from overlord.job.spec_model import Spec, Takes, as_finite, as_position, code_of, real, spec_field, whole
 
 # --------------------------------------------------------------------------------------------------------------
 # `Learn`: how a mixture follows the trainer's reports. The update rules themselves are in planning.
@@ -50,9 +50,7 @@ class Learn(Spec):
         {'warmup': 100}
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("method",)
-
-    method: Rule
+    method: Rule = Field(kw_only=False)
     """The update rule: "odm", "ado", "doremi", "skill_it", or "function" with your own."""
     every: Annotated[int, whole(1, "no report would ever be looked at. Write 1 or more")] = 1
     """Only the reports of every so many steps count; the others need not come."""
@@ -70,13 +68,14 @@ class Learn(Spec):
     """Reports between two fits of the scaling laws (ado)."""
     first_fit: Annotated[int, whole(1, "there is nothing to fit before the first report")] | None = None
     """Reports before the first fit (ado)."""
-    graph: (
+    graph: Takes[
         Annotated[
             dict[str, dict[str, float]],
             BeforeValidator(_as_graph, json_schema_input_type=dict[str, dict[str, float]]),
         ]
-        | None
-    ) = None
+        | None,
+        Mapping[str, Mapping[str, float]] | None,
+    ] = spec_field(default=None)
     """How much a source helps others: {from: {to: strength}} (skill_it)."""
     window: Annotated[int, whole(1, "no loss would be looked at")] | None = None
     """Reports that are summed (skill_it)."""
@@ -84,25 +83,6 @@ class Learn(Spec):
     """Your own rule: (step, metrics) -> {source: weight}; only in Python."""
     name: SkipJsonSchema[Annotated[str, Field(repr=False)]] = ""
     code_digest: SkipJsonSchema[Annotated[str, Field(repr=False)]] = ""
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            method: Rule,
-            *,
-            every: int = 1,
-            eta: float | None = None,
-            eps: float | None = None,
-            warmup: int | None = None,
-            smoothing: float | None = None,
-            floor: float | None = None,
-            refit_every: int | None = None,
-            first_fit: int | None = None,
-            graph: Mapping[str, Mapping[str, float]] | None = None,
-            window: int | None = None,
-            fn: MixtureFunction | None = None,
-        ) -> None: ...
 
     def options(self) -> dict[str, Any]:
         """Return what was given for the update rule."""
@@ -269,11 +249,10 @@ class Mixture(Spec):
         ([1.0, 3.0], [0.0, 1.0])
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("weights",)
-
-    weights: (
-        Annotated[dict[str, float], BeforeValidator(_as_weights, json_schema_input_type=dict[str, float])] | None
-    ) = None
+    weights: Takes[
+        Annotated[dict[str, float], BeforeValidator(_as_weights, json_schema_input_type=dict[str, float])] | None,
+        Mapping[str, float] | None,
+    ] = spec_field(default=None, kw_only=False)
     """Weight of each source; they need not sum to 1."""
     stage_weights: (
         Annotated[
@@ -313,23 +292,11 @@ class Mixture(Spec):
     """Whether a schedule is looked at once a step or at every draw inside it."""
     order: Literal["interleaved", "sequential"] = "interleaved"
     """Whether sources are mixed or read one after another."""
-    learn: Annotated[Learn, BeforeValidator(_as_learn, json_schema_input_type=Learn | str)] | None = None
+    learn: Takes[
+        Annotated[Learn, BeforeValidator(_as_learn, json_schema_input_type=Learn | str)] | None,
+        Learn | Mapping[str, Any] | str | None,
+    ] = spec_field(default=None)
     """How the weights follow the trainer's reports; without it they do not."""
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            weights: Mapping[str, float] | None = None,
-            *,
-            level: Level = "sample",
-            stopping: Stopping = "never_exhausted",
-            max_repetition: int | None = None,
-            temperature: float | None = None,
-            granularity: Literal["step", "substep"] = "step",
-            order: Literal["interleaved", "sequential"] = "interleaved",
-            learn: Learn | Mapping[str, Any] | str | None = None,
-        ) -> None: ...
 
     @classmethod
     def stages(cls, stages: Sequence[tuple[float, Mapping[str, float]]], **options: Unpack[MixtureOptions]) -> Mixture:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     BeforeValidator,
@@ -20,7 +20,7 @@ from pydantic.json_schema import SkipJsonSchema, WithJsonSchema
 from overlord.core.spec_errors import Fault, conflict, did_you_mean, is_whole, name_choices
 from overlord.job.chat_specs import Chat
 from overlord.job.media_specs import Audio, ImageText, Interleaved, Video
-from overlord.job.spec_model import Spec, Word, code_of, real
+from overlord.job.spec_model import Spec, Takes, Word, code_of, real, spec_field
 
 
 def _as_border_token(value: object) -> object:
@@ -46,11 +46,9 @@ class Text(Spec):
         Text('body')
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("column",)
-
     kind: Annotated[Literal["text"], Field(repr=False)] = "text"
     """The kind of sample."""
-    column: Word = "text"
+    column: Word = Field(default="text", kw_only=False)
     """Column that holds the text."""
     tokenized: bool = False
     """Whether the column already holds token ids; then no tokenizer is needed."""
@@ -60,18 +58,6 @@ class Text(Spec):
     """Token before each text: true for the tokenizer's own, or its text or id; not added where it is there already."""
     eos: BorderToken = False
     """Token behind each text: true for the tokenizer's own, or its text or id; not added where it is there already."""
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            column: str = "text",
-            *,
-            tokenized: bool = False,
-            special_tokens: bool = True,
-            bos: bool | str | int = False,
-            eos: bool | str | int = False,
-        ) -> None: ...
 
     @model_serializer(mode="wrap")
     def _keep_id_zero(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
@@ -92,17 +78,15 @@ class Custom(Spec):
         'reverse'
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("fn",)
-
     kind: Annotated[Literal["custom"], Field(repr=False)] = "custom"
     """The kind of sample."""
-    fn: Callable[[dict[str, Any]], Mapping[str, Any]]
+    fn: Callable[[dict[str, Any]], Mapping[str, Any]] = Field(kw_only=False)
     """The function: row -> tokens."""
-    columns: tuple[Word, ...] | None = None
+    columns: Takes[tuple[Word, ...] | None, Sequence[str] | None] = spec_field(default=None)
     """Columns the function needs; none reads all."""
-    name: Word = ""
+    name: Takes[Word, str | None] = spec_field(default="")
     """Name in messages and in the fingerprint; the function's own by default."""
-    code_digest: Annotated[str, Field(repr=False)] = ""
+    code_digest: Takes[str, str | None] = spec_field(default="", repr=False)
     """Digest of the function's source code; give your own to say that a change keeps the tokens."""
     # Where the function runs is no part of the stream, so neither of these stands in a fingerprint.
     process: Annotated[bool, Field(exclude=True)] = True
@@ -111,19 +95,6 @@ class Custom(Spec):
         float, real(0.01, math.inf, "rows would be given up before they ran. Give seconds"), Field(exclude=True)
     ] = 60.0
     """Seconds after which a worker that has not answered is taken for hung."""
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            fn: Callable[[dict[str, Any]], Mapping[str, Any]],
-            *,
-            columns: Sequence[str] | None = None,
-            name: str | None = None,
-            code_digest: str | None = None,
-            process: bool = True,
-            deadline: float = 60.0,
-        ) -> None: ...
 
     @model_validator(mode="before")
     @classmethod

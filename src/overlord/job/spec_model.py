@@ -12,13 +12,25 @@ import math
 import operator
 import os
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self, cast
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar, cast, dataclass_transform, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from overlord.core.spec_errors import Fault, Loc, Locate, conflict, did_you_mean, explain, follow, is_finite, list_some
+from overlord.core.spec_errors import (
+    Fault,
+    Loc,
+    Locate,
+    conflict,
+    did_you_mean,
+    explain,
+    follow,
+    is_finite,
+    list_some,
+    name_choices,
+)
 from overlord.errors import SpecError
 
 _BYTE_UNITS = {"": 1, "b": 1} | {
@@ -28,13 +40,43 @@ _BYTE_UNITS = {"": 1, "b": 1} | {
 }
 
 
+Kept = TypeVar("Kept", covariant=True)
+Given = TypeVar("Given", contravariant=True)
+
+if TYPE_CHECKING:
+
+    class Takes(Generic[Kept, Given]):
+        """A field that is kept as one type and takes others too, such as `Takes[tuple[str, ...], str | Sequence[str]]`.
+
+        For a type checker it is a descriptor, whose `__set__` says what the constructor takes; at run time it is the
+        first type. Its default is given with `spec_field`.
+        """
+
+        def __get__(self, spec: object, kind: object = None) -> Kept: ...
+        def __set__(self, spec: object, value: Given) -> None: ...
+
+else:
+
+    class Takes:
+        """A field that is kept as one type and takes others too."""
+
+        def __class_getitem__(cls, types: tuple[Any, Any]) -> Any:
+            return types[0]
+
+
+def spec_field(*, default: Any = ..., kw_only: bool = True, **more: Any) -> Any:
+    """Return pydantic's Field for a field of type `Takes`, whose default is of the type that is kept."""
+    return Field(default, kw_only=kw_only, **more)
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(Field, spec_field))
 class Spec(BaseModel):
     """A part of a job: frozen, unknown keys refused, every problem a SpecError."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     positional: ClassVar[tuple[str, ...]] = ()
-    """Fields that may be given without their name, in this order."""
+    """Fields that may be given without their name, in this order: those with `Field(kw_only=False)`."""
 
     def __init__(self, *args: Any, **data: Any) -> None:
         kind = type(self)
@@ -63,6 +105,7 @@ class Spec(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
+        cls.positional = tuple(name for name, field in cls.model_fields.items() if field.kw_only is False)
         by_place, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
         names = [*cls.positional, *(n for n in cls.model_fields if n not in cls.positional)]
         parameters: list[inspect.Parameter] = []
@@ -140,10 +183,7 @@ class Spec(BaseModel):
                 if not missing:
                     cls.__pydantic_validator__.validate_python({key: data[key] for key in known if key in data})
             except ValidationError as error:
-                details += [
-                    _detail(one["loc"], one.get("ctx", {}).get("error", one["msg"]), one["input"], one["type"])
-                    for one in error.errors(include_url=False)
-                ]
+                details += _details(error)
             raise ValidationError.from_exception_data(cls.__name__, details)
         return cast("Any", data)
 
@@ -167,11 +207,30 @@ class Spec(BaseModel):
                 yield field.alias or name, value
 
 
-def _detail(loc: Loc, error: Fault | str, value: object, kind: str = "fault") -> InitErrorDetails:
+def _detail(loc: Loc, fault: Fault, value: object) -> InitErrorDetails:
     """Return one line of a ValidationError that is made by hand."""
-    context: dict[str, Any] = {"error": error} if isinstance(error, Fault) else {}
-    words = "" if isinstance(error, Fault) else error.replace("{", "(").replace("}", ")")
-    return InitErrorDetails(type=PydanticCustomError(kind, words, context), loc=loc, input=value)
+    return InitErrorDetails(type=PydanticCustomError("fault", "", {"error": fault}), loc=loc, input=value)
+
+
+def _details(error: ValidationError, at: Loc = ()) -> list[InitErrorDetails]:
+    """Return the lines of a ValidationError, to raise them again; `at` goes before where each of them stands."""
+    found: list[InitErrorDetails] = []
+    for one in error.errors(include_url=False):
+        words = one["msg"].replace("{", "(").replace("}", ")")
+        kind = PydanticCustomError(cast("Any", one["type"]), cast("Any", words), one.get("ctx", {}))
+        found.append(InitErrorDetails(type=kind, loc=(*at, *one["loc"]), input=one["input"]))
+    return found
+
+
+@contextmanager
+def below(*at: str | int) -> Iterator[None]:
+    """Let the problems of what is validated inside stand at a place below the value that is being validated."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ValidationError.from_exception_data(error.title, _details(error, at)) from None
+    except Fault as fault:
+        raise Fault(fault.text, at=(*at, *fault.at), show_value=fault.show_value) from None
 
 
 def _spec_error(kind: type[Spec], error: ValidationError, data: object, locate: Locate | None) -> SpecError:
@@ -211,6 +270,18 @@ def whole(low: int | None, why: str, *, example: str = "") -> BeforeValidator:
         return number
 
     return BeforeValidator(check, json_schema_input_type=Annotated[int, Field(ge=low)])
+
+
+def one_of(words: Any, why: str) -> BeforeValidator:
+    """Check that a value is one of the words of a Literal; `why` says what another one would cause."""
+    known: tuple[str, ...] = get_args(words)
+
+    def check(value: object) -> object:
+        if value not in known:
+            raise Fault(f"expected {name_choices(known)}; {why}.{did_you_mean(value, known)}")
+        return value
+
+    return BeforeValidator(check, json_schema_input_type=words)
 
 
 def token(why: str) -> BeforeValidator:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -35,7 +35,7 @@ from overlord.job.media_specs import (
 )
 from overlord.job.mixture_specs import Learn, Mixture
 from overlord.job.sample_specs import Custom, Sample, Text
-from overlord.job.spec_model import Spec, Word, as_bytes, as_number, describe_schema, real, whole
+from overlord.job.spec_model import Spec, Takes, Word, as_bytes, as_number, describe_schema, real, spec_field, whole
 
 # --------------------------------------------------------------------------------------------------------------
 # `Source`: one place samples come from, and what its fields may hold.
@@ -71,13 +71,14 @@ class Source(Spec):
         Source('web', ('data/web/*.parquet',), sample=Text('body'), shuffle_bytes=16000000)
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("name", "path")
-
-    name: Annotated[str, BeforeValidator(_as_name, json_schema_input_type=str)]
+    name: Annotated[str, BeforeValidator(_as_name, json_schema_input_type=str)] = Field(kw_only=False)
     """Unique name; weights, states and sample ids use it."""
-    path: Annotated[tuple[Word, ...], BeforeValidator(_as_paths, json_schema_input_type=str | list[str])]
+    path: Takes[
+        Annotated[tuple[Word, ...], BeforeValidator(_as_paths, json_schema_input_type=str | list[str])],
+        str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    ] = spec_field(kw_only=False)
     """File, glob, folder or URL, or a list of them."""
-    sample: Sample = Text("text")
+    sample: Takes[Sample, Spec | Mapping[str, Any]] = spec_field(default=Text("text"))
     """What a row is."""
     weight: (
         Annotated[float, real(0, math.inf, "a source cannot be drawn less than never. Write 0 to leave it out")] | None
@@ -85,7 +86,10 @@ class Source(Spec):
     """Weight in the mixture, unless the mixture has its own."""
     lengths: Word | None = None
     """Where token counts come from: a column's name, "sidecar", or none to tokenize on read."""
-    shuffle_bytes: Annotated[int, BeforeValidator(as_bytes, json_schema_input_type=int | str)] = 4 * 2**20
+    shuffle_bytes: Takes[
+        Annotated[int, BeforeValidator(as_bytes, json_schema_input_type=int | str)],
+        int | str,
+    ] = spec_field(default=4 * 2**20)
     """Memory of the shuffle, as bytes or "16MB"; 0 keeps the order of the files."""
     tolerance: Annotated[
         float, real(0, 1, "it is the share of samples that may be bad. Write 0.01 for one in a hundred")
@@ -93,24 +97,8 @@ class Source(Spec):
     """Share of bad samples at which the run stops."""
     format: Word | None = None
     """File format, where it cannot be told from the names."""
-    storage_options: dict[str, Any] = Field(default={}, repr=False)
+    storage_options: Takes[dict[str, Any], Mapping[str, Any]] = spec_field(default={}, repr=False)
     """Options of the filesystem: region, endpoint, credentials."""
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            name: str,
-            path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-            *,
-            sample: Spec | Mapping[str, Any] = ...,
-            weight: float | None = None,
-            lengths: str | None = None,
-            shuffle_bytes: int | str = 4 * 2**20,
-            tolerance: float = 0.01,
-            format: str | None = None,
-            storage_options: Mapping[str, Any] = ...,
-        ) -> None: ...
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Source:
@@ -168,8 +156,6 @@ class Batch(Spec):
         8192
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("context_length",)
-
     context_length: Annotated[
         int,
         whole(
@@ -178,7 +164,7 @@ class Batch(Spec):
             "sequence length",
             example="8192",
         ),
-    ]
+    ] = Field(kw_only=False)
     """Tokens in a sequence; no sample is longer."""
     global_tokens: (
         Annotated[int, whole(1, "a step would be empty. Give the tokens of a step", example="1048576")] | None
@@ -196,18 +182,6 @@ class Batch(Spec):
         None
     )
     """Microbatches in a step of one rank; chosen by the plan by default."""
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            context_length: int,
-            *,
-            global_tokens: int | None = None,
-            global_samples: int | None = None,
-            microbatch_tokens: int | None = None,
-            microbatches: int | None = None,
-        ) -> None: ...
 
     @property
     def microbatch_cap(self) -> int:
@@ -271,17 +245,19 @@ class Job(Spec):
         ['web']
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("sources", "mixture", "tokenizer")
-
-    sources: Annotated[tuple[Source, ...], BeforeValidator(_as_sources, json_schema_input_type=list[Source])]
+    sources: Takes[
+        Annotated[tuple[Source, ...], BeforeValidator(_as_sources, json_schema_input_type=list[Source])],
+        Sequence[Source | Mapping[str, Any]],
+    ] = spec_field(kw_only=False)
     """The sources, each with its own name."""
-    mixture: Annotated[
-        Mixture, BeforeValidator(_as_mixture, json_schema_input_type=Mixture | dict[str, float] | None)
-    ] = Mixture()
+    mixture: Takes[
+        Annotated[Mixture, BeforeValidator(_as_mixture, json_schema_input_type=Mixture | dict[str, float] | None)],
+        Mixture | Mapping[str, Any] | None,
+    ] = spec_field(default=Mixture(), kw_only=False)
     """How much of each source; by default the weights beside the sources."""
-    tokenizer: Word | None = None
+    tokenizer: Takes[Word | None, str | os.PathLike[str] | None] = spec_field(default=None, kw_only=False)
     """A tokenizer.json, or a folder with a Hugging Face tokenizer or processor."""
-    batch: Batch
+    batch: Takes[Batch, Batch | Mapping[str, Any]]
     """Size of a step and of a sequence."""
     seed: Annotated[int, whole(None, "", example="0")] = 0
     """Seed of the order; another seed is another stream."""
@@ -295,22 +271,6 @@ class Job(Spec):
     """Steps after which the stream ends."""
     drop_last: bool = False
     """Whether a last step that is not full is left out."""
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            sources: Sequence[Source | Mapping[str, Any]],
-            mixture: Mixture | Mapping[str, Any] | None = None,
-            tokenizer: str | os.PathLike[str] | None = None,
-            *,
-            batch: Batch | Mapping[str, Any],
-            seed: int = 0,
-            overlength: Overlength = "truncate",
-            lag: int = 16,
-            max_steps: int | None = None,
-            drop_last: bool = False,
-        ) -> None: ...
 
     @property
     def names(self) -> list[str]:

@@ -16,7 +16,7 @@ from overlord.errors import OverlordError, PlanError
 from overlord.job.layout_specs import shape_of
 from overlord.planning.encoder import join_encoder
 
-Strategy = Callable[[Buffer, ClientPlaceTree], "LoadingPlan | Mapping[str, LoadingPlan]"]
+Strategy = Callable[[Buffer, ClientPlaceTree], LoadingPlan | Mapping[str, LoadingPlan]]
 """Decides where every sample of a step goes: one plan, or one for each module ("backbone", "encoder")."""
 
 SPLIT_AXES = {"DP": ("DP",), "CP": ("DP", "CP"), "WORLD": ("DP", "CP", "TP")}

@@ -1,4 +1,4 @@
-"""Cost models from a model's shape, from measurements, and ready-made: the public `ol.costs`.
+"""Cost models from a model's shape, from measurements, ready-made, and as job files write them: the public `ol.costs`.
 
 Time is one of two resources; the other, memory, is the cap in tokens and lives with the strategies.
 The time of a microbatch with segments of s_i tokens is `alpha * sum(s_i^2) + beta * sum(s_i) + gamma`.
@@ -6,16 +6,20 @@ The time of a microbatch with segments of s_i tokens is `alpha * sum(s_i^2) + be
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, ParamSpec, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import PlainValidator, model_validator
 
-from overlord.core.spec_errors import did_you_mean, show
+from overlord.core.spec_errors import Fault, conflict, did_you_mean, show
 from overlord.errors import SpecError
+from overlord.job.spec_model import Spec, as_number, real
 
 # --------------------------------------------------------------------------------------------------------------
 # `CostModel`: the time of a packed microbatch, as integers, so that every machine compares alike.
@@ -75,12 +79,14 @@ class CostModel:
     """Where the constants are from."""
     residual: float | None = None
     """Largest relative error of the measurements it was fitted to."""
+    shape: Mapping[str, Mapping[str, Any]] | None = field(default=None, compare=False, repr=False)
+    """Of a model that `causal_lm`, `moe` or `vit` made: the name of the function and its arguments."""
 
     def __post_init__(self) -> None:
-        for field in ("alpha", "beta", "gamma", "windowed", "residual"):
-            value = getattr(self, field)
-            if field != "residual" or value is not None:
-                object.__setattr__(self, field, _not_negative(field, value))
+        for name in ("alpha", "beta", "gamma", "windowed", "residual"):
+            value = getattr(self, name)
+            if name != "residual" or value is not None:
+                object.__setattr__(self, name, _not_negative(name, value))
         self._check_words()
         if self.alpha == 0 and self.beta == 0:
             raise SpecError(
@@ -116,10 +122,10 @@ class CostModel:
                 f"unit is {show(self.unit)}; it would not be known what a cost means. Give one of "
                 f"{', '.join(get_args(Unit))}"
             )
-        for field in ("name", "origin"):
-            if not isinstance(getattr(self, field), str):
+        for name in ("name", "origin"):
+            if not isinstance(getattr(self, name), str):
                 raise SpecError(
-                    f"{field} is {show(getattr(self, field))}, not text; reports could not name the model. Give text"
+                    f"{name} is {show(getattr(self, name))}, not text; reports could not name the model. Give text"
                 )
 
     @property
@@ -321,6 +327,25 @@ __all__ = [
 ]
 
 
+_Arguments = ParamSpec("_Arguments")
+
+
+def _with_shape(function: Callable[_Arguments, CostModel]) -> Callable[_Arguments, CostModel]:
+    """Let a model remember the arguments it was made from, so that a job file can hold it."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def made(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> CostModel:
+        model = function(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        changed = {name: value for name, value in given.items() if value != signature.parameters[name].default}
+        numbers = {name: value if isinstance(value, bool) else as_number(value) for name, value in changed.items()}
+        return replace(model, shape={function.__name__: numbers})
+
+    return made
+
+
+@_with_shape
 def causal_lm(
     layers: int,
     hidden: int,
@@ -376,6 +401,7 @@ def causal_lm(
     )
 
 
+@_with_shape
 def moe(
     layers: int,
     hidden: int,
@@ -413,6 +439,7 @@ def moe(
     )
 
 
+@_with_shape
 def vit(
     layers: int,
     hidden: int,
@@ -471,6 +498,7 @@ def scaled(model: CostModel, layers: float) -> CostModel:
         beta=model.beta * times,
         gamma=model.gamma * times,
         name=f"{model.name} x {times:g}",
+        shape=None,
     )
 
 
@@ -606,3 +634,151 @@ def _non_negative(table: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
             best, least = np.zeros(3), error
             best[columns] = found
     return best
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Cost models as a job file writes them: a preset, the shape of a model, or measured milliseconds.
+
+
+Preset = Literal["tokens", "quadratic", "llama_12b", "vit_2b"]
+
+
+def _shape(function: Callable[..., CostModel]) -> PlainValidator:
+    """Make a cost model of the arguments of its function, which are checked by its signature."""
+    name, parameters = function.__name__, inspect.signature(function).parameters
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+
+    def check(value: object) -> CostModel:
+        if not isinstance(value, Mapping):
+            raise Fault(f"this must be a mapping of the model's shape, such as {{{', '.join(required)}}}")
+        given: dict[str, int | float | bool] = {}
+        for key, found in cast("Mapping[Any, object]", value).items():
+            if key not in parameters:
+                raise conflict(
+                    f"unknown key; the model would have another shape than you asked for."
+                    f"{did_you_mean(key, parameters)} {name} takes {', '.join(parameters)}",
+                    key,
+                )
+            number = found if isinstance(found, bool) else as_number(found)
+            if number is None or isinstance(number, bool) != isinstance(parameters[key].default, bool):
+                what = "true or false" if isinstance(parameters[key].default, bool) else "a number"
+                raise Fault(f"this must be {what}; the model would have no cost", at=(key,))
+            given[key] = number
+        for key in required:
+            if key not in given:
+                raise conflict(f"missing; without it the model has no cost. {name} needs {', '.join(required)}", key)
+        try:
+            return function(**given)
+        except SpecError as error:
+            raise conflict(str(error)) from None
+
+    keys: Any = Literal[tuple(parameters)]  # type: ignore[valid-type]
+    return PlainValidator(check, json_schema_input_type=dict[keys, float | bool])
+
+
+_Time = Annotated[float, real(0, math.inf, "a cost cannot be negative")]
+_CausalLm = Annotated[CostModel, _shape(causal_lm)]
+_Moe = Annotated[CostModel, _shape(moe)]
+_Vit = Annotated[CostModel, _shape(vit)]
+
+
+class Cost(Spec):
+    """What a file says a sequence or an image costs: a preset, the shape of a model, or alpha s² + beta s + gamma.
+
+    Example:
+        >>> Cost(preset="llama_12b").model().name, Cost(causal_lm={"layers": 32, "hidden": 4096}).model().kappa
+        ('llama_12b', 49152.0)
+    """
+
+    preset: Preset | None = None
+    """A model of `ol.costs`."""
+    causal_lm: _CausalLm | None = None
+    """The arguments of `ol.costs.causal_lm`."""
+    moe: _Moe | None = None
+    """The arguments of `ol.costs.moe`."""
+    vit: _Vit | None = None
+    """The arguments of `ol.costs.vit`."""
+    alpha: _Time | None = None
+    """Milliseconds of one squared token."""
+    beta: _Time | None = None
+    """Milliseconds of one token."""
+    gamma: _Time | None = None
+    """Milliseconds of a microbatch, whatever is in it."""
+
+    def model(self) -> CostModel:
+        """Return the cost model."""
+        if self.preset is not None:
+            return preset(self.preset)
+        shaped = self.causal_lm or self.moe or self.vit
+        return shaped or CostModel(self.alpha or 0.0, self.beta or 0.0, self.gamma or 0.0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_short_form(cls, data: Any) -> Any:
+        if isinstance(data, str) and data not in _PRESETS:
+            raise conflict(
+                f"there is no cost model {show(data)}; it is not known what a sequence costs."
+                f"{did_you_mean(data, _PRESETS)} Presets: {', '.join(_PRESETS)}; or write {{causal_lm: {{layers: 32, "
+                "hidden: 4096}}"
+            )
+        return {"preset": data} if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Cost:
+        timed = [name for name in ("alpha", "beta", "gamma") if getattr(self, name) is not None]
+        given = [name for name in ("preset", "causal_lm", "moe", "vit") if getattr(self, name) is not None] + timed[:1]
+        if len(given) != 1:
+            found = f"{given[0]} and {given[1]} are both given" if given else "nothing is given"
+            raise conflict(
+                f"one thing decides what a sequence costs, but {found}. Write a preset such as llama_12b, "
+                "{causal_lm: {layers: 32, hidden: 4096}}, or {alpha: 1.0e-7, beta: 2.6e-3}"
+            )
+        try:
+            self.model()
+        except SpecError as error:
+            raise conflict(str(error)) from None
+        return self
+
+
+def as_cost(value: object) -> CostFunction:
+    """Return a cost in any form that a strategy takes: a model, a function of lengths, or as a file writes it.
+
+    Raises:
+        Fault: It is none of these.
+    """
+    if callable(value):
+        return cast("CostFunction", value)
+    if isinstance(value, (str, Mapping)):
+        return Cost.nested(cast("object", value)).model()
+    raise Fault(
+        "this must be a cost model of ol.costs or its name, or a function of lengths; it is not known what a sequence "
+        "costs"
+    )
+
+
+def written_cost(cost: object) -> object:
+    """Return a cost as a job file holds it.
+
+    Raises:
+        SpecError: It is a function, or a model that the constants of a file do not describe.
+
+    Example:
+        >>> written_cost(llama_12b), written_cost(causal_lm(32, 4096)), written_cost(CostModel(1e-7, 0.002))
+        ('llama_12b', {'causal_lm': {'layers': 32, 'hidden': 4096}}, {'alpha': 1e-07, 'beta': 0.002, 'gamma': 0.0})
+    """
+    if isinstance(cost, CostModel):
+        if _PRESETS.get(cost.name) == cost:
+            return cost.name
+        if cost.shape is not None:
+            return {name: dict(given) for name, given in cost.shape.items()}
+        if (cost.unit, cost.scale, cost.window) == ("ms", 1, None):
+            return {"alpha": cost.alpha, "beta": cost.beta, "gamma": cost.gamma}
+    raise SpecError(
+        f"the cost {getattr(cost, '__name__', None) or show(cost)} is made in Python, which YAML cannot hold; the file "
+        "would not give the same plans. Use a preset, causal_lm, moe, vit or milliseconds, or keep the job in a Python "
+        "file."
+    )
+
+
+AnyCost = Annotated[CostFunction, PlainValidator(as_cost, json_schema_input_type=Preset | Cost)]
+"""A cost in any form that a strategy takes."""

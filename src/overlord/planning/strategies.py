@@ -1,33 +1,101 @@
 """Ready strategies: functions of (buffer, tree) that decide where every sample of a step goes (the paper's figure 9).
 
-Each name here returns a strategy for `launch(strategy=..)`. Nothing moves to another step.
+Each name here is a frozen spec that can be called: `strategy=hdp(equal_counts=True)` of a launch in Python is
+`strategy: {hdp: {equal_counts: true}}` in a job file, with the same options, defaults and checks. Nothing moves to
+another step.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal, cast, get_args
+
+from pydantic import ConfigDict, Field, PlainValidator, create_model
 
 from overlord.core.draw import Buffer
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
+from overlord.core.spec_errors import Fault, conflict, did_you_mean, name_choices, show
 from overlord.errors import SpecError
+from overlord.job.spec_model import Spec, as_number, below, whole
 from overlord.planning import costs
 from overlord.planning.balancing.balance import Level, Method, Objective
 from overlord.planning.balancing.microbatches import least_labels, no_room, spread_labels
 from overlord.planning.balancing.packing import PackMethod
 from overlord.planning.balancing.zigzag import deal
 from overlord.planning.checking import Strategy
-from overlord.planning.dgraph import CostFn, DGraph
+from overlord.planning.costs import AnyCost, CostFunction, written_cost
+from overlord.planning.dgraph import DGraph
 from overlord.planning.encoder import Scope
 
 __all__ = ["Strategy", "backbone_balance", "curriculum", "hdp", "long_short", "packed", "vanilla", "vlm_hybrid"]
 
+_MethodName = Literal["greedy", "karmarkar_karp", "zigzag"]
+_Axis = Literal["TP", "CP", "DP"]
+_LLAMA: dict[str, Any] = {"default": "llama_12b"}  # how an editor shows a default
+_VIT: dict[str, Any] = {"default": "vit_2b"}
 
-def vanilla() -> Strategy:
-    """Return what loaders do without a plan: samples dealt to buckets in drawing order, microbatches filled in turn."""
 
-    def vanilla(buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+def _as_method(value: object) -> Method:
+    known = get_args(_MethodName)
+    if not callable(value) and value not in known:
+        raise Fault(f"expected {name_choices(known)}; nothing else is understood.{did_you_mean(value, known)}")
+    return cast("Method", value)
+
+
+def _as_axes(value: object) -> tuple[str, ...]:
+    axes = [value] if isinstance(value, str) else value
+    if isinstance(axes, str | Mapping) or not isinstance(axes, Collection):
+        raise Fault("this must be a list of axes, such as [TP]; it would be unclear which ranks broadcast")
+    found = [axis.upper() if isinstance(axis, str) else axis for axis in cast("Collection[object]", axes)]
+    for number, axis in enumerate(found):
+        if axis not in get_args(_Axis):
+            raise Fault(f"expected {name_choices(get_args(_Axis))}; no other ranks hold the same tokens", at=(number,))
+    return tuple(cast("list[str]", found))
+
+
+_Balancing = Annotated[Method, PlainValidator(_as_method, json_schema_input_type=_MethodName)]
+_Axes = Annotated[Collection[str], PlainValidator(_as_axes, json_schema_input_type=list[_Axis])]
+
+
+class StrategySpec(Spec):
+    """A strategy by its options."""
+
+    def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan | Mapping[str, LoadingPlan]:
+        """Return the plan of a step."""
+        raise NotImplementedError
+
+    def written(self) -> object:
+        """Return the short form that a file holds: the name, with the options that differ from the defaults.
+
+        Raises:
+            SpecError: An option is a Python function, which YAML cannot hold.
+        """
+        name, options = type(self).__name__, dict[str, Any]()
+        for option, value in self.__repr_args__():
+            if option in ("cost", "encoder", "backbone"):
+                options[option] = written_cost(value)
+            elif callable(value):
+                raise SpecError(
+                    f"strategy.{name}.{option} is a Python function, which YAML cannot hold; the file would not give "
+                    "the same plans. Keep the job in a Python file."
+                )
+            else:
+                options[option] = list(value) if isinstance(value, tuple) else value
+        return {name: options} if options else name
+
+    def __repr_args__(self) -> Any:
+        """Show the options that differ from the defaults."""
+        for name, field in type(self).model_fields.items():
+            if getattr(self, name) != field.get_default():
+                yield name, getattr(self, name)
+
+
+class vanilla(StrategySpec):
+    """What loaders do without a plan: samples are dealt to buckets in drawing order, microbatches filled in turn."""
+
+    def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+        """Return the plan of a step."""
         graph = DGraph.from_buffer(buffer, tree).mix().distribute("DP").cost(costs.tokens)
         bucket, microbatch = deal(graph.padded, tree.dp, buffer.limits.microbatch_tokens)
         count, fixed = int(microbatch.max(initial=0)) + 1, buffer.limits.microbatches
@@ -40,119 +108,93 @@ def vanilla() -> Strategy:
             places = spread_labels(places, labels, graph.padded, count, most)
         return graph.placed(places, count, "round-robin, next fit").plan()
 
-    return vanilla
 
+class backbone_balance(StrategySpec):
+    """Gives every data-parallel group the same cost in every microbatch."""
 
-def backbone_balance(
-    cost: CostFn = costs.llama_12b,
-    *,
-    method: Method = "greedy",
-    objective: Objective | None = None,
-    level: Level = "interleaved",
-    group_size: int | None = None,
-    reorder: bool = False,
-    broadcast: Collection[str] = (),
-) -> Strategy:
-    """Return the strategy that gives every data-parallel group the same cost in every microbatch.
+    cost: AnyCost = Field(default=costs.llama_12b, kw_only=False, json_schema_extra=_LLAMA)
+    """What a sequence costs: a model of `ol.costs`, or a function of lengths."""
+    method: _Balancing = "greedy"
+    """How sequences are placed: see `DGraph.balance`."""
+    objective: Objective | None = None
+    """What is made small: see `DGraph.balance`. By default pipeline on a mesh with pipeline stages, else lockstep."""
+    level: Level = "interleaved"
+    """How far a sequence may move: see `DGraph.balance`."""
+    group_size: Annotated[int, whole(1, "no group could be made")] | None = None
+    """Balance inside groups of so many data-parallel groups."""
+    reorder: bool = False
+    """Whether the longest sequence of a microbatch comes first."""
+    broadcast: _Axes = ()
+    """Axes along which the trainer broadcasts."""
 
-    Args:
-        cost: What a sequence costs: a model of `ol.costs`, or a function of lengths.
-        method: See `DGraph.balance`.
-        objective: See `DGraph.balance`. By default "pipeline" on a mesh with pipeline stages, else "lockstep".
-        level: See `DGraph.balance`.
-        group_size: Balance inside groups of so many data-parallel groups.
-        reorder: Whether the longest sequence of a microbatch comes first.
-        broadcast: Axes along which the trainer broadcasts.
-    """
-
-    def backbone_balance(buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+    def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+        """Return the plan of a step."""
         graph = DGraph.from_buffer(buffer, tree, modality="tokens").mix()
-        graph = graph.distribute(axis="DP", group_size=group_size).cost(cost)
-        graph = graph.balance(method, objective=_objective(objective, tree), level=level, reorder=reorder)
-        return _broadcast(graph, broadcast).plan()
+        graph = graph.distribute(axis="DP", group_size=self.group_size).cost(self.cost)
+        aim = _objective(self.objective, tree)
+        graph = graph.balance(self.method, objective=aim, level=self.level, reorder=self.reorder)
+        return _broadcast(graph, self.broadcast).plan()
 
-    return backbone_balance
 
+class vlm_hybrid(StrategySpec):
+    """Balances images over all ranks, and tokens over the data-parallel groups."""
 
-def vlm_hybrid(
-    encoder: CostFn = costs.vit_2b,
-    backbone: CostFn = costs.llama_12b,
-    *,
-    scope: Scope = "world",
-    split: bool = False,
-    method: Method = "greedy",
-    objective: Objective | None = None,
-    broadcast: Collection[str] = (),
-) -> Strategy:
-    """Return the strategy that balances images over all ranks and tokens over the data-parallel groups.
+    encoder: AnyCost = Field(default=costs.vit_2b, kw_only=False, json_schema_extra=_VIT)
+    """What an image of so many patches costs."""
+    backbone: AnyCost = Field(default=costs.llama_12b, kw_only=False, json_schema_extra=_LLAMA)
+    """What a sequence of so many tokens costs."""
+    scope: Scope = "world"
+    """world: images may go to any rank; group: only to ranks of the group that holds their tokens."""
+    split: bool = False
+    """Whether images that cost more than an even share are cut into runs of patches for several ranks."""
+    method: _Balancing = "greedy"
+    """How tokens are balanced."""
+    objective: Objective | None = None
+    """What is made small for the tokens, as in `backbone_balance`."""
+    broadcast: _Axes = ()
+    """Axes along which the trainer broadcasts the tokens."""
 
-    Args:
-        encoder: What an image of so many patches costs.
-        backbone: What a sequence of so many tokens costs.
-        scope: "world": images may go to any rank; "group": only to ranks of the group that holds their tokens.
-        split: Whether images that cost more than an even share are cut into runs of patches for several ranks.
-        method: How tokens are balanced.
-        objective: What is made small for the tokens, as in `backbone_balance`.
-        broadcast: Axes along which the trainer broadcasts the tokens.
-    """
-    tokens = backbone_balance(backbone, method=method, objective=objective, broadcast=broadcast)
-
-    def vlm_hybrid(buffer: Buffer, tree: ClientPlaceTree) -> dict[str, LoadingPlan]:
+    def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> dict[str, LoadingPlan]:
+        """Return the plans of a step."""
+        tokens = backbone_balance(self.backbone, method=self.method, objective=self.objective, broadcast=self.broadcast)
         plan = tokens(buffer, tree)
-        assert isinstance(plan, LoadingPlan)
         images = DGraph.from_buffer(buffer, tree, modality="images").mix()
-        images = images.distribute(axis="WORLD").cost(encoder).toward(plan, scope)
-        return {"backbone": plan, "encoder": (images.split() if split else images).balance("greedy").plan()}
-
-    return vlm_hybrid
+        images = images.distribute(axis="WORLD").cost(self.encoder).toward(plan, self.scope)
+        return {"backbone": plan, "encoder": (images.split() if self.split else images).balance("greedy").plan()}
 
 
-def long_short(
-    cost: CostFn = costs.llama_12b,
-    *,
-    threshold: int | None = None,
-    objective: Objective | None = None,
-    broadcast: Collection[str] = (),
-) -> Strategy:
-    """Return the strategy that keeps long and short sequences in microbatches of their own, each kind balanced.
+class long_short(StrategySpec):
+    """Keeps long and short sequences in microbatches of their own, each kind balanced.
 
-    All ranks meet the long sequences in the same microbatches, so nobody with short ones waits for them.
-
-    Args:
-        cost: What a sequence costs.
-        threshold: Tokens from which a sequence is long (default: half the context).
-        objective: See `DGraph.balance`.
-        broadcast: Axes along which the trainer broadcasts.
+    All ranks meet the long sequences in the same microbatches, so no rank with short ones waits for them.
     """
-    if threshold is not None and (not isinstance(threshold, int) or threshold < 1):
-        raise SpecError(f"long_short: threshold is {threshold!r:.80}, not a number of tokens. Use 1 or more.")
 
-    def long_short(buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
-        graph = DGraph.from_buffer(buffer, tree, modality="tokens").mix().distribute("DP").cost(cost)
-        aim = _objective(objective, tree)
-        long = graph.items.length >= (buffer.limits.context_length // 2 if threshold is None else threshold)
+    cost: AnyCost = Field(default=costs.llama_12b, kw_only=False, json_schema_extra=_LLAMA)
+    """What a sequence costs."""
+    threshold: Annotated[int, whole(1, "every sequence would be long")] | None = None
+    """Tokens from which a sequence is long; half the context by default."""
+    objective: Objective | None = None
+    """What is made small: see `DGraph.balance`."""
+    broadcast: _Axes = ()
+    """Axes along which the trainer broadcasts."""
+
+    def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+        """Return the plan of a step."""
+        graph = DGraph.from_buffer(buffer, tree, modality="tokens").mix().distribute("DP").cost(self.cost)
+        aim = _objective(self.objective, tree)
+        long = graph.items.length >= (self.threshold or buffer.limits.context_length // 2)
         if long.all() or not long.any() or buffer.limits.microbatches is not None:
-            return _broadcast(graph.balance("greedy", objective=aim), broadcast).plan()
+            return _broadcast(graph.balance("greedy", objective=aim), self.broadcast).plan()
         kinds = [graph.where(long, "long sequences"), graph.where(~long, "short sequences")]
-        first, second = (_broadcast(g.balance("greedy", objective=aim), broadcast).plan() for g in kinds)
+        first, second = (_broadcast(g.balance("greedy", objective=aim), self.broadcast).plan() for g in kinds)
         return first.then(second)
 
-    return long_short
 
-
-def packed(
-    cost: CostFn = costs.llama_12b, *, method: PackMethod = "best_fit", broadcast: Collection[str] = ()
-) -> Strategy:
-    """Return the strategy that fills microbatches as full as they go, for trainers that pay for a full one anyway.
+class packed(StrategySpec):
+    """Fills microbatches as full as they go, for trainers that pay for a full one anyway.
 
     Filled microbatches are then dealt to the data-parallel groups, those of like cost together. Where the trainer pays
     only for the tokens there are, use `backbone_balance`: it makes costs even and does not mind room.
-
-    Args:
-        cost: What a sequence costs.
-        method: "best_fit", "first_fit", or "concat", which cuts plain text where a microbatch is full: see
-            `DGraph.pack`.
-        broadcast: Axes along which the trainer broadcasts.
 
     Example:
         >>> from overlord import ClientPlaceTree, summary_buffer
@@ -161,56 +203,171 @@ def packed(
         [700, 300]
     """
 
-    def packed(buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
-        graph = DGraph.from_buffer(buffer, tree, modality="tokens").mix().distribute(axis="DP").cost(cost).pack(method)
-        return _broadcast(graph, broadcast).plan()
+    cost: AnyCost = Field(default=costs.llama_12b, kw_only=False, json_schema_extra=_LLAMA)
+    """What a sequence costs."""
+    method: PackMethod = "best_fit"
+    """best_fit, first_fit, or concat, which cuts plain text where a microbatch is full: see `DGraph.pack`."""
+    broadcast: _Axes = ()
+    """Axes along which the trainer broadcasts."""
 
-    return packed
+    def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+        """Return the plan of a step."""
+        graph = DGraph.from_buffer(buffer, tree, modality="tokens").mix().distribute(axis="DP").cost(self.cost)
+        return _broadcast(graph.pack(self.method), self.broadcast).plan()
 
 
-def hdp(cost: CostFn = costs.llama_12b, *, equal_counts: bool = False, broadcast: Collection[str] = ()) -> Strategy:
-    """Return ByteScale's hybrid data parallelism: every DP x CP rank is a consumer of its own.
+class hdp(StrategySpec):
+    """ByteScale's hybrid data parallelism: every DP x CP rank is a consumer of its own.
 
     A sequence that fits one rank (microbatch_tokens / cp) stays there; a longer one is spread over an aligned block
     of 2, 4, .. ranks. Every rank of a block runs the same shared sequences in the same order.
-
-    Args:
-        cost: What a sequence costs.
-        equal_counts: Whether all ranks get the same number of microbatches (FSDP, EP), with dummies.
-        broadcast: Axes along which the trainer broadcasts.
     """
 
-    def hdp(buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
-        graph = DGraph.from_buffer(buffer, tree, modality="tokens").mix()
-        graph = graph.distribute(axis="CP").cost(cost).balance("greedy", reorder=False, equal_counts=equal_counts)
-        return _broadcast(graph, broadcast).plan()
+    cost: AnyCost = Field(default=costs.llama_12b, kw_only=False, json_schema_extra=_LLAMA)
+    """What a sequence costs."""
+    equal_counts: bool = False
+    """Whether all ranks get the same number of microbatches (FSDP, EP), with dummies."""
+    broadcast: _Axes = ()
+    """Axes along which the trainer broadcasts."""
 
-    return hdp
+    def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+        """Return the plan of a step."""
+        graph = DGraph.from_buffer(buffer, tree, modality="tokens").mix().distribute(axis="CP").cost(self.cost)
+        graph = graph.balance("greedy", reorder=False, equal_counts=self.equal_counts)
+        return _broadcast(graph, self.broadcast).plan()
 
 
-def curriculum(stages: Sequence[tuple[int, Strategy]]) -> Strategy:
-    """Return a strategy that changes at given steps, as a run goes from short to long sequences.
+def _as_stages(value: object) -> tuple[tuple[int, Strategy], ...]:
+    example = "Write pairs of first step and strategy, such as [[0, backbone_balance], [1000, long_short]]"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise Fault(f"this must be a list with at least one stage. {example}")
+    stages: list[tuple[int, Strategy]] = []
+    for number, stage in enumerate(cast("Sequence[object]", value)):
+        pair = cast("Sequence[object]", stage) if isinstance(stage, (list, tuple)) else ()
+        if len(pair) != 2:
+            raise Fault(f"this is not a stage. {example}", at=(number,))
+        start = as_number(pair[0])
+        least = stages[-1][0] + 1 if stages else 0
+        if not isinstance(start, int) or start < least or (not stages and start != 0):
+            begin = "0" if not stages else f"{least} or later"
+            raise Fault(
+                f"a stage begins here, and must at {begin}; some steps would have no strategy, or two. Begin with step "
+                "0, and let stages follow each other",
+                at=(number, 0),
+            )
+        with below(number, 1):
+            stages.append((start, as_strategy(pair[1])))
+    return tuple(stages)
+
+
+class curriculum(StrategySpec):
+    """Changes the strategy at given steps, as a run goes from short to long sequences.
 
     What is drawn changes with `Mixture.stages` or `Mixture.linear`; this changes where it goes.
 
     Example:
-        >>> strategy = curriculum([(0, backbone_balance()), (10_000, long_short())])
+        >>> curriculum([(0, backbone_balance()), (10_000, long_short(threshold=4096))]).written()
+        {'curriculum': [[0, 'backbone_balance'], [10000, {'long_short': {'threshold': 4096}}]]}
     """
-    stages = list(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else []
-    pairs = [stage for stage in stages if isinstance(stage, (tuple, list)) and len(stage) == 2 and callable(stage[1])]
-    starts = [pair[0] for pair in pairs if isinstance(pair[0], int)]
-    rising = all(a < b for a, b in itertools.pairwise(starts))
-    if len(starts) != len(stages) or not starts or starts[0] != 0 or not rising:
-        raise SpecError(
-            f"curriculum: stages are {stages!r:.80}; some steps would have no strategy, or two. Give pairs of (first "
-            "step, strategy) that begin with step 0, each later than the one before."
-        )
 
-    def curriculum(buffer: Buffer, tree: ClientPlaceTree) -> object:
-        chosen = [strategy for step, strategy in stages if step <= buffer.step][-1]
+    stages: Annotated[
+        Sequence[tuple[int, Strategy]],
+        PlainValidator(_as_stages),
+    ] = Field(kw_only=False)
+    """Pairs of first step and strategy: the first begins with step 0, each later than the one before."""
+
+    def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan | Mapping[str, LoadingPlan]:
+        """Return the plan of a step."""
+        chosen = [strategy for step, strategy in self.stages if step <= buffer.step][-1]
         return chosen(buffer, tree)
 
-    return curriculum  # type: ignore[return-value]
+    def written(self) -> object:
+        """Return the form that a file holds."""
+        return {"curriculum": [[step, written_strategy(stage)] for step, stage in self.stages]}
+
+
+_KINDS: dict[str, type[StrategySpec]] = {
+    kind.__name__: kind for kind in (vanilla, backbone_balance, vlm_hybrid, long_short, packed, hdp, curriculum)
+}
+
+
+def as_strategy(value: object) -> Strategy:
+    """Return a strategy in any form that a launch takes: itself, its name, or a mapping of its name to its options.
+
+    Raises:
+        Fault: There is no such strategy.
+        ValidationError: There is no such option.
+    """
+    if isinstance(value, type) and issubclass(value, StrategySpec):
+        name = value.__name__
+        raise conflict(f"ol.strategies.{name} itself makes strategies and is none. Call it: ol.strategies.{name}()")
+    if callable(value):
+        return cast("Strategy", value)
+    given: object = {value: None} if isinstance(value, str) else value
+    if not isinstance(given, Mapping):
+        raise Fault(
+            "this must be a strategy, its name, or a function of (buffer, tree); samples would have no place in the "
+            "mesh. Use one of ol.strategies, such as ol.strategies.backbone_balance()"
+        )
+    for name in cast("Mapping[Any, Any]", given):
+        if name not in _KINDS:
+            raise conflict(
+                f"there is no strategy {show(name)}; samples would have no place in the mesh."
+                f"{did_you_mean(name, _KINDS)} Strategies: {', '.join(_KINDS)}"
+            )
+    if len(given) != 1:
+        raise conflict(
+            f"a strategy is one name with its options, but this holds {show(list(given)) if given else 'nothing'}; "
+            "only one can decide. Write a name, or {backbone_balance: {objective: sum}}"
+        )
+    ((name, options),) = given.items()
+    with below(name):
+        if name == "curriculum":
+            return curriculum(_as_stages(options))
+        return _KINDS[name].nested({} if options is None else options)  # `{hdp: }` is a name without options
+
+
+def written_strategy(strategy: Strategy) -> object:
+    """Return a strategy as a job file holds it.
+
+    Raises:
+        SpecError: It is, or holds, a Python function, which YAML cannot hold.
+    """
+    if isinstance(strategy, StrategySpec):
+        return strategy.written()
+    raise SpecError(
+        f"strategy is the Python function {name_of(strategy)!r}, which YAML cannot hold; the file would not give the "
+        "same plans. Keep the job in a Python file, or use one of ol.strategies."
+    )
+
+
+def name_of(strategy: Strategy) -> str:
+    """Return what a strategy is called in reports."""
+    return getattr(strategy, "__name__", type(strategy).__name__)
+
+
+def costs_of(strategy: Strategy | None) -> tuple[CostFunction | None, CostFunction | None]:
+    """Return what a sequence and an image cost by a strategy; None where it does not say. A curriculum as its first."""
+    if isinstance(strategy, curriculum):
+        return costs_of(strategy.stages[0][1])
+    if isinstance(strategy, vlm_hybrid):
+        return strategy.backbone, strategy.encoder
+    return (getattr(strategy, "cost", None) if isinstance(strategy, StrategySpec) else None), None
+
+
+def meets_once(strategy: Strategy | None) -> bool:
+    """Whether a strategy balances for groups that meet once a step (`objective: sum`). A curriculum as its first."""
+    if isinstance(strategy, curriculum):
+        return meets_once(strategy.stages[0][1])
+    return isinstance(strategy, StrategySpec) and getattr(strategy, "objective", None) == "sum"
+
+
+_Stages = list[tuple[int, str | dict[str, Any]]]
+_Choices: Any = {name: (kind | None, None) for name, kind in _KINDS.items()} | {"curriculum": (_Stages | None, None)}
+_ByName: Any = create_model("StrategyChoice", __config__=ConfigDict(extra="forbid"), **_Choices)
+_Name: Any = Literal[tuple(_KINDS)]  # type: ignore[valid-type]
+AnyStrategy = Annotated[Strategy, PlainValidator(as_strategy, json_schema_input_type=_ByName | _Name)]
+"""A strategy in any form that a launch takes."""
 
 
 def _objective(given: Objective | None, tree: ClientPlaceTree) -> Objective:
@@ -219,6 +376,6 @@ def _objective(given: Objective | None, tree: ClientPlaceTree) -> Objective:
 
 
 def _broadcast(graph: DGraph, axes: Collection[str]) -> DGraph:
-    for axis in (axes,) if isinstance(axes, str) else axes:
+    for axis in axes:
         graph = graph.broadcast_at(axis)
     return graph

@@ -1,18 +1,22 @@
-"""A profile for people: a table for the terminal, and one HTML page with the spread of latency and the memory."""
+"""A profile for people: tables for the terminal, one HTML page of latency and memory, and the plan it leads to."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from overlord.reports import svg
 from overlord.reports.pages import Figure, Row, Table, render, terminal_table
 from overlord.reports.summary import count, number, percent, seconds, shorten, size, without_zeros
 from overlord.reports.svg import OURS, ROW, THEIRS, Frame
+from overlord.scaling.partition import Allotment, Partition
 from overlord.scaling.profiles import Profile, SourceProfile
+from overlord.scaling.source_costs import TINY, Resources, SourceCost
 
 MOST_ROWS = 40
 """Sources that a table of the terminal and a figure hold, the most expensive ones."""
@@ -185,3 +189,71 @@ def memory_figure(order: Sequence[SourceProfile]) -> Figure:
 
 def _left_out(order: Sequence[SourceProfile]) -> str:
     return f" The {MOST_ROWS} most expensive of {len(order):,} sources." if len(order) > MOST_ROWS else ""
+
+
+def plan_table(
+    found: Partition,
+    costs: Sequence[SourceCost],
+    shares: Sequence[float],
+    resources: Resources,
+    worst: tuple[int, float, str],
+) -> RenderableType:
+    """Return a placement of sources for the terminal: workers and actors of each, and what matters most of it."""
+    table = TerminalTable(title="workers and actors", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("source", style="bold")
+    for name in ("cluster", "P", "share", "workers", "CPUs", "actors"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("why", style="dim", ratio=1)
+    rows = sorted(
+        zip(found.allotments, costs, shares, strict=True), key=lambda row: (-row[0].workers, -row[0].busy, row[0].name)
+    )
+    for one, cost, share in rows[:MOST_ROWS]:
+        table.add_row(
+            Text(one.name), str(one.cluster), seconds(cost.transform_s), percent(share), str(one.workers),
+            f"{one.cpus:.2g}", _actors(one), Text(one.why),
+        )  # fmt: skip
+    rest = rows[MOST_ROWS:]
+    parts: list[RenderableType] = [table]
+    if rest:
+        workers = number(sum(one.workers for one, _, _ in rest), "worker")
+        parts.append(Text(f"and {number(len(rest), 'source')} more, {workers}", style="dim"))
+    return Group(*parts, *(Text(words) for words in plan_words(found, resources, worst)))
+
+
+def _actors(one: Allotment) -> str:
+    """Write the actors of a source, those of a long row as a range.
+
+    A source's own actors have numbers that follow each other.
+    """
+    first, last = one.actors[0], one.actors[-1]
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def plan_words(found: Partition, resources: Resources, worst: tuple[int, float, str]) -> list[str]:
+    """Return what matters most of a plan, in sentences."""
+    shared = sum(one.parallelism == "source" for one in found.allotments)
+    spread = sum(one.parallelism == "data" for one in found.allotments)
+    busy = number(sum(one.workers for one in found.allotments), "worker")
+    words = [
+        f"Expected: {count(found.samples_per_s)} samples/s; {found.limit}.",
+        f"{busy} in {number(len(found.actors), 'actor')}: {number(shared, 'source')} share actors, "
+        f"{spread} {'is' if spread == 1 else 'are'} spread over several.",
+        f"CPUs: {found.cpus:.3g} of {resources.cpus:g}, {resources.cpus - resources.loader_cpus:g} of them for the "
+        f"planner and {number(resources.constructors, 'constructor')}; {resources.cpus - found.cpus:.3g} are left.",
+        f"Memory: {size(found.bytes)} of {size(resources.bytes)}; {size(resources.bytes - found.bytes)} are left.",
+    ]
+    at_once = sum(one.busy if one.busy < TINY else one.workers for one in found.allotments)
+    if at_once > resources.loader_cpus + 1e-6:
+        most = math.ceil(at_once - 1e-6)
+        words.append(
+            f"{number(most, 'worker')} at once are more than the CPUs for them ({resources.loader_cpus:g}): part of "
+            f"their time is waiting. A launch bounds workers, not CPUs: with --cpus {most} "
+            f"(budget=ol.Budget(cpus={most})) it has them all."
+        )
+    step, rate, source = worst
+    if rate < 0.99 * found.samples_per_s:
+        words.append(
+            f"The mixture changes: sized for its mean, the feed falls to {count(rate)} samples/s around step {step:,}, "
+            f"when {source} is drawn most. Online scaling follows the schedule."
+        )
+    return words

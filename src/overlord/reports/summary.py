@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from overlord.planning.balancing.evenness import in_lockstep, over_ranks
+
 NARROW_SPACE = "\u202f"
 """Stands between a number and its unit, and never breaks a line."""
 
@@ -155,12 +157,8 @@ def evenness(loads: npt.NDArray[Any]) -> Evenness:
         >>> evenness(np.array([[3, 1], [1, 3]]))
         Evenness(imbalance=1.0, lockstep=1.5)
     """
-    loads = np.nan_to_num(loads.astype(np.float64))
-    buckets = loads.sum(axis=1)
-    mean = float(buckets.mean()) if len(buckets) else 0.0
-    if mean <= 0:
-        return Evenness(1.0, 1.0)
-    return Evenness(float(buckets.max()) / mean, float(loads.max(axis=0).sum()) / mean)
+    known = np.nan_to_num(loads.astype(np.float64))
+    return Evenness(over_ranks(known), in_lockstep(known))
 
 
 def count(value: float) -> str:

@@ -74,6 +74,13 @@ def media_items(measured: Measured) -> tuple[Pieces | None, Pieces | None]:
     return Pieces(rows, first, length), Pieces(rows, first - before, length + before + behind)
 
 
+def fit_context(
+    measured: Measured, context_length: int, overlength: str
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return (delivered tokens, flags) of measured rows, as a loader decides them."""
+    return apply_overlength(measured.tokens, media_items(measured)[1], context_length, overlength)
+
+
 def count_images(meta: MetaArray, images: Pieces) -> None:
     """Count the images that are delivered; those of a sample that does not just begin with one are listed."""
     kept = images.start.astype(np.int64) + images.length <= meta["tokens"][images.sample]

@@ -23,7 +23,7 @@ from overlord.runtimes.autoscaling.scaler import MOST_LANES
 from overlord.runtimes.inline.inline_cluster import InlineCluster
 from overlord.runtimes.launching.cluster_placement import ClusterOptions
 from overlord.runtimes.launching.deployment import limits_of
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import LaunchOptions as ServiceOptions
 from overlord.runtimes.launching.resume import canonical
 from overlord.scaling.autoscaler import Scaling
 from overlord.session import Service, launch
@@ -68,7 +68,7 @@ def launch_for_faults(  # noqa: PLR0913 - as `launch`
     """
     tree = mesh or ClientPlaceTree()
     storm = Storm(script or FaultScript(), FakeClock())
-    options = LaunchOptions(
+    options = ServiceOptions(
         mesh=tree, prefetch=prefetch, threads=1, strategy=strategy, heartbeat_s=heartbeat, keep=keep,
         store=None if store is None else str(Path(store).absolute()), state=state,
         cache=str(Path(cache).expanduser().absolute()),

@@ -15,6 +15,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ from overlord.runtimes.launching.deployment import (
     open_files,
     order_of,
     prepare,
+    try_files,
 )
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
@@ -597,38 +599,19 @@ def profile_job(
     with ProcessWorkers(1) as processes:
         prepared = prepare(_tolerant(job), options, processes.isolate)
         numbers = [n for n, name in enumerate(prepared.job.names) if sources is None or name in sources]
-        opened, failed = open_each(prepared, numbers, progress)
+        with closing(ThreadWorkers(_OPENERS, "overlord-profile")) as callers:
+            tried = try_files(prepared, numbers, callers, progress)
+        failed = {prepared.job.names[n]: str(why) for n, why in tried.items() if isinstance(why, OverlordError)}
+        opened = {number: files for number, files in tried.items() if isinstance(files, SourceFiles)}
         found: list[SourceProfile] = []
         for done, (number, files) in enumerate(opened.items()):
-            source = prepared.job.sources[number]
             try:
                 found.append(_measure(prepared, number, files, processes, samples, seconds, when))
             except OverlordError as error:
-                failed[source.name] = str(error)
+                failed[prepared.job.names[number]] = str(error)
             if progress is not None:
                 progress("measuring sources", done + 1, len(opened))
     return Profiled(Profile(tuple(found)), failed)
-
-
-def open_each(
-    prepared: Prepared, numbers: Sequence[int], progress: Progress | None = None
-) -> tuple[dict[int, SourceFiles], dict[str, str]]:
-    """Open sources side by side; return those that can be opened, and why the others cannot."""
-    callers, failed, opened = ThreadWorkers(_OPENERS, "overlord-profile"), dict[str, str](), dict[int, SourceFiles]()
-
-    def open_one(number: int) -> None:
-        try:
-            opened.update(open_files(prepared, [number], SerialWorkers()))
-        except OverlordError as error:
-            failed[prepared.job.names[number]] = str(error)
-        if progress is not None:
-            progress("opening sources", len(opened) + len(failed), len(numbers))
-
-    try:
-        callers.map(open_one, numbers)
-    finally:
-        callers.close()
-    return {number: opened[number] for number in numbers if number in opened}, failed
 
 
 def digests_of(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> dict[str, str]:
@@ -644,12 +627,11 @@ def check_profile(profile: Profile, job: Job, options: LaunchOptions, progress: 
     """Refuse a profile that was measured on other sources than a job's, as they are now.
 
     Raises:
-        SpecError: A source has changed or was not measured, or the job is wrong.
+        SpecError: A source has changed, was not measured or cannot be opened, or the job is wrong.
     """
     prepared = prepare(job, options)
-    opened, failed = open_each(prepared, range(len(prepared.job.sources)), progress)
-    if failed:
-        raise SpecError(next(iter(failed.values())))
+    with closing(ThreadWorkers(_OPENERS, "overlord-profile")) as callers:
+        opened = open_files(prepared, range(len(prepared.job.sources)), callers, progress)
     facts = {prepared.job.names[number]: SourceFacts.of(files) for number, files in opened.items()}
     profile.check(digests_of(prepared, facts))
 

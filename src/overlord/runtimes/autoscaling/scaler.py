@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
-from overlord.core.spec_errors import did_you_mean, is_whole
+from overlord.core.spec_errors import did_you_mean
 from overlord.errors import OverlordError, SpecError
 from overlord.job.specs import Job
+from overlord.launch_spec import Budget, Loaders
 from overlord.runtimes.autoscaling.profiling import digests_of, read_profile, refresh
 from overlord.runtimes.hosts.loader_host import LoaderFleet
 from overlord.runtimes.launching.deployment import Prepared, SourceFacts
@@ -30,7 +31,6 @@ from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.scaling.autoscaler import Bottleneck, Fleet, Scaling, Waited, decide, find_bottleneck
 from overlord.scaling.partition import partition
 from overlord.scaling.source_costs import (
-    Budget,
     Resources,
     SourceCost,
     counted_by_workers,
@@ -45,9 +45,6 @@ from overlord.scaling.source_costs import (
 
 
 logger = logging.getLogger("overlord")
-
-Loaders = int | Mapping[str, int] | Literal["auto"]
-"""Workers of each source: one number, numbers by name, or what its profile asks for."""
 
 MOST_LANES = 64
 """Workers of a host that may run at the same time where nobody says how many."""
@@ -66,7 +63,9 @@ class Sizing:
     profile: str | None = None
 
 
-def sizing_of(job: Job, loaders: object, scaling: object, budget: object, profile: str | None) -> Sizing:
+def sizing_of(
+    job: Job, loaders: Loaders, scaling: bool | Scaling, budget: Budget | None, profile: str | None
+) -> Sizing:
     """Complete what a launch says of its workers.
 
     Raises:
@@ -79,8 +78,8 @@ def sizing_of(job: Job, loaders: object, scaling: object, budget: object, profil
         >>> sizing_of(job, {"web": 4}, False, Budget(cpus=16), None).workers
         {'web': 4}
     """
-    given = budget if isinstance(budget, Budget) else Budget(ahead=_whole("budget", budget))
-    settings = _scaling_of(scaling)
+    given = budget or Budget()
+    settings = scaling if isinstance(scaling, Scaling) else Scaling() if scaling else None
     sized = settings is not None or given.cpus is not None
     lanes = given.cpus or ((os.cpu_count() or 1) if sized else MOST_LANES)
     bounds: dict[str, Any] = {
@@ -90,13 +89,12 @@ def sizing_of(job: Job, loaders: object, scaling: object, budget: object, profil
         "profile": profile,
     }
     if isinstance(loaders, Mapping):
-        workers = _by_name(job, cast("Mapping[str, object]", loaders))
-        return Sizing(workers=workers, lanes=lanes, **bounds)
+        return Sizing(workers=_by_name(job, loaders), lanes=lanes, **bounds)
     if loaders == "auto":
         return Sizing(
             workers=_partitioned(job, profile, given, settings), lanes=given.cpus or os.cpu_count() or 1, **bounds
         )
-    return Sizing(loaders_per_source=_whole("loaders_per_source", loaders), lanes=lanes, **bounds)
+    return Sizing(loaders_per_source=loaders, lanes=lanes, **bounds)
 
 
 def _partitioned(job: Job, profile: str | None, budget: Budget, scaling: Scaling | None) -> dict[str, int]:
@@ -141,34 +139,14 @@ def refresh_profile(options: LaunchOptions, status: Callable[[], Mapping[str, An
             logger.warning("the profile %s could not be brought up to date: %s", options.profile, error)
 
 
-def _scaling_of(scaling: object) -> Scaling | None:
-    if isinstance(scaling, bool):
-        return Scaling() if scaling else None
-    if not isinstance(scaling, Scaling):
-        raise SpecError(
-            f"launch: scaling is {scaling!r:.80}; nobody would know when workers come and go. Use True, False or "
-            "ol.Scaling(..)."
-        )
-    return scaling
-
-
-def _by_name(job: Job, loaders: Mapping[str, object]) -> dict[str, int]:
+def _by_name(job: Job, loaders: Mapping[str, int]) -> dict[str, int]:
     for name in loaders:
         if name not in job.names:
             raise SpecError(
                 f"launch: loaders_per_source names {name!r:.80}, which is no source of the job; its workers would have "
                 f"nothing to do.{did_you_mean(str(name), job.names)} Name sources of the job."
             )
-    return {name: _whole(f"loaders_per_source[{name!r}]", count) for name, count in loaders.items()}
-
-
-def _whole(name: str, value: object) -> int:
-    if not is_whole(value) or int(cast("int", value)) < 1:
-        raise SpecError(
-            f"launch: {name} is {value!r:.80}; nothing could run with it. Give a whole number of at least 1, or leave "
-            "it out."
-        )
-    return int(cast("int", value))
+    return dict(loaders)
 
 
 # --------------------------------------------------------------------------------------------------------------

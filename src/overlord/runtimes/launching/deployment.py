@@ -160,29 +160,25 @@ IsolateReader = Callable[[Reader], Reader]
 """Brings a reader into processes that a damaged file may end."""
 
 
-def open_sources(
+def try_sources(
     sources: Sequence[Source],
     transforms: Sequence[SampleTransform],
     cache: IndexCache,
     workers: Workers,
-    progress: Progress | None,
+    progress: Progress | None = None,
     isolate: IsolateReader | None = None,
-) -> list[SourceFiles]:
-    """List the files of every source and check that the columns exist.
-
-    Raises:
-        SpecError: for all sources that cannot be opened, a line for each.
-    """
+) -> list[SourceFiles | OverlordError]:
+    """List the files of every source and check that the columns exist; return its files, or why they cannot be had."""
     done = 0
-    wrong: dict[str, OverlordError] = {}
 
-    def open_one(item: tuple[Source, SampleTransform]) -> SourceFiles | None:
+    def open_one(item: tuple[Source, SampleTransform]) -> SourceFiles | OverlordError:
         nonlocal done
         source, transform = item
         extra = (source.lengths,) if source.lengths not in (None, "sidecar") else ()
         columns = tuple(dict.fromkeys((*transform.columns, *extra)))
+        found: SourceFiles | OverlordError
         try:
-            opened = SourceFiles(
+            found = SourceFiles(
                 source.name,
                 source.path,
                 format=source.format,
@@ -191,20 +187,22 @@ def open_sources(
                 cache=cache,
                 isolate=isolate,
             )
-            check_kinds(source, opened.kinds())  # a missing or wrong column shows here, before anything runs
-        except SpecError as error:
-            named = repr(source.name) in str(error)
-            wrong[source.name] = error if named else type(error)(f"source {source.name!r}: {error}")
-            return None
+            check_kinds(source, found.kinds())  # a missing or wrong column shows here, before anything runs
+        except OverlordError as error:
+            found = named_error(source, error)
         done += 1
         if progress is not None:
             progress("opening sources", done, len(sources))
-        return opened
+        return found
 
-    opened = workers.map(open_one, list(zip(sources, transforms, strict=True)))
-    if wrong:
-        raise joined([wrong[source.name] for source in sources if source.name in wrong])
-    return opened
+    return workers.map(open_one, list(zip(sources, transforms, strict=True)))
+
+
+def named_error(source: Source, error: OverlordError) -> OverlordError:
+    """Return an error that names its source: a path alone is hard to find among hundreds of sources."""
+    if not isinstance(error, SpecError) or repr(source.name) in str(error):
+        return error
+    return type(error)(f"source {source.name!r}: {error}")
 
 
 _NUMBERS, _BYTES = ("int", "float"), ("bytes",)
@@ -498,18 +496,33 @@ def prepare(
     )
 
 
+def try_files(
+    prepared: Prepared, numbers: Sequence[int], callers: Workers, progress: Progress | None = None
+) -> dict[int, SourceFiles | OverlordError]:
+    """Open some of a job's sources; return the files of each, or why they cannot be had."""
+    sources, cache = prepared.job.sources, IndexCache(Path(prepared.options.cache) / "index")
+    found: dict[int, SourceFiles | OverlordError] = {
+        number: NoFiles(sources[number].name, sources[number].format, cache) for number in numbers
+    }
+    here = [number for number in numbers if sources[number].name not in prepared.gone]
+    chosen, transforms = [sources[number] for number in here], [prepared.transforms[number] for number in here]
+    opened = try_sources(chosen, transforms, cache, callers, progress, prepared.isolate_reader)
+    return found | dict(zip(here, opened, strict=True))
+
+
 def open_files(
     prepared: Prepared, numbers: Sequence[int], callers: Workers, progress: Progress | None = None
 ) -> dict[int, SourceFiles]:
-    """Open some of a job's sources."""
-    cache = IndexCache(Path(prepared.options.cache) / "index")
-    here = [number for number in numbers if prepared.job.sources[number].name not in prepared.gone]
-    sources = [prepared.job.sources[number] for number in here]
-    transforms = [prepared.transforms[number] for number in here]
-    found = open_sources(sources, transforms, cache, callers, progress, prepared.isolate_reader)
-    opened = dict(zip(here, found, strict=True))
-    named = {number: prepared.job.sources[number] for number in numbers}
-    return {n: opened[n] if n in opened else NoFiles(source.name, source.format, cache) for n, source in named.items()}
+    """Open some of a job's sources.
+
+    Raises:
+        OverlordError: for all sources that cannot be opened, a line for each.
+    """
+    found = try_files(prepared, numbers, callers, progress)
+    wrong = [one for one in found.values() if isinstance(one, OverlordError)]
+    if wrong:
+        raise joined(wrong)
+    return {number: files for number, files in found.items() if isinstance(files, SourceFiles)}
 
 
 def where_it_stands(prepared: Prepared, facts: Mapping[str, SourceFacts], beginning: Beginning) -> Standing:
@@ -598,13 +611,12 @@ def make_constructor(prepared: Prepared, loaders: Loaders, workers: Workers) -> 
     return DataConstructor(loaders, PackingJob(options.layout, media_shape(prepared.job), opening))
 
 
-def transform_of(source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None) -> SampleTransform:
+def transform_of(source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None = None) -> SampleTransform:
     """Make the transform of a source; what is wrong with it is said with its name."""
     try:
         return make_transform(source, tokenizer, isolate)
     except SpecError as error:
-        named = repr(source.name) in str(error)
-        raise error if named else type(error)(f"source {source.name!r}: {error}") from error
+        raise named_error(source, error) from error
 
 
 def start_planner(
