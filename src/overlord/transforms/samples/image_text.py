@@ -142,7 +142,7 @@ class ImageTextTransform:
             flags=np.where(bad, BAD, 0).astype(np.int32),
             kept=text.kept,
             faults=text.faults,
-            lies=text.lies,
+            wrong_lengths=text.wrong_lengths,
             front=front,
             margin=self._places.margin,
         )
@@ -161,7 +161,7 @@ class ImageTextTransform:
         # A plan may end before the text begins; it never ends inside the image.
         fitted, _ = fit_rows(Ragged(tokens, offsets), planned)
         fitted_loss, _ = fit_rows(Ragged(loss, offsets), planned)
-        return Finished(fitted, fitted_loss, media_of("image", kept, planned, bad), text.faults, text.lies)
+        return Finished(fitted, fitted_loss, media_of("image", kept, planned, bad), text.faults, text.wrong_lengths)
 
     def _sizes(self, rows: RowBatch, images: Ragged, bad: Bools, faults: list[Fault]) -> tuple[Int64s, Int64s]:
         if self._spec.width and self._spec.height:

@@ -84,7 +84,7 @@ class ItemThenText:
             flags=np.where(bad, BAD, 0).astype(np.int32),
             kept=text.kept,
             faults=text.faults,
-            lies=text.lies,
+            wrong_lengths=text.wrong_lengths,
             front=lead,
             margin=(int(self._before is not None), int(self._after is not None)),
         )
@@ -110,4 +110,4 @@ class ItemThenText:
         tokens[places] = text.tokens.values
         loss[places] = text.loss.values
         media = media_of(self._kind, kept, planned, bad)
-        return Finished(Ragged(tokens, offsets), Ragged(loss, offsets), media, text.faults, text.lies)
+        return Finished(Ragged(tokens, offsets), Ragged(loss, offsets), media, text.faults, text.wrong_lengths)

@@ -69,7 +69,7 @@ class Measured:
     """Tokens before and behind the placeholders of an item that are never cut off from it."""
     killed: list[Fault] = field(default_factory=list)
     """Rows that killed their process worker twice; the verdict is written down before it counts."""
-    lies: list[Fault] = field(default_factory=list)
+    wrong_lengths: list[Fault] = field(default_factory=list)
     """Rows whose known length leaves nothing of a text that has tokens."""
 
 
@@ -81,7 +81,7 @@ class Finished:
     loss: Ragged
     media: Media | None
     faults: list[Fault]
-    lies: list[Fault]
+    wrong_lengths: list[Fault]
     """Samples whose true length was not the measured one."""
 
 

@@ -45,9 +45,9 @@ class TextTransform:
         bad = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
         faults: list[Fault] = unread_rows(rows)
         column = ragged_column(rows, self._spec.column)
-        lies: list[Fault] = []
+        wrong: list[Fault] = []
         if lengths is not None:
-            lies = self._left_out(column, lengths, bad)
+            wrong = self._left_out(column, lengths, bad)
             claimed, empty = np.where(bad, 1, np.maximum(lengths, 1)), lengths <= 0
             kept: RowBatch = {"raw": column, "claimed": claimed}
             # No text has that many tokens: a wild claim must not cost memory, nor leave 32 bits.
@@ -57,7 +57,7 @@ class TextTransform:
             tokens, kept = encoded.lengths, {"tokens": encoded}
         kept["empty"] = empty
         measured = measured_text(tokens, np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0), kept, faults)
-        measured.lies = lies
+        measured.wrong_lengths = wrong
         return measured
 
     def _left_out(self, column: Ragged, lengths: Int64s, bad: Bools) -> list[Fault]:
@@ -73,13 +73,13 @@ class TextTransform:
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
         faults: list[Fault] = []
-        tokens, lies = _text_tokens(kept, bad, faults, self._encode)
+        tokens, wrong = _text_tokens(kept, bad, faults, self._encode)
         # The stand-in of an empty text (beside an image) is there for its place only.
         loss = np.repeat(~bad & ~np.asarray(kept["empty"], np.bool_), planned).astype(np.uint8)
         fitted, padding = fit_rows(tokens, planned)
         loss[padding] = 0
         mask_rows(loss, fitted.offsets, [row for row, _ in faults])
-        return Finished(fitted, Ragged(loss, fitted.offsets), None, faults, lies)
+        return Finished(fitted, Ragged(loss, fitted.offsets), None, faults, wrong)
 
     def _encode(self, column: Ragged, bad: Bools, faults: list[Fault]) -> tuple[Ragged, Bools]:
         """Encode rows; bad and empty ones become one stand-in token. Marks rows that are not UTF-8 as bad."""
@@ -153,12 +153,12 @@ def _text_tokens(
     tokens, _ = encode(ragged_column(kept, "raw"), bad.copy(), faults)
     claimed = np.asarray(kept["claimed"])
     broken = {row for row, _ in faults}
-    lies = [
+    wrong = [
         (int(r), f"its length column says {int(claimed[r])} tokens, the text has {int(tokens.lengths[r])}")
         for r in np.flatnonzero((tokens.lengths != claimed) & ~bad)
         if int(r) not in broken
     ]
-    return tokens, lies
+    return tokens, wrong
 
 
 def _rows_with(column: Ragged, found: Bools) -> Bools:
