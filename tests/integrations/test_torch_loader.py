@@ -77,7 +77,7 @@ def test_a_state_of_another_stream_is_refused_by_a_running_service(ids_job, cach
             loader.load_state_dict(states[2])
         forged = json.loads(states[0]["stream"])
         forged["sources"]["a"][2] += 1
-        with pytest.raises(ol.StateError, match=r"the state of step 2 is not the one that this service had at that step"):
+        with pytest.raises(ol.StateError, match=r"the state of step 2 is not the one that this service had"):
             loader.load_state_dict({"stream": json.dumps(forged)})
         assert _tokens(loader, 1)[0][0] == 3, "nothing has moved"
         loader.load_state_dict(states[0])

@@ -224,7 +224,7 @@ class SourceChanges:
         self._effective = effective
 
     def check_name(self, name: str) -> None:
-        """Refuse a new source whose name is taken."""
+        """Refuse the name of a new source if it is taken."""
         if name in self._inputs.names:
             raise SpecError(
                 f"add_source: the stream already has a source {name!r} (removed sources keep their name); cursors and "

@@ -43,7 +43,7 @@ from overlord.roles.ports import Loaders
 from overlord.stores.store import KEEP, Store
 
 MakePlan = Callable[[Buffer, ClientPlaceTree], LoadingPlan]
-"""A strategy whose result is checked."""
+"""A strategy, with a check of its result."""
 LimitsOf = Callable[[ClientPlaceTree], Limits]
 """The limits of plans on a mesh; raises SpecError for a mesh that the job does not fit."""
 
@@ -58,7 +58,7 @@ KEPT_STATES = 256
 KEPT_REPLAYED = 64
 """Old states that were computed again are kept too: a client that attaches late requests one step after another."""
 SNAPSHOT_EVERY = 16
-"""Steps between snapshots at first; a runtime whose store is slow takes them less often."""
+"""Steps between snapshots at first; a runtime with a slow store takes them less often."""
 AHEAD = 32
 """Steps that the horizon is moved ahead; after a crash, a change takes effect at the horizon or later."""
 SLACK = 24
@@ -216,7 +216,7 @@ class Planner:
             return False
 
     def missing_report(self, step: int) -> int | None:
-        """Return the step whose report is needed to plan a step and is missing; None if none is."""
+        """Return the step of the report that is needed to plan a step and is missing; None if there is none."""
         return self._drawer.mixer.missing_report(step) if step == self._drawer.state.step else None
 
     def state(self, step: int, *, whole: bool = False) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Loaders(Protocol):
         ...
 
     def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
-        """Report samples whose media the DataConstructor could not decode: (source, row, epoch, reason)."""
+        """Report samples with media that the DataConstructor could not decode: (source, row, epoch, reason)."""
         ...
 
     def snapshot(self) -> dict[str, Any]:
@@ -67,8 +67,8 @@ class Feed(Protocol):
     def open_step(self, step: int) -> StepHeader | None:
         """Wait until a step is planned, and return its header; None past the end of the stream.
 
-        Also None for a step whose mesh does not have this rank. The request also reports that the trainer has finished
-        the steps before it.
+        Also None for a step with a mesh that does not have this rank. The request also reports that the trainer has
+        finished the steps before it.
         """
         ...
 

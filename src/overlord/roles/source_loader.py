@@ -345,7 +345,7 @@ class SourceLoader:
         return Payload(staged.order.step, self._number, done.tokens, done.loss, done.media)
 
     def note_faults(self, faults: Sequence[tuple[int, int, str]]) -> None:
-        """Count samples whose media the DataConstructor could not decode: (row, epoch, reason) of each."""
+        """Count samples with media that the DataConstructor could not decode: (row, epoch, reason) of each."""
         self._note_rows(faults, self._bad, self._telemetry.bad_samples)
         self._check_tolerance()
 
@@ -502,7 +502,7 @@ class SourceLoader:
             tell(list(new.items()))
 
     def _judge_first_rows(self, chunk: Chunk, faults: list[Fault]) -> None:
-        """Refuse a source whose first rows are all bad: the job probably reads sound files in a wrong way.
+        """Refuse a source if its first rows are all bad: the job probably reads sound files in a wrong way.
 
         Exactly the first `FIRST_ROWS` rows of the source's order decide, in whatever chunks they are read. With one
         good row among them, only the tolerance applies. A run of bad rows in the middle of a source is damage.
@@ -624,7 +624,7 @@ def media_items(measured: Measured) -> tuple[Pieces | None, Pieces | None]:
 
 
 def count_images(meta: MetaArray, images: Pieces) -> None:
-    """Count the delivered images; samples whose images are not just one at the start get `items` set."""
+    """Count the delivered images; samples with images elsewhere than one at the start get `items` set."""
     kept = images.start.astype(np.int64) + images.length <= meta["tokens"][images.sample]
     sample = images.sample[kept]
     meta["image_tokens"] = np.bincount(sample, images.length[kept], len(meta))

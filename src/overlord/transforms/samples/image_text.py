@@ -1,4 +1,4 @@
-"""ImageText: one image and its text; the image's placeholders first, then the text."""
+"""Images and text: ImageText (one image, then its text) and Interleaved (texts and images in any order)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ImagePlaces:
 
     @property
     def margin(self) -> tuple[int, int]:
-        """Tokens before and behind the placeholders of an image."""
+        """Tokens before and after the placeholders of an image."""
         return self.lead, self.extra - self.lead
 
     @property
@@ -179,12 +179,11 @@ class ImageTextTransform:
         return widths, heights
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Interleaved: texts and images in any order become one sequence, placeholders where the images are.
+# -- Interleaved: one sequence with placeholders where the images are ----------------------------------------------
 
 
 class RowFault(Exception):
-    """A row's texts and images do not go together; the reason goes to the log with the sample's id."""
+    """A row's texts and images do not match; the reason is logged with the sample's id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +212,7 @@ class InterleavedTransform:
         self.decoder = ImageDecoder(spec)
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
-        """Measure rows; all of their text is tokenized here, so known `lengths` are not looked at."""
+        """Measure rows; all text is tokenized here, so known `lengths` are not used."""
         broken = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
         faults: list[Fault] = unread_rows(rows)
         images, have = _row_images(rows, self._spec.images)
@@ -248,7 +247,7 @@ class InterleavedTransform:
             flags=(np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0)).astype(np.int32),
             kept=kept,
             margin=self._places.margin,
-            # One reason a row: a sample is bad once, however many of its images are.
+            # One reason per row: a sample is bad once, however many of its images are.
             faults=sorted(dict(reversed(faults)).items()),
         )
 
@@ -264,7 +263,7 @@ class InterleavedTransform:
         runs: list[str] = []
         items: list[int] = []
         picks: list[int] = []
-        # By nature one row at a time: text is split, or JSON parsed.
+        # One row at a time: text is split, or JSON parsed.
         for row, text in enumerate(texts):
             laid: tuple[list[str], Sequence[int]] = ([""], [])
             if not broken[row]:
@@ -331,7 +330,7 @@ def split_parts(text: str, columns: Sequence[str], have: Sequence[int]) -> tuple
         have: How many images each of them holds.
 
     Raises:
-        RowFault: when the parts make no sense, or name an image that is not there.
+        RowFault: when the parts are invalid, or name an image that the row does not have.
 
     Example:
         >>> split_parts('[{"type": "text", "text": "a"}, {"type": "image", "image": 1}]', ["images"], [2])
@@ -371,7 +370,7 @@ def _image_number(named: object, columns: Sequence[str], have: Sequence[int]) ->
 
 
 def _row_images(rows: RowBatch, columns: Sequence[str]) -> tuple[Ragged, Int64s]:
-    """Return all images, a ragged row each, sample after sample; and how many each sample has in each column."""
+    """Return all images, one ragged row each, sample by sample; and how many each sample has in each column."""
     parts: list[Ragged] = []
     counts: list[Int64s] = []
     for column in columns:
@@ -390,7 +389,7 @@ def _row_images(rows: RowBatch, columns: Sequence[str]) -> tuple[Ragged, Int64s]
 
 
 def _chosen_images(images: Ragged, have: Int64s, layout: _Layout) -> tuple[Ragged, Int64s]:
-    """Return the bytes of all images that each sample shows, one behind the other, and the bytes of each image."""
+    """Return the bytes of all images that each sample uses, concatenated, and the bytes of each image."""
     chosen = np.repeat(offsets_of(have)[:-1], layout.items) + layout.picks
     if not np.array_equal(chosen, np.arange(len(images))):
         images = images.take(chosen)

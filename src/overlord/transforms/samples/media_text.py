@@ -1,4 +1,4 @@
-"""A sound or a clip and its text: the item's placeholders first, then the text. What Audio and Video share."""
+"""A sound or a clip, then its text: the part that Audio and Video have in common."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def media_library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise SpecError(
-            f"a source of sounds or clips needs the library {name!r}, which cannot be imported ({error}); not one of "
-            "its rows could be measured. Install it with: pip install overlord-data[media]"
+            f"a source of sounds or clips needs the library {name!r}, which cannot be imported ({error}); none of its "
+            "rows could be measured. Install it with: pip install overlord-data[media]"
         ) from error
 
 
@@ -58,7 +58,7 @@ class ItemThenText:
         self, text: Measured, bad: Bools, items: Ragged, length: Int64s, grid: Int64s, seeds: UInt64s,
         seconds: npt.NDArray[np.float64] | None = None,
     ) -> Measured:  # fmt: skip
-        """Return what is known of rows whose text and items are measured.
+        """Return the metadata of rows from that of their text and of their items.
 
         Args:
             text: The text alone; its kept columns are taken over.
@@ -66,7 +66,7 @@ class ItemThenText:
             items: The encoded items.
             length: Placeholders of each.
             grid: Three numbers of each.
-            seeds: The rows' own.
+            seeds: The seeds of the rows.
             seconds: Seconds of a temporal patch.
         """
         lead = length + (self._before is not None) + (self._after is not None)

@@ -50,7 +50,7 @@ class TextTransform:
             wrong = self._left_out(column, lengths, bad)
             claimed, empty = np.where(bad, 1, np.maximum(lengths, 1)), lengths <= 0
             kept: RowBatch = {"raw": column, "claimed": claimed}
-            # No text has that many tokens: a wild claim must not cost memory, nor leave 32 bits.
+            # No text has that many tokens: an absurd claim must not cost memory, nor exceed 32 bits.
             tokens = np.minimum(claimed, np.minimum(16 * column.lengths + 1024, np.iinfo(np.int32).max))
         else:
             encoded, empty = self._encode(column, bad, faults)
@@ -61,7 +61,7 @@ class TextTransform:
         return measured
 
     def _left_out(self, column: Ragged, lengths: Int64s, bad: Bools) -> list[Fault]:
-        """Return the rows that have text by themselves and none by their known length: they are cut to nothing."""
+        """Return the rows that have text although their known length is 0: all of it is left out."""
         asked = np.flatnonzero((lengths <= 0) & ~bad & (column.lengths > 0))
         if not len(asked):
             return []
@@ -74,7 +74,7 @@ class TextTransform:
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
         faults: list[Fault] = []
         tokens, wrong = _text_tokens(kept, bad, faults, self._encode)
-        # The stand-in of an empty text (beside an image) is there for its place only.
+        # The stand-in of an empty text (next to an image) does not count in the loss.
         loss = np.repeat(~bad & ~np.asarray(kept["empty"], np.bool_), planned).astype(np.uint8)
         fitted, padding = fit_rows(tokens, planned)
         loss[padding] = 0
@@ -101,7 +101,7 @@ class TextTransform:
 
 
 def with_borders(tokens: Ragged, bos: int | None, eos: int | None) -> Ragged:
-    """Return the rows with a token before and one behind each; not where it is there already, nor to empty rows.
+    """Return the rows with bos before and eos after each, unless it is already there or the row is empty.
 
     Example:
         >>> rows = Ragged.from_rows([[5, 6], [], [1, 5]], np.int32)
@@ -147,7 +147,7 @@ def _text_tokens(
     faults: list[Fault],
     encode: Callable[[Ragged, Bools, list[Fault]], tuple[Ragged, Bools]],
 ) -> tuple[Ragged, list[Fault]]:
-    """Return the text's tokens, and where they are not as long as was claimed."""
+    """Return the tokens of the texts, and the rows with another length than claimed."""
     if "tokens" in kept:
         return ragged_column(kept, "tokens"), []
     tokens, _ = encode(ragged_column(kept, "raw"), bad.copy(), faults)
