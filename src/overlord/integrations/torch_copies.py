@@ -1,4 +1,4 @@
-"""Microbatches as parcels: one flat buffer each, copied to the device ahead of the trainer, or broadcast."""
+"""Microbatches as one flat buffer each (a parcel), copied to the device ahead of the trainer, or broadcast."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from overlord.roles.views import Batch, RankView
 T = TypeVar("T")
 
 ALIGNMENT = 256
-"""Bytes at whose multiples tensors begin: what kernels that load whole vectors ask for."""
+"""Tensors begin at multiples of this many bytes, as vectorised kernels require."""
 
 _STAY = ("send_splits", "recv_splits")
-"""Numbers that an all-to-all wants as a list: on the device, reading them would wait for it."""
+"""Numbers that an all-to-all takes as a list: reading them from the device would synchronise."""
 
 _ROWS_OF_ORIGIN = ("source", "epoch", "row", "segment_offsets", "segment_lengths")
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one tensor lies in the flat buffer of a parcel."""
+    """The place of one tensor in the flat buffer of a parcel."""
 
     key: str
     """The batch's key; `meta.` stands before an index of the provenance."""
@@ -46,7 +46,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """All of a microbatch but its tensors: what they are, the batch's numbers, and its provenance."""
+    """A microbatch without its tensors: their places, the batch's scalars, and its provenance."""
 
     slots: tuple[Slot, ...]
     nbytes: int
@@ -82,7 +82,7 @@ class Parcel:
 
     label: Label
     host: torch.Tensor | None
-    """The buffer on the host; None where it came straight to the device."""
+    """The buffer on the host; None if it was received on the device."""
     flat: torch.Tensor
     """The buffer on the trainer's device."""
     landed: Any = None
@@ -143,11 +143,11 @@ class HostCopies:
         return pack(batch)
 
     def room(self, nbytes: int) -> torch.Tensor:
-        """Return room on the host for a buffer that comes from another rank."""
+        """Return a host buffer to receive into."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def land(self, label: Label, host: torch.Tensor) -> Parcel:
-        """Return a parcel whose buffer is on the host."""
+        """Return a parcel with its buffer on the host."""
         return Parcel(label, host, host)
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class DeviceCopies:
         return self.land(packed.label, packed.flat)
 
     def room(self, nbytes: int) -> torch.Tensor:
-        """Return pinned room for a buffer that comes from another rank by the host."""
+        """Return a pinned host buffer to receive into."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def land(self, label: Label, host: torch.Tensor) -> Parcel:
@@ -187,7 +187,7 @@ class DeviceCopies:
             return self.arrived(label, host.to(self.device, non_blocking=True), host)
 
     def arrived(self, label: Label, flat: torch.Tensor, host: torch.Tensor | None = None) -> Parcel:
-        """Return a parcel whose buffer is on the device when the side stream has come so far."""
+        """Return a parcel with its buffer on the device, valid once the side stream has reached this point."""
         landed = torch.cuda.Event()
         landed.record(self.stream)
         return Parcel(label, host, flat, landed)
@@ -230,12 +230,12 @@ def device_of(given: torch.device | str | None) -> torch.device:
 
 
 def copies_to(device: torch.device, *, ahead: bool) -> Copies:
-    """Return what brings batches to a device; `ahead` says whether a thread may fetch them."""
+    """Return the object that copies batches to a device; `ahead` allows a thread that fetches them."""
     return DeviceCopies(device, ahead=ahead) if device.type == "cuda" else HostCopies()
 
 
 class Ahead(Generic[T]):
-    """Things that are made one by one; while one is in use, a thread makes the next.
+    """Items that are made one by one; while one is in use, a thread makes the next.
 
     Example:
         >>> squares = Ahead(lambda number: number * number, 4, None)
@@ -276,4 +276,4 @@ class Ahead(Generic[T]):
             try:
                 self._coming = (index, self._pool.submit(self._make, index))
             except RuntimeError:
-                pass  # the loader is closed: what is still asked for is made when it is
+                pass  # the loader is closed: further items are made on request
