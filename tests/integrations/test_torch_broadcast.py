@@ -126,7 +126,7 @@ def run_scenario(rank: int, scenario: Scenario, job: ol.Job, cache: str) -> dict
 
 
 def skip_some(rank: int, job: ol.Job, cache: str) -> dict[str, Any]:
-    """Ranks that look at some microbatches only, and go on; then at one that nobody sends any more."""
+    """Ranks that look at some microbatches only, and go on; then at one that is not sent any more."""
     strategy, seen = ol.strategies.backbone_balance(broadcast=["TP"]), []
     with DataLoader(job, mesh=ol.ClientPlaceTree(tp=WORLD), strategy=strategy, cache=cache) as loader:
         steps = [step for _, step in zip(range(STEPS), looked_at(loader, rank, seen), strict=False)]
@@ -180,7 +180,7 @@ def fail_in_turn(rank: int) -> dict[str, Any]:
 
 
 def bad_inputs(rank: int, job: ol.Job, cache: str, address: str) -> list[str]:
-    """What each wrong argument is answered with, on every rank alike; nobody hangs."""
+    """What each wrong argument is answered with, on every rank alike; no rank hangs."""
     tree = ol.ClientPlaceTree(dp=2, tp=2)
     strategy = ol.strategies.backbone_balance(broadcast=["TP"])
     absent = job.replace(sources=[ol.Source("a", "/nowhere/a.jsonl", sample=ol.Text("ids", tokenized=True))])

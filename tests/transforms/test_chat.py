@@ -260,7 +260,7 @@ def test_a_span_inside_the_first_token_counts_no_further(ours) -> None:
     assert loss[0] == 1 and sum(loss) == 1
 
 
-# ---- whose tokens count
+# ---- which tokens count
 
 
 def text_of(tokenizer: TextTokenizer, measured: Measured, row: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""A row that kills its worker twice: a stand-in, a journaled verdict, and nobody runs it again."""
+"""A row that kills its worker twice: a stand-in, a journaled verdict, and it is not run again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def die(how: str) -> None:
 
 
 def deadly_job(folder: Path, how: str, *, rows: int = ROWS, at: int = AT, **custom) -> ol.Job:
-    """A job whose function dies of one row, and writes down each time that it is given it."""
+    """A job with a function that dies of one row, and records each time that it gets it."""
     folder.mkdir(exist_ok=True)
     (folder / "s.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(rows)))
     calls = str(folder / "calls")
