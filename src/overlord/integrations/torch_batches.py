@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from overlord.roles.views import Batch, BatchMeta, KeyedBatch, Step
+from overlord.roles.views import Batch, BatchMeta, KeyedBatch, Microbatches, Step
 
 IMAGE_INDICES = ("image_positions", "image_rows")
 """Columns of the provenance that index tensors, and so are on the same device."""
@@ -62,23 +62,8 @@ class TorchBatch(KeyedBatch):
         return self
 
 
-class TorchMicrobatches(Sequence[TorchBatch]):
+class TorchMicrobatches(Microbatches[TorchBatch]):
     """The microbatches of one step, fetched and copied when they are accessed."""
-
-    def __init__(self, count: int, take: Callable[[int], TorchBatch]) -> None:
-        self._count = count
-        self._take = take
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self._take(at) for at in range(*index.indices(self._count))]
-        at = index + self._count if index < 0 else index
-        if not 0 <= at < self._count:
-            raise IndexError(f"microbatch {index} of a step with {self._count}")
-        return self._take(at)
 
 
 class TorchStep:
@@ -118,7 +103,7 @@ class TorchStep:
         Rows of `exchange_images` come to the rank that fetches: where there are images, broadcast these too.
         """
         self.microbatches = TorchMicrobatches(
-            len(step.microbatches), take or (lambda index: TorchBatch(step.microbatches[index]))
+            take or (lambda index: TorchBatch(step.microbatches[index])), len(step.microbatches)
         )
         self._encode = encoder or (lambda: None if step.encoder is None else TorchBatch(step.encoder))
 

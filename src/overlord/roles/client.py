@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -58,6 +59,7 @@ class Client:
         self.mesh = header.next_mesh or header.mesh
         step, feed = header.index, self._feed
 
+        @functools.cache
         def fetch(microbatch: int) -> Batch:
             batch = Batch(feed.microbatch(step, microbatch), header.names)
             self.fetched_bytes += batch.nbytes

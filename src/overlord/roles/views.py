@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from overlord.core.stage_keys import Stage, needs
 from overlord.errors import SpecError
 
 Array = npt.NDArray[Any]
+AnyBatch = TypeVar("AnyBatch")
 
 ENCODER = -1
 """The number of the microbatch that holds the encoder inputs of a rank; its bucket is the rank itself."""
@@ -224,12 +225,11 @@ def _apart(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return values, about
 
 
-class Microbatches(Sequence[Batch]):
-    """The microbatches of one step, each fetched when it is first accessed."""
+class Microbatches(Sequence[AnyBatch]):
+    """The microbatches of one step, each fetched when it is accessed."""
 
-    def __init__(self, fetch: Any, count: int) -> None:
+    def __init__(self, fetch: Callable[[int], AnyBatch], count: int) -> None:
         self._fetch = fetch
-        self._fetched: dict[int, Batch] = {}
         self._count = count
 
     def __len__(self) -> int:
@@ -241,9 +241,7 @@ class Microbatches(Sequence[Batch]):
         at = index + self._count if index < 0 else index
         if not 0 <= at < self._count:
             raise IndexError(f"microbatch {index} of a step with {self._count}")
-        if at not in self._fetched:
-            self._fetched[at] = self._fetch(at)
-        return self._fetched[at]
+        return self._fetch(at)
 
 
 class Step:
@@ -252,7 +250,7 @@ class Step:
     def __init__(
         self,
         header: StepHeader,
-        microbatches: Microbatches,
+        microbatches: Microbatches[Batch],
         source_names: tuple[str, ...] = (),
         encoder: Callable[[], Batch] | None = None,
     ) -> None:

@@ -22,8 +22,9 @@ from overlord.core.ragged import (
 )
 from overlord.core.samples import BAD, SKIP
 from overlord.errors import SpecError
-from overlord.job.specs import ImageSpec, ImageText, Interleaved, Text, image_grid
+from overlord.job.specs import ImageSpec, ImageText, Interleaved, image_grid
 from overlord.transforms.samples.images import ImageDecoder, crop_boxes, image_size, item_seeds
+from overlord.transforms.samples.media_text import ItemThenText
 from overlord.transforms.samples.per_sample import (
     STAND_IN_TOKEN,
     Bools,
@@ -42,7 +43,6 @@ from overlord.transforms.samples.per_sample import (
     ragged_column,
     row_memory,
 )
-from overlord.transforms.samples.text import TextTransform
 from overlord.transforms.samples.tokenize import TextTokenizer, decode_texts
 
 
@@ -115,53 +115,21 @@ class ImageTextTransform:
 
     def __init__(self, spec: ImageText, tokenizer: TextTokenizer) -> None:
         self._spec = spec
-        self._text = TextTransform(Text(spec.text), tokenizer)
-        self._places = ImagePlaces.of(spec, tokenizer)
+        self._layout = ItemThenText(spec, "image", spec.image_token, tokenizer)
         self.columns = tuple(c for c in (spec.image, spec.text, spec.width, spec.height) if c)
         self.facts = TransformFacts(self.columns, ("tokens", "image"), byte_size="grows")
         self.decoder = ImageDecoder(spec)
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
-        text = self._text.measure(rows, lengths, seeds)
+        text = self._layout.text.measure(rows, lengths, seeds)
         bad = (text.flags & BAD) > 0
         images = ragged_column(rows, self._spec.image)
         widths, heights = self._sizes(rows, images, bad, text.faults)
         grids = plan_grids(self._spec, widths, heights, seeds, bad)
-        image_tokens = grids[:, 1] * grids[:, 2] // self._spec.merge**2
-        ones = np.ones(len(bad), np.int64)
-        text.kept.update(
-            media_columns(images, items=ones, nbytes=images.lengths, start=ones * self._places.lead,
-                          length=image_tokens, grid=grids, seeds=seeds)
-        )  # fmt: skip
-        front = image_tokens + self._places.extra
-        # An image without a caption is still a sample; only its text is a stand-in.
-        return Measured(
-            tokens=text.tokens + front,
-            image_tokens=image_tokens,
-            images=ones,
-            flags=np.where(bad, BAD, 0).astype(np.int32),
-            kept=text.kept,
-            faults=text.faults,
-            wrong_lengths=text.wrong_lengths,
-            front=front,
-            margin=self._places.margin,
-        )
+        return self._layout.measured(text, bad, images, grids[:, 1] * grids[:, 2] // self._spec.merge**2, grids, seeds)
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
-        image_tokens = flat(ragged_column(kept, "media_length")).astype(np.int64)
-        front = image_tokens + self._places.extra
-        text = self._text.finish(kept, np.maximum(planned - front, 0), bad, workers)
-        offsets = offsets_of(front + text.tokens.lengths)
-        tokens = np.empty(int(offsets[-1]), np.int32)
-        loss = np.zeros(int(offsets[-1]), np.uint8)
-        self._places.write(tokens, offsets[:-1] + self._places.lead, image_tokens)
-        places = expand_ranges(offsets[:-1] + front, text.tokens.lengths)
-        tokens[places] = text.tokens.values
-        loss[places] = text.loss.values
-        # A plan may end before the text begins; it never ends inside the image.
-        fitted, _ = fit_rows(Ragged(tokens, offsets), planned)
-        fitted_loss, _ = fit_rows(Ragged(loss, offsets), planned)
-        return Finished(fitted, fitted_loss, media_of("image", kept, planned, bad), text.faults, text.wrong_lengths)
+        return self._layout.finish(kept, planned, bad, workers)
 
     def _sizes(self, rows: RowBatch, images: Ragged, bad: Bools, faults: list[Fault]) -> tuple[Int64s, Int64s]:
         if self._spec.width and self._spec.height:

@@ -1,4 +1,4 @@
-"""A sound or a clip, then its text: the part that Audio and Video have in common."""
+"""One item (an image, a sound or a clip), then its text: the part that ImageText, Audio and Video have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from overlord.core.ragged import Ragged, RowBatch, expand_ranges, offsets_of
 from overlord.core.samples import BAD
 from overlord.errors import SpecError
-from overlord.job.specs import Audio, Text, Video
+from overlord.job.specs import Audio, ImageText, Text, Video
 from overlord.transforms.samples.per_sample import (
     STAND_IN_TOKEN,
     Bools,
@@ -47,7 +47,9 @@ def media_library(name: str) -> Any:
 class ItemThenText:
     """One item a row: [before] placeholders [after] text."""
 
-    def __init__(self, spec: Audio | Video, kind: str, item_token: str | int, tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self, spec: ImageText | Audio | Video, kind: str, item_token: str | int, tokenizer: TextTokenizer
+    ) -> None:
         self.text = TextTransform(Text(spec.text), tokenizer)
         self._kind = kind
         self._item_token = tokenizer.id_of(item_token, f"{kind}_token")
@@ -70,7 +72,7 @@ class ItemThenText:
             seconds: Seconds of a temporal patch.
         """
         lead = length + (self._before is not None) + (self._after is not None)
-        ones, seen = np.ones(len(bad), np.int64), self._kind == "video"
+        ones, seen = np.ones(len(bad), np.int64), self._kind != "audio"
         start = np.full(len(bad), int(self._before is not None))
         text.kept.update(
             media_columns(items, items=ones, nbytes=items.lengths, start=start, length=length, grid=grid, seeds=seeds,
