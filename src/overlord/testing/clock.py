@@ -1,10 +1,10 @@
-"""A simulated clock for tests."""
+"""A clock that stands still until somebody sleeps."""
 
 from __future__ import annotations
 
 
 class FakeClock:
-    """A clock that advances only by `sleep`: what takes minutes is tested in no time.
+    """Seconds that pass only when somebody sleeps: what takes minutes is tested in no time.
 
     Example:
         >>> clock = FakeClock()
@@ -21,5 +21,5 @@ class FakeClock:
         return self._now
 
     def sleep(self, seconds: float) -> None:
-        """Advance the clock; it never goes back."""
+        """Let time pass; it never goes back."""
         self._now += max(0.0, seconds)

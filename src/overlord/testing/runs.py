@@ -1,4 +1,4 @@
-"""Runs under faults: the stream must be the same as without faults, and must resume at every step."""
+"""Runs under faults: the same stream must come out, and it must resume at every step."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def launch_for_faults(  # noqa: PLR0913 - as `launch`
     isolate: Isolate | None = None,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
 ) -> Iterator[tuple[Service, Storm]]:
-    """Launch a supervised service in this process, on a simulated clock; yields it and its fault injector.
+    """Launch a supervised service in this process, on a clock of its own; gives it and what goes wrong with it.
 
     One process and one thread, as on the inline runtime, but with the roles, messages and the supervisor of a cluster.
     With `most_workers` of all sources `Storm.resize` deals them out, and there are loader hosts that sleep at first.
@@ -97,9 +97,9 @@ def run_with_faults(
     address: str | None = None,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
 ) -> StreamDigests:
-    r"""Run a job under a fault script; return the digests of what the trainers got.
+    r"""Run a job while a script lets things go wrong; return the digests of what the trainers got.
 
-    On "inline" everything happens in this process, at exact points, and waits take no time. On "local" and "ray" real
+    On "inline" all happens in this process, at exact places, and waits take no time. On "local" and "ray" real
     processes are killed and stopped; a script for them has no other kinds.
 
     Args:
@@ -205,7 +205,7 @@ def assert_resumes_anywhere(
         step = int(state["step"])
         resumes: list[tuple[str, dict[str, Any], list[_Change]]] = [("its state", {"state": state}, [])]
         with tempfile.TemporaryDirectory(prefix="overlord-") as folder:
-            if store is not None:  # a copy: a resume begins a new lineage in its store
+            if store is not None:  # a copy: whoever goes on in a store begins a lineage in it
                 shutil.copytree(store, folder, dirs_exist_ok=True)
                 later = [
                     one for one in notes.made if one.made <= step < one.at
@@ -231,7 +231,7 @@ class _Change:
 
 
 class _Notes:
-    """A service that records its live changes."""
+    """A service that notes what is changed of it."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -239,7 +239,7 @@ class _Notes:
         self.made: list[_Change] = []
 
     def before(self, before: Before | None) -> Before | None:
-        """Return a function that runs `before` and records the changes it makes."""
+        """Return a function that lets another one change the service, and notes it."""
 
         def noted(service: Service, step: int) -> None:
             assert before is not None

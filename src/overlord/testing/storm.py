@@ -36,7 +36,7 @@ class Storm:
     def __init__(self, script: FaultScript, clock: FakeClock) -> None:
         self.clock = clock
         self.cluster: InlineCluster | None = None
-        """The cluster that it happens to."""
+        """Whom it happens to."""
         self._coming = list(script.faults)
         self._armed: list[Fault] = []
         self._cuts: list[tuple[str, str, float]] = []
@@ -68,19 +68,19 @@ class Storm:
             self._armed.append(fault)
 
     def wait(self, seconds: float) -> None:
-        """Let time pass, as a trainer that works on a step does."""
+        """Let time pass for everybody, as a trainer that works on a step does."""
         if not self.engine.crashed:
             try:
                 self.engine.pass_time(seconds)
             except Gone:
-                pass  # the service was killed meanwhile; the next request finds it launched again
+                pass  # the service was killed meanwhile; whoever asks next finds it launched again
 
     def resize(self, workers: Sequence[int], *, later: bool = False) -> None:
         """Give sources so many workers, as the scaler of a service does: groups change hands, hosts come and go.
 
         Args:
             workers: Of every source.
-            later: At the next wait, in the middle of other work; otherwise at once.
+            later: When somebody waits the next time, so in the middle of something; else at once.
         """
         if later:
             self.engine.later(lambda: self.resize(workers))
@@ -101,7 +101,7 @@ class Storm:
         return self.cluster.engine
 
     def calm(self) -> None:
-        """End all faults: hanging roles continue, and partitions are healed."""
+        """Let nothing more go wrong; who hangs comes back, and cuts are mended."""
         self._coming.clear()
         self._armed.clear()
         self._cuts.clear()
@@ -196,7 +196,7 @@ class Signals:
             self._strike(self._coming.pop(0))
 
     def calm(self) -> None:
-        """Continue every stopped process that is alive."""
+        """Let everybody go on who was stopped and lives."""
         self._coming.clear()
         for pid in list(self._stopped):
             self._continue(pid)
@@ -207,7 +207,7 @@ class Signals:
             os.kill(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         except ProcessLookupError:
             return  # it died just now of something else
-        if fault.kind == "stop":  # by a timer thread: the trainer may be waiting for this process
+        if fault.kind == "stop":  # by a thread: whoever trains may wait for just this process
             self._stopped[pid] = timer = threading.Timer(fault.seconds, self._continue, [pid])
             timer.daemon = True
             timer.start()
