@@ -249,7 +249,7 @@ class Ahead(Generic[T]):
         Args:
             make: Makes a thing by its number; the thread calls it too.
             count: How many there are.
-            pool: One thread; with None, each is made when it is asked for.
+            pool: One thread; with None, each is made on request.
         """
         self._make = make
         self._count = count

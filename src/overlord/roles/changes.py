@@ -618,6 +618,6 @@ def changes_from_json(given: Any, job: Job) -> list[Change]:
 
 def _no_change(entry: object, error: Exception) -> StateError:
     return StateError(
-        f"the state is damaged: {entry!r:.80} is not a change of a job ({error}); the stream would go on differently. "
-        "Use an undamaged state, as client.state_dict() returned it."
+        f"the state is damaged: {entry!r:.80} is not a change of a job ({error}); the stream would continue "
+        "differently. Use an undamaged state, as client.state_dict() returned it."
     )

@@ -585,10 +585,10 @@ def judge_tolerance(
     allowed = max(source.tolerance * seen, least)
     for what, found in (("bad samples", bad), ("samples of another length than promised", wrong_lengths)):
         if found > allowed:
-            goes_on = "The run went on with stand-ins" if at_end else "Training would go on with stand-ins"
+            effect = "The run continued with stand-ins" if at_end else "Training would continue with stand-ins"
             return ToleranceError(
                 f"source {source.name!r} has {found} {what} among {seen} read; its tolerance of "
-                f"{source.tolerance:g} allows {int(allowed)}. {goes_on}. `overlord sources lint` lists each sample: "
+                f"{source.tolerance:g} allows {int(allowed)}. {effect}. `overlord sources lint` lists each sample: "
                 "correct the files, or raise the source's tolerance."
             )
     return None

@@ -110,7 +110,7 @@ def pack(  # noqa: PLR0913 - a kernel takes plain arrays
 def _sources(
     first: Array, length: Array, plain: Array, begin: int, count: int, segment: Array, skipped: Array, size: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Return of each run where its tokens begin, how many there are and have another behind them, and if all count."""
+    """Return of each run its first token, its tokens, those that are followed by another, and whether all count."""
     source, filled = np.empty(len(segment), np.int64), np.empty(len(segment), np.int64)
     ahead, counts = np.empty(len(segment), np.int64), np.empty(len(segment), np.bool_)
     for run in range(len(segment)):
@@ -201,7 +201,7 @@ def _block(buffer: Array, offset: int, elements: int) -> Array:
 
 @numba.njit(nogil=True, cache=True)
 def _cut(cu: Array, of: int, chunks: int, only: int, stride: int) -> tuple[Array, Array, Array, Array]:
-    """Cut every segment into chunks: rank r gets chunks r and, mirrored, 2 * ranks - 1 - r, one behind the other."""
+    """Cut every segment into chunks: rank r gets chunk r followed by the mirrored chunk 2 * ranks - 1 - r."""
     runs = np.empty((4, (len(cu) - 1) * chunks), np.int64)
     made = 0
     for segment in range(len(cu) - 1):

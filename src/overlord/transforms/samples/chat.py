@@ -68,7 +68,7 @@ BUILTIN_TEMPLATES: Mapping[str, str] = {
 
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]
-"""(first character, one behind the last) of each part of a text."""
+"""(first character, one past the last) of each part of a text."""
 
 _ASSISTANT = "assistant"
 _SHARE_GPT_ROLES = {"human": "user", "gpt": _ASSISTANT}

@@ -365,7 +365,7 @@ def _chosen_images(images: Ragged, have: Int64s, layout: _Layout) -> tuple[Ragge
 
 
 def _around(tokenizer: TextTokenizer) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return the special tokens that the tokenizer puts before and behind a text."""
+    """Return the special tokens that the tokenizer puts before and after a text."""
     whole, plain = (tokenizer.encode(["a"], special_tokens=special).values for special in (True, False))
     for at in range(len(whole) - len(plain) + 1):
         if np.array_equal(whole[at : at + len(plain)], plain):

@@ -52,7 +52,7 @@ _PNG_TEXT = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 def orientation(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS) -> int:
     """Return the EXIF orientation of an image, 1 to 8; 1 where it has none, or none that can be read.
 
-    Call it after `image_size`: where a PNG has text, Pillow looks for more of it behind the pixels.
+    Call it after `image_size`: where a PNG has text, Pillow looks for more of it after the pixels.
     """
     try:
         with open_image(data, formats) as image:

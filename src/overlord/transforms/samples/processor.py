@@ -71,19 +71,19 @@ class ProcessorFacts:
     chunk_seconds: int | None = None
     """Seconds that a sound is cut or padded to."""
     image_token: str | None = None
-    """Token that stands where an image's tokens go."""
+    """Placeholder token of images."""
     video_token: str | None = None
-    """Token that stands where a clip's tokens go."""
+    """Placeholder token of clips."""
     audio_token: str | None = None
-    """Token that stands where a sound's tokens go."""
+    """Placeholder token of sounds."""
     vision_start: str | None = None
     """Token in front of an image or clip."""
     vision_end: str | None = None
-    """Token behind an image or clip."""
+    """Token after an image or clip."""
     audio_start: str | None = None
     """Token in front of a sound."""
     audio_end: str | None = None
-    """Token behind a sound."""
+    """Token after a sound."""
 
 
 def read_processor(folder: str | PathLike[str]) -> ProcessorFacts:

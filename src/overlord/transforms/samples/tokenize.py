@@ -36,7 +36,7 @@ class TokenSpans:
     begin: Int32s
     """First character of each token, one entry a token, text after text."""
     end: Int32s
-    """One behind its last character; equal to `begin` for a token that stands for no character."""
+    """One past its last character; equal to `begin` for a token without characters."""
 
 
 class TextTokenizer:
@@ -157,7 +157,7 @@ class TextTokenizer:
         return found
 
     def border_id(self, field: Literal["bos", "eos"], wanted: bool | str | int) -> int | None:
-        """Return the id of the token that `bos` or `eos` of a Text asks for; None when it asks for none.
+        """Return the id of the token for `bos` or `eos` of a Text; None if it is False.
 
         Raises:
             SpecError: when there is no such token.

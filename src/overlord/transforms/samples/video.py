@@ -115,7 +115,7 @@ class VideoDecoder:
         written = 0
         for number, pixels in _decode_frames(data, wanted, key_frames=spec.frames == "key"):
             small = resize_image(pixels, rows * spec.patch, cols * spec.patch)
-            # A frame that is wanted twice stands in neighbouring places.
+            # A frame that is used twice fills neighbouring places.
             while written < len(wanted) and wanted[written] == number:
                 _patchify_frame(small, places, written)
                 written += 1
@@ -132,7 +132,7 @@ def read_clip(data: bytes | memoryview, *, key_frames: bool = False) -> Clip:
     The packets are counted where the header does not tell the frames, or for the key frames.
 
     Raises:
-        MediaFault: when there is no readable header, or it makes no sense.
+        MediaFault: when there is no readable header, or it is invalid.
     """
     with _open(data) as (container, stream):
         frames, keys = int(stream.frames), 0
