@@ -272,7 +272,7 @@ class Planner:
         if self._inputs.report_of(step) is not None:
             return
         if self.next_step <= step < self._promised:
-            self.plan_raw(step)  # it was handed out before a crash, and is not planned again yet
+            self.plan_raw(step)  # it may have been handed out before a crash, and is not planned again yet
         if step >= self.next_step:
             raise SpecError(
                 f"report: step {step} has not been planned yet (the next one is {self.next_step}); it cannot have been "
