@@ -1,8 +1,8 @@
 """The broadcast of a strategy with `broadcast_at`: one rank fetches, the others of its group receive.
 
 Rules of this file:
-1. All ranks of a group make the same collective calls in the same order: for every microbatch in turn a label, then its
-   buffer. If a microbatch is requested out of order, those before it are received first, and kept.
+1. All ranks of a group make the same collective calls in the same order: for every microbatch in turn a header, then
+   its buffer. If a microbatch is requested out of order, those before it are received first, and kept.
 2. A rank that takes the next step completes the step before: the rank that fetches announces the end of the step, the
    others receive up to there. So ranks may use different numbers of a step's microbatches.
 3. A fetch that fails raises the same error on all ranks of the group.
@@ -25,10 +25,10 @@ import torch.distributed as dist
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, PlanError, SpecError, error_named
 from overlord.integrations.torch_batches import TorchBatch
-from overlord.integrations.torch_copies import Copies, DeviceCopies, Label, Parcel
+from overlord.integrations.torch_copies import Copies, DeviceCopies, FlatBatch, FlatHeader
 
 _BLOCK = 16 << 10
-"""Bytes of the first message; most labels fit, so that one message is enough."""
+"""Bytes of the first message; most headers fit, so that one message is enough."""
 
 _FETCHES, _RECEIVES, _ENDED, _FAILED = range(4)
 
@@ -219,7 +219,7 @@ class Relay:
         channel: Channel,
         copies: Copies,
         step: tuple[int, int, tuple[str, ...]],
-        fetch: Callable[[int], Parcel] | None,
+        fetch: Callable[[int], FlatBatch] | None,
     ) -> None:
         """Begin a step.
 
@@ -233,7 +233,7 @@ class Relay:
         self._copies = copies
         self._index, self._count, self._names = step
         self._fetch = fetch
-        self._kept: list[Parcel] = []
+        self._kept: list[FlatBatch] = []
         self._over: OverlordError | None = None
 
     def take(self, microbatch: int) -> TorchBatch:
@@ -257,7 +257,7 @@ class Relay:
                 self._over = error
         self._over = self._over or _gone(self._index)
 
-    def _next(self) -> Parcel:
+    def _next(self) -> FlatBatch:
         at = len(self._kept)
         try:
             return self._send(at) if self._fetch is not None else self._receive(at)
@@ -265,50 +265,52 @@ class Relay:
             self._over = error
             raise
 
-    def _send(self, microbatch: int) -> Parcel:
+    def _send(self, microbatch: int) -> FlatBatch:
         assert self._fetch is not None
         try:
-            parcel = self._fetch(microbatch)
+            flat_batch = self._fetch(microbatch)
         except Exception as error:  # any error: the other ranks of the group must not wait forever
             self._channel.broadcast_message(_failure(error))
             self._over = error if isinstance(error, OverlordError) else OverlordError(str(error))
             raise
-        self._channel.broadcast_message(parcel.label.to_bytes(at=[self._index, microbatch]))
-        assert parcel.host is not None
-        if not parcel.label.nbytes:
-            return parcel
+        self._channel.broadcast_message(flat_batch.header.to_bytes(at=[self._index, microbatch]))
+        assert flat_batch.host is not None
+        if not flat_batch.header.nbytes:
+            return flat_batch
         if self._channel.is_on_device(self._copies.device):
             with self._channel.on_stream():
-                self._channel.broadcast_device(parcel.flat)
+                self._channel.broadcast_device(flat_batch.flat)
                 assert isinstance(self._copies, DeviceCopies)
-                return self._copies.arrived(parcel.label, parcel.flat)
-        self._channel.broadcast(parcel.host)
-        return replace(parcel, host=None)  # pinned memory is scarce
+                return self._copies.on_device(flat_batch.header, flat_batch.flat)
+        self._channel.broadcast(flat_batch.host)
+        return replace(flat_batch, host=None)  # pinned memory is scarce
 
-    def _receive(self, microbatch: int) -> Parcel:
+    def _receive(self, microbatch: int) -> FlatBatch:
         said = self._channel.broadcast_message(None)
         words = json.loads(said.partition(b"\n")[0])
         if "error" in words:
             raise error_named(words["error"], words["message"])
         if "rest" in words:
             raise _gone(self._index)
-        parcel = self._buffer_of(Label.from_bytes(said))  # received in any case: the other ranks are in the same call
+        flat_batch = self._buffer_of(
+            FlatHeader.from_bytes(said)
+        )  # received in any case: the other ranks are in the same call
         if words["at"] != [self._index, microbatch]:
             raise PlanError(
                 f"microbatch {words['at'][1]} of step {words['at'][0]} was broadcast where microbatch {microbatch} "
                 f"of step {self._index} was expected; ranks of a group would train on different data. Take the same "
                 "steps on all of them, and load states on all of them."
             )
-        return parcel
+        return flat_batch
 
-    def _buffer_of(self, label: Label) -> Parcel:
-        if label.nbytes and self._channel.is_on_device(self._copies.device):
+    def _receive_buffer(self, header: FlatHeader) -> FlatBatch:
+        if header.nbytes and self._channel.is_on_device(self._copies.device):
             assert isinstance(self._copies, DeviceCopies)
             with self._channel.on_stream():
-                flat = torch.empty(label.nbytes, dtype=torch.uint8, device=self._copies.device)
-                return self._copies.arrived(label, self._channel.broadcast_device(flat))
-        host = self._copies.room(label.nbytes)
-        return self._copies.land(label, self._channel.broadcast(host) if label.nbytes else host)
+                flat = torch.empty(header.nbytes, dtype=torch.uint8, device=self._copies.device)
+                return self._copies.on_device(header, self._channel.broadcast_device(flat))
+        host = self._copies.allocate(header.nbytes)
+        return self._copies.copy(header, self._channel.broadcast(host) if header.nbytes else host)
 
 
 def _gone(step: int) -> SpecError:

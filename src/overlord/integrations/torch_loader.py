@@ -19,7 +19,7 @@ from overlord.core.spec_errors import name_choices
 from overlord.errors import ClosedError, PlanError, ServiceLost, SpecError, StateError
 from overlord.integrations.torch_batches import TorchBatch, TorchMeta, TorchMicrobatches, TorchStep
 from overlord.integrations.torch_broadcast import Channel, FetchingRanks, Relay, open_channel, share_outcome
-from overlord.integrations.torch_copies import Ahead, Copies, Parcel, copies_to, device_of
+from overlord.integrations.torch_copies import Ahead, Copies, FlatBatch, copies_to, device_of
 from overlord.integrations.torch_images import exchange_images, normalize_pixels
 from overlord.job.launch_words import DEFAULT_CACHE
 from overlord.job.layout_specs import Keys, Layout
@@ -274,14 +274,14 @@ class DataLoader:
         if self._channel is None and copies.stream is None:
             return TorchStep(step)
 
-        def parcel_of_encoder(_: int) -> Parcel | None:
+        def flat_encoder(_: int) -> FlatBatch | None:
             return None if step.encoder is None else copies.send(step.encoder)
 
         def encoder() -> TorchBatch | None:
-            parcel = encoded.take(0)
-            return None if parcel is None else parcel.batch(names)
+            flat = encoded.take(0)
+            return None if flat is None else flat.batch(names)
 
-        encoded = Ahead(parcel_of_encoder, 1, copies.pool)
+        encoded = Ahead(flat_encoder, 1, copies.pool)
         count = len(step.microbatches)
         fetched = Ahead(lambda at: copies.send(step.microbatches[at]), count if step.fetches else 0, copies.pool)
         if self._channel is None:
