@@ -292,9 +292,8 @@ class Relay:
             raise error_named(words["error"], words["message"])
         if "rest" in words:
             raise _gone(self._index)
-        flat_batch = self._buffer_of(
-            FlatHeader.from_bytes(said)
-        )  # received in any case: the other ranks are in the same call
+        # The buffer is received in any case: the other ranks are in the same call.
+        flat_batch = self._receive_buffer(FlatHeader.from_bytes(said))
         if words["at"] != [self._index, microbatch]:
             raise PlanError(
                 f"microbatch {words['at'][1]} of step {words['at'][0]} was broadcast where microbatch {microbatch} "
