@@ -56,7 +56,7 @@ class _MetadataBuffer:
     """Buffered metadata of all sources: one array in which each source has a range, with room to grow.
 
     Source i holds `supply.held[i]` rows from `supply.base[i]` on, of which the first `supply.taken[i]` are drawn. New
-    rows are appended behind them. A source with a full range moves: to its own start if dropping the drawn rows makes
+    rows are appended after them. A source with a full range moves: to its own start if dropping the drawn rows makes
     enough room, else to the end of the array; when the array is full, all ranges are laid out again in a larger one.
     """
 
@@ -175,6 +175,7 @@ class Drawer:
         self._state = state
         self._awake: set[int] = set()
         self._nothing_drawn: set[int] = set()
+        """Sources of which nothing was drawn since their last epoch ended."""
         self._away: set[int] = set()
         """Parked sources that have a weight."""
         self._begin_at(state)
@@ -286,7 +287,7 @@ class Drawer:
 
         `draw_more` runs on the buffered metadata until it stops for one of four reasons: the budget is FULL; all
         sources with a weight are finished (DRY); source `which` has no buffered rows left (STARVED), so loaders are
-        asked for more; or source `which` has reached the end of its epoch, after which the draw goes on with its next
+        asked for more; or source `which` has reached the end of its epoch, after which the draw continues with its next
         epoch or, if the source is finished, with new weights.
         """
         exact = integer_weights(weights, work.finished == 0)
