@@ -96,7 +96,7 @@ def make_planner(folder: Path, samples: int, ranks: int) -> tuple[Planner, Metad
         job,
         loaders,  # type: ignore[arg-type]
         store,
-        PlannerStart(state, inputs, {}, PoisonedRows(store.journal)),
+        PlannerStart(state, inputs, {"weights": {}, "sources": {}}, PoisonedRows(store.journal)),
         partial(run_strategy, strategy),
         mesh=tree,
         limits=lambda _: limits,
