@@ -27,6 +27,7 @@ from overlord.core.messages import MetaDelta
 from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
 from overlord.core.samples import META, Cursor
 from overlord.core.states import StreamState
+from overlord.job.specs import stream_parts
 from overlord.planning.checking import run_strategy
 from overlord.roles.changes import InputLog
 from overlord.roles.planner import Planner, PlannerStart
@@ -91,12 +92,13 @@ def make_planner(folder: Path, samples: int, ranks: int) -> tuple[Planner, Metad
     state = StreamState.begin(SOURCES)
     state.group[:] = 0
     limits, inputs = limits_of(job), InputLog(job, store.journal, {}, [])
+    parts = stream_parts(job, tokenizer_digest="", listings=dict.fromkeys(job.names, ""))
     inputs.base.update({s.name: float(s.weight or 0) for s in job.sources})
     planner = Planner(
         job,
         loaders,  # type: ignore[arg-type]
         store,
-        PlannerStart(state, inputs, {"weights": {}, "sources": {}}, PoisonedRows(store.journal)),
+        PlannerStart(state, inputs, parts, PoisonedRows(store.journal)),
         partial(run_strategy, strategy),
         mesh=tree,
         limits=lambda _: limits,
