@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,7 @@ class Runs:
         """Train on a mesh until the last step, saving and evaluating."""
         key = (mesh, where, resume)
         if key not in self._done:
-            folder = self._folder / str(len(self._done))
-            folder.mkdir()
+            folder = Path(tempfile.mkdtemp(dir=self._folder))
             options = ["--steps", STEPS, "--save", folder, "--save-every", SAVED, "--evaluate"]
             options += ["--json", folder / "log", *where, *(["--resume", resume] if resume else [])]
             self._torchrun(ol.ClientPlaceTree.parse(mesh).world_size, "--mesh", mesh, *options)

@@ -209,7 +209,7 @@ def test_a_loader_host_that_is_gone_or_silent_has_a_shadow(ids_job, cache, ray_a
 
 def slow_to_read(row):
     time.sleep(0.7)
-    return {"input_ids": row["ids"]}
+    return {"tokens": row["ids"]}
 
 
 @pytest.mark.slow

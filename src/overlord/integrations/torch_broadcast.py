@@ -120,11 +120,11 @@ def _failure(error: BaseException) -> bytes:
 class FetchingRanks:
     """The ranks that fetch, as all ranks agree at the first step of a stream."""
 
-    def __init__(self, tree: ClientPlaceTree, rank: int, fetches: bool | None, *, failed: bool = False) -> None:
+    def __init__(self, tree: ClientPlaceTree | None, rank: int, fetches: bool | None, *, failed: bool = False) -> None:
         """Exchange the rank and the outcome of the first step with all ranks; all must call this.
 
         Args:
-            tree: The mesh.
+            tree: The mesh; None if this rank failed before it knew it.
             rank: This process's rank in the mesh.
             fetches: Whether it fetches its first step; None if the stream has no step.
             failed: Whether its first step failed.
@@ -142,8 +142,9 @@ class FetchingRanks:
         if len(self._process) < len(told):
             twice = next(place for process, (place, _) in enumerate(told) if self._process[place] != process)
             raise SpecError(
-                f"DataLoader: several processes have rank {twice} of the mesh {tree}; they would train on the same "
-                "data, and none on that of another rank. Leave rank= out, or give each process its own."
+                f"DataLoader: several processes have rank {twice} of the mesh{f' {tree}' if tree else ''}; they would "
+                "train on the same data, and no process on that of another rank. Leave rank= out, or give each process "
+                "its own."
             )
         outcomes = dict(told)
         self.failed = sorted(place for place in outcomes if outcomes[place] == _FAILED)
@@ -153,24 +154,29 @@ class FetchingRanks:
         self.axes: tuple[str, ...] = self._axes_of(fetching) if known else ()
         """Axes along which plans broadcast."""
 
+    @property
+    def _mesh(self) -> ClientPlaceTree:
+        assert self._tree is not None, "only asked where no rank failed"
+        return self._tree
+
     def _axes_of(self, fetching: list[int]) -> tuple[str, ...]:
-        at = self._tree.coordinates()
+        at = self._mesh.coordinates()
         alone = [axis for axis in ("dp", "cp", "tp") if not at[axis][fetching].any()]
-        axes = tuple(axis for axis in alone if getattr(self._tree, axis) > 1)
-        if self._tree.fetchers(broadcast=axes) != fetching:
+        axes = tuple(axis for axis in alone if getattr(self._mesh, axis) > 1)
+        if self._mesh.fetchers(broadcast=axes) != fetching:
             raise PlanError(
-                f"the ranks that fetch ({len(fetching)} of the mesh {self._tree}) are not those with coordinate 0 on "
+                f"the ranks that fetch ({len(fetching)} of the mesh {self._mesh}) are not those with coordinate 0 on "
                 "some axes, so the broadcast groups are unknown. Make plans with broadcast_at(axis)."
             )
         return axes
 
     def groups(self) -> list[list[int]]:
         """Return the processes of every broadcast group, the one that fetches first."""
-        at, members = self._tree.coordinates(), dict[tuple[int, ...], list[int]]()
+        at, members = self._mesh.coordinates(), dict[tuple[int, ...], list[int]]()
         fixed = [axis for axis in ("pp", "dp", "cp", "tp") if axis not in self.axes]
-        for rank in range(self._tree.world_size):
+        for rank in range(self._mesh.world_size):
             members.setdefault(tuple(int(at[axis][rank]) for axis in fixed), []).append(rank)
-        fetching = set(self._tree.fetchers(broadcast=self.axes))
+        fetching = set(self._mesh.fetchers(broadcast=self.axes))
         ordered = [sorted(ranks, key=lambda rank: rank not in fetching) for ranks in members.values()]
         return [[self._process[rank] for rank in ranks] for ranks in ordered]
 

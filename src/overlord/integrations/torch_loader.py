@@ -298,7 +298,11 @@ class DataLoader:
         except Exception as error:  # raised after the other ranks know: they would wait for this one
             failure = error
         axes: tuple[str, ...] = ()
-        if self._shared and self._mesh is not None and self._mesh.cp * self._mesh.tp > 1:
+        # All ranks gather or none does. The mesh of a service that runs already is known to the ranks that could attach
+        # only, so there it does not decide: a rank that was refused must tell those that would wait for it.
+        if self._shared and (
+            isinstance(self._job, str) or (self._mesh is not None and self._mesh.cp * self._mesh.tp > 1)
+        ):
             fetches = None if step is None else step.fetches
             fetching = FetchingRanks(self._mesh, self._rank, fetches, failed=failure is not None)
             if fetching.failed and failure is None:
