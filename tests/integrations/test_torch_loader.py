@@ -176,7 +176,7 @@ def test_a_batch_of_tensors_has_what_a_batch_of_arrays_has(ids_job, cache):
         assert batch.to("cpu") is batch
         assert "segments of" in repr(batch.meta) and batch.meta.sample_ids[0].source
         assert batch.meta.image_rows.dtype == torch.int64
-        with pytest.raises(ol.SpecError, match="chunk: 2 is none of the 2 model chunks"):
+        with pytest.raises(ol.SpecError, match="chunk: 2 is not one of the 2 model chunks"):
             batch.chunk(2)
 
 
