@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
-from overlord.cli.charts import PALETTE, Frame, log_ticks, nice_ticks, rectangle, segment, text
+from overlord.reports.svg import (
+    PALETTE,
+    Frame,
+    log_ticks,
+    nice_ticks,
+    polyline,
+    rectangle,
+    segment,
+    svg_file,
+    text,
+    vertical_grid,
+)
 
 WIDTH, ROW, TOP, BOTTOM, LEFT, RIGHT = 760.0, 44.0, 58.0, 44.0, 230.0, 90.0
 
@@ -47,19 +57,14 @@ def draw_bars(title: str, unit: str, bars: Sequence[Bar], limit: tuple[str, floa
     frame = Frame(WIDTH, height, (low, high), (0, 1), left=LEFT, right=RIGHT, top=TOP, bottom=BOTTOM, x_log=log)
     ticks = log_ticks(low, high, 10) if log else nice_ticks(low, high, 5)
     parts = [text(0, 18, title, kind="title")]
-    for tick in ticks:
-        parts.append(segment(frame.x(tick), TOP - 6, frame.x(tick), height - BOTTOM, "grid"))
-        parts.append(text(frame.x(tick), height - BOTTOM + 18, f"{tick:g}", anchor="middle"))
+    parts += vertical_grid(frame, TOP - 6, ticks, lambda tick: f"{tick:g}")
     parts.append(text((LEFT + WIDTH - RIGHT) / 2, height - 6, unit + (", logarithmic" if log else ""), anchor="middle"))
     for number, bar in enumerate(bars):
         parts += _row(frame, bar, TOP + number * ROW, PALETTE[0] if number == 0 else PALETTE[7])
     at = frame.x(limit[1])
     parts.append(segment(at, TOP - 8, at, height - BOTTOM, "bar"))
     parts.append(text(at, TOP - 14, limit[0], kind="limit", anchor="middle"))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{WIDTH:g}" '
-        f'height="{height:g}" role="img"><title>{escape(title)}</title><style>{_STYLE}</style>{"".join(parts)}</svg>\n'
-    )
+    return svg_file(WIDTH, height, title, _STYLE, parts)
 
 
 def _row(frame: Frame, bar: Bar, top: float, colour: str) -> list[str]:
@@ -95,10 +100,7 @@ def draw_steps(title: str, unit: str, series: Mapping[str, Sequence[float]]) -> 
         for tick in log_ticks(low, high, 4):
             parts.append(segment(left, frame.y(tick), WIDTH - right, frame.y(tick), "grid"))
             parts.append(text(left - 8, frame.y(tick) + 4, f"{tick:g}", anchor="end"))
-        points = " ".join(f"{frame.x(at):.1f},{frame.y(max(value, 0.1)):.1f}" for at, value in enumerate(one))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{PALETTE[number]}" stroke-width="1.4"/>')
+        points = [(frame.x(at), frame.y(max(value, 0.1))) for at, value in enumerate(one)]
+        parts.append(polyline(points, f'stroke="{PALETTE[number]}" stroke-width="1.4"'))
     parts.append(text(WIDTH / 2, height - 6, "step", anchor="middle"))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{WIDTH:g}" '
-        f'height="{height:g}" role="img"><title>{escape(title)}</title><style>{_STYLE}</style>{"".join(parts)}</svg>\n'
-    )
+    return svg_file(WIDTH, height, title, _STYLE, parts)

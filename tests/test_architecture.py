@@ -30,6 +30,7 @@ FLOORS: dict[str, float] = {
     "job_files": 5.5,
     "session": 6,
     "testing": 7,
+    "reports": 7.5,
     "cli": 8,
     "integrations": 8,
     "dashboard": 8,
@@ -200,6 +201,19 @@ def test_a_trainer_that_attaches_loads_no_library_of_the_service():
     code = f"import sys, overlord.runtimes.client_feed; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_reports_are_looked_up_in_one_place():
+    """`to_svg` and `visualize` are methods below the reports; both find their drawing by name in one function."""
+    below = [path for path in FILES if FLOORS.get(floor_of(path), 9) < FLOORS["reports"]]
+    assert [name_of(path) for path in below if "overlord.reports" in path.read_text()] == ["core/place_tree.py"]
+    code = (
+        "import sys, overlord.planning.dgraph as d, overlord.core.place_tree as p; "
+        "loaded = {'overlord.reports', 'jinja2'} & set(sys.modules); "
+        "print(sorted(loaded), p.ClientPlaceTree(dp=2).to_svg()[:4])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] <svg\n"
 
 
 def test_the_lazy_face_is_complete():

@@ -22,9 +22,9 @@ from overlord.cli.context_fit import ContextFit, context_words
 from overlord.cli.demo_data import DemoFiles
 from overlord.cli.layout_options import layout_advice
 from overlord.cli.main import app
-from overlord.cli.summary import NARROW_SPACE
 from overlord.core.samples import BAD, SKIP, apply_overlength
 from overlord.job_files import LaunchOptions, dump_job_yaml
+from overlord.reports.summary import NARROW_SPACE
 from overlord.transforms.samples.per_sample import Measured
 
 

@@ -19,10 +19,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import overlord as ol
-from overlord.cli.explain_graph import graph_of
 from overlord.cli.main import app
 from overlord.job_files import LaunchOptions, dump_job_yaml, load_job_file
 from overlord.planning.checking import run_strategy
+from overlord.reports.explanation import graph_of
 
 
 def call(*arguments: object) -> Any:

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import overlord as ol
 from overlord.cli.main import app
-from overlord.cli.profile_report import MOST_ROWS, profile_tables, render_profile
 from overlord.job_files import LaunchOptions, dump_job_yaml
+from overlord.reports.profile_page import MOST_ROWS, profile_tables, render_profile
 from overlord.runtimes.autoscaling.profiling import read_profile
 from overlord.scaling.profiles import Profile, SourceProfile, Spread
 

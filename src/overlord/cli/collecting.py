@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.cli.loads import over_ranks, positions, rank_loads
-from overlord.cli.summary import LoadHeatmap, StepSummary
 from overlord.core.draw import Buffer, Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.job.specs import Job
 from overlord.planning.costs import CostFunction, llama_12b
 from overlord.planning.strategies import vanilla
+from overlord.reports.summary import LoadHeatmap, StepSummary
 
 MOST_POINTS = 1024
 """Beyond twice this many steps the per-step figures are means over several, so that memory stays bounded."""

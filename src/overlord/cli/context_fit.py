@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.cli.sources import Opened, open_each
-from overlord.cli.summary import percent
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
 from overlord.core.samples import BAD, OVERLONG, SKIP, apply_overlength
 from overlord.errors import OverlordError
 from overlord.job.specs import Custom, Interleaved, Job
+from overlord.reports.summary import percent
 from overlord.roles.source_loader import media_items
 from overlord.transforms.samples.per_sample import Measured, no_seeds
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from overlord.cli.demo_data import DemoFiles, demo_job, write_demo
 from overlord.cli.demo_media import media_job, write_media
 from overlord.cli.output import Screen, Tell, check_writable
-from overlord.cli.report import render_report
 from overlord.cli.running import DEFAULT_STRATEGY, RunOptions, Where, run_job
-from overlord.cli.summary import RunSummary
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
 from overlord.job.launch_words import Runtime
 from overlord.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
+from overlord.reports.run_report import render_report
+from overlord.reports.summary import RunSummary
 
 JOB_NAME = "job.yaml"
 MEDIA = 80

@@ -11,14 +11,12 @@ import numpy as np
 
 from overlord.cli.collecting import Collector
 from overlord.cli.context_fit import context_notes
-from overlord.cli.explain_balance import Balance, BalanceFacts, StepFacts, words_on_limits
-from overlord.cli.explain_graph import TracedSample, draw_first_step
-from overlord.cli.explain_loaders import BufferWatch, LoaderFacts, loader_facts, time_samples
-from overlord.cli.explain_sources import SourceFacts, source_facts
+from overlord.cli.explain_balance import Balance, words_on_limits
+from overlord.cli.explain_loaders import BufferWatch, loader_facts, time_samples
+from overlord.cli.explain_sources import source_facts
 from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
 from overlord.cli.sources import isolated
-from overlord.cli.summary import LoadHeatmap
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.errors import SpecError
@@ -27,6 +25,7 @@ from overlord.job.layout_specs import Layout
 from overlord.job.specs import Job, Video
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
+from overlord.reports.explanation import Explained, Explanation, draw_first_step
 from overlord.runtimes.hosts.prefetch import CallerLanes, Hands, SerialWorkers, ThreadWorkers
 from overlord.runtimes.launching.deployment import Roles, deploy, few_samples, limits_of
 from overlord.runtimes.launching.launch_options import LaunchOptions
@@ -60,52 +59,6 @@ class ExplainOptions:
     """Whether data-parallel groups wait for each other once a step, and not after every microbatch."""
     cost_assumed: bool = False
     """Whether `cost` is a stand-in for that of a function, which nobody can ask."""
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Everything that `explain` found; `dataclasses.asdict` of it is the JSON."""
-
-    job: str
-    mesh: str
-    ranks: int
-    strategy: str
-    layout: str
-    """Whose keys the batches have, and the fields of the layout that differ from the defaults."""
-    cost_model: str
-    """The model that all costs are by, and where it is from."""
-    steps: int
-    expected_speedup: float
-    """Time of a step dealt round-robin over that of the plan, by the cost model: an estimate, not a measurement."""
-    waiting: str
-    """When ranks are taken to wait for each other."""
-    balance: list[BalanceFacts]
-    step: StepFacts
-    sources: list[SourceFacts]
-    projected_steps: int
-    mixture_level: str
-    loaders: LoaderFacts | None
-    """Measured on this machine; None where nothing was measured."""
-    crossing_tokens: float | None
-    """Image tokens a step that are encoded on another rank than the one that needs them; None without images."""
-    image_tokens: float
-    """Image tokens a step."""
-    has_clips: bool
-    """Whether clips count among the images."""
-    length_histogram: list[tuple[int, int, int]]
-    load_heatmap: LoadHeatmap | None
-    largest_sample: TracedSample
-    limits: list[str]
-    """What this strategy cannot better, in words."""
-    notes: list[str] = field(default_factory=list[str])
-
-
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """An explanation, and the page of the first step's graph."""
-
-    facts: Explanation
-    graph_page: str
 
 
 def explain_job(job: Job, name: str, options: ExplainOptions, tell: Tell) -> Explained:

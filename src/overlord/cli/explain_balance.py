@@ -18,13 +18,14 @@ from overlord.cli.loads import (
     runs_free,
     step_time,
 )
-from overlord.cli.summary import ratio
 from overlord.core.draw import Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.planning.balancing.bounds import lockstep_bound
 from overlord.planning.balancing.hybrid import buddy_lpt, ranks_needed
 from overlord.planning.costs import CostModel
+from overlord.reports.explanation import BalanceFacts, StepFacts
+from overlord.reports.summary import ratio
 
 _BOUNDED_PIECES = 20_000
 """Steps with more pieces than this are not held against the lockstep bound: it would take seconds."""
@@ -33,42 +34,6 @@ _UNEVEN = 1.2
 """An encoder this uneven is worth a word."""
 _REACHED, _MATTERS = 1.02, 1.03
 """A bound counts as the limit where the plan is this near to it and it is this far from even."""
-
-
-@dataclass(frozen=True, slots=True)
-class BalanceFacts:
-    """Imbalance along one axis: 1 is even. Means over the steps."""
-
-    axis: str
-    """"ranks", "lockstep", "pipeline" or "encoder"."""
-    meaning: str
-    before: float
-    """Dealt round-robin."""
-    after: float | None
-    """As planned; None where the strategy has no such axis."""
-    bound: float | None
-    """What no placement of whole items can better; None where it is not known."""
-    before_per_step: list[float]
-    after_per_step: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """A step, as a mean over the steps."""
-
-    tokens: float
-    """T: tokens without padding."""
-    squared_tokens: float
-    """Q: the sum of squared sequence lengths, which attention pays for."""
-    samples: float
-    loss_tokens: float
-    microbatches: float
-    microbatches_before: float
-    padding: float
-    """Share of the delivered positions that hold no token."""
-    padding_before: float
-    first_step: int
-    tokens_per_step: list[int]
 
 
 @dataclass(frozen=True, slots=True)

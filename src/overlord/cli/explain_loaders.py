@@ -19,11 +19,12 @@ import numpy.typing as npt
 from overlord.cli.collecting import Collector
 from overlord.cli.output import Tell
 from overlord.cli.sources import count_indexed, load_tokenizer
-from overlord.cli.summary import decoded_in
 from overlord.core.messages import LoaderOrder, MetaRequest, Payload
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import BAD, SKIP, Cursor, MetaArray
 from overlord.job.specs import Audio, Source
+from overlord.reports.explanation import LoaderFacts, SourceCosts
+from overlord.reports.summary import decoded_in
 from overlord.roles.source_loader import AHEAD_BYTES, AHEAD_ROWS
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.runtimes.launching.deployment import Roles, base_weights
@@ -36,47 +37,6 @@ _FINISHED = 8
 """Samples of each source that are finished."""
 _BUDGET_S = 0.3
 """A source that has taken so long is not finished any further."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceCosts:
-    """What one source costs its loaders in a mean step."""
-
-    name: str
-    samples_per_step: float
-    measured_samples: int
-    """Samples that were finished; 0 for a source that no planned step draws."""
-    read_cpu_s: float
-    """CPU seconds a step for reading and measuring."""
-    finish_cpu_s: float
-    """CPU seconds a step for finishing: token ids, and media decoded, wherever that is done."""
-    payload_bytes: float
-    """Bytes a step that the loaders hand over, media encoded or decoded as they travel."""
-    decoded_in: str | None
-    """Where its media are decoded: "loader" or "constructor"; None where it has none."""
-    buffer_bytes: int
-    """Largest read buffer that was seen, with one step planned ahead."""
-    index_bytes: int
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU seconds a step."""
-        return self.read_cpu_s + self.finish_cpu_s
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderFacts:
-    """What all loaders need together."""
-
-    cpu_s_per_step: float
-    step_time_s: float
-    cores: int
-    """Cores that keep up with a training step of `step_time_s` seconds."""
-    payload_bytes_per_step: float
-    buffer_bytes: int
-    index_bytes: int
-    measured_samples: int
-    sources: list[SourceCosts]
 
 
 class BufferWatch:

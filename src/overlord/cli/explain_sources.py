@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from overlord.cli.collecting import Collector
 from overlord.cli.sources import count_indexed
 from overlord.core.states import StreamState
+from overlord.reports.explanation import SourceFacts
 from overlord.runtimes.launching.deployment import Roles, base_weights
 
 _POINTS = 512
@@ -17,29 +16,6 @@ _POINTS = 512
 _ONCE = ("first_exhausted", "all_exhausted_without_replacement")
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFacts:
-    """One source over the planned steps, and over a whole run."""
-
-    name: str
-    format: str
-    planned_share: float
-    """Share that the mixture asks for, by sample or by token as it counts."""
-    realised_share: float
-    samples: int
-    tokens: int
-    skipped: int
-    """Rows that were passed over: filtered out, or dropped as too long."""
-    rows: float | None
-    """Rows of the source; None while none of its files is indexed."""
-    rows_exact: bool
-    """False where rows are scaled up by bytes from the files that are indexed."""
-    epochs: float | None
-    """Passes over the source in the planned steps."""
-    projected_epochs: float | None
-    """Passes over the source in the whole run, by its schedule."""
 
 
 def source_facts(roles: Roles, collector: Collector, state: StreamState, horizon: int) -> list[SourceFacts]:

@@ -25,7 +25,6 @@ from overlord.cli.sources import (
     open_each,
     side_by_side,
 )
-from overlord.cli.summary import number, percent
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
 from overlord.core.samples import FILE_SHIFT, SKIP, SampleId
 from overlord.errors import OverlordError, SpecError
@@ -33,6 +32,7 @@ from overlord.job.specs import Audio, ImageSpec, Job, Video
 from overlord.readers.filesystems import StoredFile
 from overlord.readers.source_files import LengthSidecars
 from overlord.readers.spill import most_kept
+from overlord.reports.summary import number, percent
 from overlord.roles.source_loader import FEW_SAMPLES, Lengths
 from overlord.runtimes.launching.deployment import known_lengths
 from overlord.transforms.samples.audio import sound_size

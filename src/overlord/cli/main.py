@@ -55,10 +55,10 @@ from overlord.cli.options import (
 )
 from overlord.cli.output import Screen, check_writable, command, show_error
 from overlord.cli.planning_commands import explain, profile
-from overlord.cli.summary import RunSummary, count, number
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, SpecError, ToleranceError
 from overlord.job_files import job_file_schema
+from overlord.reports.summary import RunSummary, count, number
 
 
 class _Commands(TyperGroup):
@@ -433,7 +433,7 @@ def _command_name() -> str:
 
 
 def _show_run(screen: Screen, summary: RunSummary) -> None:
-    from overlord.cli.report import media_tables, source_table, summary_table
+    from overlord.reports.run_report import media_tables, source_table, summary_table
 
     screen.show(source_table(summary), *media_tables(summary.media), summary_table(summary))
     for note in summary.notes:

@@ -71,8 +71,8 @@ def explain(  # noqa: PLR0913 - one for each option
     loaded = load(job, screen, strategy, layout, placement)
     from overlord.cli.demo import write_text
     from overlord.cli.explain import ExplainOptions, explain_job
-    from overlord.cli.explain_report import explain_tables, headlines, render_explanation
     from overlord.cli.running import DEFAULT_STRATEGY, check_job
+    from overlord.reports.explanation import explain_tables, headlines, render_explanation
 
     launch = loaded.launch
     backbone, encoder = _costs(loaded, cost)

@@ -23,9 +23,9 @@ from overlord.cli.media_tokens import token_words
 from overlord.cli.preview_media import MediaItem, Pixels, decode_items, look_at
 from overlord.cli.preview_text import GAP, Spans, shown_texts
 from overlord.cli.sources import Opened, OpenSource
-from overlord.cli.summary import size
 from overlord.core.ragged import RowBatch, slice_rows
 from overlord.core.samples import BAD, FILE_SHIFT, SKIP, SampleId
+from overlord.reports.summary import size
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.transforms.samples.per_sample import no_seeds
 

@@ -15,13 +15,13 @@ from overlord.cli.demo import write_text
 from overlord.cli.options import folder_of
 from overlord.cli.output import Screen, Tell, check_writable, show_error
 from overlord.cli.profile_plan import show_plan
-from overlord.cli.profile_report import headlines, profile_tables, ranked, render_profile
 from overlord.cli.sources import choose_sources
 from overlord.core.spec_errors import Fault
 from overlord.errors import SourceError, SpecError
 from overlord.job.spec_model import as_bytes
 from overlord.job_files import JobFile
 from overlord.launch_section import profile_path
+from overlord.reports.profile_page import headlines, profile_tables, ranked, render_profile
 from overlord.runtimes.autoscaling.profiling import (
     Profiled,
     check_profile,

@@ -12,9 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from overlord.cli.summary import count, number, percent, seconds, size
 from overlord.job.specs import Job
 from overlord.launch_section import LaunchOptions
+from overlord.reports.summary import count, number, percent, seconds, size
 from overlord.scaling.partition import Allotment, Partition, partition
 from overlord.scaling.source_costs import TINY, Resources, SourceCost, mean_shares, schedule_shares
 

@@ -22,7 +22,6 @@ from overlord.cli.context_fit import context_notes
 from overlord.cli.layout_options import layout_advice, layout_words
 from overlord.cli.output import Tell
 from overlord.cli.sources import indexed_rows, isolated, open_each
-from overlord.cli.summary import RunSummary, SourceSummary, media_of
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import is_whole
 from overlord.errors import OverlordError, SpecError, StateError, joined
@@ -35,6 +34,7 @@ from overlord.manifests import read_text
 from overlord.planning.checking import Strategy
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
+from overlord.reports.summary import RunSummary, SourceSummary, media_of
 from overlord.roles.client import Client
 from overlord.roles.source_loader import judge_tolerance
 from overlord.runtimes.autoscaling.scaler import Loaders

@@ -21,10 +21,10 @@ from rich.text import Text
 
 from overlord.cli.layout_options import layout_words
 from overlord.cli.output import Screen
-from overlord.cli.report import media_tables
 from overlord.cli.running import RunOptions
-from overlord.cli.summary import count, media_of, number, size
 from overlord.errors import ServiceLost, SpecError
+from overlord.reports.run_report import media_tables
+from overlord.reports.summary import count, media_of, number, size
 from overlord.runtimes.client_feed import status_of
 from overlord.runtimes.launching.cluster_placement import TRAINER
 from overlord.session import Service

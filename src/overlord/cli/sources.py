@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text as Words
 
 from overlord.cli.output import Tell, current_command
-from overlord.cli.summary import number, size
 from overlord.core.spec_errors import did_you_mean, list_some
 from overlord.errors import SpecError
 from overlord.job.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Text, Video
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import LengthSidecars, SourceFiles
+from overlord.reports.summary import number, size
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.runtimes.launching.deployment import IsolateReader, open_sources
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses

@@ -6,8 +6,9 @@ coordinate consume the same samples. Other frameworks' meshes are read in place_
 
 from __future__ import annotations
 
+import importlib
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any, cast
@@ -15,7 +16,6 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.place_drawing import draw_svg, draw_text
 from overlord.core.spec_errors import did_you_mean, show
 from overlord.errors import SpecError
 
@@ -670,17 +670,27 @@ class ClientPlaceTree:
     def draw(self) -> str:
         """Return the mesh as a small text tree; ranks of one line see identical data.
 
+        A level of one node is left out, and so is the middle of large meshes.
+
         Example:
-            >>> print(ClientPlaceTree(dp=2, tp=2).draw())
-            pp=1 dp=2 cp=1 tp=2 (4 ranks)
-            |-- dp 0: ranks 0-1
-            `-- dp 1: ranks 2-3
+            >>> print(ClientPlaceTree(pp=2, dp=2, tp=2).draw())
+            pp=2 dp=2 cp=1 tp=2 (8 ranks)
+            |-- pp 0: ranks 0-3
+            |   |-- dp 0: ranks 0-1
+            |   `-- dp 1: ranks 2-3
+            `-- pp 1: ranks 4-7
+                |-- dp 0: ranks 4-5
+                `-- dp 1: ranks 6-7
         """
-        return draw_text(self)
+        levels, ranks = levels_of(self)
+        nodes = [prod(level.size for level in levels[: depth + 1]) for depth in range(len(levels))]
+        long = len(levels) > 1 and sum(nodes) > DRAWN_LINES
+        lines = [f"{self} ({counted(self.world_size, 'rank')})", *_branches(levels, ranks, "", 0, long=long)]
+        return "\n".join([*lines, *(f"module {name}: {self.module(name)}" for name in self.module_names)])
 
     def to_svg(self) -> str:
         """Return the mesh as a drawing of nested boxes, an SVG file that needs nothing else."""
-        return draw_svg(self)
+        return drawing("mesh_picture", "draw_svg")(self)
 
     _repr_svg_ = to_svg
 
@@ -751,3 +761,76 @@ def ranks_of_host(number: int, hosts: int, world_size: int) -> range:
     """
     per_host = -(-world_size // hosts)
     return range(min(number * per_host, world_size), min((number + 1) * per_host, world_size))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The tree as text, and where its other drawings come from.
+
+
+DRAWN_LINES = 64
+"""In a text tree of more lines than this, only the first node of each level shows what is in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshLevel:
+    """One level of the tree: what its nodes are called, and how many a parent has."""
+
+    name: str
+    size: int
+
+
+def drawing(module: str, name: str) -> Callable[..., str]:
+    """Return a function of `overlord.reports` that draws an object of a lower floor.
+
+    `ClientPlaceTree.to_svg` and `DGraph.visualize` are methods for users, while charts, templates and jinja2 belong to
+    the reports, which import the classes they draw. This is the only place that looks upwards: by name and when a
+    drawing is asked for, so no module imports the reports from below, and a trainer never loads them.
+    """
+    draw: Callable[..., str] = getattr(importlib.import_module(f"overlord.reports.{module}"), name)
+    return draw
+
+
+def _branches(levels: Sequence[MeshLevel], ranks: Int32s, indent: str, number: int, *, long: bool) -> Iterator[str]:
+    level, *inner = levels
+    first, last, whole = (2, 1, 4) if long else (8, 4, 16)
+    cut = level.size > whole
+    for i in range(level.size):
+        if cut and i == first:
+            yield f"{indent}|   .. {level.size - first - last} more"
+        if cut and first <= i < level.size - last:
+            continue
+        end = i == level.size - 1
+        named = number * level.size + i if level.name == "dp" else i
+        yield f"{indent}{'`--' if end else '|--'} {level.name} {named}: ranks {rank_ranges(ranks[i])}"
+        if inner and (i == 0 or not long):
+            below = i if level.name == "replicate" else 0
+            yield from _branches(inner, ranks[i], indent + ("    " if end else "|   "), below, long=long)
+
+
+def levels_of(tree: ClientPlaceTree) -> tuple[list[MeshLevel], Int32s]:
+    """Return the levels above the tp groups, and the ranks as an array with one dimension a level, and tp."""
+    levels = [
+        MeshLevel("pp", tree.pp),
+        MeshLevel("replicate", tree.dp_replicate),
+        MeshLevel("dp", tree.dp_shard),
+        MeshLevel("cp", tree.cp),
+    ]
+    wide = [level for level in levels if level.size > 1] or [MeshLevel("dp", 1)]
+    if tree.dp_replicate > 1 and tree.dp_shard == 1:
+        wide = [MeshLevel("dp", level.size) if level.name == "replicate" else level for level in wide]
+    return wide, tree.grid().reshape([*(level.size for level in wide), tree.tp])
+
+
+def counted(number: int, word: str) -> str:
+    """Return how many there are of a thing."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def rank_ranges(ranks: Int32s) -> str:
+    """Return numbers in order with runs joined, such as 0-3, 8-11."""
+    found = np.sort(ranks, axis=None)
+    starts = np.flatnonzero(np.diff(found, prepend=found[0] - 2) != 1)
+    ends = np.append(starts[1:], len(found)) - 1
+    runs = [(int(found[a]), int(found[b])) for a, b in zip(starts[:9], ends[:9], strict=True)]
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:8])
+    return f"{text}, .. {found[-1]}" if len(runs) > 8 else text

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.draw import Buffer, Pieces, context_pieces
-from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.place_tree import ClientPlaceTree, drawing
 from overlord.core.plan import LoadingPlan, lay_out, order_in_bins, pad_lengths
 from overlord.core.samples import FILE_SHIFT, SampleId
 from overlord.core.spec_errors import did_you_mean, is_whole
@@ -31,7 +31,6 @@ from overlord.planning.balancing.packing import PackMethod, fill_bins, place_bin
 from overlord.planning.checking import SPLIT_AXES
 from overlord.planning.costs import as_costs
 from overlord.planning.encoder import Scope, place_images, split_images
-from overlord.planning.pictures.picture import picture_of
 
 # --------------------------------------------------------------------------------------------------------------
 # What the primitives of a DGraph refuse: each check names the primitive, what is wrong, and what to do.
@@ -480,7 +479,7 @@ class DGraph:
 
     def visualize(self, format: Literal["html", "mermaid", "dot"] = "html") -> str:
         """Return a picture of the graph: a self-contained HTML page, Mermaid or DOT."""
-        return picture_of(self, format)
+        return drawing("dgraph_picture", "picture_of")(self, format)
 
     @property
     def num_buckets(self) -> int:

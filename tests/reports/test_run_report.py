@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from overlord.cli.charts import nice_ticks, spread_labels
-from overlord.cli.report import (
-    LoadHeatmap,
-    MediaSummary,
-    RunSummary,
-    SourceSummary,
-    StepSummary,
-    media_tables,
-    render_report,
-    source_table,
-    summary_table,
-)
+from overlord.reports.run_report import media_tables, render_report, source_table, summary_table
+from overlord.reports.summary import LoadHeatmap, MediaSummary, RunSummary, SourceSummary, StepSummary
+from overlord.reports.svg import nice_ticks, spread_labels
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
@@ -152,6 +144,20 @@ def test_dark_mode_and_phones_are_provided_for() -> None:
     assert "prefers-color-scheme:dark" in page
     assert 'name="viewport"' in page
     assert "max-width:640px" in page
+
+
+def test_every_mark_has_a_rule_in_the_style_sheet() -> None:
+    sources = [SourceSummary("web", "parquet", 1.0, 1.0, 10, 1000, 0.5, bad=3)]
+    style, body = render_report(run(sources=sources)).split("</style>")
+    classes = {one for names in re.findall(r'class="([^"]+)"', body) for one in names.split()}
+    assert "fault" in classes and {one for one in classes if not re.search(rf"\.{one}\b", style)} == set()
+
+
+def test_a_load_map_of_many_ranks_joins_neighbours_and_tells_their_largest() -> None:
+    loads = [[1.0, 1.0]] * 199 + [[3.0, 1.0]]
+    words = words_of(render_report(run(load_heatmap=LoadHeatmap(0, loads, loads))))
+    assert "dp 192–199, microbatch 0: 2.985 of the mean" in words
+    assert "each is the largest of those it stands for" in words
 
 
 DEGENERATE = {

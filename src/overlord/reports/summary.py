@@ -1,4 +1,4 @@
-"""What a finished run has to say, as plain numbers, and how those numbers are written."""
+"""What a finished run has to say, as plain numbers, and how the numbers of every report are written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 NARROW_SPACE = "\u202f"
 """Stands between a number and its unit, and never breaks a line."""
@@ -135,14 +138,39 @@ def media_of(sources: Mapping[str, Mapping[str, Any]]) -> list[MediaSummary]:
     return [MediaSummary(name, where, size) for name, where, size in found if where is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class Evenness:
+    """How even a load [bucket, microbatch] is; 1 is perfect."""
+
+    imbalance: float
+    """Largest bucket over the mean bucket."""
+    lockstep: float
+    """Sum of the largest loads of each microbatch over the mean bucket."""
+
+
+def evenness(loads: npt.NDArray[Any]) -> Evenness:
+    """Return how even loads [bucket, microbatch] are; NaN is a microbatch that a bucket does not have.
+
+    Example:
+        >>> evenness(np.array([[3, 1], [1, 3]]))
+        Evenness(imbalance=1.0, lockstep=1.5)
+    """
+    loads = np.nan_to_num(loads.astype(np.float64))
+    buckets = loads.sum(axis=1)
+    mean = float(buckets.mean()) if len(buckets) else 0.0
+    if mean <= 0:
+        return Evenness(1.0, 1.0)
+    return Evenness(float(buckets.max()) / mean, float(loads.max(axis=0).sum()) / mean)
+
+
 def count(value: float) -> str:
     """Write a count in at most four digits.
 
     Example:
-        >>> count(950), count(65_536), count(2_100_000)
-        ('950', '65.5k', '2.10M')
+        >>> count(950), count(65_536), count(2.1e13)
+        ('950', '65.5k', '21.0T')
     """
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             size = 1e3 if unit == "k" else limit
             return f"{_three_digits(value / size)}{unit}"
@@ -153,10 +181,10 @@ def number(value: int, thing: str) -> str:
     """Write how many there are of a thing.
 
     Example:
-        >>> number(1, "source"), number(1200, "error")
-        ('1 source', '1,200 errors')
+        >>> number(1, "source"), number(1200, "error"), number(2, "microbatch")
+        ('1 source', '1,200 errors', '2 microbatches')
     """
-    return f"{value:,} {thing}{'' if value == 1 else 's'}"
+    return f"{value:,} {thing}{'' if value == 1 else 'es' if thing.endswith('ch') else 's'}"
 
 
 def percent(share: float) -> str:
@@ -169,6 +197,16 @@ def percent(share: float) -> str:
     value = 100 * share
     digits = 0 if value == 0 or abs(value) >= 10 else 1 if abs(value) >= 0.1 else 2
     return f"{value:.{digits}f}{NARROW_SPACE}%"
+
+
+def share(value: float) -> str:
+    """Write a share in a table, where all have two digits after the point.
+
+    Example:
+        >>> share(0.5004)
+        '50.04%'
+    """
+    return f"{100 * value:.2f}%"
 
 
 def ratio(value: float) -> str:
@@ -211,10 +249,28 @@ def excess(value: float) -> str:
     """Write how far a ratio lies above one: as per cent, or as a factor once it is large.
 
     Example:
-        >>> excess(1.42).replace(NARROW_SPACE, " "), excess(2.5)
-        ('42 % more than the mean', '2.50× the mean')
+        >>> excess(1.00001), excess(1.42).replace(NARROW_SPACE, " "), excess(2.5)
+        ('just the mean', '42 % more than the mean', '2.50× the mean')
     """
-    return f"{ratio(value)} the mean" if value >= 2 else f"{percent(max(value - 1, 0.0))} more than the mean"
+    if value < 1.00005:
+        return "just the mean"
+    return f"{ratio(value)} the mean" if value >= 2 else f"{percent(value - 1)} more than the mean"
+
+
+def busiest(thing: str, planned: float, dealt: float) -> str:
+    """Write what the busiest rank or bucket carries, as planned and as dealt round-robin.
+
+    Example:
+        >>> busiest("rank", 1.00001, 2.5)
+        'The busiest rank carries just the mean; dealt round-robin, 2.50× the mean'
+    """
+    other = excess(dealt).removesuffix(" than the mean")
+    return f"The busiest {thing} carries {excess(planned)}; dealt round-robin, {other}"
+
+
+def shorten(name: str, limit: int) -> str:
+    """Return the name, cut in the middle if long: names of many sources often differ at the end."""
+    return name if len(name) <= limit else f"{name[: limit // 2]}…{name[limit // 2 + 1 - limit :]}"
 
 
 def without_zeros(write: Callable[[float], str]) -> Callable[[float], str]:
@@ -222,7 +278,7 @@ def without_zeros(write: Callable[[float], str]) -> Callable[[float], str]:
 
     def written(value: float) -> str:
         label = write(value)
-        number = label.rstrip("µmskMGB%× " + NARROW_SPACE)
+        number = label.rstrip("µmskMGTPB%× " + NARROW_SPACE)
         shorter = number.rstrip("0").rstrip(".") if "." in number else number
         return shorter + label[len(number) :]
 

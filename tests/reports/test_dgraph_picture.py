@@ -18,19 +18,19 @@ from overlord.errors import SpecError
 from overlord.planning import costs
 from overlord.planning.dgraph import DGraph
 from overlord.planning.low_level import summary_buffer
-from overlord.planning.pictures.facts import (
-    bucket_ranges,
+from overlord.reports.dgraph_picture import (
     dealt_loads,
-    evenness,
     first_buckets,
     flows,
     fullest_bin,
     length_bins,
+    picture_of,
     planned_loads,
     source_facts,
     source_groups,
 )
-from overlord.planning.pictures.picture import picture_of
+from overlord.reports.summary import evenness
+from overlord.reports.svg import bucket_ranges
 
 NASTY = 'a "quoted" <b>\\n [x] {y} |z| & #35; `m` \n%% end'
 FORMATS = ("html", "mermaid", "dot")
@@ -255,6 +255,13 @@ def test_a_page_tells_the_step_the_mesh_and_what_was_done():
     heaviest = int(np.argmax(graph.costs))
     assert str(graph.buffer.draw.sample_id(int(graph.items.sample[heaviest]))) in words
     assert "planned" in words and "web" in words
+
+
+@pytest.mark.parametrize("name", ["balance", "images", "hybrid"])
+def test_every_mark_has_a_rule_in_the_style_sheet(name):
+    style, body = picture_of(stages()[name], "html").split("</style>")
+    classes = {one for names in re.findall(r'class="([^"]+)"', body) for one in names.split()}
+    assert len(classes) > 10 and {one for one in classes if not re.search(rf"\.{one}\b", style)} == set()
 
 
 def test_a_page_compares_with_round_robin_also_before_it_is_balanced():

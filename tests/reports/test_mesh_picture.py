@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlord.core.place_drawing import DRAWN_RANKS, LINES
-from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.place_tree import DRAWN_LINES, ClientPlaceTree
+from overlord.reports.mesh_picture import DRAWN_RANKS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -86,7 +86,7 @@ sizes = st.sampled_from([1, 2, 3, 8, 40])
 @settings(max_examples=50, deadline=None)
 @given(st.builds(ClientPlaceTree, pp=sizes, dp=sizes, cp=sizes, tp=sizes))
 def test_drawings_of_any_mesh_stay_small_and_well_formed(tree: ClientPlaceTree) -> None:
-    assert len(tree.draw().splitlines()) <= LINES + 1
+    assert len(tree.draw().splitlines()) <= DRAWN_LINES + 1
     root = ET.fromstring(tree.to_svg())
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     cells = [rect for rect in root.iter(f"{SVG}rect") if rect.get("class") == "ol-cell"]

@@ -1,1 +1,0 @@
-"""Pictures of a DGraph: DOT, Mermaid, and a page for people."""

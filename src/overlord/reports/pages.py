@@ -1,0 +1,190 @@
+"""One self-contained HTML page in one look, from templates: no network, no script; what came from a user is escaped.
+
+Here is also what several pages and the terminal share: tables, and the figures of lengths and of loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.table import Table as TerminalTable
+from rich.text import Text
+
+from overlord.reports import svg
+from overlord.reports.summary import NARROW_SPACE, count, evenness, percent
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+Tile = tuple[str, str, str]
+"""A key figure: name, value, detail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A drawing for any width, with the words around it."""
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[float], str]
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a table."""
+
+    name: str
+    cells: Sequence[str]
+    bar: float | None = None
+    """Length of the bar below the name, at most 1."""
+    faults: Sequence[int] = ()
+    """Cells that stand out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of a page."""
+
+    name: str
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Row]
+    note: str = ""
+    code: bool = False
+    """Whether names are identifiers."""
+
+
+def render(
+    template: str,
+    title: str,
+    kind: str,
+    facts: Sequence[str],
+    figures: Sequence[Figure],
+    tables: Sequence[Table],
+    **more: Any,
+) -> str:
+    """Return a whole page.
+
+    Args:
+        template: Its template without the ending.
+        title: What the page is about.
+        kind: Which command wrote it, such as "overlord run".
+        facts: What stands below the title.
+        figures: Drawn once for a desk and once for a phone.
+        tables: In reading order.
+        more: `tiles`, `notes`, and what its own template shows.
+    """
+    return render_file(f"{template}.html", title=title, kind=kind, facts=facts, figures=figures, tables=tables, **more)
+
+
+def render_file(template: str, **values: Any) -> str:
+    """Return what a template makes of values; in HTML and SVG all of them are escaped."""
+    return _templates().get_template(f"{template}.jinja").render(**values).rstrip("\n") + "\n"
+
+
+@cache
+def _templates() -> Environment:
+    # Terminal tables need no template: jinja2 is loaded with the first page.
+    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+    return Environment(
+        loader=PackageLoader("overlord.reports"),
+        autoescape=select_autoescape(("html.jinja", "svg.jinja")),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+
+
+def terminal_table(title: str, heads: Sequence[str], rows: Sequence[Row], **look: Any) -> TerminalTable:
+    """Return a table for the terminal; names are shown as they are, cells may have markup."""
+    table = TerminalTable(title=title, title_justify="left", **look)
+    for number, head in enumerate(heads):
+        left = number == 0 or head == "format"
+        style = "bold" if number == 0 else "dim" if head == "format" else ""
+        table.add_column(head, style=style, justify="left" if left else "right")
+    for row in rows:
+        table.add_row(Text(row.name), *row.cells)
+    return table
+
+
+def tile_table(title: str, tiles: Sequence[Tile]) -> TerminalTable:
+    """Return key figures for the terminal."""
+    table = TerminalTable(title=title, title_justify="left", show_header=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right", style="bold")
+    table.add_column(style="dim")
+    for tile in tiles:
+        table.add_row(*(Text(words) for words in tile))
+    return table
+
+
+def length_figure(
+    bins: Sequence[tuple[int, int, int, float]],
+    median: float,
+    tail: float,
+    *,
+    thing: str = "sample",
+    unit: str = "tokens",
+    about: str = "",
+    wide: bool = False,
+) -> Figure:
+    """Return the distribution of lengths, by samples and by tokens.
+
+    Args:
+        bins: (low, high, samples, tokens).
+        median: Length that half of the samples do not pass.
+        tail: Share of the tokens in the longest 2 % of the samples.
+        thing: What has a length.
+        unit: What a length counts.
+        about: "about " where tokens are estimated by the middles of the bins.
+        wide: Whether it takes the whole width.
+    """
+    title = (
+        f"Half of the {thing}s have at most {about}{count(median)} {unit}; the longest 2{NARROW_SPACE}% hold "
+        f"{about}{percent(tail)} of all {unit}"
+        if bins
+        else f"No {thing} was delivered"
+    )
+    estimated = ", estimated from the bins' middles" if about else ""
+    caption = f"Filled: share of the {thing}s. Outlined: share of the {unit}{estimated}."
+    return Figure("lengths", title, caption, lambda width: svg.histogram(width, thing, unit, bins, about), wide)
+
+
+def load_figure(
+    name: str,
+    maps: Sequence[tuple[str, svg.Floats]],
+    title: str = "",
+    *,
+    row: str = "",
+    things: str = "ranks",
+    at: str = "",
+) -> Figure:
+    """Return the load of every microbatch, planned beside round-robin.
+
+    Args:
+        name: Of the figure.
+        maps: Names and loads [row, microbatch] as planned and as dealt; NaN where there is no microbatch.
+        title: By default, how much longer a step takes where all wait for each other after every microbatch.
+        row: What a row is called.
+        things: What waits for each other.
+        at: Which step it is.
+    """
+    planned, dealt = (loads for _, loads in maps)
+    mean = float(np.nanmean(planned))
+    if not title:
+        ours, theirs = (percent(max(evenness(loads).lockstep - 1, 0.0)) for loads in (planned, dealt))
+        title = (
+            f"Waiting for each other after every microbatch, {things} take {ours} longer than with perfect balance"
+            f"{at}; dealt round-robin, {theirs}"
+        )
+    caption = "Load over the mean microbatch: orange above, blue below, no colour at the mean."
+    if max(*planned.shape, *dealt.shape) > svg.MOST_ROWS:
+        caption += " Where cells were joined, each is the largest of those it stands for."
+    return Figure(name, title, caption, lambda width: svg.heat_maps(width, maps, mean, row), wide=True)
