@@ -27,9 +27,11 @@ from overlord.core.messages import MetaDelta
 from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
 from overlord.core.samples import META, Cursor
 from overlord.core.states import StreamState
+from overlord.job.specs import stream_parts
 from overlord.planning.checking import run_strategy
 from overlord.roles.changes import InputLog
-from overlord.roles.planner import Planner
+from overlord.roles.planner import Planner, PlannerStart
+from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.runtimes.launching.deployment import limits_of
 from overlord.stores.places import open_place
 from overlord.stores.store import Store
@@ -89,18 +91,17 @@ def make_planner(folder: Path, samples: int, ranks: int) -> tuple[Planner, Metad
     strategy, store = ol.strategies.backbone_balance(), Store(open_place(str(folder / f"store-{samples}")))
     state = StreamState.begin(SOURCES)
     state.group[:] = 0
-    limits = limits_of(job)
+    limits, inputs = limits_of(job), InputLog(job, store.journal, {}, [])
+    parts = stream_parts(job, tokenizer_digest="", listings=dict.fromkeys(job.names, ""))
+    inputs.base.update({s.name: float(s.weight or 0) for s in job.sources})
     planner = Planner(
         job,
         loaders,  # type: ignore[arg-type]
+        store,
+        PlannerStart(state, inputs, parts, PoisonedRows(store.journal)),
         partial(run_strategy, strategy),
         mesh=tree,
         limits=lambda _: limits,
-        state=state,
-        inputs=InputLog(job, store.journal, {}, []),
-        parts={},
-        base_weights={s.name: float(s.weight or 0) for s in job.sources},
-        store=store,
     )
     planner.checkpoints.begin()
     return planner, loaders

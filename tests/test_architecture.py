@@ -140,12 +140,33 @@ def test_nothing_read_is_evaluated_or_unpickled():
 
 def test_the_papers_words_are_files():
     text = (ROOT / "docs" / "architecture.md").read_text()
-    paths = re.findall(r"`src/overlord/([\w/]+\.py)`", text)
-    assert len(paths) > 15
+    drawing = text.split("```")[1]
+    paths = re.findall(r"`src/overlord/([\w/]+\.py)`", text) + re.findall(r"(?<![\w/])(\w+/[\w/]*(?:\.py)?)", drawing)
+    assert len(paths) > 25
     for path in paths:
         assert (SRC / path).exists(), path
-    for word in ("Source Loader", "Data Constructor", "Planner", "ClientPlaceTree"):
+    for room in re.findall(r"`(\w+/)`", text.split("## Where roles run")[1].split("\n- ")[0]):
+        assert (SRC / room).is_dir() or (SRC / "runtimes" / room).is_dir(), room
+    for word in ("Source Loader", "Data Constructor", "Planner", "ClientPlaceTree", "DGraph", "AutoScaler", "shadow"):
         assert word in text
+    assert len(text.splitlines()) <= 110, "two screens"
+
+
+def test_the_glossary_has_the_papers_words_and_names_that_exist():
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)[1:]
+    words = {word for paper, ours, _ in rows for word in f"{paper}, {ours}".lower().replace("`", "").split(", ")}
+    assert {"source loader", "data constructor", "planner", "client place tree", "dgraph", "loading plan"} <= words
+    code = "\n".join(path.read_text() for path in FILES)
+    for name in re.findall(r"`([A-Z]\w+)`", " ".join(ours for _, ours, _ in rows)):
+        assert re.search(rf"^class {name}\b", code, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("room", ["roles", "transforms", "integrations"])
+def test_processes_and_rows_are_no_persons(room):
+    person = re.compile(r"\b(who|whoever|whom|whose|nobody|somebody|everybody|anybody)\b", re.IGNORECASE)
+    for path in sorted((SRC / room).rglob("*.py")):
+        found = [number for number, line in enumerate(path.read_text().splitlines(), 1) if person.search(line)]
+        assert not found, f"{path}, lines {found}: name the process, caller, row or file"
 
 
 def test_the_five_steps_of_the_workflow_are_marked():

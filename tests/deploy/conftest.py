@@ -13,8 +13,8 @@ import pytest
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
-# Writes down its arguments, one call a line; arguments are parted by tabs, since some hold spaces. Whoever reads of a
-# call may stop it at once, so it listens to that first.
+# Records its arguments, one call per line, separated by tabs since some hold spaces. A reader of the line may stop the
+# call at once, so the trap is set first.
 _TOLD = r"""
 tell() { (IFS=$'\t'; echo "$*" >>"$CALLS"); }
 """

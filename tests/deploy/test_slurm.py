@@ -197,7 +197,7 @@ def test_a_signal_stops_readers_first_and_only_the_time_limit_queues_again(slurm
     slurm.wait_for("address")
     job.send_signal(sent)
     assert job.wait(timeout=20) == code
-    places = [slurm.position(who, "stopped") for who in ("torchrun", "overlord", "ray")]
+    places = [slurm.position(name, "stopped") for name in ("torchrun", "overlord", "ray")]
     assert places == sorted(places)
     requeued = slurm.calls("scontrol", "requeue")
     assert requeued == ([["scontrol", "requeue", slurm.environment["SLURM_JOB_ID"]]] if again else [])

@@ -50,7 +50,7 @@ def test_what_is_refused_has_changed_nothing(ids_job, cache, tmp_path):
     with ol.launch(ids_job, cache=cache, loader_hosts=2) as service, service.client() as client:
         with pytest.raises(ol.SpecError, match="matches no file"):
             service.add_source(ol.Source("new", str(tmp_path / "none.jsonl"), sample=sample))
-        with pytest.raises(ol.SpecError, match="there is a source 'a' already"):
+        with pytest.raises(ol.SpecError, match="already has a source 'a'"):
             service.add_source(ol.Source("a", str(good), sample=sample))
         at = service.add_source(ol.Source("new", str(good), sample=sample), weight=5.0)
         while client.next_step <= at:

@@ -126,12 +126,12 @@ def run_scenario(rank: int, scenario: Scenario, job: ol.Job, cache: str) -> dict
 
 
 def skip_some(rank: int, job: ol.Job, cache: str) -> dict[str, Any]:
-    """Ranks that look at some microbatches only, and go on; then at one that nobody sends any more."""
+    """Ranks that look at some microbatches only, and go on; then at one that is not sent any more."""
     strategy, seen = ol.strategies.backbone_balance(broadcast=["TP"]), []
     with DataLoader(job, mesh=ol.ClientPlaceTree(tp=WORLD), strategy=strategy, cache=cache) as loader:
         steps = [step for _, step in zip(range(STEPS), looked_at(loader, rank, seen), strict=False)]
         again = [facts_of(steps[0].microbatches[at]) for at in some_not(rank)]
-        with pytest.raises(ol.SpecError, match=r"step 0 is over.*gone on without this microbatch"):
+        with pytest.raises(ol.SpecError, match=r"step 0 is over.*taken the next step without this microbatch"):
             steps[0].microbatches[1]
         seen.append([facts_of(steps[-1].microbatches[1])])
         dist.barrier()
@@ -169,7 +169,7 @@ def fail_in_turn(rank: int) -> dict[str, Any]:
     relay = Relay(channel, copies, (8, 2, ("a",)), fetch if rank == 2 else None)
     seen.append(relay.take(1)["number"])
     relay.finish()
-    long = channel.tell(b"x" * 100_000 + b"y" if rank == 2 else None)
+    long = channel.broadcast_message(b"x" * 100_000 + b"y" if rank == 2 else None)
     # A rank that is a step behind is told, and does not train on what was meant for another.
     relay = Relay(channel, copies, (9 + (rank == 3), 1, ("a",)), fetch if rank == 2 else None)
     try:
@@ -180,7 +180,7 @@ def fail_in_turn(rank: int) -> dict[str, Any]:
 
 
 def bad_inputs(rank: int, job: ol.Job, cache: str, address: str) -> list[str]:
-    """What each wrong argument is answered with, on every rank alike; nobody hangs."""
+    """What each wrong argument is answered with, on every rank alike; no rank hangs."""
     tree = ol.ClientPlaceTree(dp=2, tp=2)
     strategy = ol.strategies.backbone_balance(broadcast=["TP"])
     absent = job.replace(sources=[ol.Source("a", "/nowhere/a.jsonl", sample=ol.Text("ids", tokenized=True))])
@@ -319,7 +319,7 @@ def test_what_fails_on_the_fetching_rank_is_said_on_all(found):
         assert mine["seen"] == [1, 0, 1] + [0] * (rank != 3)
         assert mine["long"] == (100_001, b"xy")
         assert len(mine["words"]) == 2 + (rank == 3)
-    assert "microbatch 0 of step 9 came by broadcast where microbatch 0 of step 10 was due" in mine["words"][2]
+    assert "microbatch 0 of step 9 was broadcast where microbatch 0 of step 10 was expected" in mine["words"][2]
 
 
 def test_wrong_arguments_are_answered_on_every_rank(found):

@@ -1,4 +1,4 @@
-"""Parcels hold all of a batch and nothing of its memory; the next one is made while one is in use."""
+"""Flat batches hold all of a batch and nothing of its memory; the next one is made while one is in use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 import overlord as ol
-from overlord.integrations.torch_copies import ALIGNMENT, Ahead, HostCopies, Label, pack
+from overlord.integrations.torch_copies import ALIGNMENT, Ahead, FlatHeader, HostCopies, pack
 from overlord.integrations.torch_loader import DataLoader, TorchBatch
 from overlord.roles.views import Batch, RankView
 
@@ -39,9 +39,9 @@ def test_a_parcel_holds_all_of_a_batch(arrays, scalars, segments):
     }
     batch = Batch(RankView(arrays | columns, scalars), tuple("abcde"[: max(segments, 1)]))
     packed = pack(batch)
-    label = Label.from_bytes(packed.label.to_bytes(at=[1, 2]))
-    assert all(slot.offset % ALIGNMENT == 0 for slot in label.slots) and packed.flat.numel() == label.nbytes
-    found, plain = HostCopies().land(label, packed.flat.clone()).batch(batch.meta.source_names), TorchBatch(batch)
+    header = FlatHeader.from_bytes(packed.header.to_bytes(at=[1, 2]))
+    assert all(slot.offset % ALIGNMENT == 0 for slot in header.slots) and packed.flat.numel() == header.nbytes
+    found, plain = HostCopies().copy(header, packed.flat.clone()).batch(batch.meta.source_names), TorchBatch(batch)
     assert set(found) == set(plain) and found.meta.local_cp_size == plain.meta.local_cp_size
     for key, value in plain.items():
         if isinstance(value, torch.Tensor):

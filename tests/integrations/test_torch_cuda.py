@@ -101,8 +101,8 @@ def nccl(tmp_path):
 def test_by_nccl_buffers_go_by_the_device(mixed_job, cache):
     copies = DeviceCopies(torch.device("cuda", 0), ahead=False)
     channel = Channel(None, 0, copies.stream)
-    assert channel.by_device(copies.device) and not channel.by_device(torch.device("cpu"))
-    assert channel.tell(b"x" * 100_000) == b"x" * 100_000
+    assert channel.is_on_device(copies.device) and not channel.is_on_device(torch.device("cpu"))
+    assert channel.broadcast_message(b"x" * 100_000) == b"x" * 100_000
     arrays = {"input_ids": np.arange(9), "meta.origin": np.zeros((5, 1), np.int64)}
 
     def fetch(number: int) -> Any:

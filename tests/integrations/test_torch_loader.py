@@ -78,7 +78,7 @@ def test_a_state_of_another_stream_is_refused_by_a_running_service(ids_job, cach
             loader.load_state_dict(states[2])
         forged = json.loads(states[0]["stream"])
         forged["sources"]["a"][2] += 1
-        with pytest.raises(ol.StateError, match=r"the state of step 2 is not the one that this service had there"):
+        with pytest.raises(ol.StateError, match=r"the state of step 2 is not the one that this service had"):
             loader.load_state_dict({"stream": json.dumps(forged)})
         assert _tokens(loader, 1)[0][0] == 3, "nothing has moved"
         loader.load_state_dict(states[0])
@@ -177,7 +177,7 @@ def test_a_batch_of_tensors_has_what_a_batch_of_arrays_has(ids_job, cache):
         assert batch.to("cpu") is batch
         assert "segments of" in repr(batch.meta) and batch.meta.sample_ids[0].source
         assert batch.meta.image_rows.dtype == torch.int64
-        with pytest.raises(ol.SpecError, match="chunk: 2 is none of the 2 model chunks"):
+        with pytest.raises(ol.SpecError, match="chunk: 2 is not one of the 2 model chunks"):
             batch.chunk(2)
 
 

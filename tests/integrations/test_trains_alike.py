@@ -62,7 +62,7 @@ class Corpus:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Corpus:
-    """A source of plain token ids, and one whose rows say which tokens count; many longer than the context."""
+    """A source of plain token ids, and one with rows that say which tokens count; many longer than the context."""
     folder = tmp_path_factory.mktemp("trains")
     rng = np.random.default_rng(5)
     rows = {}

@@ -68,7 +68,7 @@ class Patches:
 
     @staticmethod
     def of(pixels: Any, lengths: Any, layout: ol.Layout, ids: Any = None, offsets: Any = None) -> Patches:
-        """Read patch rows of images (or runs of one), whose numbers and first patches may be given."""
+        """Read patch rows of images (or runs of one), with their numbers and first patches if given."""
         lengths = torch.as_tensor(np.asarray(lengths)).long()
         count = len(lengths)
         first = torch.zeros(count).long() if offsets is None else torch.as_tensor(np.asarray(offsets))

@@ -28,7 +28,7 @@ def jpeg(height=64, width=64, seed=0) -> bytes:
 
 
 def bomb() -> bytes:
-    """A PNG whose header claims 50,000 x 50,000 pixels."""
+    """A PNG with 50,000 x 50,000 pixels in its header."""
     out = io.BytesIO()
     Image.new("RGB", (8, 8)).save(out, "PNG")
     data = bytearray(out.getvalue())

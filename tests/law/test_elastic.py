@@ -22,7 +22,7 @@ Tree = ol.ClientPlaceTree
 
 
 class Trainers:
-    """All ranks of a run: each step is taken by whoever its mesh has, new ranks attach when they are needed."""
+    """All ranks of a run: each step is taken by the ranks of its mesh, new ranks attach when they are needed."""
 
     def __init__(self, service, ranks):
         self.service = service
@@ -164,7 +164,7 @@ def test_any_meshes_at_any_steps(ids_job, cache, first, changes):
 
 
 def test_a_new_rank_waits_for_the_others(ids_job, cache):
-    """It attaches long before its first step, and nobody plans ahead for it."""
+    """It attaches long before its first step, and nothing is planned ahead for it."""
     with ol.launch(ids_job, mesh=Tree(), cache=cache, prefetch=1) as service:
         assert service.reshard(Tree(dp=2), at_step=9) == 9
         newcomer, found = service.client(1), []
@@ -177,7 +177,7 @@ def test_a_new_rank_waits_for_the_others(ids_job, cache):
             assert step.mesh == Tree()
         assert service.status()["planner"]["next_step"] <= 8 and not found
         assert service.status()["next_mesh"] == {"step": 9, "mesh": str(Tree(dp=2))}
-        assert service.set_mixture({"a": 1}) <= 8, "steps that nobody is near can still change"
+        assert service.set_mixture({"a": 1}) <= 8, "steps that no rank is near can still change"
         for _ in range(4):
             step = next(first)
         thread.join(30)

@@ -18,7 +18,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def broken_job(tmp_path_factory, demo_files) -> ol.Job:
-    """Texts whose length column lies, texts that are cut or do not decode, and images that do not."""
+    """Texts with wrong lengths in their column, texts that are cut or do not decode, and images that do not."""
     folder = tmp_path_factory.mktemp("broken")
     rng = np.random.default_rng(3)
     rows = [
@@ -82,7 +82,7 @@ def test_it_is_what_is_delivered_where_data_are_broken(broken_job, cache, where,
 
 @pytest.mark.parametrize("placement", ["loader", "constructor"])
 def test_one_rank_alone_is_told_the_same(broken_job, cache, placement):
-    """Nobody else is attached, and nobody has looked at the images of the others."""
+    """No other rank is attached, and the images of the others are not decoded."""
     tree = ol.ClientPlaceTree(dp=4)
     for runtime in ("inline", "local"):
         with ol.launch(broken_job, mesh=tree, cache=cache, placement=placement, runtime=runtime) as service:

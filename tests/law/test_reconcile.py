@@ -69,7 +69,7 @@ def test_a_new_source_begins_at_its_start_and_the_others_go_on(folder, cache):
         seen = [step.order_digest]
         after = json.loads(json.dumps(client.state_dict(), sort_keys=True))
         seen += [next(client).order_digest for _ in range(4)]
-    assert step.source_names == ("b", "c", "d", "a"), "numbers stay, who is new comes behind"
+    assert step.source_names == ("b", "c", "d", "a"), "numbers stay, new sources come last"
     assert {name: first["sources"][name] for name in "bcd"} == state["sources"]
     assert first["sources"]["a"] == [0, BEGIN, *[0] * 8]
     with launch(more, cache, after) as service:  # strictly

@@ -143,7 +143,7 @@ def test_any_number_of_workers(quick, cache, expected, where, loaders):
 
 
 def check_scaled(seen: Seen) -> None:
-    """There were several changes; the photos got workers and gave them back; nobody had more than there are."""
+    """There were several changes; the photos got workers and gave them back; no source had more than there are."""
     photos = [event for event in seen.events if event["source"] == "photos"]
     assert any(event["after"] > event["before"] for event in photos), seen.events
     assert any(event["after"] < event["before"] for event in photos), seen.events
@@ -235,7 +235,7 @@ def test_sources_come_and_go_while_workers_do(quick, slow, cache, tmp_path, runs
     assert any("new" in workers for workers in found.workers)
 
 
-# -- who is waited for ----------------------------------------------------------------------------------
+# -- the bottleneck ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_the_source_that_everybody_waits_for_is_named(folder, cache, runs):
         found, end = None, time.monotonic() + 30
         while found is None and time.monotonic() < end:
             pause = time.monotonic() + 5.0
-            while time.monotonic() < pause:  # whoever asks for the status waits too, but trains nothing meanwhile
+            while time.monotonic() < pause:  # a status request waits too, but trains nothing meanwhile
                 next(client)
             found = service.status()["scaling"]["bottleneck"]
         assert service.metrics is not None

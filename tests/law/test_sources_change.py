@@ -228,7 +228,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path, folder, cache):
         next(client)
         state = plain(client.state_dict())
         refused(service, "another name", source(folder, "b"))
-        refused(service, r"cannot be written down.*allow_add", custom)
+        refused(service, r"cannot be serialized.*allow_add", custom)
         refused(service, "nothing|no file|not found|found", ol.Source("no", str(tmp_path / "no"), sample=SAMPLE))
         refused(service, "txet", source(folder, "a").replace(sample=ol.Text("txet", tokenized=True)))
         refused(service, "tokenizer", source(folder, "a").replace(sample=ol.Text("ids")))

@@ -15,7 +15,7 @@ from overlord.core.messages import MetaRequest
 from overlord.core.order import BEGIN
 from overlord.core.samples import Cursor, Part
 from overlord.errors import OverlordError
-from overlord.roles.poisoned_rows import Verdicts
+from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.runtimes.hosts.loader_host import LoaderFleet
 from overlord.runtimes.hosts.prefetch import CrewWorkers, Hands, ThreadLanes
 from overlord.runtimes.launching.deployment import make_fleet, open_files, prepare
@@ -62,7 +62,7 @@ def fleet_of(folder: Path, slow: Slow, hands: Hands, workers: int, rows: int = 4
     options = LaunchOptions(mesh=ol.ClientPlaceTree(), cache=str(folder / "cache"), workers={"a": workers})
     prepared = prepare(job, options)
     files = open_files(prepared, [0], hands.callers)
-    verdicts = Verdicts(Journal(open_place(str(folder / "store")), lambda: None))
+    verdicts = PoisonedRows(Journal(open_place(str(folder / "store")), lambda: None))
     return make_fleet(prepared, files, verdicts, hands)
 
 

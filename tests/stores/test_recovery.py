@@ -132,7 +132,7 @@ def test_a_plan_that_comes_out_differently_is_refused(ids_job, cache, tmp_path):
     for _ in range(20):
         run.advance()
     run.options = dataclasses.replace(run.options, strategy=ol.strategies.vanilla())
-    with pytest.raises(ol.PlanError, match="came out differently"):
+    with pytest.raises(ol.PlanError, match="planned again with a different result"):
         run.crash()
         run.advance()
 

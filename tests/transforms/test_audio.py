@@ -215,7 +215,7 @@ def test_known_text_lengths_are_believed_until_the_end(tokenizer):
     assert measured.tokens.tolist() == [5, 6]
     done = transform.finish(measured.kept, measured.tokens, np.zeros(2, np.bool_), Here())
     assert done.tokens.lengths.tolist() == [5, 6]
-    assert [row for row, _ in done.lies] == [1]
+    assert [row for row, _ in done.wrong_lengths] == [1]
 
 
 # -- faults --------------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ def test_a_span_inside_the_first_token_counts_no_further(ours) -> None:
     assert loss[0] == 1 and sum(loss) == 1
 
 
-# ---- whose tokens count
+# ---- which tokens count
 
 
 def text_of(tokenizer: TextTokenizer, measured: Measured, row: int = 0) -> str:
@@ -318,7 +318,7 @@ def test_finished_samples_have_the_planned_length_and_the_measured_loss(ours, co
         assert finished.tokens[row].tolist() == kept[: planned[row]]
         assert finished.loss[row].tolist() == mask[: planned[row]]
     verdict = transform.finish(measured.kept, planned, np.ones(10, np.bool_), Here())
-    assert not verdict.loss.values.any() and not verdict.faults and not verdict.lies
+    assert not verdict.loss.values.any() and not verdict.faults and not verdict.wrong_lengths
 
 
 # ---- shapes of messages

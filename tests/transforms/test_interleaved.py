@@ -176,7 +176,7 @@ def test_texts_with_markers_are_put_together_as_by_hand(
         assert media.start[media.rows[row] : media.rows[row + 1]].tolist() == starts
     counted, _ = count_loss_tokens(
         measured, measured.tokens, np.arange(len(rows)), np.zeros(len(rows), np.int64)
-    )  # every row is one piece, whose first token predicts nothing
+    )  # every row is one piece; its first token predicts nothing
     wanted = [int(finished.loss[row][1:].sum()) for row in range(len(rows))]
     assert counted.tolist() == wanted
 

@@ -23,7 +23,7 @@ from overlord.transforms.samples.images import decode_image, image_size, patchif
 
 
 def packed_of(lengths, dp=1, cp=1, context=16, cap=64, layout=None):
-    """Pack samples whose tokens are 100 * sample + position."""
+    """Pack samples with the tokens 100 * sample + position."""
     meta = np.zeros(len(lengths), META)
     meta["tokens"], meta["row"] = lengths, np.arange(len(lengths))
     draw = Draw(0, ("a",), np.zeros(len(lengths), np.int32), meta, (1.0,))

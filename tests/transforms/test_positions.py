@@ -121,7 +121,7 @@ LAYOUTS = {
     "mixed": [(TEXT, 2), (IMAGE, (1, 4, 4)), (TEXT, 1), (VIDEO, (7, 4, 2), 0.5), (TEXT, 1), (IMAGE, (1, 2, 4))],
 }  # fmt: skip
 AGREED = [name for name in LAYOUTS if name not in ("a long clip", "a slow clip", "mixed")]
-"""Layouts whose clips are not longer than they are wide, for which every version of the rule is the same."""
+"""Layouts with clips not longer than they are wide, for which every version of the rule is the same."""
 
 
 def steps_of(version):

@@ -235,8 +235,8 @@ def test_a_claimed_length_includes_the_borders(folder: Path) -> None:
     measured = transform.measure(rows_of("the fox", "the fox"), claims, seeds(2))
     finished = transform.finish(measured.kept, claims, np.zeros(2, np.bool_), Here())
     assert lists(finished.tokens) == [[*inner, 1], inner]
-    assert [row for row, _ in finished.lies] == [1]
-    assert f"says {len(inner)} tokens, the text has {len(inner) + 1}" in finished.lies[0][1]
+    assert [row for row, _ in finished.wrong_lengths] == [1]
+    assert f"says {len(inner)} tokens, the text has {len(inner) + 1}" in finished.wrong_lengths[0][1]
 
 
 def test_token_ids_take_borders_without_a_tokenizer() -> None:

@@ -101,7 +101,7 @@ def rows_of(encoded, texts):
 
 
 def qwen(name):
-    """Return a method of Qwen2VLVideoProcessor, whose module itself cannot be imported without torchvision."""
+    """Return a method of Qwen2VLVideoProcessor; its module cannot be imported without torchvision."""
     spec = importlib.util.find_spec("transformers")
     path = Path(spec.origin).parent / "models" / "qwen2_vl" / "video_processing_qwen2_vl.py"
     found = next(n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef) and n.name == name)
@@ -254,7 +254,7 @@ def test_frames_that_the_header_only_claims_repeat_the_last(monkeypatch):
 def test_measuring_does_not_decode(tokenizer):
     spec = Video(before="<start>", after="<end>", **SMALL)
     transform = VideoTransform(spec, tokenizer)
-    # A spoilt body cannot be decoded; that it is measured like the whole clip says that nobody tried.
+    # A spoilt body cannot be decoded; that it is measured like the whole clip shows that it was not decoded.
     whole = encode(film(48, 240, 320), 24)
     encoded = [whole, spoil(whole), encode(film(36, 64, 64), 12, "libvpx-vp9", "webm")]
     measured = transform.measure(rows_of(encoded, ["one", "one two", ""]), None, np.arange(3, dtype=np.uint64))

@@ -1,28 +1,28 @@
-"""Steps and microbatches as torch tensors, each in its own memory or cut from one flat buffer that travelled."""
+"""Steps and microbatches as torch tensors, each in its own memory or a view of one flat buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from overlord.roles.views import Batch, BatchMeta, KeyedBatch, Step
+from overlord.roles.views import Batch, BatchMeta, KeyedBatch, Microbatches, Step
 
 IMAGE_INDICES = ("image_positions", "image_rows")
-"""Columns of the provenance that index tensors, and so lie where the tensors are."""
+"""Columns of the provenance that index tensors, and so are on the same device."""
 
 
 class TorchMeta:
-    """Where the segments of a batch came from: what `Batch.meta` has, with indices as tensors."""
+    """The provenance of a batch's segments: like `Batch.meta`, with indices as tensors."""
 
     def __init__(self, meta: BatchMeta, indices: Mapping[str, torch.Tensor] | None = None) -> None:
         found = indices or {name: torch.tensor(getattr(meta, name)) for name in IMAGE_INDICES}
         self._meta = meta.detached()  # a view would keep the shared segment
         self.image_positions = found["image_positions"]
-        """Where image tokens stand in this rank's sequences (all rows one behind the other)."""
+        """The positions of image tokens in this rank's sequences (all rows concatenated)."""
         self.image_rows = found["image_rows"]
         """Which of the rows that `exchange_images` returns belongs at each of them."""
 
@@ -34,7 +34,7 @@ class TorchMeta:
 
 
 class TorchBatch(KeyedBatch):
-    """One microbatch as tensors: `model(**batch)` works. `batch.meta` tells where its segments came from."""
+    """One microbatch as tensors: `model(**batch)` works. `batch.meta` has the provenance of its segments."""
 
     def __init__(self, batch: Batch, arrived: Mapping[str, torch.Tensor] | None = None) -> None:
         """Take a batch of arrays.
@@ -62,23 +62,8 @@ class TorchBatch(KeyedBatch):
         return self
 
 
-class TorchMicrobatches(Sequence[TorchBatch]):
-    """The microbatches of one step, fetched and copied when they are looked at."""
-
-    def __init__(self, count: int, take: Callable[[int], TorchBatch]) -> None:
-        self._count = count
-        self._take = take
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self._take(at) for at in range(*index.indices(self._count))]
-        at = index + self._count if index < 0 else index
-        if not 0 <= at < self._count:
-            raise IndexError(f"microbatch {index} of a step with {self._count}")
-        return self._take(at)
+class TorchMicrobatches(Microbatches[TorchBatch]):
+    """The microbatches of one step, fetched and copied when they are accessed."""
 
 
 class TorchStep:
@@ -113,12 +98,12 @@ class TorchStep:
         They are the same on all ranks of `group`; without a process group they are empty.
         """
         self.group = group
-        """The process group whose ranks share their microbatches (`broadcast_at`); None where each fetches its own.
+        """The process group that shares its microbatches (`broadcast_at`); None if each rank fetches its own.
 
         Rows of `exchange_images` come to the rank that fetches: where there are images, broadcast these too.
         """
         self.microbatches = TorchMicrobatches(
-            len(step.microbatches), take or (lambda index: TorchBatch(step.microbatches[index]))
+            take or (lambda index: TorchBatch(step.microbatches[index])), len(step.microbatches)
         )
         self._encode = encoder or (lambda: None if step.encoder is None else TorchBatch(step.encoder))
 

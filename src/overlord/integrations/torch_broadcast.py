@@ -1,12 +1,12 @@
-"""The broadcast that a strategy asks for with `broadcast_at`: one rank fetches, the others of its group receive.
+"""The broadcast of a strategy with `broadcast_at`: one rank fetches, the others of its group receive.
 
 Rules of this file:
-1. All ranks of a group make the same collective calls in the same order: for every microbatch in turn a label, then its
-   buffer. A microbatch that is asked for out of turn is reached by way of those before it, which are kept.
-2. Whoever goes on to the next step completes the step before: the rank that fetches says that no more comes, the others
-   receive up to there. So it does not matter who looked at what.
-3. What fails where it is fetched fails on all ranks of the group, in the same words.
-4. Calls are made by the trainer's own thread only, so that they keep their place among the trainer's collectives.
+1. All ranks of a group make the same collective calls in the same order: for every microbatch in turn a header, then
+   its buffer. If a microbatch is requested out of order, those before it are received first, and kept.
+2. A rank that takes the next step completes the step before: the rank that fetches announces the end of the step, the
+   others receive up to there. So ranks may use different numbers of a step's microbatches.
+3. A fetch that fails raises the same error on all ranks of the group.
+4. Calls are made by the trainer's own thread only, so that their order among the trainer's collectives is fixed.
 """
 
 from __future__ import annotations
@@ -25,61 +25,61 @@ import torch.distributed as dist
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, PlanError, SpecError, error_named
 from overlord.integrations.torch_batches import TorchBatch
-from overlord.integrations.torch_copies import Copies, DeviceCopies, Label, Parcel
+from overlord.integrations.torch_copies import Copies, DeviceCopies, FlatBatch, FlatHeader
 
 _BLOCK = 16 << 10
-"""Bytes of the first message; most labels fit, so that one message is enough."""
+"""Bytes of the first message; most headers fit, so that one message is enough."""
 
 _FETCHES, _RECEIVES, _ENDED, _FAILED = range(4)
 
 
 class Channel:
-    """A process group in which one rank speaks and the others listen."""
+    """A process group in which one rank broadcasts and the others receive."""
 
-    def __init__(self, group: Any, speaker: int, stream: Any = None) -> None:
+    def __init__(self, group: Any, source: int, stream: Any = None) -> None:
         """Take a group.
 
         Args:
             group: The process group; None for the world.
-            speaker: The global rank that speaks.
-            stream: A CUDA stream of its own for calls that go by the device, so that they do not wait for the model.
+            source: The global rank that broadcasts.
+            stream: A CUDA stream for calls on device buffers, so that they do not wait for the model.
         """
         self.group = group
-        self.speaker = speaker
-        self.speaks = dist.get_rank() == speaker
+        self.source = source
+        self.is_source = dist.get_rank() == source
         self._stream = stream
         self._backends = str(dist.get_backend_config(group))
 
-    def by_device(self, device: torch.device) -> bool:
-        """Whether buffers for a device travel from device to device."""
+    def is_on_device(self, device: torch.device) -> bool:
+        """Whether buffers for a device are sent from device to device."""
         return device.type == "cuda" and "cuda:nccl" in self._backends
 
-    def tell(self, message: bytes | None) -> bytes:
-        """Broadcast a short message; the others pass None, and return what the speaker said."""
+    def broadcast_message(self, message: bytes | None) -> bytes:
+        """Broadcast a short message; the other ranks pass None. Returns the message on every rank."""
         framed = b"" if message is None else len(message).to_bytes(8, "little") + message
-        head = self.pass_on(_as_tensor(framed[:_BLOCK].ljust(_BLOCK, b"\0")))
+        head = self.broadcast(_as_tensor(framed[:_BLOCK].ljust(_BLOCK, b"\0")))
         size = int.from_bytes(_as_bytes(head[:8]), "little") + 8
         said = _as_bytes(head[8 : min(size, _BLOCK)])
         if size > _BLOCK:
-            rest = _as_tensor(framed[_BLOCK:]) if self.speaks else torch.empty(size - _BLOCK, dtype=torch.uint8)
-            said += _as_bytes(self.pass_on(rest))
+            rest = _as_tensor(framed[_BLOCK:]) if self.is_source else torch.empty(size - _BLOCK, dtype=torch.uint8)
+            said += _as_bytes(self.broadcast(rest))
         return said
 
-    def pass_on(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Broadcast a buffer of the host, by the device where the group knows no other way."""
+    def broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Broadcast a host buffer, through the device if the group has no CPU backend."""
         if "cpu:" in self._backends:
-            dist.broadcast(buffer, self.speaker, group=self.group)
+            dist.broadcast(buffer, self.source, group=self.group)
             return buffer
-        with self.aside():
-            return self.pass_by_device(buffer.to("cuda")).to("cpu")
+        with self.on_stream():
+            return self.broadcast_device(buffer.to("cuda")).to("cpu")
 
-    def pass_by_device(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Broadcast a buffer of the device, on the stream that is current."""
-        dist.broadcast(buffer, self.speaker, group=self.group)
+    def broadcast_device(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Broadcast a device buffer, on the current stream."""
+        dist.broadcast(buffer, self.source, group=self.group)
         return buffer
 
-    def aside(self) -> AbstractContextManager[Any]:
-        """Return a context in which the channel's own stream is current."""
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which the channel's stream is current."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
@@ -92,7 +92,7 @@ def _as_bytes(data: torch.Tensor) -> bytes:
 
 
 def share_outcome(make: Callable[[], str] | None) -> str:
-    """Return on every rank of the world the text that rank 0 makes; where that fails, it fails on all of them.
+    """Return on every rank of the world the text that rank 0 makes; if that fails, it fails on all ranks.
 
     Args:
         make: Makes the text; only rank 0 has it.
@@ -102,9 +102,9 @@ def share_outcome(make: Callable[[], str] | None) -> str:
     if make is not None:
         try:
             said = json.dumps({"text": make()}).encode()
-        except Exception as failure:  # whatever it is, the others must not wait for a text that never comes
+        except Exception as failure:  # any error: the other ranks must not wait forever
             error, said = failure, _failure(failure)
-    words = json.loads(channel.tell(said if make is not None else None))
+    words = json.loads(channel.broadcast_message(said if make is not None else None))
     if error is not None:
         raise error
     if "error" in words:
@@ -117,14 +117,14 @@ def _failure(error: BaseException) -> bytes:
     return json.dumps({"error": type(error).__name__, "message": words}).encode() + b"\n"
 
 
-class Roster:
-    """Who of the world fetches: agreed upon by all ranks at the first step of a stream."""
+class FetchingRanks:
+    """The ranks that fetch, as all ranks agree at the first step of a stream."""
 
     def __init__(self, tree: ClientPlaceTree | None, rank: int, fetches: bool | None, *, failed: bool = False) -> None:
-        """Tell all ranks who this one is and how its first step went; all must call this.
+        """Exchange the rank and the outcome of the first step with all ranks; all must call this.
 
         Args:
-            tree: The mesh; None where this rank failed before it knew it.
+            tree: The mesh; None if this rank failed before it knew it.
             rank: This process's rank in the mesh.
             fetches: Whether it fetches its first step; None if the stream has no step.
             failed: Whether its first step failed.
@@ -165,13 +165,13 @@ class Roster:
         axes = tuple(axis for axis in alone if getattr(self._mesh, axis) > 1)
         if self._mesh.fetchers(broadcast=axes) != fetching:
             raise PlanError(
-                f"the ranks that fetch ({len(fetching)} of the mesh {self._mesh}) are not those at the beginning of "
-                "some axes; nobody could tell who broadcasts to whom. Make plans with broadcast_at(axis)."
+                f"the ranks that fetch ({len(fetching)} of the mesh {self._mesh}) are not those with coordinate 0 on "
+                "some axes, so the broadcast groups are unknown. Make plans with broadcast_at(axis)."
             )
         return axes
 
     def groups(self) -> list[list[int]]:
-        """Return the processes of every group that broadcasts, the one that fetches first."""
+        """Return the processes of every broadcast group, the one that fetches first."""
         at, members = self._mesh.coordinates(), dict[tuple[int, ...], list[int]]()
         fixed = [axis for axis in ("pp", "dp", "cp", "tp") if axis not in self.axes]
         for rank in range(self._mesh.world_size):
@@ -181,25 +181,25 @@ class Roster:
         return [[self._process[rank] for rank in ranks] for ranks in ordered]
 
 
-def open_channel(roster: Roster, mesh: Any, stream: Any) -> Channel:
+def open_channel(fetching: FetchingRanks, mesh: Any, stream: Any) -> Channel:
     """Return the channel of this process; all ranks of the world must call this.
 
     Args:
-        roster: Who fetches.
-        mesh: A DeviceMesh whose process groups are used where they fit; otherwise groups are made.
+        fetching: The ranks that fetch.
+        mesh: A DeviceMesh; its process groups are used if they fit, otherwise groups are made.
         stream: A CUDA stream for the channel.
     """
-    groups, me = roster.groups(), dist.get_rank()
+    groups, me = fetching.groups(), dist.get_rank()
     mine = next(ranks for ranks in groups if me in ranks)
-    ready = _group_of_mesh(mesh, roster.axes, mine)
+    ready = _group_of_mesh(mesh, fetching.axes, mine)
     if ready is not None:
         return Channel(ready, mine[0], stream)
-    made = [dist.new_group(sorted(ranks), timeout=_patience()) for ranks in groups]
+    made = [dist.new_group(sorted(ranks), timeout=_world_timeout()) for ranks in groups]
     return Channel(made[groups.index(mine)], mine[0], stream)
 
 
 def _group_of_mesh(mesh: Any, axes: Sequence[str], ranks: list[int]) -> Any:
-    """Return the mesh's own group of some ranks, if it has one; of a mesh, all ranks or none find theirs."""
+    """Return the mesh's own group of some ranks, if it has one; either all ranks of a mesh find theirs or none."""
     if mesh is None or len(axes) != 1:
         return None
     for name in mesh.mesh_dim_names or ():
@@ -209,8 +209,8 @@ def _group_of_mesh(mesh: Any, axes: Sequence[str], ranks: list[int]) -> Any:
     return None
 
 
-def _patience() -> timedelta | None:
-    """Return how long the world's calls may take: a group made later would have torch's own default."""
+def _world_timeout() -> timedelta | None:
+    """Return the timeout of the world group: a group made later would have torch's default."""
     world = dist.group.WORLD
     device = "cpu" if "cpu:" in str(dist.get_backend_config(None)) else "cuda"
     options = getattr(world._get_backend(torch.device(device)), "options", None)
@@ -218,20 +218,20 @@ def _patience() -> timedelta | None:
 
 
 class Relay:
-    """The microbatches of one step on their way through a channel, in order; they are kept for the step's life."""
+    """The microbatches of one step, broadcast through a channel in order, and kept until the step ends."""
 
     def __init__(
         self,
         channel: Channel,
         copies: Copies,
         step: tuple[int, int, tuple[str, ...]],
-        fetch: Callable[[int], Parcel] | None,
+        fetch: Callable[[int], FlatBatch] | None,
     ) -> None:
         """Begin a step.
 
         Args:
-            channel: Where they travel.
-            copies: Where they go.
+            channel: The broadcast group.
+            copies: Copies buffers to the trainer's device.
             step: Its index, its number of microbatches, and the names of the sources.
             fetch: Fetches a microbatch; only the rank that fetches has it.
         """
@@ -239,11 +239,11 @@ class Relay:
         self._copies = copies
         self._index, self._count, self._names = step
         self._fetch = fetch
-        self._kept: list[Parcel] = []
+        self._kept: list[FlatBatch] = []
         self._over: OverlordError | None = None
 
     def take(self, microbatch: int) -> TorchBatch:
-        """Return a microbatch; those before it come first."""
+        """Return a microbatch; those before it are sent or received first."""
         while len(self._kept) <= microbatch:
             if self._over is not None:
                 raise self._over
@@ -251,19 +251,19 @@ class Relay:
         return self._kept[microbatch].batch(self._names)
 
     def finish(self) -> None:
-        """Complete the step: what nobody looked at is not sent, what was sent is received."""
+        """Complete the step: the rank that fetches sends no more of it, the others receive what was sent."""
         if self._over is None and self._fetch is not None and len(self._kept) < self._count:
-            self._channel.tell(json.dumps({"rest": [self._index, len(self._kept)]}).encode() + b"\n")
+            self._channel.broadcast_message(json.dumps({"rest": [self._index, len(self._kept)]}).encode() + b"\n")
         at = len(self._kept)
         while self._over is None and self._fetch is None and at < self._count:
             try:
                 self._receive(at)
                 at += 1
-            except OverlordError as error:  # said to whoever asks; the next step says it again if it lasts
+            except OverlordError as error:  # raised on the next access; the next step fails too if the cause persists
                 self._over = error
         self._over = self._over or _gone(self._index)
 
-    def _next(self) -> Parcel:
+    def _next(self) -> FlatBatch:
         at = len(self._kept)
         try:
             return self._send(at) if self._fetch is not None else self._receive(at)
@@ -271,54 +271,55 @@ class Relay:
             self._over = error
             raise
 
-    def _send(self, microbatch: int) -> Parcel:
+    def _send(self, microbatch: int) -> FlatBatch:
         assert self._fetch is not None
         try:
-            parcel = self._fetch(microbatch)
-        except Exception as error:  # whatever it is, the others of the group must not wait for data that never come
-            self._channel.tell(_failure(error))
+            flat_batch = self._fetch(microbatch)
+        except Exception as error:  # any error: the other ranks of the group must not wait forever
+            self._channel.broadcast_message(_failure(error))
             self._over = error if isinstance(error, OverlordError) else OverlordError(str(error))
             raise
-        self._channel.tell(parcel.label.to_bytes(at=[self._index, microbatch]))
-        assert parcel.host is not None
-        if not parcel.label.nbytes:
-            return parcel
-        if self._channel.by_device(self._copies.device):
-            with self._channel.aside():
-                self._channel.pass_by_device(parcel.flat)
+        self._channel.broadcast_message(flat_batch.header.to_bytes(at=[self._index, microbatch]))
+        assert flat_batch.host is not None
+        if not flat_batch.header.nbytes:
+            return flat_batch
+        if self._channel.is_on_device(self._copies.device):
+            with self._channel.on_stream():
+                self._channel.broadcast_device(flat_batch.flat)
                 assert isinstance(self._copies, DeviceCopies)
-                return self._copies.arrived(parcel.label, parcel.flat)
-        self._channel.pass_on(parcel.host)
-        return replace(parcel, host=None)  # pinned memory is scarce
+                return self._copies.on_device(flat_batch.header, flat_batch.flat)
+        self._channel.broadcast(flat_batch.host)
+        return replace(flat_batch, host=None)  # pinned memory is scarce
 
-    def _receive(self, microbatch: int) -> Parcel:
-        said = self._channel.tell(None)
+    def _receive(self, microbatch: int) -> FlatBatch:
+        said = self._channel.broadcast_message(None)
         words = json.loads(said.partition(b"\n")[0])
         if "error" in words:
             raise error_named(words["error"], words["message"])
         if "rest" in words:
             raise _gone(self._index)
-        parcel = self._buffer_of(Label.from_bytes(said))  # received in any case, or the others would wait
+        # The buffer is received in any case: the other ranks are in the same call.
+        flat_batch = self._receive_buffer(FlatHeader.from_bytes(said))
         if words["at"] != [self._index, microbatch]:
             raise PlanError(
-                f"microbatch {words['at'][1]} of step {words['at'][0]} came by broadcast where microbatch {microbatch} "
-                f"of step {self._index} was due; ranks of a group would train on different data. Take the same steps "
-                "on all of them, and load states on all of them."
+                f"microbatch {words['at'][1]} of step {words['at'][0]} was broadcast where microbatch {microbatch} "
+                f"of step {self._index} was expected; ranks of a group would train on different data. Take the same "
+                "steps on all of them, and load states on all of them."
             )
-        return parcel
+        return flat_batch
 
-    def _buffer_of(self, label: Label) -> Parcel:
-        if label.nbytes and self._channel.by_device(self._copies.device):
+    def _receive_buffer(self, header: FlatHeader) -> FlatBatch:
+        if header.nbytes and self._channel.is_on_device(self._copies.device):
             assert isinstance(self._copies, DeviceCopies)
-            with self._channel.aside():
-                flat = torch.empty(label.nbytes, dtype=torch.uint8, device=self._copies.device)
-                return self._copies.arrived(label, self._channel.pass_by_device(flat))
-        host = self._copies.room(label.nbytes)
-        return self._copies.land(label, self._channel.pass_on(host) if label.nbytes else host)
+            with self._channel.on_stream():
+                flat = torch.empty(header.nbytes, dtype=torch.uint8, device=self._copies.device)
+                return self._copies.on_device(header, self._channel.broadcast_device(flat))
+        host = self._copies.allocate(header.nbytes)
+        return self._copies.copy(header, self._channel.broadcast(host) if header.nbytes else host)
 
 
 def _gone(step: int) -> SpecError:
     return SpecError(
-        f"step {step} is over: a rank of its broadcast group has gone on without this microbatch, and nobody sends it "
-        "any more. Take a step's microbatches before the next step, on every rank."
+        f"step {step} is over: a rank of its broadcast group has taken the next step without this microbatch, so it is "
+        "not sent any more. Take a step's microbatches before the next step, on every rank."
     )

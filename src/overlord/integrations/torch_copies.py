@@ -1,4 +1,4 @@
-"""Microbatches as parcels: one flat buffer each, copied to the device ahead of the trainer, or broadcast."""
+"""Microbatches as one flat buffer each, copied to the device ahead of the trainer, or broadcast."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from overlord.roles.views import Batch, RankView
 T = TypeVar("T")
 
 ALIGNMENT = 256
-"""Bytes at whose multiples tensors begin: what kernels that load whole vectors ask for."""
+"""Tensors begin at multiples of this many bytes, as vectorised kernels require."""
 
 _STAY = ("send_splits", "recv_splits")
-"""Numbers that an all-to-all wants as a list: on the device, reading them would wait for it."""
+"""Numbers that an all-to-all takes as a list: reading them from the device would synchronise."""
 
 _ROWS_OF_ORIGIN = ("source", "epoch", "row", "segment_offsets", "segment_lengths")
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one tensor lies in the flat buffer of a parcel."""
+    """The place of one tensor in the flat buffer."""
 
     key: str
     """The batch's key; `meta.` stands before an index of the provenance."""
@@ -45,8 +45,8 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
-    """All of a microbatch but its tensors: what they are, the batch's numbers, and its provenance."""
+class FlatHeader:
+    """A microbatch without its tensors: their places, the batch's scalars, and its provenance."""
 
     slots: tuple[Slot, ...]
     nbytes: int
@@ -55,7 +55,7 @@ class Label:
     """The provenance, as `meta.` columns; and arrays that stay on the host."""
 
     def to_bytes(self, **more: Any) -> bytes:
-        """Return the label as one line of JSON, with some more words in it, and the bytes of its columns."""
+        """Return the header as one line of JSON, with further entries, and the bytes of its columns."""
         slots = [[slot.key, slot.dtype, slot.shape, slot.offset] for slot in self.slots]
         columns = [[name, column.dtype.str, column.shape] for name, column in self.columns.items()]
         words = {"slots": slots, "nbytes": self.nbytes, "scalars": dict(self.scalars), "columns": columns, **more}
@@ -63,8 +63,8 @@ class Label:
         return line + b"".join(np.ascontiguousarray(column).tobytes() for column in self.columns.values())
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Label:
-        """Read a label."""
+    def from_bytes(cls, data: bytes) -> FlatHeader:
+        """Read a header."""
         line, _, rest = data.partition(b"\n")
         words = json.loads(line)
         columns, at = {}, 0
@@ -77,12 +77,12 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class FlatBatch:
     """A microbatch in one flat buffer."""
 
-    label: Label
+    header: FlatHeader
     host: torch.Tensor | None
-    """The buffer on the host; None where it came straight to the device."""
+    """The buffer on the host; None if it was received on the device."""
     flat: torch.Tensor
     """The buffer on the trainer's device."""
     landed: Any = None
@@ -91,17 +91,17 @@ class Parcel:
     def batch(self, names: tuple[str, ...]) -> TorchBatch:
         """Return the microbatch: its tensors are views of the buffer.
 
-        The stream that is current waits until they are there, and they stay until it has done with them.
+        The current stream waits for the copy, and the buffer is not reused before that stream has finished with it.
         """
         if self.landed is not None:
             stream = torch.cuda.current_stream(self.flat.device)
             stream.wait_event(self.landed)
             self.flat.record_stream(stream)
-        tensors = {slot.key: _cut(self.flat, slot) for slot in self.label.slots}
-        columns = self.label.columns
+        tensors = {slot.key: _cut(self.flat, slot) for slot in self.header.slots}
+        columns = self.header.columns
         tensors |= {key: torch.tensor(columns[key]) for key in _STAY if key in columns}
         provenance = {name: column for name, column in columns.items() if name not in _STAY}
-        return TorchBatch(Batch(RankView(provenance, self.label.scalars), names), tensors)
+        return TorchBatch(Batch(RankView(provenance, self.header.scalars), names), tensors)
 
 
 def _cut(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _cut(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     return flat[slot.offset : slot.offset + slot.nbytes].view(dtype).view(slot.shape)
 
 
-def pack(batch: Batch, *, pinned: bool = False) -> Parcel:
+def pack(batch: Batch, *, pinned: bool = False) -> FlatBatch:
     """Copy a batch out of shared memory into one flat buffer; nothing of the shared segment is held afterwards."""
     arrays = {key: value for key, value in batch.items() if isinstance(value, np.ndarray)}
     columns = {key: arrays.pop(key).copy() for key in _STAY if key in arrays}
@@ -128,37 +128,37 @@ def pack(batch: Batch, *, pinned: bool = False) -> Parcel:
     for slot in slots:
         place = memory[slot.offset : slot.offset + slot.nbytes].view(slot.dtype).reshape(slot.shape)
         np.copyto(place, arrays[slot.key])
-    return Parcel(Label(tuple(slots), end, scalars, columns), host, host)
+    return FlatBatch(FlatHeader(tuple(slots), end, scalars, columns), host, host)
 
 
 class HostCopies:
-    """Parcels that stay on the host."""
+    """Flat batches that stay on the host."""
 
     device = torch.device("cpu")
     stream = None
     pool = None
 
-    def send(self, batch: Batch) -> Parcel:
+    def send(self, batch: Batch) -> FlatBatch:
         """Pack a batch."""
         return pack(batch)
 
-    def room(self, nbytes: int) -> torch.Tensor:
-        """Return room on the host for a buffer that comes from another rank."""
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return a host buffer to receive into."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def land(self, label: Label, host: torch.Tensor) -> Parcel:
-        """Return a parcel whose buffer is on the host."""
-        return Parcel(label, host, host)
+    def copy(self, header: FlatHeader, host: torch.Tensor) -> FlatBatch:
+        """Return the batch of a host buffer."""
+        return FlatBatch(header, host, host)
 
     def close(self) -> None:
         """There is nothing to end."""
 
 
 class DeviceCopies:
-    """Parcels that a side stream copies to a CUDA device out of pinned memory, while the trainer computes.
+    """Flat batches that a side stream copies to a CUDA device out of pinned memory, while the trainer computes.
 
-    Rules: a batch leaves shared memory before `send` returns. Pinned memory that a copy still reads is not given out
-    again before it is done: torch's allocator sees to that. Whoever takes a batch waits for its event, on its stream.
+    Rules: a batch leaves shared memory before `send` returns. Torch's allocator does not reuse
+    pinned memory while a copy still reads it. The stream that uses a batch waits for its event.
     """
 
     def __init__(self, device: torch.device, *, ahead: bool) -> None:
@@ -172,25 +172,25 @@ class DeviceCopies:
         self.stream = torch.cuda.Stream(device)
         self.pool = ThreadPoolExecutor(1, "overlord-copies") if ahead else None
 
-    def send(self, batch: Batch) -> Parcel:
+    def send(self, batch: Batch) -> FlatBatch:
         """Pack a batch into pinned memory and begin to copy it."""
         packed = pack(batch, pinned=True)
-        return self.land(packed.label, packed.flat)
+        return self.copy(packed.header, packed.flat)
 
-    def room(self, nbytes: int) -> torch.Tensor:
-        """Return pinned room for a buffer that comes from another rank by the host."""
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return a pinned host buffer to receive into."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def land(self, label: Label, host: torch.Tensor) -> Parcel:
+    def copy(self, header: FlatHeader, host: torch.Tensor) -> FlatBatch:
         """Begin to copy a pinned buffer to the device."""
         with torch.cuda.stream(self.stream):
-            return self.arrived(label, host.to(self.device, non_blocking=True), host)
+            return self.on_device(header, host.to(self.device, non_blocking=True), host)
 
-    def arrived(self, label: Label, flat: torch.Tensor, host: torch.Tensor | None = None) -> Parcel:
-        """Return a parcel whose buffer is on the device when the side stream has come so far."""
+    def on_device(self, header: FlatHeader, flat: torch.Tensor, host: torch.Tensor | None = None) -> FlatBatch:
+        """Return the batch of a device buffer, valid once the side stream has reached this point."""
         landed = torch.cuda.Event()
         landed.record(self.stream)
-        return Parcel(label, host, flat, landed)
+        return FlatBatch(header, host, flat, landed)
 
     def close(self) -> None:
         """End the thread; a microbatch that it fetches is still waited for."""
@@ -230,12 +230,12 @@ def device_of(given: torch.device | str | None) -> torch.device:
 
 
 def copies_to(device: torch.device, *, ahead: bool) -> Copies:
-    """Return what brings batches to a device; `ahead` says whether a thread may fetch them."""
+    """Return the object that copies batches to a device; `ahead` allows a thread that fetches them."""
     return DeviceCopies(device, ahead=ahead) if device.type == "cuda" else HostCopies()
 
 
 class Ahead(Generic[T]):
-    """Things that are made one by one; while one is in use, a thread makes the next.
+    """Items that are made one by one; while one is in use, a thread makes the next.
 
     Example:
         >>> squares = Ahead(lambda number: number * number, 4, None)
@@ -249,7 +249,7 @@ class Ahead(Generic[T]):
         Args:
             make: Makes a thing by its number; the thread calls it too.
             count: How many there are.
-            pool: One thread; with None, each is made when it is asked for.
+            pool: One thread; with None, each is made on request.
         """
         self._make = make
         self._count = count
@@ -276,4 +276,4 @@ class Ahead(Generic[T]):
             try:
                 self._coming = (index, self._pool.submit(self._make, index))
             except RuntimeError:
-                pass  # the loader is closed: what is still asked for is made when it is
+                pass  # the loader is closed: further items are made on request

@@ -1,4 +1,4 @@
-"""What a vision-language trainer does with images that are encoded apart from their tokens."""
+"""Images that are encoded apart from their tokens: pixel normalisation, and the exchange between ranks."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def exchange_images(output: torch.Tensor, encoder: Mapping[str, Any], group: Any
     """
     rows = output[torch.as_tensor(encoder["send_rows"], device=output.device)]
     if not (dist.is_available() and dist.is_initialized()):
-        return rows  # one process: what it sends is what it gets
+        return rows  # one process sends to itself
     return _Exchange.apply(rows, encoder["send_splits"].tolist(), encoder["recv_splits"].tolist(), group)
 
 
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]
-    """An all-to-all whose backward pass swaps senders and receivers."""
+    """An all-to-all; its backward pass swaps senders and receivers."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int], group: Any) -> torch.Tensor:

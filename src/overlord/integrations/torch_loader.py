@@ -18,8 +18,8 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import name_choices
 from overlord.errors import ClosedError, PlanError, ServiceLost, SpecError, StateError
 from overlord.integrations.torch_batches import TorchBatch, TorchMeta, TorchMicrobatches, TorchStep
-from overlord.integrations.torch_broadcast import Channel, Relay, Roster, open_channel, share_outcome
-from overlord.integrations.torch_copies import Ahead, Copies, Parcel, copies_to, device_of
+from overlord.integrations.torch_broadcast import Channel, FetchingRanks, Relay, open_channel, share_outcome
+from overlord.integrations.torch_copies import Ahead, Copies, FlatBatch, copies_to, device_of
 from overlord.integrations.torch_images import exchange_images, normalize_pixels
 from overlord.job.specs import Job
 from overlord.job_files import SUFFIXES, JobFile, load_job_file
@@ -133,10 +133,10 @@ class DataLoader:
             yield step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last step handed out: one text, the same on every rank, for any mesh.
+        """Return the state after the last delivered step: one text, the same on every rank, for any mesh.
 
-        Before the first step it is the state that was loaded, or that of a stream that has not begun; nothing is
-        launched to tell.
+        Before the first step it is the state that was loaded, or that of a stream that has not begun; no service is
+        launched for it.
         """
         if self._client is None:
             self._refuse_closed("state_dict")
@@ -171,12 +171,12 @@ class DataLoader:
         self._attached().report(step, metrics)
 
     def close(self) -> None:
-        """Detach, and end the service if this loader started it; no other rank is waited for."""
+        """Detach, and end the service if this loader started it; it does not wait for other ranks."""
         copies, client, service = self._copies, self._client, self._service
         self._copies = self._client = self._service = None
         self._axes = self._channel = self._relay = None
         self._closed = True
-        with ExitStack() as ends:  # each ends, whatever becomes of the others; the last one named goes first
+        with ExitStack() as ends:  # each is closed even if another fails; the last one first
             for one in (service, client, copies):
                 if one is not None:
                     ends.callback(one.close)
@@ -217,7 +217,7 @@ class DataLoader:
         return self._service.address or ""
 
     def _connect(self, address: str) -> Client:
-        """Attach to a service that somebody else started; its mesh is ours."""
+        """Attach to a running service, and use its mesh."""
         client = connect_local(address, self._rank, self._step, self._state)
         self._step = self._state = None  # from now on the client knows
         try:
@@ -238,8 +238,8 @@ class DataLoader:
     def _refuse_closed(self, what: str) -> None:
         if self._closed:
             raise ClosedError(
-                f"{what}: this loader is closed, and where its stream stood is not known any more. Take the state "
-                "before you close it, and load it into a loader to go on."
+                f"{what}: this loader is closed, and its position in the stream is lost. Take the state before you "
+                "close it, and load it into a loader to continue."
             )
 
     # -- steps ---------------------------------------------------------------------------------
@@ -259,14 +259,14 @@ class DataLoader:
         if self._channel is None and copies.stream is None:
             return TorchStep(step)
 
-        def parcel_of_encoder(_: int) -> Parcel | None:
+        def flat_encoder(_: int) -> FlatBatch | None:
             return None if step.encoder is None else copies.send(step.encoder)
 
         def encoder() -> TorchBatch | None:
-            parcel = encoded.take(0)
-            return None if parcel is None else parcel.batch(names)
+            flat = encoded.take(0)
+            return None if flat is None else flat.batch(names)
 
-        encoded = Ahead(parcel_of_encoder, 1, copies.pool)
+        encoded = Ahead(flat_encoder, 1, copies.pool)
         count = len(step.microbatches)
         fetched = Ahead(lambda at: copies.send(step.microbatches[at]), count if step.fetches else 0, copies.pool)
         if self._channel is None:
@@ -276,11 +276,11 @@ class DataLoader:
         return TorchStep(step, relay.take, encoder, self._channel.group)
 
     def _first_step(self) -> Step | None:
-        """Take the first step, and agree with all ranks on who fetches."""
+        """Take the first step, and agree with all ranks on which ranks fetch."""
         step, failure = None, None
         try:
             step = next(self._attached(), None)
-        except Exception as error:  # told to the other ranks first: they would wait for this one
+        except Exception as error:  # raised after the other ranks know: they would wait for this one
             failure = error
         axes: tuple[str, ...] = ()
         # All ranks gather or none does. The mesh of a service that runs already is known to the ranks that could attach
@@ -289,22 +289,22 @@ class DataLoader:
             isinstance(self._job, str) or (self._mesh is not None and self._mesh.cp * self._mesh.tp > 1)
         ):
             fetches = None if step is None else step.fetches
-            roster = Roster(self._mesh, self._rank, fetches, failed=failure is not None)
-            if roster.failed and failure is None:
+            fetching = FetchingRanks(self._mesh, self._rank, fetches, failed=failure is not None)
+            if fetching.failed and failure is None:
                 failure = ServiceLost(
-                    f"rank {roster.failed[0]} could not take the first step, so no step can be trained on. Its own "
+                    f"rank {fetching.failed[0]} could not take the first step, so no step can be trained on. Its own "
                     "message says why."
                 )
-            axes = roster.axes
+            axes = fetching.axes
             if axes and failure is None:
-                self._channel = open_channel(roster, self._device_mesh, cast("Copies", self._copies).stream)
+                self._channel = open_channel(fetching, self._device_mesh, cast("Copies", self._copies).stream)
         if failure is not None:
             raise failure
         self._axes = axes
         return step
 
     def _follow_mesh(self, step: Step) -> None:
-        """Go on with the mesh of a step; not where ranks broadcast to one another in groups of an older one."""
+        """Continue with the mesh of a step; not possible while ranks broadcast in groups of an older one."""
         if self._mesh is None or step.mesh == self._mesh:
             return
         if self._channel is not None:
@@ -359,7 +359,7 @@ def _refuse_options(address: str, given: Mapping[str, Any]) -> None:
 
 
 def _alike(one: ClientPlaceTree, other: ClientPlaceTree) -> bool:
-    """Whether all ranks stand at the same places of two meshes."""
+    """Whether all ranks have the same places in two meshes."""
     return np.array_equal(one.grid(), other.grid())
 
 

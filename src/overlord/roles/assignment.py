@@ -1,12 +1,12 @@
-"""What follows from a loss: which shadow is promoted, and which sources deserve one. Pure.
+"""Which loader hosts serve each source, which shadow is promoted after a loss, and which sources get a shadow. Pure.
 
-The planner's rule of the paper's section 6.1. Who finds out that a host is gone, and who starts another one, is the
-runtime's business; nobody promotes himself.
+The planner's rule of the paper's section 6.1. Detecting that a host is lost and starting its replacement is done by the
+runtime's supervisor; a host never promotes itself.
 
     primary and shadow live     a step's samples come from the primary; the shadow follows its position
-    primary lost                shadow becomes primary; the lost host's successor becomes shadow
-    shadow lost                 its successor becomes shadow
-    both lost, or no shadow     the primary's successor begins at the position of the trainers, and reads again
+    primary lost                the shadow becomes primary; the replacement of the lost host becomes shadow
+    shadow lost                 its replacement becomes shadow
+    both lost, or no shadow     the replacement of the primary starts at the trainers' position, and reads again
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from overlord.core.samples import Part
 from overlord.errors import SpecError
 from overlord.job.specs import Audio, Custom, Source, Video
 
-NOBODY = -1
+NO_HOST = -1
+"""The shadow host of a source without a shadow."""
 
 WORTH_S = 0.25
-"""A source whose loader takes longer than this to come back, beside the start of its process, deserves a shadow."""
+"""With shadows="auto", a source gets a shadow if its loader takes longer than this to recover, after its process."""
 _REMOTE_S = 1.0
-"""What listing and opening remote files costs at least."""
+"""The least time to list and open remote files."""
 _MB_S = {"stream": 60.0, "block": 400.0}
-"""How fast rows are read again: through a decompressor, and from files that can be entered anywhere."""
+"""How fast rows are read again: as a compressed stream, and from files with random access."""
 _STREAMED = (".gz", ".zst", ".tar", ".tgz", ".bz2", ".xz")
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which loader hosts have each source, and which one shadows it."""
+    """The loader hosts of each source, and the host of its shadow."""
 
     primary: tuple[tuple[int, ...], ...]
-    """Of each source its hosts: the groups of its order are dealt to them in turn."""
+    """The hosts of each source: the groups of its order are assigned to them in turn."""
     shadow: tuple[int, ...]
-    """NOBODY for a source without a shadow."""
+    """The host of each source's shadow; NO_HOST for a source without one."""
 
     def host_of(self, source: int, part: Part) -> int:
-        """Return who is asked for a part of a source; also for one as it was dealt before."""
+        """Return the host that serves a part of a source; also for a part of an older assignment."""
         hosts = self.primary[source]
         return hosts[part.number % len(hosts)]
 
@@ -55,11 +56,11 @@ class Assignment:
         return [Part(number, of) for number in range(of)]
 
     def sources_of(self, host: int) -> list[int]:
-        """Return the sources that a host is asked for."""
+        """Return the sources that a host serves."""
         return [source for source, hosts in enumerate(self.primary) if host in hosts]
 
     def shadows_of(self, host: int) -> list[int]:
-        """Return the sources that a host follows."""
+        """Return the sources that a host shadows."""
         return [source for source, at in enumerate(self.shadow) if at == host]
 
     def to_json(self) -> dict[str, Any]:
@@ -68,12 +69,12 @@ class Assignment:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Assignment:
-        """Read what `to_json` wrote."""
+        """Read the output of `to_json`."""
         return cls(tuple(tuple(hosts) for hosts in given["primary"]), tuple(given["shadow"]))
 
 
 def promote(now: Assignment, lost: Collection[int]) -> Assignment:
-    """Return who has what after some loader hosts were lost.
+    """Return the assignment after some loader hosts were lost.
 
     Example:
         >>> promote(Assignment(((0,), (1,)), (1, -1)), {0})
@@ -86,17 +87,17 @@ def promote(now: Assignment, lost: Collection[int]) -> Assignment:
 
 
 def _swap(hosts: tuple[int, ...], shadow: int, lost: Collection[int]) -> tuple[tuple[int, ...], int]:
-    """Let a shadow take the place of the first of a source's hosts that is lost."""
+    """Replace the first lost host of a source by its shadow, if that is alive."""
     gone = next((host for host in hosts if host in lost), None)
-    if gone is None or shadow in lost or shadow == NOBODY:
+    if gone is None or shadow in lost or shadow == NO_HOST:
         return hosts, shadow
     return tuple(shadow if host == gone else host for host in hosts), gone
 
 
 def restart_cost_s(source: Source) -> float:
-    """Estimate how long a loader of this source takes to reach its position again.
+    """Estimate how long a new loader of this source takes to reach the position of the lost one.
 
-    It lists its files, and reads the group it stands in from the group's beginning.
+    It lists the files, and reads the current group from its beginning.
 
     Example:
         >>> from overlord.job.specs import Text
@@ -107,13 +108,13 @@ def restart_cost_s(source: Source) -> float:
     """
     remote = any("://" in path and not path.startswith("file://") for path in source.path)
     streamed = any(part in path for path in source.path for part in _STREAMED)
-    slow = isinstance(source.sample, (Custom, Audio, Video))  # measured by code that may take long for each row
+    slow = isinstance(source.sample, (Custom, Audio, Video))  # measuring may take long for each row
     megabytes = max(source.shuffle_bytes, 1 << 20) / 1e6
     return (_REMOTE_S if remote else 0.0) + megabytes / _MB_S["stream" if streamed or slow else "block"]
 
 
 def shadowed(sources: Sequence[Source], wanted: bool | str | Collection[str]) -> tuple[bool, ...]:
-    """Return which sources get a shadow: all, none, those that are named, or with "auto" those that deserve one.
+    """Return which sources get a shadow: all, none, the named ones, or with "auto" those that recover slowly.
 
     Raises:
         SpecError: for a name that no source has.
@@ -126,7 +127,7 @@ def shadowed(sources: Sequence[Source], wanted: bool | str | Collection[str]) ->
     for name in wanted:
         if name not in names:
             raise SpecError(
-                f"shadows: no source has the name {name!r}; it would have no shadow. Name sources of the job, or use "
-                "True, False or 'auto'."
+                f"shadows: no source has the name {name!r}, so the shadow would be missing. Use names of the job's "
+                "sources, or True, False or 'auto'."
             )
     return tuple(source.name in wanted for source in sources)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -18,15 +19,15 @@ if TYPE_CHECKING:  # it names every message between roles, and a trainer loads n
 class Client:
     """The stream of one rank: iterate over it to train.
 
-    `state_dict()` between two steps is the state after the last step that was handed out. The stream ends where the job
-    does, or before the first step whose mesh does not have this rank.
+    `state_dict()` between two steps is the state after the last step that was delivered. The stream ends where the job
+    does, or before the first step with a mesh that does not have this rank.
     """
 
     def __init__(self, feed: Feed, rank: int, first_step: int) -> None:
         ranks = feed.mesh.world_size
         if not is_whole(rank) or not 0 <= rank < ranks:
             raise SpecError(
-                f"rank {rank!r} is not in the mesh of {ranks} ranks; it would wait for data for ever. "
+                f"rank {rank!r} is not in the mesh of {ranks} ranks; it would wait for data forever. "
                 f"Use a rank from 0 to {ranks - 1}, launch with a larger mesh, or call service.reshard first."
             )
         self.rank = int(rank)
@@ -35,13 +36,13 @@ class Client:
         self._closed = False
         self._pid = os.getpid()
         self.mesh = feed.mesh
-        """The mesh of the step that comes next, as far as it is known; `step.mesh` is that of a step."""
+        """The mesh of the next step, as far as it is known; `step.mesh` is the mesh of a step."""
         self.fetched_bytes = 0
-        """Bytes of all batches handed out so far: what this rank needs, and nothing else."""
+        """Bytes of all batches delivered so far: what this rank needs, and nothing else."""
 
     @property
     def next_step(self) -> int:
-        """The index of the step that comes next."""
+        """The index of the next step."""
         return self._next_step
 
     def __repr__(self) -> str:
@@ -58,6 +59,7 @@ class Client:
         self.mesh = header.next_mesh or header.mesh
         step, feed = header.index, self._feed
 
+        @functools.cache
         def fetch(microbatch: int) -> Batch:
             batch = Batch(feed.microbatch(step, microbatch), header.names)
             self.fetched_bytes += batch.nbytes
@@ -67,9 +69,9 @@ class Client:
         return Step(header, Microbatches(fetch, header.num_microbatches), header.names, encoder)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Tell the planner how training goes: `{"loss/web": 2.1}`. Takes effect at step + lag."""
+        """Send metrics of a step to the planner, such as `{"loss/web": 2.1}`. They take effect at step + lag."""
         if not is_whole(step) or step < 0:
-            raise SpecError(f"report: step is {step!r}; nobody could tell when it counts. Report `step.index`.")
+            raise SpecError(f"report: step is {step!r}, which is not a step. Report `step.index`.")
         if not isinstance(metrics, Mapping):
             raise SpecError(f"report: metrics are {metrics!r:.80}, not a mapping. Report as in {{'loss/web': 2.1}}.")
         clean: dict[str, float] = {}
@@ -80,7 +82,7 @@ class Client:
                 number = math.nan
             if not math.isfinite(number):
                 raise SpecError(
-                    f"report: {key} at step {step} is {value!r:.80}; a mixture that follows it would be lost. "
+                    f"report: {key} at step {step} is {value!r:.80}; a mixture that follows it would break. "
                     "Report finite numbers, or leave the metric out."
                 )
             clean[str(key)] = number
@@ -94,7 +96,7 @@ class Client:
         """Detach from the service."""
         if not self._closed:
             self._closed = True
-            if self._pid == os.getpid():  # what a fork has of it is its parent's
+            if self._pid == os.getpid():  # in a fork, the connection belongs to the parent
                 self._feed.close(self._next_step)
 
     def _open_feed(self) -> Feed:
@@ -103,8 +105,8 @@ class Client:
         if self._pid != os.getpid():
             raise SpecError(
                 f"the client of rank {self.rank} was made in process {self._pid} and is used in process {os.getpid()}, "
-                "a fork of it; both would hand out the same samples, over one connection. Attach in the process that "
-                "trains. A torch.utils.data.DataLoader forks workers: give it num_workers=0, as the service reads "
+                "a fork of it; both would deliver the same samples, over one connection. Attach in the process that "
+                "trains. A torch.utils.data.DataLoader forks workers: use num_workers=0, since the service reads "
                 "ahead by itself."
             )
         return self._feed

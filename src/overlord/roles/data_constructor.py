@@ -1,7 +1,7 @@
-"""DataConstructor: gathers a step's samples and builds what each rank of its host gets to see.
+"""DataConstructor: gathers a step's samples, packs microbatches, and cuts the view of each rank of its host.
 
 Rules of this file:
-1. Where a rank stands is asked of the plan's own mesh: the next step may have another one.
+1. The place of a rank comes from the plan's own mesh: the next step may have another one.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from overlord.transforms.microbatches.step_samples import StepSamples, join_payl
 from overlord.transforms.samples.per_sample import MediaDecoder
 
 KEPT_MESHES = 4
-"""Meshes whose places are remembered: clients may stand on both sides of a boundary."""
+"""Meshes with cached places: clients may be on both sides of a boundary."""
 
 
 class _Places:
-    """Where the ranks of one mesh stand, looked up once: clients wait while this is asked."""
+    """The places of the ranks of one mesh, cached: the lookup is in the path of a client's request."""
 
     def __init__(self, tree: ClientPlaceTree) -> None:
         self._tree = tree
         self._found: dict[tuple[int, str, tuple[str, ...]], tuple[int, bool]] = {}
         self.views: dict[tuple[int, tuple[str, ...]], tuple[dict[str, str], dict[str, int]]] = {}
-        """What a rank sees of a microbatch with such arrays."""
+        """By rank and array names, the view of a rank."""
 
     def of(self, rank: int, axis: str, broadcast: tuple[str, ...]) -> tuple[int, bool]:
         """Return a rank's bucket, and whether it fetches."""
@@ -48,7 +48,7 @@ class _Places:
 
 
 class DataConstructor:
-    """The sink of the data-parallel groups on one host."""
+    """Builds the batches of the ranks of one host."""
 
     def __init__(self, loaders: Loaders, packing: PackingJob) -> None:
         self._loaders = loaders
@@ -56,22 +56,22 @@ class DataConstructor:
         self._meshes: OrderedDict[ClientPlaceTree, _Places] = OrderedDict()
 
     def add_source(self, decoder: MediaDecoder | None) -> None:
-        """Learn how the media of a source that comes are decoded, before any plan draws from it."""
+        """Add the decoder of a new source, before any plan draws from it."""
         self._packing.opening.decoders.append(decoder)
 
     def drop_last_source(self) -> None:
-        """Forget the source that came last; no plan has drawn from it."""
+        """Remove the source that was added last; no plan has drawn from it."""
         self._packing.opening.decoders.pop()
 
     def gather(
         self, plan: LoadingPlan, ranks: Collection[int] | None = None, *, open_all: bool = False
     ) -> Callable[[], StepSamples]:
-        """Ask the SourceLoaders for what some ranks need of a step; call the result to wait for it.
+        """Request the samples that some ranks need of a step; call the result to wait for them.
 
         Args:
             plan: The plan of the step.
             ranks: The ranks; by default all.
-            open_all: Whether all media are decoded at once, so that `labels` are final; otherwise they are once
+            open_all: Whether all media are decoded at once, so that `labels` is final. Otherwise it is final once
                 everything that is `unopened` has been packed.
         """
         asking = range(plan.mesh.world_size) if ranks is None else ranks
@@ -90,7 +90,7 @@ class DataConstructor:
     def constructor_do_plan(
         self, plan: LoadingPlan, samples: StepSamples, bucket: int, microbatch: int, allocate: Allocate
     ) -> PackedMicrobatch:
-        """Build one microbatch of one bucket, cut for all of its ranks; or what one rank encodes."""
+        """Build one microbatch of one bucket, cut for all of its ranks; or the encoder inputs of one rank."""
         packing = self._packing
         if microbatch == ENCODER:
             return pack_encoder(plan, samples, bucket, packing.layout, packing.media, allocate)
@@ -99,18 +99,18 @@ class DataConstructor:
         return packed
 
     def view_of(self, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> tuple[dict[str, str], dict[str, int]]:
-        """Return what a rank needs of a microbatch: batch key -> array name, and its numbers.
+        """Return what a rank needs of a microbatch: batch key -> array name, and its scalars.
 
         Nothing for a rank that gets its tokens by the trainer's own broadcast.
         """
         names = tuple(spec.name for spec in packed.arrays)
-        if "send_rows" in names:  # what a rank encodes is its own
+        if "send_rows" in names:  # encoder inputs belong to one rank
             return {name: name for name in names}, {}
         if not self.fetches(rank, plan):
             return {}, {}
         views = self._places(plan.mesh).views
         found = views.get((rank, names))
-        if found is None:  # microbatches differ in what media they have, and in nothing else
+        if found is None:  # microbatches differ only in which media they have
             found = views[rank, names] = self._view_of(plan.mesh, rank, names)
         return found[0], {**packed.scalars, **found[1]}
 
@@ -133,7 +133,7 @@ class DataConstructor:
         return wanted, {**facts, "meta.rotary": rotary}
 
     def _found(self, plan: LoadingPlan, samples: StepSamples, faults: list[tuple[int, str]]) -> None:
-        """Let samples that do not decode count no labels, and let their loaders count them."""
+        """Take samples that do not decode out of the label count, and report them to their loaders."""
         if faults:
             draw = plan.draw
             samples.lose(plan, [sample for sample, _ in faults])
@@ -146,7 +146,7 @@ class DataConstructor:
         return self._places(plan.mesh).of(rank, plan.axis, plan.broadcast)[0]
 
     def bins_of(self, ranks: Collection[int], plan: LoadingPlan) -> list[tuple[int, int]]:
-        """Return (bucket, microbatch) of all that some ranks fetch, in the order in which it is needed."""
+        """Return every (bucket, microbatch) that some ranks fetch, in the order in which they are needed."""
         buckets = sorted({self.bucket_of(rank, plan) for rank in ranks if self.fetches(rank, plan)})
         encoded = [(rank, ENCODER) for rank in sorted(set(ranks))] if plan.encoder is not None else []
         counts = plan.microbatch_counts
@@ -154,12 +154,12 @@ class DataConstructor:
         return encoded + [(bucket, m) for m in range(most) for bucket in buckets if m < counts[bucket]]
 
     def wanted_by(self, ranks: Collection[int], plan: LoadingPlan) -> Callable[[int, int], bool]:
-        """Return a function that tells whether some ranks fetch a (bucket, microbatch), without listing them all."""
+        """Return a function that says whether some ranks fetch a (bucket, microbatch), without listing them all."""
         buckets = {self.bucket_of(rank, plan) for rank in ranks if self.fetches(rank, plan)}
         return lambda bucket, microbatch: bucket in (ranks if microbatch == ENCODER else buckets)
 
     def bin_of(self, rank: int, plan: LoadingPlan, microbatch: int) -> tuple[int, int] | None:
-        """Return the (bucket, microbatch) that holds a rank's view; None where it has none."""
+        """Return the (bucket, microbatch) that holds a rank's view; None if it has none."""
         if microbatch == ENCODER:
             return (rank, ENCODER) if plan.encoder is not None else None
         return (self.bucket_of(rank, plan), microbatch) if self.fetches(rank, plan) else None
@@ -177,7 +177,7 @@ class DataConstructor:
         return found
 
     def header_of(self, rank: int, plan: LoadingPlan, labels: int) -> StepHeader:
-        """Return what the client of a rank learns of a step before its data; `labels` are those of all ranks."""
+        """Return the header of a step for the client of a rank; `labels` are those of all ranks."""
         return StepHeader(
             index=plan.step,
             names=plan.draw.names,

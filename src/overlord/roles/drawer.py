@@ -1,10 +1,10 @@
 """Draws global batches one after the other from a stream state; a part of the Planner.
 
 Rules of this file:
-1. What is drawn depends on the state, the job and the sources' metadata in their order, and on
-   nothing else: how much metadata happens to be at hand only decides when loaders are asked.
+1. What is drawn depends on the state, the job and the sources' metadata in their order, and on nothing else: how much
+   metadata happens to be buffered only decides when loaders are asked for more.
 2. The mesh and the strategy are unknown here.
-3. A draw that fails leaves nothing behind: asked again, it begins where it began.
+3. A draw that fails changes nothing: a retry begins at the same state.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _UNLIMITED = 1 << 60
 _ONCE = ("first_exhausted", "all_exhausted_without_replacement")
 
 _RAW = np.dtype((np.void, META.itemsize))
-"""Rows of metadata seen as plain bytes: numpy copies those ten times as fast as it copies records."""
+"""Rows of metadata as plain bytes: numpy copies those ten times as fast as records."""
 _FEW_ITEMS = 1 << 16
-"""Images listed before those of drawn samples are forgotten."""
+"""The list of images is compacted when it is longer than this: images of drawn samples are dropped."""
 _FIRST_GUESS = 256.0
-"""Tokens of a sample of which nothing is known."""
+"""The assumed length of samples before any was measured."""
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -46,35 +46,40 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DrawnStep:
-    """One drawn step and the state it leaves behind."""
+    """One drawn step, and the state after it."""
 
     draw: Draw
     after: StreamState
 
 
-class _Stock:
-    """Metadata at hand of all sources: each has a stretch of one array, with room to grow."""
+class _MetadataBuffer:
+    """Buffered metadata of all sources: one array in which each source has a range, with room to grow.
+
+    Source i holds `supply.held[i]` rows from `supply.base[i]` on, of which the first `supply.taken[i]` are drawn. New
+    rows are appended after them. A source with a full range moves: to its own start if dropping the drawn rows makes
+    enough room, else to the end of the array; when the array is full, all ranges are laid out again in a larger one.
+    """
 
     def __init__(self, state: StreamState) -> None:
         num = len(state.epoch)
         self.next = np.stack([state.epoch, state.group, state.offset], axis=1)
-        """Where the metadata that is not at hand begins: rows of (epoch, group, offset)."""
+        """The cursor after the buffered metadata of each source: rows of (epoch, group, offset)."""
         self.mean_tokens = np.full(num, _FIRST_GUESS)
         self.meta: MetaArray = np.empty(0, META)
         self.supply = Supply(np.empty(0, np.int32), np.empty(0, np.int32), *np.zeros((3, num), np.int64))
         self._room = np.zeros(num, np.int64)
         self._end = 0
         self._items = np.empty((0, 4), np.int32)
-        """Images of samples that do not just begin with one: `meta["items"]` points here."""
+        """Images of samples that have other images than one at the start: `meta["items"]` points here."""
         self._most_items = _FEW_ITEMS
 
     @property
     def left(self) -> Int64s:
-        """Rows of each source that are at hand and not drawn."""
+        """Buffered rows of each source that are not drawn."""
         return self.supply.held - self.supply.taken
 
     def add(self, deltas: Sequence[MetaDelta]) -> None:
-        """Take in what loaders told, at most one delta a source."""
+        """Add answers of loaders, at most one for each source."""
         which = np.array([delta.source for delta in deltas])
         sizes = np.array([len(delta.meta) for delta in deltas])
         self._make_room(which, sizes)
@@ -90,14 +95,14 @@ class _Stock:
             supply.tokens[begin : begin + size] = tokens[at : at + size]
             supply.flags[begin : begin + size] = delta.meta["flags"]
         means = np.add.reduceat(tokens, given) / sizes
-        self.mean_tokens[which] += (means - self.mean_tokens[which]) * sizes / (sizes + 16)  # few rows tell little
+        self.mean_tokens[which] += (means - self.mean_tokens[which]) * sizes / (sizes + 16)  # a few rows say little
         self.next[which] = [delta.next_cursor for delta in deltas]
         supply.held[which] += sizes
         if len(self._items) > self._most_items:
             self._forget_drawn_items()
 
     def items_of(self, meta: MetaArray) -> Int32s | None:
-        """Return the listed images of drawn samples, whose metadata points into the list from now on."""
+        """Return the listed images of drawn samples; their metadata is changed to point into the returned list."""
         listed = np.flatnonzero(meta["items"])
         if not len(listed):
             return None
@@ -120,7 +125,7 @@ class _Stock:
         needed = self.left[which] + sizes
         cramped = which[supply.held[which] + sizes > room[which]]
         grown = which[needed > room[which]]
-        # Little to spare at first; twice as much for those that turn out to need more.
+        # A quarter more than needed at first; twice as much for a source that needs more than once.
         room[grown] = needed[needed > room[which]] * np.where(room[grown] > 0, 8, 5) // 4 + 16
         if self._end + room[grown].sum() > len(self.meta):
             self._lay_out()
@@ -131,7 +136,7 @@ class _Stock:
         self._move(cramped, target, self.meta, supply.tokens, supply.flags)
 
     def _lay_out(self) -> None:
-        """Begin anew with longer arrays: what is at hand moves, each source with its room."""
+        """Allocate longer arrays, and move the undrawn rows of every source into them."""
         self._end = int(self._room.sum())
         meta = np.empty(2 * self._end, META)
         tokens, flags = np.empty((2, len(meta)), np.int32)
@@ -139,7 +144,7 @@ class _Stock:
         self.meta, self.supply = meta, self.supply._replace(tokens=tokens, flags=flags)
 
     def _move(self, which: Int64s, target: Int64s, meta: MetaArray, tokens: Int32s, flags: Int32s) -> None:
-        """Move what is at hand of some sources to where they shall begin; what was drawn is dropped."""
+        """Move the undrawn rows of some sources to their new start; drawn rows are dropped."""
         supply, count = self.supply, self.left[which]
         pairs = ((self.meta.view(_RAW), meta.view(_RAW)), (supply.tokens, tokens), (supply.flags, flags))
         begin = (supply.base + supply.taken)[which]
@@ -149,7 +154,7 @@ class _Stock:
         supply.base[which], supply.held[which], supply.taken[which] = target[which], count, 0
 
     def cursors(self) -> Int64s:
-        """Return where each source stands: rows of (epoch, group, offset)."""
+        """Return the cursor of each source: rows of (epoch, group, offset)."""
         out = self.next.copy()
         some = np.flatnonzero(self.left)
         head = self.meta[self.supply.base[some] + self.supply.taken[some]]
@@ -169,9 +174,10 @@ class Drawer:
         self._inputs = inputs
         self._state = state
         self._awake: set[int] = set()
-        self._barren: set[int] = set()
+        self._nothing_drawn: set[int] = set()
+        """Sources of which nothing was drawn since their last epoch ended."""
         self._away: set[int] = set()
-        """Parked sources that would be drawn from."""
+        """Parked sources that have a weight."""
         self._begin_at(state)
         once = job.mixture.stopping in _ONCE
         self._most_epochs: float = 1 if once else job.mixture.max_repetition or math.inf
@@ -187,13 +193,13 @@ class Drawer:
             return None
         before = self._state
         try:
-            self._call_the_roll()
+            self._update_roster()
             self.mixer.begin(self._state.step)
             for _ in range(self._inputs.skips_at(self._state.step)):
-                passed_over = self._draw()
-                if passed_over is None:
+                skipped = self._draw()
+                if skipped is None:
                     return None
-                self._state = dataclasses.replace(passed_over.after, step=self._state.step)
+                self._state = dataclasses.replace(skipped.after, step=self._state.step)
             drawn = self._draw()
             if drawn is not None:
                 self.mixer.end(drawn.draw)
@@ -201,22 +207,22 @@ class Drawer:
                 drawn = DrawnStep(drawn.draw, self._state)
             return drawn
         except BaseException:
-            self._begin_at(before)  # what was half drawn must not be missing when it is asked for again
+            self._begin_at(before)  # rows that were taken must be drawn again by a retry
             raise
 
     def _begin_at(self, state: StreamState) -> None:
         self._state = state
         self.mixer = Mixer(self._job, self._base, self._inputs, state.step, state.mixer)
-        self._stock = _Stock(state)
+        self._metadata = _MetadataBuffer(state)
         self._stopped = bool(state.finished.all())
-        self._barren.clear()
+        self._nothing_drawn.clear()
 
-    def _call_the_roll(self) -> None:
-        """Learn which sources there are at this step; who has just come gets a row."""
+    def _update_roster(self) -> None:
+        """Read the roster of this step; a source that was just added gets a row in the state."""
         self._roster = self._inputs.roster_at(self._state.step)
         if len(self._roster.names) > len(self._state.epoch):
             self._state = self._state.grown(len(self._roster.names))
-            self._stock = _Stock(self._state)
+            self._metadata = _MetadataBuffer(self._state)
 
     def _draw(self) -> DrawnStep | None:
         step = self._state.step
@@ -236,10 +242,10 @@ class Drawer:
         if not parts or (short and self._job.drop_last):
             return None
         if self._stopped:
-            work.finished[:] = 1  # a stream that is resumed here has ended as well
+            work.finished[:] = 1  # a stream that is resumed here has ended too
         source, raw = parts[0] if len(parts) == 1 else (np.concatenate(column) for column in zip(*parts, strict=True))
         meta = raw.view(META)
-        items = self._stock.items_of(meta)
+        items = self._metadata.items_of(meta)
         draw = Draw(step, self._roster.names, source, meta, tuple(first), self.mixer.version, items)
         self._refuse_overlong(draw)
         return DrawnStep(draw, self._after(work))
@@ -253,8 +259,8 @@ class Drawer:
     def _weights(self, position: float, work: StreamState) -> list[float]:
         """Return the weights at a step, or inside one.
 
-        Where all that have one are through, those of the next point of the schedule count at which a source has one
-        that is not: a stage that is read up early makes room for the next, and does not end the stream.
+        If all sources with a weight are finished, the next point of the schedule counts at which an unfinished source
+        has one: a stage that runs out of samples early is followed by the next stage, and does not end the stream.
         """
         left = (work.finished == 0) & ~np.isin(np.arange(len(work.finished)), list(self._roster.removed))
         for at in self._points_from(position):
@@ -265,7 +271,7 @@ class Drawer:
             weights = self.mixer.weights(position)
         self._away = {i for i in self._roster.parked if weights[i] > 0}
         for i in (*self._roster.parked, *self._roster.removed):
-            weights[i] = 0.0  # the others share it in their ratio
+            weights[i] = 0.0  # the other sources share its weight in proportion
         return weights
 
     def _draw_part(
@@ -277,10 +283,17 @@ class Drawer:
         whole: Budget,
         parts: list[tuple[Int32s, MetaArray]],
     ) -> None:
+        """Draw until the budget of one part of the step is met; append (sources, metadata) to `parts`.
+
+        `draw_more` runs on the buffered metadata until it stops for one of four reasons: the budget is FULL; all
+        sources with a weight are finished (DRY); source `which` has no buffered rows left (STARVED), so loaders are
+        asked for more; or source `which` has reached the end of its epoch, after which the draw continues with its next
+        epoch or, if the source is finished, with new weights.
+        """
         exact = integer_weights(weights, work.finished == 0)
         self._top_up(exact, part)
         while True:
-            supply, taken = self._stock.supply, self._stock.supply.taken.copy()
+            supply, taken = self._metadata.supply, self._metadata.supply.taken.copy()
             pause, which, source, rows = draw_more(
                 supply,
                 exact,
@@ -291,9 +304,9 @@ class Drawer:
             )
             work.passed[:] += supply.taken - taken
             if len(source):
-                parts.append((source, self._stock.meta.view(_RAW).take(rows)))
-                if self._barren:
-                    self._barren.difference_update(np.flatnonzero(np.bincount(source)).tolist())
+                parts.append((source, self._metadata.meta.view(_RAW).take(rows)))
+                if self._nothing_drawn:
+                    self._nothing_drawn.difference_update(np.flatnonzero(np.bincount(source)).tolist())
             if pause is Pause.FULL:
                 break
             if pause is Pause.DRY:
@@ -312,23 +325,24 @@ class Drawer:
         whole.samples, whole.tokens = part.samples, part.tokens
 
     def _top_up(self, weights: Int64s, part: Budget, starved: int | None = None) -> None:
-        """Ask for what the budget will probably need, all sources at once; less may come where a group ends."""
-        stock = self._stock
+        """Request the metadata that the budget will probably need, of all sources at once; a group may end earlier."""
+        metadata = self._metadata
         expected = self._expected(weights, part)
-        wanted = expected - stock.left
-        wanted[(weights <= 0) | (stock.next[:, 0] >= self._most_epochs)] = 0
+        wanted = expected - metadata.left
+        wanted[(weights <= 0) | (metadata.next[:, 0] >= self._most_epochs)] = 0
         if starved is not None:
-            # Those that lack much would starve next. A few rows are no reason to ask: the draw keeps within one.
+            # Sources that lack many rows would starve next. A few missing rows are no reason to ask for more: the draw
+            # stays within one sample of the weights.
             wanted[wanted <= 2 + expected // 8] = 0
             wanted[starved] = max(16, expected[starved])
         asked = np.flatnonzero(wanted > 0).tolist()
         if asked:
-            requests = [MetaRequest(i, Cursor(*stock.next[i].tolist()), int(wanted[i])) for i in asked]
-            stock.add(self._loaders.summary_buffer(requests))  # (4) metadata of what the loaders hold
+            requests = [MetaRequest(i, Cursor(*metadata.next[i].tolist()), int(wanted[i])) for i in asked]
+            metadata.add(self._loaders.summary_buffer(requests))  # (4) metadata of what the loaders hold
 
     def _expected(self, weights: Int64s, part: Budget) -> Int64s:
         """Return how many more samples of each source the budget will probably take."""
-        means = np.maximum(self._stock.mean_tokens, 1.0)
+        means = np.maximum(self._metadata.mean_tokens, 1.0)
         rate = weights / means if self._job.mixture.level == "token" else weights.astype(np.float64)
         rate /= max(float(rate.sum()), 1e-9)
         samples = min(part.max_samples - part.samples, (part.max_tokens - part.tokens) / max(float(rate @ means), 1.0))
@@ -337,15 +351,15 @@ class Drawer:
         return np.ceil(rate * samples).astype(np.int64) + 1
 
     def _end_epoch(self, work: StreamState, source: int, position: float) -> None:
-        if source in self._barren:
+        if source in self._nothing_drawn:
             name = self._roster.names[source]
             raise PlanError(
                 f"source {name!r} has nothing to draw: all of its {int(work.passed[source])} rows are "
                 f"empty, filtered out or, with overlength={self._job.overlength!r}, too long for context_length="
-                f"{self._job.batch.context_length}; the mixture would look for a sample for ever. Set its weight to 0, "
-                "change overlength or mend its files."
+                f"{self._job.batch.context_length}; the draw would never end. Set its weight to 0, change overlength "
+                "or correct its files."
             )
-        self._barren.add(source)
+        self._nothing_drawn.add(source)
         if not work.epoch_rows[source]:
             work.epoch_rows[source] = work.passed[source]
         work.passed[source] = 0
@@ -363,7 +377,7 @@ class Drawer:
             self._stopped = bool(through[self._wanted(position)].all())
 
     def _wanted(self, position: float) -> list[int]:
-        """Return the sources that the mixture gives a weight here or later, also those that are parked."""
+        """Return the sources that the mixture gives a weight here or later, including parked ones."""
         wanted = np.any([np.asarray(self.mixer.weights(at)) > 0 for at in self._points_from(position)], axis=0)
         return [i for i in np.flatnonzero(wanted).tolist() if i not in self._roster.removed]
 
@@ -373,11 +387,11 @@ class Drawer:
         yield from (later for later in self.mixer.mixture.positions() if later > position)
 
     def _refuse_to_wait(self, work: StreamState, weights: Sequence[float]) -> None:
-        """Refuse to end a stream because those that are left of it are parked, or have no weight by a mistake."""
+        """Raise if the stream would end only because the remaining sources are parked or have no weight."""
         if not any(weights) and not self._away:
             raise PlanError(
-                f"step {self._state.step} has nothing to draw from: the mixture gives no source that is left a weight. "
-                "The run would end as if it were through. Give one a weight with service.set_mixture(..)."
+                f"step {self._state.step} has nothing to draw from: the mixture gives no remaining source a weight. "
+                "The run would end as if its data were used up. Give a source a weight with service.set_mixture(..)."
             )
         waiting = [i for i in sorted(self._away) if not work.finished[i]]
         if waiting:
@@ -387,13 +401,13 @@ class Drawer:
             )
             raise NothingToDraw(
                 f"step {self._state.step} has nothing to draw from: all sources that are left in the mixture are "
-                f"parked: {shown}. The run would end without their samples. Mend them and call "
+                f"parked: {shown}. The run would end without their samples. Repair them and call "
                 "service.return_source(name), or give another source a weight with service.set_mixture(..)."
             )
 
     def _after(self, work: StreamState) -> StreamState:
-        work.epoch[:], work.group[:], work.offset[:] = self._stock.cursors().T
-        # At the beginning of an epoch a state must not tell whether somebody has looked at its first rows.
+        work.epoch[:], work.group[:], work.offset[:] = self._metadata.cursors().T
+        # At the beginning of an epoch the state must not depend on whether its first rows were already requested.
         work.group[work.passed == 0], work.offset[work.passed == 0] = BEGIN, 0
         return dataclasses.replace(work, step=self._state.step + 1)
 

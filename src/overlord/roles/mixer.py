@@ -1,9 +1,9 @@
-"""Decides the weights of a step: the job's schedule, a live change of it, or a rule that learns from reports.
+"""Mixer: the weights of a step, from the job's schedule, a live change, or a rule that learns from reports.
 
 Rules of this file:
-1. The report of step s counts from step s + lag on, whenever it came in. A rule that needs one that is not there
-   raises ReportMissing, before anything has changed.
-2. What a report says of a source is weighed by the tokens the plan gave it, not by what the reporter claims.
+1. The report of step s takes effect at step s + lag, whenever it arrives. If a rule needs a report that is missing,
+   ReportMissing is raised before anything has changed.
+2. The metrics of a source are weighted by the tokens that the plan gave it, not by numbers of the reporter.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from overlord.roles.changes import InputLog, Report
 Int64s = npt.NDArray[np.int64]
 
 _METRICS = ("loss", "reference", "excess")
-"""Kinds of metrics that rules know, before the slash and a source's name."""
+"""Kinds of metrics that rules use: the part of a key before the slash and the source's name."""
 
 
 class Mixer:
-    """The mixture of a stream, step after step; a part of the Drawer."""
+    """The mixture of a stream, step by step; a part of the Drawer."""
 
     def __init__(
         self, job: Job, base: Mapping[str, float], inputs: InputLog, step: int, state: Mapping[str, Any] | None
@@ -56,27 +56,27 @@ class Mixer:
 
     @property
     def version(self) -> int:
-        """Which mixture it is: grows with every report that counted and every change."""
+        """The version of the mixture: grows with every report that took effect and every change."""
         return self._version
 
     def missing_report(self, step: int) -> int | None:
-        """Return the step whose report is needed before `step` can be drawn and has not come."""
+        """Return the step of the report that is needed to draw `step` and has not arrived; None if there is none."""
         if self._inputs.mixture_at(step)[1] != self._since:
-            return None  # a change takes over here: what was reported on the old mixture does not matter
+            return None  # a change takes effect here: reports on the old mixture do not matter
         needed = step - self._lag
         wanted = needed in self._pending and self._inputs.report_of(needed) is None
         return needed if wanted else None
 
     def begin(self, step: int) -> None:
-        """Bring the mixture to a step: take over a change, or learn from the report that counts from here on."""
+        """Advance to a step: apply a change, or learn from the report that takes effect here."""
         missing = self.missing_report(step)
         if missing is not None:
             raise ReportMissing(
                 f"step {step} needs the report of step {missing}: its mixture follows the losses with lag={self._lag}. "
-                f"Call client.report({missing}, {{'loss/SOURCE': ..}}) on one rank before asking for step {step}."
+                f"Call client.report({missing}, {{'loss/SOURCE': ..}}) on one rank before requesting step {step}."
             )
         mixture, since = self._inputs.mixture_at(step)
-        self._names = list(self._inputs.roster_at(step).names)  # with who comes here comes a change of the mixture
+        self._names = list(self._inputs.roster_at(step).names)  # an added source also changes the mixture
         if since != self._since:
             self._mixture, self._since = mixture, since
             self._version += 1
@@ -87,10 +87,10 @@ class Mixer:
             self._observe(step - self._lag)
 
     def check_report(self, step: int, report: Report) -> None:
-        """Refuse a report that the rule could not learn from, before it is written down.
+        """Refuse a report that the rule cannot learn from, before it is journaled.
 
         Raises:
-            SpecError: for a loss that is no loss, or a metric that the rule needs and does not find.
+            SpecError: for an invalid loss, or a metric that the rule needs and does not find.
         """
         if self._rule is None:
             return
@@ -121,9 +121,9 @@ class Mixer:
         return self._mixture.weights_at(position, self._names, self._base)
 
     def weights_ahead(self, step: int) -> list[float]:
-        """Return the weights of a coming step as far as they are known today: what a rule will learn is not.
+        """Return the weights of a future step, as far as they are known now: later reports may change them.
 
-        Sources that are parked or removed then have none.
+        Sources that are parked or removed at that step have weight 0.
         """
         roster, (mixture, since) = self._inputs.roster_at(step), self._inputs.mixture_at(step)
         if self._rule is not None and since == self._since:
@@ -133,14 +133,14 @@ class Mixer:
         return [0.0 if i in roster.parked or i in roster.removed else w for i, w in enumerate(weights)]
 
     def end(self, draw: Draw) -> None:
-        """Remember what a drawn step holds of each source, until its report counts."""
+        """Keep the loss tokens of each source in a drawn step until its report takes effect."""
         learn = self._mixture.learn
         if self._rule is not None and learn is not None and draw.step % learn.every == 0:
             counts = np.bincount(draw.source, draw.meta["loss_tokens"], len(self._names)).astype(np.int64)
             self._pending[draw.step] = (self._version, counts.tolist())
 
     def state(self) -> dict[str, Any] | None:
-        """Return what must be kept, as JSON; None for a mixture that has not moved."""
+        """Return the state to save, as JSON; None for a mixture that has not changed."""
         if self._rule is None and self._version == 0:
             return None
         return {
@@ -157,7 +157,7 @@ class Mixer:
         prior = self._mixture.weights_at(0.0, self._names, self._base)
         given, options = dict(zip(self._names, prior, strict=True)), learn.options()
         if learn.graph is not None:
-            # A source helps itself fully unless the graph says otherwise.
+            # A source has influence 1 on itself unless the graph says otherwise.
             rows = [[learn.graph.get(a, {}).get(b, float(a == b)) for b in self._names] for a in self._names]
             options["graph"] = np.array(rows)
         return make_rule(learn.method, self._names, given, options, self._lag)
@@ -205,13 +205,13 @@ def _kinds(report: Report) -> Sequence[str]:
 def _by_source(
     report: Report, kind: str, names: Sequence[str]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Return one number for each source from keys such as "loss/web", and which were given."""
+    """Return one number for each source, from keys such as "loss/web", and which were given."""
     given = [report.get(f"{kind}/{name}") for name in names]
     return np.array([v if v is not None else 0.0 for v in given]), np.array([v is not None for v in given])
 
 
 def _damaged(what: object) -> StateError:
     return StateError(
-        f"the state is damaged: the mixture in it cannot be read ({what}); the weights would go on differently. Use an "
-        "undamaged state, as client.state_dict() returned it."
+        f"the state is damaged: the mixture in it cannot be read ({what}); the weights would continue differently. Use "
+        "an undamaged state, as client.state_dict() returned it."
     )

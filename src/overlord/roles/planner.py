@@ -1,16 +1,28 @@
-"""Planner: makes plan t once, from the loaders' metadata, and remembers what is needed to make it again.
+"""Planner: makes plan t once, from the loaders' metadata, and keeps what is needed to make it again.
+
+    Planner      plans steps in order, takes reports and live changes, gives states
+    PlannerStart what a planner starts from: a state, the inputs so far, and what a recovery found
+    Meshes       the mesh of every step: that of the launch, until a live change gives another
+    Checkpoints  what is due to be written to the store, and how far steps may be handed out
+    KeptStates   older states, from which a step is planned again
 
 Rules of this file:
 1. Inputs (reports, changes, verdicts) are durable before they are used. Plans are derivable: only a record is kept.
-2. A snapshot never runs ahead of the clients: what it resumes at has been delivered up to there.
-3. A plan that is made again must have the digest it had; otherwise the files under it have changed.
+2. A snapshot is never ahead of the clients: every step before the one it resumes at has been delivered.
+3. A plan that is made again must have the same digest as before; otherwise a file of a source has changed.
+4. A mesh holds from a step that was not planned, so the place of a rank at a step never changes. A rank that a mesh
+   does not have ends at the first step of that mesh; a rank that only a later mesh has begins there.
+5. Nothing is written while a step is planned: `Checkpoints.due` returns what the runtime writes when it has time. Only
+   the horizon, up to which steps may be handed out, must be on disk before; it is moved long before it is reached.
+6. Recent states are all kept, older ones at intervals, and none forever: states more than `keep` steps behind every
+   client are dropped, except the one from which the oldest step that can still be requested is drawn.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,365 +38,121 @@ from overlord.errors import PlanError, ReaderError, SourceError, SpecError, Stat
 from overlord.job.specs import Job, Mixture
 from overlord.roles.changes import Change, InputLog, Roster, SourceChanges, check_mixture
 from overlord.roles.drawer import Drawer, DrawnStep
-from overlord.roles.poisoned_rows import Verdicts
+from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.roles.ports import Loaders
 from overlord.stores.store import KEEP, Store
 
-# --------------------------------------------------------------------------------------------------------------
-# Which mesh every step has: that of the launch, until a change of the running job gives another.
-#
-# Rules of this file:
-# 1. A mesh holds from a step that was not planned yet, so where a rank stands at a step never changes.
-# 2. A rank that a mesh does not have is done at its first step; one that only a later mesh has begins there.
-
-
-class Meshes:
-    """The meshes of one stream, step by step.
-
-    Example:
-        Four ranks become two at step 10, and eight at step 20::
-
-            meshes.at(9).dp, meshes.at(10).dp
-            (4, 2)
-            meshes.begin_of(1), meshes.begin_of(3), meshes.begin_of(8)
-            (0, 20, None)
-    """
-
-    def __init__(self, launched: ClientPlaceTree, first_step: int, inputs: InputLog) -> None:
-        self._launched = launched
-        self._first_step = first_step
-        self._inputs = inputs
-
-    def at(self, step: int) -> ClientPlaceTree:
-        """Return the mesh of a step."""
-        return self._inputs.mesh_at(step) or self._launched
-
-    @property
-    def newest(self) -> ClientPlaceTree:
-        """The mesh behind all changes so far."""
-        return self.eras()[-1][1]
-
-    def after(self, step: int) -> tuple[int, ClientPlaceTree] | None:
-        """Return the next change behind a step: from where it holds, and the mesh; None if none is known."""
-        return next(((begin, tree) for begin, tree in self.eras() if begin > step), None)
-
-    def eras(self) -> list[tuple[int, ClientPlaceTree]]:
-        """Return from which step on each mesh holds, in order; the first from the first step of the stream."""
-        later = [(begin, tree) for begin, tree in self._inputs.meshes() if begin > self._first_step]
-        return [(self._first_step, self.at(self._first_step)), *later]
-
-    def begin_of(self, rank: int) -> int | None:
-        """Return where a rank that attaches now begins; None for one that no mesh has.
-
-        At the first step if it was always there; else at the step from which on it is there, for the last time if it
-        came and went.
-        """
-        begin, there = None, False
-        for step, tree in self.eras():
-            if rank < tree.world_size and not there:
-                begin = step
-            there = rank < tree.world_size
-        return begin if rank >= 0 else None
-
-    def passed(self, reached: Mapping[int, int], attached: Collection[int]) -> int:
-        """Return the step before which all ranks are done that ever attached, each where a mesh has it.
-
-        Args:
-            reached: For every rank that ever attached, the step before which it is done.
-            attached: Those that are attached now.
-        """
-        done, eras = self._first_step, self.eras()
-        for number, (begin, tree) in enumerate(eras):
-            came = {rank: at for rank, at in reached.items() if rank < tree.world_size and (at >= begin or not number)}
-            if not came:
-                return done
-            if number + 1 == len(eras):
-                return max(done, min(came.values()))
-            end, then = eras[number + 1]
-            # Who left without a word when the others had gone on is done too, or nothing would ever be.
-            staying = [at for rank, at in came.items() if rank < then.world_size]
-            if staying and min(staying) > end:
-                came = {rank: at for rank, at in came.items() if rank < then.world_size or rank in attached}
-            if min(came.values()) < end:
-                return max(done, min(came.values()))
-            done = end
-        return done
-
-
-# --------------------------------------------------------------------------------------------------------------
-# The states of a stream that are remembered, so that an older step can be planned again; a part of the Planner.
-#
-# Rules of this file:
-# 1. Recent states are all kept, older ones now and then, and none of them for ever: what lies `keep` steps behind
-#    every
-#    client is let go of, except the one that the oldest step which can still be asked for is drawn from.
-
-
-KEPT_STATES = 256
-"""States of this many recent steps are kept, and of every step that is a multiple of it."""
-KEPT_REPLAYED = 64
-"""Old states that were computed again are kept too: a client that comes late asks for one step after the other."""
-
-
-class KeptStates:
-    """Some states of a stream, by step.
-
-    Args:
-        states: Those that are known from the beginning.
-        keep: Steps behind the slowest client that can be asked for again.
-
-    Example:
-        >>> states = KeptStates([StreamState.begin(1)], keep=256)
-        >>> states.nearest(3).step
-        0
-    """
-
-    def __init__(self, states: Iterable[StreamState], *, keep: int) -> None:
-        self._keep = keep
-        self._states = {state.step: state for state in states}
-        self._first = max(self._states)
-        self._replayed: OrderedDict[int, StreamState] = OrderedDict()
-
-    def add(self, state: StreamState, passed: int) -> None:
-        """Keep the state behind a new step; thin out the older ones, but for the one that clients stand at."""
-        self._states[state.step] = state
-        old = state.step - KEPT_STATES
-        if old in self._states and old % KEPT_STATES and old not in (self._first, passed):
-            del self._states[old]
-
-    def add_replayed(self, state: StreamState) -> None:
-        """Keep a state that was computed again, for a while."""
-        if state.step not in self._states:
-            self._replayed[state.step] = state
-            self._replayed.move_to_end(state.step)
-            while len(self._replayed) > KEPT_REPLAYED:
-                self._replayed.popitem(last=False)
-
-    def forget(self, passed: int) -> None:
-        """Let go of what no client can ask for any more, now that all are done with the steps before this one."""
-        behind = sorted(step for step in self._states if step <= passed - self._keep)
-        for step in behind[:-1]:
-            del self._states[step]
-
-    def nearest(self, step: int) -> StreamState:
-        """Return the newest known state at or before a step.
-
-        Raises:
-            SpecError: The step is not kept any more.
-        """
-        self.check(step)
-        known = self._states.get(step) or self._replayed.get(step)
-        if known is not None:
-            return known
-        start = max(one for one in (*list(self._states), *list(self._replayed)) if one <= step)
-        return self._states.get(start) or self._replayed[start]
-
-    @property
-    def oldest(self) -> int:
-        """The oldest step that can be asked for."""
-        return min(list(self._states))  # a copy: others may add to them
-
-    def check(self, step: int) -> None:
-        """Refuse a step that is not kept any more."""
-        oldest = self.oldest
-        if step < oldest:
-            raise SpecError(
-                f"step {step} is not kept any more: {self._keep} steps behind the slowest client are (keep=), and the "
-                f"oldest is step {oldest}; its samples could not be told exactly. Attach with the step of your "
-                f"checkpoint, ol.connect(address, rank, step=..) with {oldest} or more, or launch with a larger keep."
-            )
-
-
-# --------------------------------------------------------------------------------------------------------------
-# What a planner has for its store: when a snapshot is due, and how far steps may be handed out; a part of the
-# Planner.
-#
-# Rules of this file:
-# 1. Nothing is written while a step is planned: `due` hands out what a runtime writes in its own time.
-# 2. The horizon, up to which steps may be handed out, must be on disk before. It is moved long before it is reached.
-
-
-SNAPSHOT_EVERY = 16
-"""Steps between snapshots at first; a runtime that finds them slow takes them less often."""
-AHEAD = 32
-"""How far the horizon is moved ahead; after a crash a change can take effect no sooner than there."""
-SLACK = 24
-"""It is moved when less than this is left: so many steps may be planned while that is written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """What is to be written to the store."""
-
-    state: Mapping[str, Any] | None
-    """The state of a snapshot; None where only the horizon moves."""
-    mark: str
-    """Where the journal stood when the state was taken."""
-    horizon: int
-
-
-class Checkpoints:
-    """When one stream is written down.
-
-    Args:
-        store: Where.
-        step: The step it goes on at.
-        state_of: Returns the state before a step.
-        next_step: Returns the step that is not planned yet.
-    """
-
-    def __init__(
-        self, store: Store, step: int, state_of: Callable[[int], Mapping[str, Any]], next_step: Callable[[], int]
-    ) -> None:
-        self.store = store
-        self._state_of = state_of
-        self._next_step = next_step
-        self._saved = step
-        self.began = step
-        """The step it goes on at."""
-        self.passed = step
-        """The step before which every client is done."""
-        self.snapshot_every = SNAPSHOT_EVERY
-        """Steps between snapshots."""
-
-    def begin(self) -> None:
-        """Begin a lineage in the store, unless the stream goes on in one; nothing can be planned before."""
-        if not self.store.lineage:
-            step = self._next_step()
-            self.store.begin(self._state_of(step), horizon=step + AHEAD)
-
-    def reserve(self, step: int) -> None:
-        """See to it that a step may be handed out: what it is made without must not come back after a crash."""
-        self.store.journal.settle()
-        if step >= self.store.horizon:
-            self.store.reserve(step + AHEAD)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether there is anything to be written."""
-        return self._snapshot_due or self._horizon_due
-
-    def due(self, *, last: bool = False) -> Due | None:
-        """Return what is to be written now, if anything; `saved` must be told when it is.
-
-        Args:
-            last: Whether this is the end, so that a snapshot is due for any step.
-        """
-        mark, horizon = self.store.journal.mark(), self._next_step() + AHEAD  # before the state: more may come in
-        if self._snapshot_due or (last and self.passed > self._saved):
-            return Due(self._state_of(self.passed), mark, horizon)
-        return Due(None, mark, horizon) if self._horizon_due and not last else None
-
-    def saved(self, due: Due) -> None:
-        """Learn that something is written."""
-        if due.state is not None:
-            self._saved = int(due.state["step"])
-
-    def close(self) -> None:
-        """Save where the clients stand, and leave the store."""
-        try:
-            due = self.due(last=True) if self.store.lineage else None
-            if due is not None and due.state is not None:
-                self.store.save(due.state, due.mark, horizon=due.horizon)
-        finally:
-            self.store.close()
-
-    @property
-    def _snapshot_due(self) -> bool:
-        return self.passed // self.snapshot_every > self._saved // self.snapshot_every
-
-    @property
-    def _horizon_due(self) -> bool:
-        return self.store.horizon - self._next_step() < SLACK
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
 MakePlan = Callable[[Buffer, ClientPlaceTree], LoadingPlan]
-"""A strategy, with its answer checked."""
+"""A strategy, with a check of its result."""
 LimitsOf = Callable[[ClientPlaceTree], Limits]
-"""What plans must respect on a mesh; raises SpecError for one that the job does not fit."""
+"""The limits of plans on a mesh; raises SpecError for a mesh that the job does not fit."""
 
 CACHED_PLANS = 32
 CACHED_BYTES = 64 << 20
-"""Plans that are kept to be asked for again: at most so many, of so many bytes together."""
+"""Plans that are cached: at most this many, and at most this many bytes in all."""
 KEPT_DIGESTS = 1 << 14
-MOST_WORDS = 400
-"""Letters of a reason that are written down."""
+REASON_LENGTH = 400
+"""Characters of a reason that are journaled."""
+KEPT_STATES = 256
+"""The states of this many recent steps are kept, and of every step that is a multiple of this."""
+KEPT_REPLAYED = 64
+"""Old states that were computed again are kept too: a client that attaches late requests one step after another."""
+SNAPSHOT_EVERY = 16
+"""Steps between snapshots at first; a runtime with a slow store takes them less often."""
+AHEAD = 32
+"""Steps that the horizon is moved ahead; after a crash, a change takes effect at the horizon or later."""
+SLACK = 24
+"""The horizon is moved when fewer steps than this are left: they may be planned while it is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerStart:
+    """What a planner starts from. Of a stream that recovers, the store has continued its lineage already."""
+
+    state: StreamState
+    inputs: InputLog
+    parts: Mapping[str, Any]
+    """What the stream's fingerprint covers."""
+    poisoned: PoisonedRows
+    earlier: Sequence[StreamState] = ()
+    """Of a recovery, older states of its lineage."""
+    digests: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Of a recovery, the digests of plans that were made before the crash."""
 
 
 class Planner:
-    """Plans steps in order; older steps can be asked for again, as far as they are kept.
+    """Plans steps in order. Older steps can be requested again, as far as they are kept.
 
-    Of a stream that recovers, its store has gone on in its lineage already; `earlier` states and the `digests` of plans
-    that were made before the crash come with it.
+    Args:
+        job: The job.
+        loaders: Where metadata comes from.
+        store: Where the stream is recorded.
+        start: Where the stream starts or continues.
+        make_plan: The strategy.
+        mesh: The mesh of the launch.
+        limits: The limits of plans on a mesh.
+        parks_failing: Whether a source that cannot be read is parked; otherwise the stream stops.
+        keep: Steps behind the slowest client that can be requested again.
     """
 
-    def __init__(  # noqa: PLR0913 - a planner is told everything and asks nobody but loaders
+    def __init__(
         self,
         job: Job,
         loaders: Loaders,
+        store: Store,
+        start: PlannerStart,
         make_plan: MakePlan,
         *,
         mesh: ClientPlaceTree,
         limits: LimitsOf,
-        state: StreamState,
-        inputs: InputLog,
-        parts: Mapping[str, Any],
-        base_weights: Mapping[str, float],
-        store: Store,
-        verdicts: Verdicts | None = None,
         parks_failing: bool = False,
         keep: int = KEEP,
-        earlier: Sequence[StreamState] = (),
-        digests: Mapping[int, str] | None = None,
     ) -> None:
+        state, inputs = start.state, start.inputs
         self._job = job
         self._loaders = loaders
         self._make_plan = make_plan
         self._limits = limits
         self._inputs = inputs
-        self._parts = parts
+        self._parts = start.parts
         self._base = inputs.base
-        self._base.update(base_weights)
         self._parks_failing = parks_failing
-        self._verdicts = verdicts or Verdicts(store.journal)
+        self._poisoned = start.poisoned
         self._drawer = Drawer(job, loaders, state, self._base, inputs)
         self.sources = SourceChanges(inputs, self._base, self._effective)
-        """What can be changed of the sources while the stream runs."""
+        """Live changes of the sources."""
         self.first_step = store.first_step if store.lineage else state.step
         """The step this stream was launched at."""
         self._promised = store.horizon if store.lineage else state.step
         self.meshes = Meshes(mesh, self.first_step, inputs)
         """The mesh of every step."""
-        self._states = KeptStates((*earlier, state), keep=keep)
+        self._states = KeptStates((*start.earlier, state), keep=keep)
         self._plans: OrderedDict[int, LoadingPlan] = OrderedDict()
-        self._digests: dict[int, str] = dict(digests or {})
+        self._digests: dict[int, str] = dict(start.digests)
         self._end: int | None = None
         self.checkpoints = Checkpoints(
             store, state.step, lambda step: self.state(step, whole=True), lambda: self.next_step
         )
-        """What is to be written to the store, and when."""
+        """What is due to be written to the store."""
         self._weights: tuple[float, ...] = ()
 
     @property
     def next_step(self) -> int:
-        """The step that has not been planned yet."""
+        """The first step that is not planned."""
         return self._drawer.state.step
 
     @property
     def end(self) -> int | None:
-        """The step before which the stream ends, once that is known."""
+        """The step before which the stream ends; None while that is not known."""
         return self._end
 
     @property
     def latest_state(self) -> StreamState:
-        """The state behind the newest plan."""
+        """The state after the newest plan."""
         return self._drawer.state
 
     def passed_cursors(self) -> list[Cursor]:
-        """Return where every source stands before the steps that some client may still need."""
+        """Return the cursor of every source before the steps that some client may still need."""
         state = self._states.nearest(self.checkpoints.passed)
         return [state.cursor(source) for source in range(len(state.epoch))]
 
@@ -392,8 +160,8 @@ class Planner:
         """Return the plan of a step, or None past the end of the stream."""
         if step < self.first_step:
             raise SpecError(
-                f"step {step} lies before step {self.first_step}, where this stream was launched; its samples are "
-                "not part of it. Launch from an older state to see it."
+                f"step {step} is before step {self.first_step}, at which this stream was launched; its samples are "
+                "not part of the stream. Launch from an older state to get it."
             )
         self._states.check(step)
         if step in self._plans:
@@ -406,7 +174,7 @@ class Planner:
         return self._plans.get(step)
 
     def summary_buffer(self, step: int) -> Buffer | None:
-        """Return what a strategy sees of a step: its draw with the metadata; None past the end of the stream."""
+        """Return the input of a strategy for a step: its draw with the metadata; None past the end of the stream."""
         plan = self.plan_raw(step)
         return None if plan is None else Buffer(plan.draw, self._limits(plan.mesh))
 
@@ -421,7 +189,7 @@ class Planner:
         return self._weights
 
     def weights_ahead(self, step: int) -> list[float]:
-        """Return the weights that a coming step will have, as far as that is known today."""
+        """Return the weights of a future step, as far as they are known now."""
         return self._drawer.mixer.weights_ahead(step)
 
     @property
@@ -431,15 +199,15 @@ class Planner:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every source by its number, also those that come at a later step."""
+        """Every source by its number, including those added at a later step."""
         return self._inputs.names
 
     def know_parts(self, parts: Mapping[str, Any]) -> None:
-        """Learn what the stream's fingerprint covers now that a source has come."""
+        """Set what the stream's fingerprint covers, after a source was added."""
         self._parts = parts
 
     def can_read(self, name: str) -> bool:
-        """Try whether a source can be read where it stands; safe while others plan."""
+        """Try to read a source at its cursor; safe while another thread plans."""
         number, state = self._inputs.names.index(name), self._drawer.state
         cursor = state.cursor(number) if number < len(state.epoch) else Cursor(0, BEGIN, 0)
         try:
@@ -448,11 +216,11 @@ class Planner:
             return False
 
     def missing_report(self, step: int) -> int | None:
-        """Return the step whose report must come before a step can be planned."""
+        """Return the step of the report that is needed to plan a step and is missing; None if there is none."""
         return self._drawer.mixer.missing_report(step) if step == self._drawer.state.step else None
 
     def state(self, step: int, *, whole: bool = False) -> dict[str, Any]:
-        """Return the state before a step as JSON; `whole` with what only this service needs to go on by itself."""
+        """Return the state before a step as JSON; `whole` adds what only a recovery of this service needs."""
         if self._end is not None and step > self._end:
             step = self._end
         if step > self._drawer.state.step:
@@ -461,16 +229,16 @@ class Planner:
         recent = self._inputs.recent(step - self._job.lag, step)
         changes = self._inputs.changes_from(step, whole=whole)
         names = self._inputs.names[: len(state.epoch)]
-        return state.to_json(names, restricted_parts(self._parts, names), recent, changes, self._verdicts.to_json())
+        return state.to_json(names, restricted_parts(self._parts, names), recent, changes, self._poisoned.to_json())
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that is not one of this stream: that of another job, or of a lineage that was left.
+        """Refuse a state of another stream: of another job, or of a lineage that this stream was forked from.
 
-        Reports, changes and verdicts may have come in after it was taken, and are not compared. Where the step is not
-        kept here, only the fingerprint is.
+        Reports, changes and verdicts may have arrived after the state was taken, and are not compared. If the step is
+        not kept here, only the fingerprint is compared.
 
         Raises:
-            StateError: it says what differs.
+            StateError: with the differences.
         """
         check_form(state)
         step, names = int(state["step"]), names_of(state)
@@ -479,28 +247,28 @@ class Planner:
         differences = describe_differences(state["fingerprint"], parts)
         if differences:
             raise StateError(
-                f"the state belongs to another stream than the service's: {'; '.join(differences)}. Going on from it "
+                f"the state belongs to another stream than the service's: {'; '.join(differences)}. Resuming from it "
                 "would lose or repeat samples silently. Give the address of the service that runs this job, or launch "
                 "one with state=."
             )
         if here is not None and any(here[key] != state[key] for key in ("sources", "mixer")):
             raise StateError(
-                f"the state of step {step} is not the one that this service had there: the run was forked between "
-                "them, by other reports, changes or an older checkpoint. Going on from it would lose or repeat samples "
-                "silently. Launch a service with state= to go on from it."
+                f"the state of step {step} is not the one that this service had at that step: the run was forked, by "
+                "other reports or changes or by an older checkpoint. Resuming from it would lose or repeat samples "
+                "silently. Launch a service with state= to resume from it."
             )
 
     @property
     def newest_report(self) -> int:
-        """The newest step that was reported; -1 where none was."""
+        """The newest step that was reported; -1 if none was."""
         return self._inputs.newest_report
 
     def changes_after(self, step: int) -> list[str]:
-        """Say which changes hold from a later step on."""
+        """Describe the changes that take effect after a step."""
         return [f"{change.kind} at step {change.at}" for change in self._inputs.changes if change.at > step]
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the trainer's metrics of a step; the first report of a step counts."""
+        """Record the trainer's metrics of a step; the first report of a step counts."""
         if self._inputs.report_of(step) is not None:
             return
         if self.next_step <= step < self._promised:
@@ -508,13 +276,13 @@ class Planner:
         if step >= self.next_step:
             raise SpecError(
                 f"report: step {step} has not been planned yet (the next one is {self.next_step}); it cannot have been "
-                "trained on. Report `step.index` of a step that was handed out."
+                "trained on. Report `step.index` of a step that was delivered."
             )
         self._drawer.mixer.check_report(step, metrics)
         self._inputs.add_report(step, metrics)
 
     def set_mixture(self, mixture: Mixture, at_step: int | None = None, *, change_id: str = "") -> int:
-        """Change the mixture from a step on that is not planned yet (default: the next); return that step."""
+        """Change the mixture from a step that is not planned (default: the next) on; return that step."""
         made = self._inputs.step_of(change_id)
         if made is not None:
             return made
@@ -527,7 +295,7 @@ class Planner:
         return at
 
     def skip_steps(self, count: int, at_step: int | None = None, *, change_id: str = "") -> int:
-        """Pass over so many global batches before a step that is not planned yet; return that step."""
+        """Skip `count` global batches before a step that is not planned (default: the next); return that step."""
         made = self._inputs.step_of(change_id)
         if made is not None:
             return made
@@ -538,7 +306,7 @@ class Planner:
         return at
 
     def reshard(self, tree: ClientPlaceTree, at_step: int | None = None, *, change_id: str = "") -> int:
-        """Give the steps from one on that is not planned yet another mesh (default: the next); return that step."""
+        """Change the mesh from a step that is not planned (default: the next) on; return that step."""
         made = self._inputs.step_of(change_id)
         if made is not None:
             return made
@@ -548,7 +316,7 @@ class Planner:
         return at
 
     def _check_mesh(self, tree: ClientPlaceTree) -> None:
-        """Refuse a mesh on which no step could be planned, by planning one that is known."""
+        """Refuse a mesh on which no step can be planned, by planning a known draw on it."""
         known = next(reversed(self._plans.values()), None)
         try:
             limits = self._limits(tree)
@@ -556,29 +324,31 @@ class Planner:
                 self._make_plan(Buffer(known.draw, limits), tree)
         except (SpecError, PlanError) as error:
             raise SpecError(
-                f"reshard: the mesh {tree} does not fit this job; the stream would end where it begins. {error}"
+                f"reshard: the mesh {tree} does not fit this job; the stream would stop at its first step. {error}"
             ) from error
 
     def _effective(self, what: str, at_step: int | None) -> int:
-        # What may have been handed out before a crash stays as well; nothing was, where nothing could be drawn.
+        # Steps up to the promised horizon may have been handed out before a crash, and must not change. If no source
+        # can be drawn from, none was.
         first = max(self.next_step, self._promised if self._inputs.roster_at(self.next_step).drawn else 0)
         at = first if at_step is None else at_step
         if at < first:
             ahead = f"may have been handed out before the planner was replaced (the first that was not is {first})"
             known = ahead if at >= self.next_step else f"is already planned (the next one is {first})"
             raise SpecError(
-                f"{what}: step {at} {known}, and what was promised stays. Use at_step={first} or more, or leave it out."
+                f"{what}: step {at} {known}, and a planned step never changes. Use at_step={first} or more, or leave "
+                "it out."
             )
         return at
 
     def passed(self, step: int) -> None:
-        """Learn that every client has finished with the steps before this one; a snapshot may be due then."""
+        """Record that every client has finished the steps before this one; a snapshot may be due then."""
         if step > self.checkpoints.passed:
             self.checkpoints.passed = step
             self._states.forget(step)
 
     def close(self) -> None:
-        """Save where the clients stand, and leave the store."""
+        """Save the state that the clients have passed, and close the store."""
         self.checkpoints.close()
 
     def _plan_next(self) -> None:
@@ -588,7 +358,7 @@ class Planner:
             return
         self.checkpoints.reserve(step)
         before = self._drawer.state
-        self._verdicts.step = step
+        self._poisoned.step = step
         drawn = self._draw_or_park(step)
         if drawn is None:
             self._end = step
@@ -601,21 +371,20 @@ class Planner:
         self._remember(plan)
 
     def _draw_or_park(self, step: int) -> DrawnStep | None:
-        """Draw a step; where the launch says so, without the sources that cannot be read."""
+        """Draw a step; park sources that cannot be read, if the launch allows it."""
         while True:
             try:
                 return self._drawer.draw()
             except (ReaderError, SourceError) as error:
-                parks = self._parks_failing and step >= self._promised  # what was promised has it
+                parks = self._parks_failing and step >= self._promised  # a promised step includes the source
                 if not parks or error.source is None or error.source in self.sources.parked(step):
                     raise
-                self.sources.park(
-                    error.source, step, why=str(error)[:MOST_WORDS], failed=True
-                )  # on disk before the draw goes on
+                # The change is on disk before the draw is repeated.
+                self.sources.park(error.source, step, why=str(error)[:REASON_LENGTH], failed=True)
 
     def _record(self, plan: LoadingPlan, before: StreamState, after: StreamState) -> None:
         self._weights = plan.draw.weights
-        if plan.step in self._digests:  # it was made before a crash
+        if plan.step in self._digests:  # it was planned before a crash
             if plan.digest != self._digests[plan.step]:
                 raise _differs(plan.step)
             return
@@ -642,7 +411,7 @@ class Planner:
         return plan.with_ends(np.stack([after.epoch, after.group, after.offset], axis=1))
 
     def _plan_again(self, step: int) -> LoadingPlan:
-        """Make an old plan again from the nearest state before it."""
+        """Make an old plan again, from the nearest state before it."""
         before = self._state_before(step)
         drawn = Drawer(self._job, self._loaders, before, self._base, self._inputs).draw()
         plan = None
@@ -650,7 +419,7 @@ class Planner:
             self._states.add_replayed(drawn.after)
             plan = self._planned(drawn.draw, drawn.after)
             if step not in self._digests and step + KEPT_DIGESTS > self._drawer.state.step:
-                self._record(plan, before, drawn.after)  # its strategy failed when it was drawn
+                self._record(plan, before, drawn.after)  # its strategy failed when it was drawn first
         if plan is None or self._digests.get(step, plan.digest) != plan.digest:
             raise _differs(step)
         return plan
@@ -678,6 +447,239 @@ class Planner:
 
 def _differs(step: int) -> PlanError:
     return PlanError(
-        f"step {step} was planned again and came out differently; ranks would see different data. A file under a "
-        "source has changed, or a Custom function is not deterministic."
+        f"step {step} was planned again with a different result; ranks would get different data. A file of a source "
+        "has changed, or a Custom function is not deterministic. Restore the file, or start a new run."
     )
+
+
+class Meshes:
+    """The mesh of every step of one stream.
+
+    Example:
+        Four ranks become two at step 10, and eight at step 20::
+
+            meshes.at(9).dp, meshes.at(10).dp
+            (4, 2)
+            meshes.begin_of(1), meshes.begin_of(3), meshes.begin_of(8)
+            (0, 20, None)
+    """
+
+    def __init__(self, launched: ClientPlaceTree, first_step: int, inputs: InputLog) -> None:
+        self._launched = launched
+        self._first_step = first_step
+        self._inputs = inputs
+
+    def at(self, step: int) -> ClientPlaceTree:
+        """Return the mesh of a step."""
+        return self._inputs.mesh_at(step) or self._launched
+
+    @property
+    def newest(self) -> ClientPlaceTree:
+        """The mesh after all changes so far."""
+        return self.eras()[-1][1]
+
+    def after(self, step: int) -> tuple[int, ClientPlaceTree] | None:
+        """Return (first step, mesh) of the next mesh after a step; None if none is known."""
+        return next(((begin, tree) for begin, tree in self.eras() if begin > step), None)
+
+    def eras(self) -> list[tuple[int, ClientPlaceTree]]:
+        """Return (first step, mesh) of every mesh, in order; the first begins at the first step of the stream."""
+        later = [(begin, tree) for begin, tree in self._inputs.meshes() if begin > self._first_step]
+        return [(self._first_step, self.at(self._first_step)), *later]
+
+    def begin_of(self, rank: int) -> int | None:
+        """Return the first step of a rank that attaches now; None for a rank that no mesh has.
+
+        That is the first step of the stream if every mesh has the rank, and otherwise the begin of the last run of
+        meshes that have it.
+        """
+        begin, there = None, False
+        for step, tree in self.eras():
+            if rank < tree.world_size and not there:
+                begin = step
+            there = rank < tree.world_size
+        return begin if rank >= 0 else None
+
+    def passed(self, reached: Mapping[int, int], attached: Collection[int]) -> int:
+        """Return the step before which all ranks that ever attached have finished.
+
+        The eras, of one mesh each, are checked in order. In an era those ranks count that its mesh has and that have
+        reached its first step. If all of them have finished its last step, the era is over, and the next one is
+        checked; otherwise the slowest of them decides.
+
+        Args:
+            reached: For every rank that ever attached, the step before which it has finished.
+            attached: The ranks that are attached now.
+        """
+        done, eras = self._first_step, self.eras()
+        for number, (begin, tree) in enumerate(eras):
+            came = {rank: at for rank, at in reached.items() if rank < tree.world_size and (at >= begin or not number)}
+            if not came:
+                return done
+            if number + 1 == len(eras):
+                return max(done, min(came.values()))
+            end, then = eras[number + 1]
+            # A rank that the next mesh does not have may detach without reporting its last step. Once the ranks that
+            # stay are beyond the boundary, it counts as finished; otherwise the stream would wait for it forever.
+            staying = [at for rank, at in came.items() if rank < then.world_size]
+            if staying and min(staying) > end:
+                came = {rank: at for rank, at in came.items() if rank < then.world_size or rank in attached}
+            if min(came.values()) < end:
+                return max(done, min(came.values()))
+            done = end
+        return done
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What is due to be written to the store."""
+
+    state: Mapping[str, Any] | None
+    """The state of a snapshot; None if only the horizon moves."""
+    mark: str
+    """The position of the journal when the state was taken."""
+    horizon: int
+
+
+class Checkpoints:
+    """The snapshots and the horizon of one stream.
+
+    Args:
+        store: The store.
+        step: The step that the stream starts or continues at.
+        state_of: Returns the state before a step.
+        next_step: Returns the first step that is not planned.
+    """
+
+    def __init__(
+        self, store: Store, step: int, state_of: Callable[[int], Mapping[str, Any]], next_step: Callable[[], int]
+    ) -> None:
+        self.store = store
+        self._state_of = state_of
+        self._next_step = next_step
+        self._saved = step
+        self.began = step
+        """The step that the stream started or continued at."""
+        self.passed = step
+        """The step before which every client has finished."""
+        self.snapshot_every = SNAPSHOT_EVERY
+        """Steps between snapshots."""
+
+    def begin(self) -> None:
+        """Begin a lineage in the store, unless the stream continues one; nothing can be planned before."""
+        if not self.store.lineage:
+            step = self._next_step()
+            self.store.begin(self._state_of(step), horizon=step + AHEAD)
+
+    def reserve(self, step: int) -> None:
+        """Make sure that a step may be handed out: the journal is on disk, and the horizon is beyond the step."""
+        self.store.journal.settle()
+        if step >= self.store.horizon:
+            self.store.reserve(step + AHEAD)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether anything is due to be written."""
+        return self._snapshot_due or self._horizon_due
+
+    def due(self, *, last: bool = False) -> Due | None:
+        """Return what is due to be written, if anything; call `saved` once it is written.
+
+        Args:
+            last: Whether the stream is closing, so that a snapshot is due at any step.
+        """
+        mark, horizon = self.store.journal.mark(), self._next_step() + AHEAD  # before the state: more may be appended
+        if self._snapshot_due or (last and self.passed > self._saved):
+            return Due(self._state_of(self.passed), mark, horizon)
+        return Due(None, mark, horizon) if self._horizon_due and not last else None
+
+    def saved(self, due: Due) -> None:
+        """Record that something was written."""
+        if due.state is not None:
+            self._saved = int(due.state["step"])
+
+    def close(self) -> None:
+        """Save the state that the clients have passed, and close the store."""
+        try:
+            due = self.due(last=True) if self.store.lineage else None
+            if due is not None and due.state is not None:
+                self.store.save(due.state, due.mark, horizon=due.horizon)
+        finally:
+            self.store.close()
+
+    @property
+    def _snapshot_due(self) -> bool:
+        return self.passed // self.snapshot_every > self._saved // self.snapshot_every
+
+    @property
+    def _horizon_due(self) -> bool:
+        return self.store.horizon - self._next_step() < SLACK
+
+
+class KeptStates:
+    """Some states of a stream, by step.
+
+    Args:
+        states: The states known at the start.
+        keep: Steps behind the slowest client that can be requested again.
+
+    Example:
+        >>> states = KeptStates([StreamState.begin(1)], keep=256)
+        >>> states.nearest(3).step
+        0
+    """
+
+    def __init__(self, states: Iterable[StreamState], *, keep: int) -> None:
+        self._keep = keep
+        self._states = {state.step: state for state in states}
+        self._first = max(self._states)
+        self._replayed: OrderedDict[int, StreamState] = OrderedDict()
+
+    def add(self, state: StreamState, passed: int) -> None:
+        """Keep the state after a new step; drop an older one, unless clients are at it."""
+        self._states[state.step] = state
+        old = state.step - KEPT_STATES
+        if old in self._states and old % KEPT_STATES and old not in (self._first, passed):
+            del self._states[old]
+
+    def add_replayed(self, state: StreamState) -> None:
+        """Keep a state that was computed again, until newer ones replace it."""
+        if state.step not in self._states:
+            self._replayed[state.step] = state
+            self._replayed.move_to_end(state.step)
+            while len(self._replayed) > KEPT_REPLAYED:
+                self._replayed.popitem(last=False)
+
+    def forget(self, passed: int) -> None:
+        """Drop the states that no client can request, now that all have finished the steps before this one."""
+        behind = sorted(step for step in self._states if step <= passed - self._keep)
+        for step in behind[:-1]:
+            del self._states[step]
+
+    def nearest(self, step: int) -> StreamState:
+        """Return the newest known state at or before a step.
+
+        Raises:
+            SpecError: The step is no longer kept.
+        """
+        self.check(step)
+        known = self._states.get(step) or self._replayed.get(step)
+        if known is not None:
+            return known
+        start = max(one for one in (*list(self._states), *list(self._replayed)) if one <= step)
+        return self._states.get(start) or self._replayed[start]
+
+    @property
+    def oldest(self) -> int:
+        """The oldest step that can be requested."""
+        return min(list(self._states))  # a copy: another thread may add to them
+
+    def check(self, step: int) -> None:
+        """Refuse a step that is no longer kept."""
+        oldest = self.oldest
+        if step < oldest:
+            raise SpecError(
+                f"step {step} is not kept any more: {self._keep} steps behind the slowest client are kept (keep=), and "
+                f"the oldest is step {oldest}; its samples cannot be reproduced. Attach with the step of your "
+                f"checkpoint, ol.connect(address, rank, step=..) with {oldest} or more, or launch with a larger keep."
+            )

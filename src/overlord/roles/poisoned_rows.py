@@ -1,9 +1,11 @@
-"""Verdicts: which rows killed their worker twice and are not run again; a stand-in takes their place for good.
+"""Poisoned rows: rows that killed their worker twice. They are not run again; a stand-in replaces them permanently.
+
+A verdict is the journaled record that a row is poisoned.
 
 Rules of this file:
-1. A verdict is on disk before it counts: what a plan was made with, a resume must know.
-2. It is about a row of a source, from the epoch on in which it killed its worker; no rank, loader or time is in it.
-   What was delivered of the row in earlier epochs stays, and is planned again as it was.
+1. A verdict is on disk before it takes effect: a resume must know every verdict that a plan was made with.
+2. It names a row of a source, and the epoch from which it holds: the one in which the row killed its worker. No rank,
+   loader or time is in it. What was delivered of the row in earlier epochs stays, and a replay plans it as it was.
 """
 
 from __future__ import annotations
@@ -23,45 +25,46 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Verdict(NamedTuple):
-    """Why a row is given up, and since when."""
+    """Why a row is poisoned, and from which epoch."""
 
     reason: str
     epoch: int = 0
-    """The first epoch of its source in which it is."""
+    """The first epoch of its source in which it holds."""
 
 
-class VerdictBook(Protocol):
-    """What a SourceLoader asks of the verdicts, wherever they are written down."""
+class PoisonedRowLog(Protocol):
+    """What a SourceLoader needs of the verdicts; the runtime sends `add` to the planner, which owns the journal."""
 
     def add(self, source: str, row: int, reason: str, epoch: int = 0) -> None:
-        """Give up a row from an epoch on; on disk when this returns."""
+        """Record a row as poisoned from an epoch on; the verdict is on disk when this returns."""
         ...
 
     def known(self, source: str, rows: Int64s, epoch: int = 0) -> Bools:
-        """Return which rows of a source are given up in an epoch."""
+        """Return which rows of a source are poisoned in an epoch."""
         ...
 
     def reason(self, source: str, row: int) -> str:
-        """Return why a row was given up."""
+        """Return why a row is poisoned."""
         ...
 
 
-class Verdicts:
-    """The verdicts of one stream.
+class PoisonedRows:
+    """The poisoned rows of one stream.
 
     Args:
-        journal: Where a verdict is written down.
-        known: Those of its state, as `verdicts_from_json` gives them.
-        lock: Held while verdicts are read or changed; a runtime with threads gives one.
+        journal: Where verdicts are appended.
+        known: The verdicts of its state, as `verdicts_from_json` returns them.
+        step: The step that is being planned.
+        lock: Held while verdicts are read or changed; given by a runtime with threads.
 
     Example:
         >>> import tempfile
         >>> from overlord.stores.places import open_place
-        >>> verdicts = Verdicts(Journal(open_place(tempfile.mkdtemp()), lambda: None))
-        >>> verdicts.add("web", 17, "killed its worker twice: signal 11")
-        >>> verdicts.known("web", np.array([16, 17])).tolist()
+        >>> rows = PoisonedRows(Journal(open_place(tempfile.mkdtemp()), lambda: None))
+        >>> rows.add("web", 17, "killed its worker twice: signal 11")
+        >>> rows.known("web", np.array([16, 17])).tolist()
         [False, True]
-        >>> verdicts.to_json()
+        >>> rows.to_json()
         {'web': {'17': 'killed its worker twice: signal 11'}}
     """
 
@@ -74,10 +77,10 @@ class Verdicts:
         lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._journal = journal
-        self._given_up = {source: dict(rows) for source, rows in (known or {}).items()}
+        self._verdicts = {source: dict(rows) for source, rows in (known or {}).items()}
         self._lock: AbstractContextManager[Any] = lock or nullcontext()
         self.step = step
-        """The step that is being planned: a verdict's record belongs to the lineage that reached it."""
+        """The step that is being planned: the record of a verdict belongs to the lineage that reached it."""
 
     @classmethod
     def recover(
@@ -87,12 +90,13 @@ class Verdicts:
         later: Iterable[Mapping[str, Any]],
         names: Sequence[str],
         lock: AbstractContextManager[Any] | None = None,
-    ) -> Verdicts:
-        """Return the verdicts a stream goes on with.
+    ) -> PoisonedRows:
+        """Return the poisoned rows that a stream continues with.
 
-        Those of its state; and where it goes on in a lineage of its store, what was journaled after that (`later`). A
-        state that was given may be of another lineage than the journal, so nothing but the state counts then: pass no
-        `later`. Nothing is written again: either the journal goes on, or a new lineage begins with all of them.
+        They are those of its state and, if the stream continues a lineage of its store, those journaled after that
+        state (`later`). A state given by the user may belong to another lineage than the journal, so then only the
+        state counts: pass no `later`. Nothing is written again: either the journal is continued, or a new lineage
+        starts with all of them.
 
         Raises:
             StateError: when the state's verdicts are damaged.
@@ -107,40 +111,40 @@ class Verdicts:
         return cls(journal, known, step=state["step"], lock=lock)
 
     def add(self, source: str, row: int, reason: str, epoch: int = 0) -> None:
-        """Give up a row from an epoch on; the verdict is on disk when this returns. The first one stays."""
+        """Record a row as poisoned from an epoch on; on disk when this returns. The first verdict of a row stays."""
         with self._lock:
-            if row in self._given_up.get(source, ()):
+            if row in self._verdicts.get(source, ()):
                 return
             record = {"kind": "verdict", "step": self.step, "source": source, "row": row, "reason": reason}
             self._journal.append(record | ({"epoch": epoch} if epoch else {}), durable=True)
-            self._given_up.setdefault(source, {})[row] = Verdict(reason, epoch)
+            self._verdicts.setdefault(source, {})[row] = Verdict(reason, epoch)
 
     def known(self, source: str, rows: Int64s, epoch: int = 0) -> Bools:
-        """Return which rows of a source are given up in an epoch."""
+        """Return which rows of a source are poisoned in an epoch."""
         with self._lock:
-            return rows_given_up(self._given_up.get(source, {}), rows, epoch)
+            return poisoned_in(self._verdicts.get(source, {}), rows, epoch)
 
     def reason(self, source: str, row: int) -> str:
-        """Return why a row was given up."""
+        """Return why a row is poisoned."""
         with self._lock:
-            return self._given_up[source][row].reason
+            return self._verdicts[source][row].reason
 
     def to_json(self) -> dict[str, dict[str, Any]]:
-        """Return all verdicts by source name and row, sorted: the reason, and its epoch where that is not the first."""
+        """Return all verdicts by source name and row, sorted: the reason, with the epoch where that is not 0."""
         with self._lock:
             return {
                 source: {str(row): list(rows[row]) if rows[row].epoch else rows[row].reason for row in sorted(rows)}
-                for source, rows in sorted(self._given_up.items())
+                for source, rows in sorted(self._verdicts.items())
             }
 
 
-def rows_given_up(verdicts: Mapping[int, Verdict], rows: Int64s, epoch: int) -> Bools:
-    """Return which rows are given up in an epoch.
+def poisoned_in(verdicts: Mapping[int, Verdict], rows: Int64s, epoch: int) -> Bools:
+    """Return which rows are poisoned in an epoch.
 
     Example:
-        >>> rows_given_up({7: Verdict("why", epoch=1)}, np.array([6, 7]), 0).tolist()
+        >>> poisoned_in({7: Verdict("why", epoch=1)}, np.array([6, 7]), 0).tolist()
         [False, False]
-        >>> rows_given_up({7: Verdict("why", epoch=1)}, np.array([6, 7]), 1).tolist()
+        >>> poisoned_in({7: Verdict("why", epoch=1)}, np.array([6, 7]), 1).tolist()
         [False, True]
     """
     return np.isin(rows, np.array([row for row, one in verdicts.items() if one.epoch <= epoch], np.int64))
@@ -150,7 +154,7 @@ def verdicts_from_json(given: Any, names: Sequence[str]) -> dict[str, dict[int, 
     """Read the verdicts of a state; a state may have none.
 
     Raises:
-        StateError: for what `Verdicts.to_json` did not write.
+        StateError: for anything but the output of `PoisonedRows.to_json`.
     """
     if not given:
         return {}
@@ -160,7 +164,7 @@ def verdicts_from_json(given: Any, names: Sequence[str]) -> dict[str, dict[int, 
         raise _damaged(f"{given!r:.80} are no verdicts ({error})") from None
     unknown = sorted(set(found) - set(names))
     if unknown:
-        raise _damaged(f"it has verdicts of {unknown[0]!r}, which is no source of the job")
+        raise _damaged(f"it has verdicts of {unknown[0]!r}, which is not a source of the job")
     return found
 
 
@@ -182,6 +186,6 @@ def _verdict(given: Any) -> Verdict:
 
 def _damaged(what: str) -> StateError:
     return StateError(
-        f"the state is damaged: {what}; rows that kill their workers would run again. Use an undamaged state, as "
+        f"the state is damaged: {what}; rows that kill their workers would be run again. Use an undamaged state, as "
         "client.state_dict() returned it."
     )

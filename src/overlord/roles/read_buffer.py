@@ -1,10 +1,13 @@
-"""The read buffer of one source: chunks of measured rows, in the source's order, until a plan pops them.
+"""The read buffer of one source, and the reader that fills it.
+
+    ReadBuffer   chunks of measured rows, in the source's order, until a plan pops them
+    GroupReader  reads one group in its keyed order: k streams merged, or a small group held whole
 
 Rules of this file:
 1. A chunk never crosses a group. Chunks are a cache: what is missing is read again.
-2. Rows before `release` will not be asked for by a later step and are dropped chunk by chunk. What is known of the last
-   of them stays: a planner in the place of another plans the steps since the last snapshot again, and groups would be
-   read anew for lengths that were measured a moment ago.
+2. Rows before `release` are not needed by a later step and are dropped chunk by chunk. The metadata of the last of them
+   is kept: the replacement of a planner plans the steps since the last snapshot again, and would otherwise read whole
+   groups again for lengths that were measured a moment ago.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from overlord.core.ragged import RowBatch, concat_rows, num_bytes, num_rows, sli
 from overlord.core.samples import FILE_SHIFT, Cursor, MetaArray
 from overlord.errors import ReaderError
 
+Int64s = npt.NDArray[np.int64]
+
 KNOWN_BYTES = 128 << 10
-"""What is remembered of rows that were let go of, of each loader."""
+"""Bytes of metadata that each loader keeps of dropped rows."""
 ITEM_COLUMNS = ("media_start", "media_length")
-"""Columns of a chunk that belong to what is known of its rows."""
+"""Columns of a chunk that belong to the metadata of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +43,11 @@ class Chunk:
     meta: MetaArray
     kept: RowBatch
     margin: tuple[int, int] = (0, 0)
-    """Tokens before and behind an image's placeholders that are never cut off from it."""
+    """Tokens before and after an image's placeholders that are never cut off from it."""
 
     @property
     def stop(self) -> int:
-        """The offset behind the last row."""
+        """The offset after the last row."""
         return self.offset + len(self.meta)
 
     @property
@@ -83,7 +88,7 @@ class ReadBuffer:
         )
 
     def describing(self, cursor: Cursor) -> Chunk | None:
-        """Return a chunk with what is known of the row at a cursor; the row itself may be gone from it."""
+        """Return a chunk with the metadata of the row at a cursor; the row itself may have been dropped from it."""
         found = self.covering(cursor)
         if found is None:
             for chunk in self._known:
@@ -92,7 +97,7 @@ class ReadBuffer:
         return found
 
     def release(self, before: Cursor) -> None:
-        """Drop the chunks that lie wholly before a cursor."""
+        """Drop the chunks that end before a cursor."""
         for key in list(self._chunks):
             if key > before[:2]:
                 continue
@@ -115,15 +120,8 @@ class ReadBuffer:
 
 
 def gather(picks: list[tuple[Chunk, npt.NDArray[np.int64]]]) -> RowBatch:
-    """Return the kept columns of picked rows (chunk, rows in the chunk), one behind the other."""
+    """Return the kept columns of picked rows (chunk, rows in the chunk), concatenated."""
     return concat_rows([take_rows(chunk.kept, rows) for chunk, rows in picks])
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Reads one group of a source in its keyed order: k streams merged, or a small group held whole.
-
-
-Int64s = npt.NDArray[np.int64]
 
 
 class Blocks(Protocol):
@@ -134,11 +132,11 @@ class Blocks(Protocol):
         ...
 
     def stream(self, file: int, block: int, *, skip: int, stop: int | None, batch_rows: int) -> Iterator[RowBatch]:
-        """Yield the rows of a block front to back; with `stop`, those of a part of it."""
+        """Yield the rows of a block in file order; with `stop`, those of a part of it."""
         ...
 
     def row_base(self, file: int, block: int) -> int:
-        """Return the row of the file at which a block begins."""
+        """Return the first row of a block, counted from the start of its file."""
         ...
 
     def forget(self) -> None:
@@ -147,7 +145,7 @@ class Blocks(Protocol):
 
 
 class GroupReader:
-    """A position inside a group that only moves forward."""
+    """Reads the rows of one group; its position only moves forward."""
 
     def __init__(self, group: Group, files: Blocks, offset: int) -> None:
         self.group = group
@@ -178,12 +176,14 @@ class GroupReader:
                 stream = self._open(slot, 0)
                 parts.append(stream.take(count))
                 if self.group.is_part[slot]:
-                    held.append(stream)  # its rows may be views of a file: it hands the pages back once they are copied
+                    held.append(stream)  # its rows may be views of a mapped file: keep it open until they are copied
             self._whole = concat_rows(parts)
         base = np.cumsum(self.group.rows) - self.group.rows
         return take_rows(self._whole, base[slots] + rows)
 
     def _read_streams(self, slots: Int64s, rows: Int64s) -> RowBatch:
+        # Rows of the k blocks are interleaved: take the rows of each block from its stream at once, then restore the
+        # order.
         order = np.argsort(slots, kind="stable")
         used, first, counts = np.unique(slots[order], return_index=True, return_counts=True)
         parts: list[RowBatch] = []

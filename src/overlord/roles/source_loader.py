@@ -1,9 +1,20 @@
 """SourceLoader: reads one source in its order, measures samples ahead of the plan, finishes planned ones.
 
+    SourceLoader     summary_buffer: metadata of the samples from a cursor on; loader_do_plan, finish, hand_over: the
+                     planned samples, popped, transformed and returned as columns
+    ShadowLoader     a standby with a warm read buffer, which follows the position of a SourceLoader (paper section 6.1)
+    LoaderCounters   what a loader has counted: samples seen, bad samples, wrong lengths
+    PlacementChoice  whether media are decoded here or in the DataConstructor (paper section 6.2)
+
 Rules of this file:
 1. What is delivered has the planned length, whatever was read.
-2. Everything here is a cache: any position can be asked for again, and is read again.
+2. Everything here is a cache: any position can be requested again, and is read again.
 3. A fault of one sample makes a stand-in and is counted; a fault of a file is raised.
+4. The placement of decoding changes what travels and where the work is done, never the stream.
+5. A shadow reads and measures what its primary was asked for, and delivers nothing. It holds what a step that is
+   planned and not delivered may need, so it can take over between two calls. It learns of positions after the fact and
+   may lag: what it lacks when it is promoted, it reads then. It never runs in its primary's process, and never promotes
+   itself.
 """
 
 from __future__ import annotations
@@ -36,87 +47,84 @@ from overlord.core.samples import (
 )
 from overlord.errors import ReaderError, SourceError, StateError, ToleranceError
 from overlord.job.launch_words import Placement
-from overlord.job.specs import Source
-from overlord.roles.poisoned_rows import VerdictBook
-from overlord.roles.ports import Telemetry, Workers
+from overlord.job.specs import Job, Source
+from overlord.roles.poisoned_rows import PoisonedRowLog
+from overlord.roles.ports import Telemetry
 from overlord.roles.read_buffer import Blocks, Chunk, GroupReader, ReadBuffer, gather
 from overlord.transforms.samples.per_sample import (
     Fault,
     Finished,
     Measured,
     SampleTransform,
+    Workers,
     count_loss_tokens,
     decode_media,
     flat,
     ragged_column,
 )
 
-# --------------------------------------------------------------------------------------------------------------
-# Metadata of measured rows: bytes, images, and where images stand that do not just begin their sample. Pure.
+CHUNK_ROWS = 256
+CHUNK_BYTES = 1 << 20
+AHEAD_ROWS = 64
+AHEAD_BYTES = 128 << 10
+"""A chunk holds at least about this much even if less is requested: tokenizers are faster on batches."""
+FIRST_ROWS = 8
+"""If this many rows at the beginning of a source are all bad, it is an error in the job."""
+FEW_SAMPLES = 1000
+"""A tolerance is a share; it is applied as if at least this many samples had been seen."""
+
+Lengths = Callable[[RowBatch, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+"""Gives known text lengths of some rows: from a column, or from a sidecar by row number."""
+COUNTED_IDS = 4096
+"""A snapshot of a loader lists at most this many samples of each kind."""
 
 
-def row_bytes_of(kept: RowBatch, count: int) -> npt.NDArray[np.int64]:
-    """Return the bytes that each row holds."""
-    total = np.zeros(count, np.int64)
-    for column in kept.values():
-        total += column.lengths * column.values.itemsize if hasattr(column, "lengths") else 0  # type: ignore[union-attr]
-    return total
+@dataclass(frozen=True, slots=True)
+class LoaderCounters:
+    """What loaders of one source have counted: a replacement of a loader continues from it.
 
+    Example:
+        >>> LoaderCounters.from_json(LoaderCounters(100, {(7, 0)}, set()).to_json()).bad
+        {(7, 0)}
+    """
 
-def media_items(measured: Measured) -> tuple[Pieces | None, Pieces | None]:
-    """Return every image, clip and sound by its placeholders, and with the tokens around it that go with it."""
-    if "media_start" not in measured.kept:
-        return None, None
-    start = ragged_column(measured.kept, "media_start")
-    rows = np.repeat(np.arange(len(start)), start.lengths).astype(np.int32)
-    first, length = flat(start), flat(ragged_column(measured.kept, "media_length"))
-    before, behind = measured.margin
-    return Pieces(rows, first, length), Pieces(rows, first - before, length + before + behind)
+    seen: int
+    """Samples measured."""
+    bad: set[tuple[int, int]]
+    """Samples (row, epoch) that were replaced by a stand-in."""
+    wrong_lengths: set[tuple[int, int]]
+    """Samples that were cut or padded to the promised length, or left out where that is 0."""
 
+    @classmethod
+    def joined(cls, parts: Sequence[LoaderCounters]) -> LoaderCounters:
+        """Return the sum of what several loaders of a source have counted."""
+        empty: set[tuple[int, int]] = set()
+        bad, wrong = (
+            empty.union(*sets) for sets in ([part.bad for part in parts], [part.wrong_lengths for part in parts])
+        )
+        return cls(sum(part.seen for part in parts), bad, wrong)
 
-def fit_context(
-    measured: Measured, context_length: int, overlength: str
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return (delivered tokens, flags) of measured rows, as a loader decides them."""
-    return apply_overlength(measured.tokens, media_items(measured)[1], context_length, overlength)
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON; of very many samples only the first are listed."""
+        named = {"bad": self.bad, "wrong_lengths": self.wrong_lengths}
+        return {
+            "seen": self.seen,
+            **{key: [list(one) for one in sorted(ids)[:COUNTED_IDS]] for key, ids in named.items()},
+        }
 
-
-def count_images(meta: MetaArray, images: Pieces) -> None:
-    """Count the images that are delivered; those of a sample that does not just begin with one are listed."""
-    kept = images.start.astype(np.int64) + images.length <= meta["tokens"][images.sample]
-    sample = images.sample[kept]
-    meta["image_tokens"] = np.bincount(sample, images.length[kept], len(meta))
-    meta["images"] = np.bincount(sample, minlength=len(meta))
-    simple = (meta["images"] <= 1) & (np.bincount(sample, images.start[kept], len(meta)) == 0)
-    meta["items"] = ~simple
-
-
-def listed_items(meta: MetaArray, parts: list[tuple[MetaArray, Chunk]]) -> npt.NDArray[np.int32] | None:
-    """List the images of samples that do not just begin with one, and let their metadata point into the list."""
-    if not meta["items"].any():
-        return None
-    found: list[npt.NDArray[np.int32]] = []
-    for part, chunk in parts:
-        rows = np.flatnonzero(part["items"])
-        start, length = ragged_column(chunk.kept, "media_start"), ragged_column(chunk.kept, "media_length")
-        # Images come in the order of their tokens: those that the overlength policy leaves out are the last.
-        places = expand_ranges(start.offsets[rows + int(part["offset"][0]) - chunk.offset], part["images"][rows])
-        margins = np.broadcast_to(np.array(chunk.margin), (len(places), 2))
-        found.append(np.concatenate([np.stack([start.values[places], length.values[places]], axis=1), margins], axis=1))
-    listed = np.flatnonzero(meta["items"])
-    meta["items"][listed] = 1 + offsets_of(meta["images"][listed])[:-1]
-    return np.concatenate(found).astype(np.int32)
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Where the media of a source are decoded: before the hand-over to the DataConstructor, or behind it.
-#
-# Decoding that makes bytes grow moves behind the hand-over (the paper's transformation reordering, section 6.2). The
-# choice changes what travels and where the work is done, and never the stream.
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> LoaderCounters:
+        """Read the output of `to_json`."""
+        bad, wrong = ({(int(row), int(epoch)) for row, epoch in given[key]} for key in ("bad", "wrong_lengths"))
+        return cls(int(given["seen"]), bad, wrong)
 
 
 class PlacementChoice:
-    """The choice for one source; all of its loaders share it, under the lock that a runtime with threads gives.
+    """Where the media of one source are decoded: in its loaders, or in the DataConstructor.
+
+    With "auto", decoding that makes bytes grow moves to the DataConstructor (the paper's transformation reordering).
+    All loaders of the source share one choice, under a lock where the runtime has threads.
+
 
     Example:
         >>> choice = PlacementChoice("auto")
@@ -132,7 +140,7 @@ class PlacementChoice:
         """Decoded bytes over encoded ones, of the first samples seen."""
 
     def decodes_in_loader(self, encoded_bytes: int, decoded_bytes: int) -> bool:
-        """Return whether media are decoded in the loader; the first samples decide, once and for all."""
+        """Return whether media are decoded in the loader; the first samples decide, once."""
         with self._lock:
             if self._in_loader is None:
                 self.ratio = decoded_bytes / max(encoded_bytes, 1)
@@ -145,26 +153,9 @@ class PlacementChoice:
         return "undecided" if self._in_loader is None else "loader" if self._in_loader else "constructor"
 
 
-# --------------------------------------------------------------------------------------------------------------
-
-
-CHUNK_ROWS = 256
-CHUNK_BYTES = 1 << 20
-AHEAD_ROWS = 64
-AHEAD_BYTES = 128 << 10
-"""A chunk holds at least about this much even when less is asked for: tokenizers like batches."""
-FIRST_ROWS = 8
-"""So many bad rows at the beginning of a source, and no good one, are a mistake in the job."""
-FEW_SAMPLES = 1000
-"""A tolerance is a share; it is judged as if at least this many samples had been seen."""
-
-Lengths = Callable[[RowBatch, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
-"""Gives known text lengths of some rows: from a column, or from a sidecar by row number."""
-
-
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Rows of one group that were read and not measured yet."""
+    """Rows of one group that were read and are not measured."""
 
     cursor: Cursor
     rows: RowBatch
@@ -173,79 +164,37 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Planned samples that have left the read buffer and are not finished yet."""
+    """Planned samples that were popped from the read buffer and are not finished."""
 
     order: LoaderOrder
     kept: RowBatch
 
 
-MET_IDS = 4096
-"""Samples that a snapshot of a loader names at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Met:
-    """What loaders of one source have met: what a loader in their place must know to count on.
-
-    Example:
-        >>> Met.from_json(Met(100, {(7, 0)}, set()).to_json()).bad
-        {(7, 0)}
-    """
-
-    seen: int
-    """Samples measured."""
-    bad: set[tuple[int, int]]
-    """Samples (row, epoch) that a stand-in took the place of."""
-    wrong_lengths: set[tuple[int, int]]
-    """Samples that were cut or padded to the length that was promised, or left out where that is none."""
-
-    @classmethod
-    def joined(cls, parts: Sequence[Met]) -> Met:
-        """Return what several loaders of a source have met together."""
-        empty: set[tuple[int, int]] = set()
-        bad, wrong = (empty.union(*sets) for sets in ([m.bad for m in parts], [m.wrong_lengths for m in parts]))
-        return cls(sum(met.seen for met in parts), bad, wrong)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON; of very many samples only the first are named."""
-        named = {"bad": self.bad, "wrong_lengths": self.wrong_lengths}
-        return {"seen": self.seen, **{key: [list(one) for one in sorted(ids)[:MET_IDS]] for key, ids in named.items()}}
-
-    @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Met:
-        """Read what `to_json` returned."""
-        bad, wrong = ({(int(row), int(epoch)) for row, epoch in given[key]} for key in ("bad", "wrong_lengths"))
-        return cls(int(given["seen"]), bad, wrong)
-
-
 class SourceLoader:
     """One source, or the groups of one source that this loader owns."""
 
-    def __init__(  # noqa: PLR0913 - a loader is told everything and asks nobody
+    def __init__(
         self,
+        job: Job,
         number: int,
-        source: Source,
         files: Blocks,
         order: SourceOrder,
         transform: SampleTransform,
         *,
-        seed: int,
-        context_length: int,
-        overlength: str,
         lengths: Lengths | None,
         workers: Workers,
         telemetry: Telemetry,
         placement: PlacementChoice | None = None,
-        verdicts: VerdictBook | None = None,
+        poisoned: PoisonedRowLog | None = None,
     ) -> None:
         self._number = number
-        self._source = source
+        self._source = job.sources[number]
         self._files = files
         self._order = order
         self._transform = transform
-        self._seed = seed
-        self._context_length = context_length
-        self._overlength = overlength
+        self._seed = job.seed
+        self._context_length = job.batch.context_length
+        self._overlength = job.overlength
         self._lengths = lengths
         self._workers = workers
         self._telemetry = telemetry
@@ -259,9 +208,9 @@ class SourceLoader:
         """Samples measured so far, also by loaders before this one."""
         self._bad: set[tuple[int, int]] = set()
         self._first_bad: dict[int, str] | None = {}
-        """Why the rows at the beginning of the first group are bad; None once a good one is among them."""
-        self._lies: set[tuple[int, int]] = set()
-        self._verdicts = verdicts
+        """Offset -> reason of the bad rows that begin the first group; None once a good row is found there."""
+        self._wrong_lengths: set[tuple[int, int]] = set()
+        self._poisoned = poisoned
         self.placement = placement or PlacementChoice("loader")
         """Where this source's media are decoded."""
 
@@ -271,7 +220,7 @@ class SourceLoader:
         return self._buffer.nbytes
 
     def ahead_bytes(self, cursor: Cursor) -> int:
-        """Bytes in the read buffer that lie beyond a cursor."""
+        """Bytes in the read buffer beyond a cursor."""
         return self._buffer.bytes_from(cursor)
 
     @property
@@ -280,25 +229,28 @@ class SourceLoader:
         return self._source.name
 
     @property
-    def met(self) -> Met:
-        """What it has met so far: stand-ins, and samples cut or padded to their planned length."""
-        return Met(self.seen, set(self._bad), set(self._lies))
+    def counters(self) -> LoaderCounters:
+        """What it has counted so far."""
+        return LoaderCounters(self.seen, set(self._bad), set(self._wrong_lengths))
 
-    def take_over(self, met: Met) -> None:
-        """Count on from what a loader before this one had met."""
-        self.seen += met.seen
-        self._first_bad = None if met.seen else self._first_bad
-        self._bad |= met.bad
-        self._lies |= met.wrong_lengths
+    def take_over(self, counters: LoaderCounters) -> None:
+        """Continue from the counters of a loader that this one replaces."""
+        self.seen += counters.seen
+        self._first_bad = None if counters.seen else self._first_bad
+        self._bad |= counters.bad
+        self._wrong_lengths |= counters.wrong_lengths
 
-    def give_away(self) -> Met:
-        """Return what was met so far, and count anew."""
-        met = self.met
-        self.seen, self._bad, self._lies = 0, set(), set()
-        return met
+    def give_away(self) -> LoaderCounters:
+        """Return the counters, and start from zero."""
+        counters = self.counters
+        self.seen, self._bad, self._wrong_lengths = 0, set(), set()
+        return counters
 
     def summary_buffer(self, request: MetaRequest) -> MetaDelta:
-        """Tell what is known of the samples from a cursor on, reading and measuring them if need be."""
+        """Return the metadata of the samples from a cursor on; rows that are not measured are read and measured.
+
+        The answer ends at the end of the group, so it may be shorter than requested.
+        """
         cursor, group = self.wake(request.cursor)
         total = group.num_rows
         stop = min(cursor.offset + request.count, total)
@@ -318,21 +270,21 @@ class SourceLoader:
         return MetaDelta(self._number, meta, following, listed_items(meta, parts))
 
     def wake(self, cursor: Cursor) -> tuple[Cursor, Group]:
-        """Begin to work, if it rests; return where a cursor lies, with its group."""
+        """Leave the idle state; return the cursor with its group resolved, and the group."""
         self._resting = None
         cursor = self._resolve(cursor)
         with self.reading():
             return cursor, self._order.group(cursor.epoch, cursor.group)
 
     def missing(self, cursor: Cursor, stop: int) -> int:
-        """Return the first offset of a group from a cursor on that is not measured yet; `stop` where all are."""
+        """Return the first offset from a cursor on that is not measured; `stop` if all are."""
         at = cursor.offset
         while at < stop and (chunk := self._buffer.describing(Cursor(cursor.epoch, cursor.group, at))) is not None:
             at = chunk.stop
         return min(at, stop)
 
     def read(self, cursor: Cursor, group: Group, count: int) -> Stretch:
-        """Read rows of a group; several groups may be read at once, each by one caller."""
+        """Read rows of a group. Several groups may be read concurrently, each by one caller."""
         key = (cursor.epoch, cursor.group)
         with self.reading(key):
             reader = self._readers.get(key)
@@ -342,15 +294,15 @@ class SourceLoader:
                 reader = self._readers[key] = GroupReader(group, self._files, cursor.offset)
             rows, numbers = reader.read(count)  # (5) new samples are read into the buffer
         if reader.offset == group.num_rows:
-            self._readers.pop(key, None)  # nothing of a finished group stays open
+            self._readers.pop(key, None)  # a finished group holds no open file
         return Stretch(cursor, rows, numbers)
 
     def keep(self, measured: tuple[Chunk, list[Fault], list[Fault]]) -> Chunk:
-        """Count what was found in measured rows: bad ones, lengths that lie. Take them into the read buffer."""
-        chunk, faults, lies = measured
+        """Count the faults of measured rows, and add the rows to the read buffer."""
+        chunk, faults, wrong_lengths = measured
         self.seen += len(chunk.meta)
         self._note(chunk.meta, faults, self._bad, self._telemetry.bad_samples)
-        self._note(chunk.meta, lies, self._lies, self._telemetry.wrong_lengths)
+        self._note(chunk.meta, wrong_lengths, self._wrong_lengths, self._telemetry.wrong_lengths)
         self._judge_first_rows(chunk, faults)
         self._check_tolerance()
         self._buffer.add(chunk)
@@ -363,13 +315,13 @@ class SourceLoader:
         return Staged(order, kept)
 
     def release(self, cursor: Cursor) -> None:
-        """Let go of what lies before a cursor."""
+        """Drop the rows before a cursor."""
         self._buffer.release(cursor)
         self._popped = cursor
         self._drop_if_resting()
 
     def finish(self, staged: Staged) -> Finished:
-        """Run the per-sample transforms; touches nothing of the loader, so steps may overlap here."""
+        """Run the per-sample transforms. It changes no state of the loader, so steps may overlap here."""
         meta = staged.order.meta
         done = self._transform.finish(
             staged.kept, meta["tokens"].astype(np.int64), (meta["flags"] & BAD) > 0, self._workers
@@ -385,20 +337,20 @@ class SourceLoader:
         return done
 
     def hand_over(self, staged: Staged, done: Finished) -> Payload:
-        """Count what went wrong, and return the samples as columns."""
+        """Count the faults of finished samples, and return the samples as columns."""
         meta = staged.order.meta
         self._note(meta, done.faults, self._bad, self._telemetry.bad_samples)
-        self._note(meta, done.lies, self._lies, self._telemetry.wrong_lengths)
+        self._note(meta, done.wrong_lengths, self._wrong_lengths, self._telemetry.wrong_lengths)
         self._check_tolerance()
         return Payload(staged.order.step, self._number, done.tokens, done.loss, done.media)
 
     def note_faults(self, faults: Sequence[tuple[int, int, str]]) -> None:
-        """Count what the DataConstructor could not decode: (row, epoch, reason) of each sample."""
+        """Count samples with media that the DataConstructor could not decode: (row, epoch, reason) of each."""
         self._note_rows(faults, self._bad, self._telemetry.bad_samples)
         self._check_tolerance()
 
     def rest(self, cursor: Cursor) -> None:
-        """Keep nothing but what planned steps still need: a source that is not drawn costs no reader or index."""
+        """Release readers, indices, and all rows that no planned step needs: nothing is drawn from the cursor on."""
         self._readers.clear()
         self._resting = cursor
         self._drop_if_resting()
@@ -411,12 +363,12 @@ class SourceLoader:
 
     @contextmanager
     def reading(self, key: tuple[int, int] | None = None) -> Iterator[None]:
-        """Name the source in the error of a file that cannot be read."""
+        """Set the name of the source on the error of a file that cannot be read."""
         try:
             yield
         except (ReaderError, SourceError) as error:
             if key is not None:
-                self._readers.pop(key, None)  # it may have come half-way
+                self._readers.pop(key, None)  # it may have stopped half-way
             error.source = self._source.name
             raise
 
@@ -436,7 +388,7 @@ class SourceLoader:
         if group == NO_GROUP:
             raise SourceError(
                 f"source {self._source.name!r} has no rows in {', '.join(self._source.path)}; the mixture would wait "
-                "for it for ever. Remove the source or mend its path."
+                "for it forever. Remove the source or correct its path."
             )
         return Cursor(cursor.epoch, group, 0)
 
@@ -446,14 +398,18 @@ class SourceLoader:
             inside = self._order.has_group(epoch, group) and offset < self._order.group(epoch, group).num_rows
         if not inside:
             raise StateError(
-                f"source {self._source.name!r} has no row at epoch {epoch}, group {group}, offset {offset}, where the "
-                "state says it stands; resuming would lose or repeat samples. The state is damaged, or it was saved by "
-                "an older version, which did not shuffle inside blocks larger than shuffle_bytes. Use an undamaged "
+                f"source {self._source.name!r} has no row at epoch {epoch}, group {group}, offset {offset}, which is "
+                "its cursor in the state; resuming would lose or repeat samples. The state is damaged, or it was saved "
+                "by an older version, which did not shuffle inside blocks larger than shuffle_bytes. Use an undamaged "
                 "state of this version, or start without one."
             )
 
     def _pick(self, meta: MetaArray) -> list[tuple[Chunk, npt.NDArray[np.int64]]]:
-        """Find the chunks of planned rows, which are in the source's order."""
+        """Return (chunk, rows in it) of planned rows, which are in the source's order.
+
+        Each pass takes the longest run of rows in one group, gets the chunk of its first row (read again if it is not
+        buffered), and picks the rows of the run that this chunk holds.
+        """
         picks: list[tuple[Chunk, npt.NDArray[np.int64]]] = []
         at = 0
         while at < len(meta):
@@ -469,7 +425,7 @@ class SourceLoader:
         return picks
 
     def _chunk_at(self, cursor: Cursor, stop: int) -> Chunk:
-        """Return the chunk that holds a row; a new one reads on to about `stop`."""
+        """Return the chunk that holds a row; if there is none, read one that reaches about to `stop`."""
         chunk = self._buffer.covering(cursor)
         if chunk is None:
             with self.reading():
@@ -479,19 +435,19 @@ class SourceLoader:
         return chunk
 
     def measure(self, stretch: Stretch) -> tuple[Chunk, list[Fault], list[Fault]]:
-        """Measure rows that were read; touches nothing of the loader, so several workers may do this at once."""
+        """Measure rows that were read. It changes no state of the loader, so several workers may run it at once."""
         cursor, rows, numbers = stretch.cursor, stretch.rows, stretch.numbers
         lengths = self._lengths(rows, numbers) if self._lengths else None
         seeds = hash64(derive(self._seed, "augment", self._source.name, cursor.epoch), numbers)
-        given_up = self._give_up(rows, numbers, cursor.epoch)
+        given_up = self._mark_poisoned(rows, numbers, cursor.epoch)
         try:
             measured = self._transform.measure(rows, lengths, seeds)
         except ToleranceError as error:
             raise ToleranceError(f"source {self._source.name!r}: {error}") from None
         for row, reason in measured.killed:
-            assert self._verdicts is not None, "only process workers are killed, and they come with verdicts"
-            # on disk before it counts
-            self._verdicts.add(self._source.name, int(numbers[row]), reason, cursor.epoch)
+            assert self._poisoned is not None, "only process workers are killed, and they come with such a log"
+            # on disk before it takes effect
+            self._poisoned.add(self._source.name, int(numbers[row]), reason, cursor.epoch)
         measured.faults = given_up + [fault for fault in measured.faults if fault[0] not in dict(given_up)]
         images, spans = media_items(measured)
         delivered, flags = apply_overlength(measured.tokens, spans, self._context_length, self._overlength)
@@ -510,17 +466,17 @@ class SourceLoader:
             count_images(meta, images)
         meta["bytes"] = row_bytes_of(measured.kept, len(numbers))
         chunk = Chunk(cursor.epoch, cursor.group, cursor.offset, meta, measured.kept, measured.margin)
-        return chunk, measured.faults, measured.lies
+        return chunk, measured.faults, measured.wrong_lengths
 
-    def _give_up(self, rows: RowBatch, numbers: npt.NDArray[np.int64], epoch: int) -> list[Fault]:
-        """Mark rows with a verdict as bad, so that nobody runs them again; return them with the reasons."""
-        if self._verdicts is None:
+    def _mark_poisoned(self, rows: RowBatch, numbers: npt.NDArray[np.int64], epoch: int) -> list[Fault]:
+        """Mark rows with a verdict as bad, so that no worker runs them again; return them with the reasons."""
+        if self._poisoned is None:
             return []
-        known = np.flatnonzero(self._verdicts.known(self._source.name, numbers, epoch))
+        known = np.flatnonzero(self._poisoned.known(self._source.name, numbers, epoch))
         if len(known):
             rows[BAD_COLUMN] = np.array(rows[BAD_COLUMN])
             rows[BAD_COLUMN][known] = NOT_PARSED  # type: ignore[index]
-        return [(int(at), self._verdicts.reason(self._source.name, int(numbers[at]))) for at in known]
+        return [(int(at), self._poisoned.reason(self._source.name, int(numbers[at]))) for at in known]
 
     def _note(
         self,
@@ -539,17 +495,17 @@ class SourceLoader:
     ) -> None:
         new: dict[SampleId, str] = {}
         for row, epoch, reason in faults:
-            if (row, epoch) not in counted:  # a row that is read again is the same fault
+            if (row, epoch) not in counted:  # a row that is read again is not counted twice
                 counted.add((row, epoch))
                 new[SampleId(self._source.name, row, epoch)] = reason
         if new:
             tell(list(new.items()))
 
     def _judge_first_rows(self, chunk: Chunk, faults: list[Fault]) -> None:
-        """Refuse a source whose first rows are all bad: its files are sound, and the job reads them in a wrong way.
+        """Refuse a source if its first rows are all bad: the job probably reads sound files in a wrong way.
 
-        Exactly the first `FIRST_ROWS` rows of the source's order decide, in whatever chunks they are read: one good row
-        among them, and the tolerance alone judges. A run of bad rows in the middle of a source is damage.
+        Exactly the first `FIRST_ROWS` rows of the source's order decide, in whatever chunks they are read. With one
+        good row among them, only the tolerance applies. A run of bad rows in the middle of a source is damage.
         """
         if self._first_bad is None or chunk.epoch != 0 or self._source.tolerance >= 1:
             return
@@ -569,23 +525,54 @@ class SourceLoader:
                 f"source {self._source.name!r}: all of the first {leading} rows that were read are bad "
                 f"({count} times: {reason}{'; and other reasons' if others else ''}). The sample kind "
                 f"({self._source.sample.kind!r}) or a column it names probably does not fit these files; training "
-                "would see stand-ins only. Look at the rows with `overlord sources preview`, and mend sample, or the "
-                "files. A source that may be bad as a whole has tolerance 1."
+                "would get stand-ins only. Look at the rows with `overlord sources preview`, and correct sample, or "
+                "the files. Set tolerance to 1 for a source that may be bad as a whole."
             )
 
     def _check_tolerance(self) -> None:
-        error = judge_tolerance(self._source, self.seen, len(self._bad), len(self._lies))
+        error = judge_tolerance(self._source, self.seen, len(self._bad), len(self._wrong_lengths))
         if error is not None:
             raise error
+
+
+class ShadowLoader:
+    """A standby for a SourceLoader."""
+
+    def __init__(self, loader: SourceLoader) -> None:
+        self._loader = loader
+        self._passed = Cursor(-1, BEGIN, -1)
+        self.followed = 0
+        """Requests of its primary that it has repeated."""
+
+    def follow(self, requests: Sequence[MetaRequest], passed: Cursor | None) -> None:
+        """Repeat requests to the primary, and drop the rows that every trainer has passed."""
+        if passed is not None and passed > self._passed:
+            self._passed = passed
+        for request in requests:
+            if request.cursor.group == BEGIN or request.cursor >= self._passed or self._holds_end(request):
+                self._loader.summary_buffer(request)
+                self.followed += 1
+        if passed is not None:
+            self._loader.release(self._passed)
+
+    def promote(self) -> SourceLoader:
+        """Return the loader, which serves requests itself from now on."""
+        return self._loader
+
+    def _holds_end(self, request: MetaRequest) -> bool:
+        """Whether a request reaches beyond the passed position, so that its later rows are still needed."""
+        epoch, group, offset = request.cursor
+        return (epoch, group) == self._passed[:2] and offset + request.count > self._passed.offset
 
 
 def judge_tolerance(
     source: Source, seen: int, bad: int, wrong_lengths: int, *, at_end: bool = False
 ) -> ToleranceError | None:
-    """Return the error for a source with more bad samples than it may have; None where it has not.
+    """Return the error for a source with more faults than its tolerance allows, or None.
 
-    While a run goes on, a tolerance is judged as if at least `FEW_SAMPLES` had been read: one early fault stops
-    nothing. At its end the share of what was read counts, and one bad sample is no share.
+    During a run, the tolerance is applied as if at least `FEW_SAMPLES` had been read, so that one early fault does not
+    stop it. At the end the share of the rows that were read counts, and one bad sample is always allowed (unless the
+    tolerance is 0).
 
     Args:
         source: The source.
@@ -598,57 +585,73 @@ def judge_tolerance(
     allowed = max(source.tolerance * seen, least)
     for what, found in (("bad samples", bad), ("samples of another length than promised", wrong_lengths)):
         if found > allowed:
-            goes_on = "The run went on with stand-ins" if at_end else "Training would go on with stand-ins"
+            effect = "The run continued with stand-ins" if at_end else "Training would continue with stand-ins"
             return ToleranceError(
                 f"source {source.name!r} has {found} {what} among {seen} read; its tolerance of "
-                f"{source.tolerance:g} allows {int(allowed)}. {goes_on}. `overlord sources lint` names each sample: "
-                "mend the files, or raise the source's tolerance."
+                f"{source.tolerance:g} allows {int(allowed)}. {effect}. `overlord sources lint` lists each sample: "
+                "correct the files, or raise the source's tolerance."
             )
     return None
 
 
 def rows_at_once(group: Group, wanted: int) -> int:
-    """Return how many rows are read and measured at once, where so many are wanted."""
+    """Return how many rows to read and measure at once if `wanted` are needed."""
     row_bytes = max(group.row_bytes, 1.0)
     most = max(1, min(CHUNK_ROWS, int(CHUNK_BYTES / row_bytes)))
     return min(most, max(wanted, min(AHEAD_ROWS, int(AHEAD_BYTES / row_bytes))))
 
 
-# --------------------------------------------------------------------------------------------------------------
-# ShadowLoader: follows the position of an active SourceLoader with a warm read buffer (paper section 6.1).
-#
-# Rules of this file:
-# 1. A shadow reads and measures what its primary was asked for, and hands nothing over. What it holds is what a step
-#    that is planned and not delivered yet may need, so that it can take over between two calls.
-# 2. It is told of positions after the fact and may lag behind: what it lacks when it is promoted, it reads then.
-# 3. It never lives in its primary's process, and never promotes itself.
+# -- metadata of measured rows: bytes, images, and the images that are not the first of their sample. Pure. -------
 
 
-class ShadowLoader:
-    """A SourceLoader in waiting."""
+def row_bytes_of(kept: RowBatch, count: int) -> npt.NDArray[np.int64]:
+    """Return the bytes that each row holds."""
+    total = np.zeros(count, np.int64)
+    for column in kept.values():
+        total += column.lengths * column.values.itemsize if hasattr(column, "lengths") else 0  # type: ignore[union-attr]
+    return total
 
-    def __init__(self, loader: SourceLoader) -> None:
-        self._loader = loader
-        self._passed = Cursor(-1, BEGIN, -1)
-        self.followed = 0
-        """Requests of its primary that it has repeated."""
 
-    def follow(self, requests: Sequence[MetaRequest], passed: Cursor | None) -> None:
-        """Repeat what the primary was asked, and let go of what every trainer has passed."""
-        if passed is not None and passed > self._passed:
-            self._passed = passed
-        for request in requests:
-            if request.cursor.group == BEGIN or request.cursor >= self._passed or self._holds_end(request):
-                self._loader.summary_buffer(request)
-                self.followed += 1
-        if passed is not None:
-            self._loader.release(self._passed)
+def media_items(measured: Measured) -> tuple[Pieces | None, Pieces | None]:
+    """Return every image, clip and sound as pieces: its placeholders alone, and with the tokens kept around it."""
+    if "media_start" not in measured.kept:
+        return None, None
+    start = ragged_column(measured.kept, "media_start")
+    rows = np.repeat(np.arange(len(start)), start.lengths).astype(np.int32)
+    first, length = flat(start), flat(ragged_column(measured.kept, "media_length"))
+    before, behind = measured.margin
+    return Pieces(rows, first, length), Pieces(rows, first - before, length + before + behind)
 
-    def promote(self) -> SourceLoader:
-        """Return the loader, which is asked itself from now on."""
-        return self._loader
 
-    def _holds_end(self, request: MetaRequest) -> bool:
-        """Whether a request reaches beyond what was passed: then its later rows are still needed."""
-        epoch, group, offset = request.cursor
-        return (epoch, group) == self._passed[:2] and offset + request.count > self._passed.offset
+def fit_context(
+    measured: Measured, context_length: int, overlength: str
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return (delivered tokens, flags) of measured rows, as a loader decides them."""
+    return apply_overlength(measured.tokens, media_items(measured)[1], context_length, overlength)
+
+
+def count_images(meta: MetaArray, images: Pieces) -> None:
+    """Count the delivered images; samples with images elsewhere than one at the start get `items` set."""
+    kept = images.start.astype(np.int64) + images.length <= meta["tokens"][images.sample]
+    sample = images.sample[kept]
+    meta["image_tokens"] = np.bincount(sample, images.length[kept], len(meta))
+    meta["images"] = np.bincount(sample, minlength=len(meta))
+    simple = (meta["images"] <= 1) & (np.bincount(sample, images.start[kept], len(meta)) == 0)
+    meta["items"] = ~simple
+
+
+def listed_items(meta: MetaArray, parts: list[tuple[MetaArray, Chunk]]) -> npt.NDArray[np.int32] | None:
+    """Return the list of images of samples with `items` set, and make their metadata point into it."""
+    if not meta["items"].any():
+        return None
+    found: list[npt.NDArray[np.int32]] = []
+    for part, chunk in parts:
+        rows = np.flatnonzero(part["items"])
+        start, length = ragged_column(chunk.kept, "media_start"), ragged_column(chunk.kept, "media_length")
+        # Images are in the order of their tokens, so those that the overlength policy leaves out are the last.
+        places = expand_ranges(start.offsets[rows + int(part["offset"][0]) - chunk.offset], part["images"][rows])
+        margins = np.broadcast_to(np.array(chunk.margin), (len(places), 2))
+        found.append(np.concatenate([np.stack([start.values[places], length.values[places]], axis=1), margins], axis=1))
+    listed = np.flatnonzero(meta["items"])
+    meta["items"][listed] = 1 + offsets_of(meta["images"][listed])[:-1]
+    return np.concatenate(found).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What a rank gets to see: steps, microbatches as mappings of arrays, and where every segment came from."""
+"""What a rank receives: steps, microbatches as mappings of arrays, and the provenance of every segment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,10 @@ from overlord.core.stage_keys import Stage, needs
 from overlord.errors import SpecError
 
 Array = npt.NDArray[Any]
+AnyBatch = TypeVar("AnyBatch")
 
 ENCODER = -1
-"""The number of the microbatch that holds what a rank encodes; its bucket is the rank itself."""
+"""The number of the microbatch that holds the encoder inputs of a rank; its bucket is the rank itself."""
 
 _ORIGIN = ("source", "epoch", "row", "segment_offsets", "segment_lengths")
 
@@ -38,7 +39,7 @@ class StepHeader:
     mesh: ClientPlaceTree
     """The mesh of the step."""
     next_mesh: ClientPlaceTree | None = None
-    """That of the step behind it, where it is known to be another one."""
+    """The mesh of the next step, if it is known to be another one."""
     global_squared_tokens: int = 0
     mixture_version: int = 0
     weights: Sequence[float] = ()
@@ -53,7 +54,7 @@ class StepHeader:
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """One rank's arrays of one microbatch, as a runtime hands them over."""
+    """One rank's arrays of one microbatch, as a runtime delivers them."""
 
     arrays: Mapping[str, Array]
     """Batch keys, and `meta.x` columns of the provenance."""
@@ -64,7 +65,7 @@ _NOWHERE = np.empty(0, np.int64)
 
 
 class BatchMeta:
-    """Where the segments of a microbatch came from, aligned with its cu_seqlens.
+    """The provenance of the segments of a microbatch, aligned with its cu_seqlens.
 
     A microbatch without pieces, which only keeps ranks in step, has one segment with source id -1.
     """
@@ -90,7 +91,7 @@ class BatchMeta:
 
     @property
     def image_positions(self) -> npt.NDArray[np.int64]:
-        """Where image tokens stand in this rank's sequence, when they are encoded elsewhere (`step.encoder`)."""
+        """The positions of image tokens in this rank's sequence, if they are encoded elsewhere (`step.encoder`)."""
         return self._columns.get("image_positions", _NOWHERE)
 
     @property
@@ -119,7 +120,7 @@ class BatchMeta:
         return self._columns["segment_lengths"]
 
     def detached(self) -> BatchMeta:
-        """Return a copy that holds nothing of the shared memory."""
+        """Return a copy that does not refer to shared memory."""
         columns = {name: column.copy() for name, column in self._columns.items()}
         facts = {"local_cp_size": self.local_cp_size, "loss_tokens": self.loss_tokens}
         return BatchMeta(self._names, columns, facts)
@@ -135,7 +136,7 @@ class BatchMeta:
 
 
 class KeyedBatch(Mapping[str, Any]):
-    """What batches of arrays and of tensors share: a mapping of keys, as a model takes them."""
+    """A mapping of keys, as a model takes them: what batches of arrays and of tensors have in common."""
 
     _values: dict[str, Any]
     _facts: Mapping[str, int]
@@ -160,8 +161,8 @@ class KeyedBatch(Mapping[str, Any]):
         stage = Stage(facts.get("pp_rank", 0), facts.get("pp", 1), number, facts.get("vpp", 1))
         if not 0 <= number < stage.vpp:
             raise SpecError(
-                f"chunk: {number} is none of the {stage.vpp} model chunks of a rank; it would get no data. Give the "
-                "mesh its vpp=, and use 0 to vpp - 1."
+                f"chunk: {number} is not one of the {stage.vpp} model chunks of a rank; it would get no data. Set vpp= "
+                "of the mesh, and use 0 to vpp - 1."
             )
         mtp, rotary = bool(facts.get("mtp", 0)), bool(facts.get("rotary", 1))
         return {key: value for key, value in self.items() if needs(stage, key, mtp=mtp, rotary=rotary)}
@@ -182,7 +183,7 @@ class Batch(KeyedBatch):
         self._values, columns = _apart(view.arrays)
         numbers, facts = _apart(view.scalars)
         self._values.update(numbers)
-        # A rank that gets its batch by broadcast fetches nothing, so nothing is known of its segments here.
+        # A rank that gets its batch by broadcast fetches nothing, so its segments are not known here.
         columns = {"origin": np.zeros((5, 0), np.int64), "cu_seqlens": np.zeros(1, np.int32), **columns}
         self.meta = BatchMeta(names, columns | dict(zip(_ORIGIN, columns["origin"], strict=True)), facts)
         self._facts = facts
@@ -198,7 +199,7 @@ class Batch(KeyedBatch):
         return self._facts
 
     def digest(self) -> str:
-        """Return the content digest: keys, types, shapes and bytes; and where images go that are encoded elsewhere."""
+        """Return the content digest: keys, types, shapes and bytes; and the places of images encoded elsewhere."""
         digest = hashlib.blake2b(digest_size=16)
         for index in (self.meta.image_positions, self.meta.image_rows):
             digest.update(np.ascontiguousarray(index).data)
@@ -224,12 +225,11 @@ def _apart(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return values, about
 
 
-class Microbatches(Sequence[Batch]):
-    """The microbatches of one step, fetched when they are looked at."""
+class Microbatches(Sequence[AnyBatch]):
+    """The microbatches of one step, each fetched when it is accessed."""
 
-    def __init__(self, fetch: Any, count: int) -> None:
+    def __init__(self, fetch: Callable[[int], AnyBatch], count: int) -> None:
         self._fetch = fetch
-        self._fetched: dict[int, Batch] = {}
         self._count = count
 
     def __len__(self) -> int:
@@ -241,9 +241,7 @@ class Microbatches(Sequence[Batch]):
         at = index + self._count if index < 0 else index
         if not 0 <= at < self._count:
             raise IndexError(f"microbatch {index} of a step with {self._count}")
-        if at not in self._fetched:
-            self._fetched[at] = self._fetch(at)
-        return self._fetched[at]
+        return self._fetch(at)
 
 
 class Step:
@@ -252,7 +250,7 @@ class Step:
     def __init__(
         self,
         header: StepHeader,
-        microbatches: Microbatches,
+        microbatches: Microbatches[Batch],
         source_names: tuple[str, ...] = (),
         encoder: Callable[[], Batch] | None = None,
     ) -> None:
@@ -265,18 +263,18 @@ class Step:
         """
         self.global_tokens = header.global_tokens
         self.global_squared_tokens = header.global_squared_tokens
-        """Sum of squared sequence lengths of the whole global batch: what attention pays for, to count FLOPs by."""
+        """Sum of squared sequence lengths of the whole global batch: the attention part of a FLOPs count."""
         self.global_samples = header.global_samples
         self.order_digest = header.order_digest
         self.plan_digest = header.plan_digest
         self.mesh = header.mesh
         """The mesh of this step: another one from the step on that `service.reshard` returned."""
         self.mixture_version = header.mixture_version
-        """Which mixture the step was drawn by; it grows with every report that counted and every live change."""
+        """The version of the mixture that the step was drawn with; reports and live changes increase it."""
         self.weights = tuple(header.weights)
         """That mixture's weights, one for each of `source_names`."""
         self.source_names = source_names
-        """The job's sources, in alphabetical order; behind them those that came while the stream ran."""
+        """The job's sources, in alphabetical order, followed by those added while the stream ran."""
         self.fetches = header.fetches
         """False where the trainer broadcasts to this rank: its batches are empty."""
         self.microbatches = microbatches

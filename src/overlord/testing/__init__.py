@@ -1,7 +1,7 @@
 """Public test tools: the digests of a stream, resume at every step, and faults at chosen steps.
 
 The law says that the digests of a stream are the same at every scale, on every runtime, under every fault; these tools
-let a user hold his own job against it.
+let users check their own jobs against it.
 """
 
 from overlord.testing.clock import FakeClock

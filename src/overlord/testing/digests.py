@@ -1,4 +1,4 @@
-"""The three digests of a stream, and who delivered what."""
+"""The three digests of a stream, and the pieces that each bucket received."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StreamDigests:
 
 
 Before = Callable[[Service, int], object]
-"""Called before each step: where a test changes something, or lets something go wrong."""
+"""Called before each step, so that a test can make changes or inject faults."""
 Report = Callable[[Step], Mapping[str, float]]
 """Makes the metrics that are reported of a step."""
 
@@ -102,7 +102,7 @@ class Trainers:
 
 
 def digests_of(step: Step) -> list[str]:
-    """Return the digests of all that a rank gets of a step."""
+    """Return the digests of everything that a rank gets in a step."""
     found = [batch.digest() for batch in step.microbatches]
     return found if step.encoder is None else [*found, step.encoder.digest()]
 

@@ -1,4 +1,4 @@
-"""Fault scripts: what goes wrong at which step.
+"""Fault scripts: which fault happens at which step.
 
 A script is a value: it can be printed, compared, drawn at random and run again.
 """
@@ -15,7 +15,7 @@ from overlord.errors import SpecError
 Kind = Literal["kill", "stop", "delay", "drop", "duplicate", "partition", "store_errors", "full_disk"]
 
 SERVICE = "service"
-"""The service itself: its supervisor, and everybody with it."""
+"""The service itself: its supervisor and all roles."""
 ROLES = ("planner", "constructor host 0", "loader host 0", "loader host 1")
 """The roles of a service with two loader hosts."""
 MESSAGES = {
@@ -23,22 +23,22 @@ MESSAGES = {
     "loader": ("summary_buffer", "hand_over", "follow", "learn"),
     "constructor": ("learn",),
 }
-"""What each role is asked while it runs."""
+"""The messages of each role while it runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault."""
 
     kind: Kind
     at_step: int
     """It happens when a trainer is about to ask for this step, or at the first such message from then on."""
     role: str = ""
-    """Whom it happens to: a name as in `service.status()["hosts"]`, or "service"."""
+    """The role it happens to: a name as in `service.status()["hosts"]`, or "service"."""
     other: str = ""
-    """Whom a partition cuts it off from."""
+    """The other role of a partition."""
     method: str = ""
-    """The message that it happens to; any where there is none."""
+    """The message that it happens to; empty for any message."""
     seconds: float = 0.0
     """How long it lasts, or how late a message is."""
     times: int = 1
@@ -65,9 +65,9 @@ class FaultScript:
         """Kill a role as kill -9 does.
 
         Args:
-            role: Whom; "service" is the service with everybody in it.
+            role: The role to kill; "service" is the service with all roles.
             at_step: Before this step.
-            on: The message it dies of, such as "plan"; at once where there is none. On `inline` only.
+            on: The message at which it dies, such as "plan"; empty for at once. On `inline` only.
             after: Whether it dies between the work and the answer, instead of before the work.
         """
         return self.add(Fault(kind="kill", role=role, at_step=at_step, method=on, after=after))
@@ -77,34 +77,34 @@ class FaultScript:
         return self.add(Fault(kind="stop", role=role, at_step=at_step, seconds=for_s))
 
     def delay(self, role: str, at_step: int, seconds: float, *, method: str = "", times: int = 1) -> FaultScript:
-        """Let messages to a role come late, perhaps behind later ones."""
+        """Delay messages to a role; later messages may overtake them."""
         return self.add(Fault(kind="delay", role=role, at_step=at_step, seconds=seconds, method=method, times=times))
 
     def drop(self, role: str, method: str, at_step: int, times: int = 1, *, answers: bool = False) -> FaultScript:
-        """Lose messages to a role, or with `answers` what it answers when the work is done."""
+        """Drop messages to a role, or with `answers` its replies after the work is done."""
         return self.add(Fault(kind="drop", role=role, method=method, at_step=at_step, times=times, after=answers))
 
     def duplicate(self, role: str, method: str, at_step: int, times: int = 1, *, late_s: float = 0.0) -> FaultScript:
-        """Let messages to a role come twice, the second time so much later."""
+        """Deliver messages to a role twice, the second time `late_s` later."""
         return self.add(Fault(kind="duplicate", role=role, method=method, at_step=at_step, times=times, seconds=late_s))
 
     def partition(self, a: str, b: str, at_step: int, for_s: float) -> FaultScript:
-        """Let nothing get from one role to another, either way; "service" is the supervisor."""
+        """Cut two roles off from each other, in both directions; "service" is the supervisor."""
         return self.add(Fault(kind="partition", role=a, other=b, at_step=at_step, seconds=for_s))
 
     def store_errors(self, at_step: int, times: int = 1) -> FaultScript:
-        """Let the store fail so many times, as one that answers 500."""
+        """Make the store fail this many times, like a server that answers 500."""
         return self.add(Fault(kind="store_errors", at_step=at_step, times=times))
 
     def full_disk(self, at_step: int, times: int = 1) -> FaultScript:
-        """Let so many writes to the store end half-way: there is no room left."""
+        """Make this many writes to the store stop half-way: the disk is full."""
         return self.add(Fault(kind="full_disk", at_step=at_step, times=times))
 
     def add(self, fault: Fault) -> FaultScript:
         """Return the script with one fault more."""
         if fault.at_step < 0 or fault.times < 1 or fault.seconds < 0:
             raise SpecError(
-                f"FaultScript: {fault} has a negative step or time, or happens no time; nothing would come of it. Give "
+                f"FaultScript: {fault} has a negative step or time, or times of 0; it would never happen. Give "
                 "a step of 0 or more, and times of 1 or more."
             )
         return replace(self, faults=tuple(sorted((*self.faults, fault), key=lambda one: one.at_step)))
@@ -123,13 +123,13 @@ class FaultScript:
             seed: The same seed draws the same script.
             steps: Steps of the run.
             most: Faults at most.
-            roles: Whom they happen to.
+            roles: The roles they happen to.
             service: Whether the service itself is killed too.
         """
         luck = random.Random(seed)
         script = cls()
         for _ in range(luck.randint(1, most)):
-            again = bool(script.faults) and luck.random() < 0.3  # two at once are more than two
+            again = bool(script.faults) and luck.random() < 0.3  # two faults at the same step
             at = script.faults[-1].at_step if again else luck.randrange(steps)
             script = script.add(_any_fault(luck, at, roles, service))
         return script
@@ -142,8 +142,8 @@ def _any_fault(luck: random.Random, at: int, roles: Sequence[str], service: bool
     kinds: list[Kind] = ["kill", "kill", "stop", "delay", "drop", "duplicate", "partition", "store_errors", "full_disk"]
     kind = luck.choice(kinds)
     if kind == "kill":
-        whom = SERVICE if service and luck.random() < 0.15 else role
-        return Fault(kind=kind, role=whom, at_step=at, method=luck.choice(["", method]), after=luck.random() < 0.5)
+        killed = SERVICE if service and luck.random() < 0.15 else role
+        return Fault(kind=kind, role=killed, at_step=at, method=luck.choice(["", method]), after=luck.random() < 0.5)
     if kind == "stop":
         return Fault(kind=kind, role=role, at_step=at, seconds=long_s)
     if kind == "partition":

@@ -348,7 +348,7 @@ def _joined(parts: list[Measured]) -> Measured:
         front=np.concatenate(fronts) if fronts else None,
         margin=parts[0].margin,
         killed=moved("killed"),
-        lies=moved("lies"),
+        wrong_lengths=moved("wrong_lengths"),
     )
 
 
@@ -751,7 +751,7 @@ def _measure(
         name=source.name,
         digest=_digest(prepared, source, files.listing_digest()),
         samples=way.samples,
-        bad=len({row for row, _ in loader.met.bad}),
+        bad=len({row for row, _ in loader.counters.bad}),
         transform=Spread.of(seconds_of),
         read_s=per_sample * read_s,
         measure_s=per_sample * timed.stage.mean,

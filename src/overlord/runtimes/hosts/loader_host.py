@@ -20,11 +20,12 @@ import numpy as np
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.plan import LoadingPlan, Share, known_early, with_labels
 from overlord.core.samples import WHOLE, Cursor, Part, SampleId, take_meta
-from overlord.roles.ports import Collect, Workers
-from overlord.roles.source_loader import Met, ShadowLoader, Staged
+from overlord.roles.ports import Collect
+from overlord.roles.source_loader import LoaderCounters, ShadowLoader, Staged
 from overlord.runtimes.hosts.planner_host import Patience
 from overlord.runtimes.hosts.prefetch import Crew
 from overlord.runtimes.transport.shared_memory import give_back_freed_memory
+from overlord.transforms.samples.per_sample import Workers
 
 # --------------------------------------------------------------------------------------------------------------
 # The SourceLoaders of one host behind the port that planner and constructor ask.
@@ -151,7 +152,7 @@ class LoaderFleet:
 
     def status(self) -> dict[int, dict[str, Any]]:
         """Return what each source's loader holds and has met."""
-        met = {number: crew.alone(lambda loader: loader.met) for number, crew in self._crews.items()}
+        met = {number: crew.alone(lambda loader: loader.counters) for number, crew in self._crews.items()}
         return {
             number: {
                 "decoded_in": crew.loader.placement.where,
@@ -172,14 +173,14 @@ class LoaderFleet:
 
     def snapshot(self) -> dict[str, Any]:
         """Return what each source's loader has met, by the source's name: what a restart would count anew."""
-        return {crew.loader.name: crew.alone(lambda loader: loader.met).to_json() for crew in self._crews.values()}
+        return {crew.loader.name: crew.alone(lambda loader: loader.counters).to_json() for crew in self._crews.values()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take over what other loaders of these sources had met."""
         for crew in self._crews.values():
             given = snapshot.get(crew.loader.name)
             if given is not None:
-                met = Met.from_json(given)
+                met = LoaderCounters.from_json(given)
                 crew.alone(lambda loader, met=met: loader.take_over(met))  # type: ignore[misc]
 
 

@@ -20,10 +20,10 @@ from overlord.core.messages import MetaDelta, MetaRequest, Payload
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
 from overlord.core.samples import WHOLE, Cursor, Part
-from overlord.roles.assignment import NOBODY
-from overlord.roles.poisoned_rows import Verdict, rows_given_up
+from overlord.roles.assignment import NO_HOST
+from overlord.roles.poisoned_rows import Verdict, poisoned_in
 from overlord.roles.ports import Collect
-from overlord.roles.source_loader import Met
+from overlord.roles.source_loader import LoaderCounters
 from overlord.runtimes.hosts.planner_host import HostNews, Waiting
 from overlord.runtimes.transport.frames import (
     Frame,
@@ -189,7 +189,7 @@ class RemoteLoaders:
             found.update((delta.source, delta) for delta in deltas_from_frame(answer))
         shadow = self._board.book.assignment.shadow
         for request in requests:
-            if shadow[request.source] != NOBODY:
+            if shadow[request.source] != NO_HOST:
                 behind = self._unfollowed.setdefault(request.source, [])
                 behind.append(request)
                 del behind[:-MOST_UNFOLLOWED]
@@ -234,7 +234,7 @@ class RemoteLoaders:
         """Let shadows read what their primaries were asked for, and drop what every trainer has passed."""
         book = self._board.book
         for name, peer in book.peers.items():
-            mine = [s for s, host in enumerate(book.assignment.shadow) if host != NOBODY and loader_name(host) == name]
+            mine = [s for s, host in enumerate(book.assignment.shadow) if host != NO_HOST and loader_name(host) == name]
             try:
                 if not mine or (name in self._following and self._following[name].poll(0) is None):
                     continue  # it is still busy with the last ones; these wait for the next time
@@ -277,8 +277,8 @@ class RemoteLoaders:
         found: dict[str, Any] = {}
         for answer in self._ask_all("snapshot", self._all_parts(), _sources_of):
             for name, met in open_frame(answer)[0]["loaders"].items():
-                parts = [Met.from_json(one) for one in (found.get(name), met) if one is not None]
-                found[name] = Met.joined(parts).to_json()
+                parts = [LoaderCounters.from_json(one) for one in (found.get(name), met) if one is not None]
+                found[name] = LoaderCounters.joined(parts).to_json()
         return found
 
     def restore(self, loaders: Mapping[str, Any]) -> None:
@@ -312,7 +312,7 @@ class RemoteVerdicts:
 
     def known(self, source: str, rows: npt.NDArray[np.int64], epoch: int = 0) -> npt.NDArray[np.bool_]:
         """Return which rows of a source are given up in an epoch."""
-        return rows_given_up(self._given_up.get(source, {}), rows, epoch)
+        return poisoned_in(self._given_up.get(source, {}), rows, epoch)
 
     def reason(self, source: str, row: int) -> str:
         """Return why a row was given up."""

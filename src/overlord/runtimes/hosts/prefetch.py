@@ -20,8 +20,8 @@ from typing import Any, Protocol, TypeVar
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
 from overlord.core.samples import WHOLE, Cursor, Part
-from overlord.roles.ports import Workers
 from overlord.roles.source_loader import SourceLoader, Staged, rows_at_once
+from overlord.transforms.samples.per_sample import Workers
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from overlord.core.place_tree import ranks_of_host
 from overlord.errors import SpecError
-from overlord.roles.assignment import NOBODY, Assignment
+from overlord.roles.assignment import NO_HOST, Assignment
 
 TRAINER = "overlord_trainer"
 """The custom resource that marks the hosts of trainers."""
@@ -199,7 +199,7 @@ def deal(sites: Sequence[Site], options: ClusterOptions, num_sources: int) -> As
     """Deal sources to loader hosts, and shadows to other ones: on another machine, where there is one."""
     count = len(sites)
     primary = [source % count for source in range(num_sources)]
-    shadow = [NOBODY] * num_sources
+    shadow = [NO_HOST] * num_sources
     for source, wanted in enumerate(options.shadows):
         if wanted:
             mine = sites[primary[source]]

@@ -32,8 +32,8 @@ from overlord.readers.index import IndexCache
 from overlord.readers.reader import Kind, Reader
 from overlord.readers.source_files import LengthSidecars, NoFiles, SourceFiles
 from overlord.roles.data_constructor import DataConstructor
-from overlord.roles.planner import Planner
-from overlord.roles.poisoned_rows import VerdictBook
+from overlord.roles.planner import Planner, PlannerStart
+from overlord.roles.poisoned_rows import PoisonedRowLog
 from overlord.roles.ports import Loaders
 from overlord.roles.source_loader import Lengths, PlacementChoice, SourceLoader
 from overlord.runtimes.autoscaling.warming import warm_job
@@ -415,7 +415,7 @@ class Roles:
     fleet: LoaderFleet
     listings: dict[str, SourceFiles]
     prepared: Prepared
-    verdicts: VerdictBook
+    verdicts: PoisonedRowLog
     close: Callable[[], None] = field(repr=False)
 
     @property
@@ -566,7 +566,7 @@ def first_needs(
 
 
 def make_fleet(
-    prepared: Prepared, files: Mapping[int, SourceFiles], verdicts: VerdictBook, hands: Hands
+    prepared: Prepared, files: Mapping[int, SourceFiles], verdicts: PoisonedRowLog, hands: Hands
 ) -> LoaderFleet:
     """Make the SourceLoaders of open sources."""
     crews = {number: make_crew(prepared, number, opened, verdicts, hands) for number, opened in files.items()}
@@ -574,7 +574,7 @@ def make_fleet(
     return LoaderFleet(crews, hands.callers, patience)
 
 
-def make_crew(prepared: Prepared, number: int, opened: SourceFiles, verdicts: VerdictBook, hands: Hands) -> Crew:
+def make_crew(prepared: Prepared, number: int, opened: SourceFiles, verdicts: PoisonedRowLog, hands: Hands) -> Crew:
     """Make the SourceLoader of one open source, with its workers."""
     job, options = prepared.job, prepared.options
     source = job.sources[number]
@@ -585,19 +585,16 @@ def make_crew(prepared: Prepared, number: int, opened: SourceFiles, verdicts: Ve
     ahead = count > 1 or source.name in options.workers or options.scaling is not None
     helpers = CrewWorkers(hands.lanes) if ahead else None
     loader = SourceLoader(
+        job,
         number,
-        source,
         opened,
         order_of(job, source, opened),
         prepared.transforms[number],
-        seed=job.seed,
-        context_length=job.batch.context_length,
-        overlength=job.overlength,
         lengths=lengths,
         workers=helpers or hands.leaf,
         telemetry=FaultLog(),
         placement=choice,
-        verdicts=verdicts,
+        poisoned=verdicts,
     )
     if not ahead:
         return Crew(loader)
@@ -636,22 +633,24 @@ def start_planner(
         check_multiples(job, options.layout, tree)
         return limits_of(job, options.layout, tree)
 
-    planner = Planner(
-        job,
-        loaders,
-        functools.partial(run_strategy, strategy),
-        mesh=options.mesh,
-        limits=limits,
+    start = PlannerStart(
         state=draw_again(job, loaders, standing.state, base, history),
         inputs=history.inputs,
         parts=standing.parts,
-        base_weights=base,
-        store=history.store,
-        verdicts=history.verdicts,
-        parks_failing=options.on_source_failure != "stop",
-        keep=options.keep,
+        poisoned=history.verdicts,
         earlier=earlier_states(job, standing.parts, history, prepared.gone),
         digests=history.digests,
+    )
+    planner = Planner(
+        job,
+        loaders,
+        history.store,
+        start,
+        functools.partial(run_strategy, strategy),
+        mesh=options.mesh,
+        limits=limits,
+        parks_failing=options.on_source_failure != "stop",
+        keep=options.keep,
     )
     planner.checkpoints.begin()
     begins = not history.beginning.recovered and history.beginning.mesh is None

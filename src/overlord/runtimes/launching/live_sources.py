@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from overlord.errors import OverlordError, SpecError
-from overlord.roles.assignment import NOBODY, Assignment
+from overlord.roles.assignment import NO_HOST, Assignment
 from overlord.runtimes.hosts.peers import PLANNER, loader_name
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.transport.engine import Incarnation
@@ -114,7 +114,7 @@ class LiveSources:
         hosts = [site.number for site in self._sites() if site.role == "loader"]
         held = Counter((*(host for each in now.primary for host in each), *now.shadow))
         primary, *others = sorted(hosts, key=lambda host: (held[host], host))
-        return primary, others[0] if others and set(now.shadow) != {NOBODY} else NOBODY
+        return primary, others[0] if others and set(now.shadow) != {NO_HOST} else NO_HOST
 
     def _ask(self, name: str, method: str, message: dict[str, Any]) -> dict[str, Any]:
         return open_frame(self._board.insist(name, method, frame_of(message)))[0]

@@ -21,7 +21,7 @@ from overlord.job.specs import Job, Source
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.changes import source_to_json
 from overlord.roles.planner import Planner
-from overlord.roles.poisoned_rows import VerdictBook
+from overlord.roles.poisoned_rows import PoisonedRowLog
 from overlord.runtimes.autoscaling.warming import warm_job
 from overlord.runtimes.hosts.prefetch import Crew, Hands
 from overlord.runtimes.launching.deployment import (
@@ -94,7 +94,7 @@ def without_newcomer(prepared: Prepared) -> Prepared:
     return dataclasses.replace(prepared, job=job, transforms=prepared.transforms[:-1])
 
 
-def open_newcomer(prepared: Prepared, source: Source, verdicts: VerdictBook, hands: Hands) -> Newcomer:
+def open_newcomer(prepared: Prepared, source: Source, verdicts: PoisonedRowLog, hands: Hands) -> Newcomer:
     """Open a source: its files are listed, its columns checked, its first files indexed.
 
     Raises:

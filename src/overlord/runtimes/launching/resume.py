@@ -26,7 +26,7 @@ from overlord.job.reconcile import number_names
 from overlord.job.specs import Job
 from overlord.roles.changes import ROSTER_KINDS, Change, InputLog, changes_from_json, roster_log
 from overlord.roles.drawer import Drawer
-from overlord.roles.poisoned_rows import Verdicts
+from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.roles.ports import Loaders
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.stores.places import OpenPlace, Place, open_place
@@ -73,7 +73,7 @@ class History:
     store: Store
     beginning: Beginning
     inputs: InputLog
-    verdicts: Verdicts
+    verdicts: PoisonedRows
     digests: Mapping[int, str] = field(default_factory=dict[int, str])
     """Digests of plans that were made before a crash."""
 
@@ -182,7 +182,7 @@ def read_history(job: Job, store: Store, beginning: Beginning, given: Mapping[st
         given: The state as one of this job.
     """
     records, found = beginning.records, beginning.found
-    verdicts = Verdicts.recover(store.journal, given, records, job.names, threading.Lock())
+    verdicts = PoisonedRows.recover(store.journal, given, records, job.names, threading.Lock())
     if not beginning.recovered:
         return History(store, beginning, _inputs(job, store, given, beginning), verdicts)
     assert found is not None and given is not None

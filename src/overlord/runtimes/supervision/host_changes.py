@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from overlord.core.samples import Part
-from overlord.roles.assignment import NOBODY, Assignment
+from overlord.roles.assignment import NO_HOST, Assignment
 from overlord.runtimes.hosts.peers import add_up, loader_name
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.transport.engine import Engine, Incarnation
@@ -117,7 +117,7 @@ class HostChanges:
         """Return the workers of the sources that stay where they are: rule 2, within the room that there is."""
         fixed: dict[int, int] = {}
         free = dict.fromkeys((host for hosts in now.primary for host in hosts), self._per_host)
-        for source in (source for source, shadow in enumerate(now.shadow) if shadow != NOBODY):
+        for source in (source for source, shadow in enumerate(now.shadow) if shadow != NO_HOST):
             host = now.primary[source][0]
             fixed[source] = min(workers[source], max(free[host], 1))
             free[host] -= fixed[source]
@@ -146,7 +146,7 @@ class HostChanges:
         primary: list[tuple[int, ...]] = []
         for source, hosts in enumerate(now.primary):
             new = dealt.hosts(source)
-            fixed = now.shadow[source] != NOBODY or not new
+            fixed = now.shadow[source] != NO_HOST or not new
             stay = tuple(host for host in hosts if host in new)
             primary.append(hosts if fixed else (*stay, *(host for host in new if host not in stay)))
         return Assignment(tuple(primary), now.shadow)

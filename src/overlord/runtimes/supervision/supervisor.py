@@ -29,7 +29,7 @@ from typing import Any
 
 from overlord.errors import AnswerLost, ClosedError, Fenced, OverlordError, Rewound, ServiceLost, StoreError
 from overlord.job.specs import Job
-from overlord.roles.assignment import NOBODY, Assignment, promote
+from overlord.roles.assignment import NO_HOST, Assignment, promote
 from overlord.runtimes.autoscaling.scaler import Scaler, refresh_profile, scaler_of
 from overlord.runtimes.hosts.peers import PLANNER
 from overlord.runtimes.launching.cluster_placement import Site
@@ -634,7 +634,7 @@ class Supervisor:
 
 
 def _describe_all(roles: Sequence[Incarnation], assignment: Assignment) -> dict[str, Any]:
-    shadows = sum(host != NOBODY for host in assignment.shadow)
+    shadows = sum(host != NO_HOST for host in assignment.shadow)
     return {"hosts": [_describe(one, assignment) for one in roles], "shadows": shadows}
 
 

@@ -1,4 +1,4 @@
-"""The kernels of packing: a microbatch written in one call, already cut for the ranks that share it."""
+"""Packing kernels: a microbatch is written in one call, already cut for the ranks that share it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FIELDS = (
     "longest",
     "ranks",
 )
-"""What the kernel writes, in the order of its offsets."""
+"""The arrays that the kernel writes, in the order of its offsets."""
 
 Array = npt.NDArray[Any]
 
 
 @numba.njit(nogil=True, cache=True)
-def pack(  # noqa: PLR0913 - a kernel takes arrays, and nothing it would have to take apart
+def pack(  # noqa: PLR0913 - a kernel takes plain arrays
     buffer: Array,
     offsets: tuple[int, ...],
     stride: int,
@@ -55,9 +55,9 @@ def pack(  # noqa: PLR0913 - a kernel takes arrays, and nothing it would have to
     of the step, `pieces` (first, count) those of this microbatch. `cutting` is (ranks, chunks of a segment, the only
     rank that is cut for or -1), with no chunks where runs are given instead.
     """
-    # The whole microbatch in one call: 8,192 tokens are what a copy writes in 15 us, so every array that the
-    # interpreter makes would show. Key after key, each in a loop of its own over all runs: calls and reference counts
-    # for every run cost more than the runs.
+    # The whole microbatch is written in one call: a copy of 8,192 tokens takes 15 us, so the cost of every array made
+    # in Python would be visible. Each key has its own loop over all runs: a call per run, with its reference counting,
+    # would cost more than the run.
     begin, count = pieces
     of, chunks, only = cutting
     longest = real = 0
@@ -110,7 +110,7 @@ def pack(  # noqa: PLR0913 - a kernel takes arrays, and nothing it would have to
 def _sources(
     first: Array, length: Array, plain: Array, begin: int, count: int, segment: Array, skipped: Array, size: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Return of each run where its tokens begin, how many there are and have another behind them, and if all count."""
+    """Return of each run its first token, its tokens, those that are followed by another, and whether all count."""
     source, filled = np.empty(len(segment), np.int64), np.empty(len(segment), np.int64)
     ahead, counts = np.empty(len(segment), np.int64), np.empty(len(segment), np.bool_)
     for run in range(len(segment)):
@@ -201,7 +201,7 @@ def _block(buffer: Array, offset: int, elements: int) -> Array:
 
 @numba.njit(nogil=True, cache=True)
 def _cut(cu: Array, of: int, chunks: int, only: int, stride: int) -> tuple[Array, Array, Array, Array]:
-    """Cut every segment into chunks: rank r gets chunks r and, mirrored, 2 * ranks - 1 - r, one behind the other."""
+    """Cut every segment into chunks: rank r gets chunk r followed by the mirrored chunk 2 * ranks - 1 - r."""
     runs = np.empty((4, (len(cu) - 1) * chunks), np.int64)
     made = 0
     for segment in range(len(cu) - 1):
@@ -225,9 +225,9 @@ def _write_origin(
     segments = len(cu) - 1
     facts = buffer[offsets[6] : offsets[6] + 40 * segments].view(np.int64)
     for row in range(5):
-        nobody = -1 if row < 3 else 0
+        absent = -1 if row < 3 else 0
         for segment in range(segments):
-            facts[row * segments + segment] = origin[row, begin + segment] if segment < count else nobody
+            facts[row * segments + segment] = origin[row, begin + segment] if segment < count else absent
     bounds = buffer[offsets[7] : offsets[7] + 4 * (segments + 1)].view(np.int32)
     for segment in range(segments + 1):
         bounds[segment] = cu[segment]
@@ -250,7 +250,7 @@ def copy_runs(whole: Array, out: Array, begins: Array, lengths: Array, places: A
 
 @numba.njit(nogil=True, cache=True)
 def rows_of_ones(values: Array, offsets: Array) -> Array:
-    """Return which rows of a mask hold nothing but ones."""
+    """Return which rows of a mask are all ones."""
     out = np.empty(len(offsets) - 1, np.bool_)
     for row in range(len(out)):
         total = 0
@@ -261,7 +261,7 @@ def rows_of_ones(values: Array, offsets: Array) -> Array:
 
 
 def warm_packing() -> None:
-    """Load the kernels, so that the first microbatch does not wait for a compiler."""
+    """Compile or load the kernels, so that the first microbatch does not wait for the compiler."""
     one, nothing = np.ones(1, np.int64), np.empty(0, np.int64)
     pack(
         np.empty(512, np.uint8), (0, -1, -1, -1, -1, -1, 128, 256, -1, -1, -1), 2, np.ones(1, np.int32),

@@ -1,4 +1,13 @@
-"""Microbatch transformations: pieces packed into one sequence (or padded rows), in the keys a trainer takes."""
+"""Microbatch transformations: pieces packed into one sequence (or padded rows), in the keys a trainer takes.
+
+    pack_microbatch   one microbatch of one bucket, cut for the ranks that share it
+    pack_encoder      the images that one rank encodes in a step, and the routes of their tokens (`vlm_hybrid`)
+    MediaKeys         the keys of images, clips and sounds in a microbatch
+    Blueprint         the layout of all arrays in one block of memory
+
+A microbatch is laid out first and filled second, so that it is written directly into shared memory, once per host,
+already cut for the ranks that share it.
+"""
 
 from __future__ import annotations
 
@@ -22,210 +31,237 @@ from overlord.transforms.microbatches.step_samples import KINDS, Items, Opening,
 from overlord.transforms.samples.images import normalize_patches
 from overlord.transforms.samples.per_sample import Place
 
-# --------------------------------------------------------------------------------------------------------------
-# A microbatch in one block of memory: which arrays lie where. Laid out first, filled second.
-#
-# So it can be written straight into shared memory, once per host, already cut for the ranks that share it.
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Allocate = Callable[[int], Bytes]
+"""Returns a buffer of a number of bytes."""
 
-
+_NAMES = {
+    "hf": {"ids": "input_ids", "positions": "position_ids", "labels": "labels", "shifted": "shift_labels"},
+    "megatron": {"ids": "tokens", "positions": "position_ids", "shifted": "labels", "mask": "loss_mask"},
+    "torchtitan": {"ids": "input", "positions": "positions", "shifted": "labels"},
+}
+"""The names of a sequence's arrays in each layout."""
+_NOWHERE = -1
+_BOUNDS = {"hf": ("cu_seq_lens_q", "cu_seq_lens_k"), "megatron": ("cu_seqlens_padded",), "torchtitan": ()}
+_AXES = {"plain": 0, "mrope": 3, "mrope_text": 4}
+_NONE = np.empty(0, np.int64)
+_NONE_SILENT = np.empty(0, np.bool_)
+_VISION = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 _SIZES = {"<i8": 8, "<i4": 4, "<f4": 4, "|u1": 1}
 
 ALIGNMENT = 64
 """Arrays begin at multiples of this inside a buffer."""
 _STRIDE = 16
-"""Slices of ranks begin at multiples of so many elements, which is at least one cache line for every type."""
-
-Array = npt.NDArray[Any]
-Bytes = npt.NDArray[np.uint8]
-
-
-class ArraySpec(NamedTuple):
-    """One array inside a buffer. A tuple, since a microbatch has a dozen and little time for them."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array."""
-        return math.prod(self.shape) * _SIZES[self.dtype]
-
-    def view(self, buffer: Bytes) -> Array:
-        """Return the array inside its buffer."""
-        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).reshape(self.shape)
-
-
-class PackedMicrobatch(NamedTuple):
-    """One microbatch of one bucket (or the encoder's inputs of one rank), written into one buffer."""
-
-    buffer: Bytes
-    arrays: tuple[ArraySpec, ...]
-    """Named `key` when all ranks share it, `key@r` for context-parallel rank r, `meta.x` for provenance."""
-    scalars: Mapping[str, int]
-    real_tokens: int
-    """Tokens that are not padding."""
-
-    def named(self) -> dict[str, Array]:
-        """Return every array by its name."""
-        return {spec.name: spec.view(self.buffer) for spec in self.arrays}
-
-
-class Blueprint:
-    """Lays arrays out in a buffer that is still to be allocated."""
-
-    def __init__(self) -> None:
-        self.arrays: list[ArraySpec] = []
-        self.nbytes = 0
-
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], *others: str) -> int:
-        """Add one array, under several names if need be; return where it begins."""
-        at = self.nbytes
-        self.arrays.append(ArraySpec(name, dtype, shape, at))
-        self.nbytes = at - (-math.prod(shape) * _SIZES[dtype] // ALIGNMENT) * ALIGNMENT
-        for other in others:
-            self.arrays.append(ArraySpec(other, dtype, shape, at))
-        return at
-
-    def add_slices(self, names: tuple[str, ...], dtype: str, shape: tuple[int, ...], stride: int) -> int:
-        """Add one array for each rank that shares a sequence, `stride` elements apart; return where they begin."""
-        begin = at = self.nbytes
-        width = stride * _SIZES[dtype]
-        for name in names:
-            self.arrays.append(ArraySpec(name, dtype, shape, at))
-            at += width
-        self.nbytes = at
-        return begin
-
-
-def stride_of(elements: int) -> int:
-    """Return how far apart the slices of two ranks begin, in elements.
-
-    Example:
-        >>> stride_of(100)
-        112
-    """
-    return -(-elements // _STRIDE) * _STRIDE
-
-
-# --------------------------------------------------------------------------------------------------------------
-# The keys of images, clips and sounds in a microbatch: what there is room for, and how it is filled.
-
-
-Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-
-_VISION = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+"""Slices of ranks begin at multiples of this many elements: at least one cache line for every type."""
 
 
 @dataclass(frozen=True, slots=True)
-class MediaShape:
-    """What the media of a job look like in a batch: one shape for all of its sources."""
+class PackingJob:
+    """What all microbatches of a service have in common."""
 
-    patch_bytes: int = 0
-    """Bytes of an image patch; 0 for a job without images and clips."""
-    merge: int = 1
-    """merge x merge patches become one token."""
-    mels: int = 0
-    """Mel bands of a sound; 0 for a job without sounds."""
-    frames: int = 0
-    """Frames of a sound, padding included."""
+    layout: Layout
+    media: MediaShape
+    opening: Opening
 
 
-class MediaKeys:
-    """The media of one microbatch."""
+class _Sharing(NamedTuple):
+    """How ranks share the sequences of one microbatch."""
 
-    def __init__(self, samples: StepSamples, items: Items, layout: Layout, shape: MediaShape, *, routed: bool) -> None:
-        self._samples = samples
-        self._items = items
-        self._layout = layout
-        self._shape = shape
-        self._routed = routed
-        """Whether images are encoded elsewhere, so that only their tokens are here."""
-        self._grids = samples.grids_of(items)
+    of: int
+    """Ranks that share them."""
+    suffixes: tuple[str, ...]
+    """The name suffixes of the slices that are made here."""
+    part: int | None = None
+    """The only slice that is made here; None for all."""
 
-    def vision_grids(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return the grids of images and clips in the order of their tokens, and their seconds a temporal patch."""
-        vision = self._items.take(np.flatnonzero(self._items.kind < 2))
-        return self._samples.grids_of(vision), self._samples.seconds_of(vision)
 
-    @cached_property
-    def _of_kind(self) -> dict[str, Int64s]:
-        found = {name: np.flatnonzero(self._items.kind == number) for number, name in enumerate(KINDS)}
-        return {name: which for name, which in found.items() if len(which) and not (self._routed and name != "audio")}
+class _Bin(NamedTuple):
+    """One microbatch of one bucket."""
+
+    begin: int
+    """Its first piece."""
+    cu: Int64s
+    """Where segments (or rows) begin, padding included."""
+    rows: bool
+    """Whether segments are rows of a rectangle."""
+    sharing: _Sharing
 
     @property
-    def _dummy(self) -> bool:
-        return self._layout.dummy_image and self._shape.patch_bytes > 0 and not self._routed and not (
-            "image" in self._of_kind or "video" in self._of_kind
-        )  # fmt: skip
-
-    def draw_up(self, blueprint: Blueprint) -> None:
-        """Make room for what there is."""
-        width = self._shape.patch_bytes
-        dtype = "<f4" if self._layout.pixels == "float32" else "|u1"
-        for kind, (pixels, grid) in _VISION.items():
-            if kind in self._of_kind or (self._dummy and kind == "image"):
-                grids = self._grids[self._of_kind[kind]] if kind in self._of_kind else self._dummy_grid
-                patches = int(np.prod(grids.astype(np.int64), axis=1).sum())
-                blueprint.add(pixels, dtype, (patches, width))
-                blueprint.add(grid, "<i8", (len(grids), 3))
-        if "video" in self._of_kind:
-            blueprint.add("second_per_grid_ts", "<f4", (len(self._of_kind["video"]),))
-        if "audio" in self._of_kind:
-            count = len(self._of_kind["audio"])
-            blueprint.add("input_features", "<f4", (count, self._shape.mels, self._shape.frames))
-            blueprint.add("feature_attention_mask", "<i8", (count, self._shape.frames))
-
-    def fill(self, named: dict[str, Array], opening: Opening) -> tuple[Bools, list[tuple[int, str]]]:
-        """Fill the keys; return which of the items are stand-ins, and those that were found to be, with the reason."""
-        bad = self._samples.bad(self._items)
-        faults: list[tuple[int, str]] = []
-        if self._dummy:
-            named["pixel_values"][:] = 0
-            named["image_grid_thw"][:] = self._dummy_grid
-        for kind, which in self._of_kind.items():
-            items = self._items.take(which)
-            if kind == "audio":
-                found, wrong = self._samples.fill(items, self._sounds(named, which), opening)
-            else:
-                found, wrong = self._fill_pixels(named, kind, which, items, opening)
-            bad[which] = found
-            faults += [(int(which[at]), reason) for at, reason in wrong]
-        return bad, faults
-
-    @property
-    def _dummy_grid(self) -> npt.NDArray[np.int32]:
-        return np.array([[1, self._shape.merge, self._shape.merge]], np.int32)
-
-    def _fill_pixels(
-        self, named: dict[str, Array], kind: str, which: Int64s, items: Items, opening: Opening
-    ) -> tuple[Bools, list[tuple[int, str]]]:
-        pixels, grid = _VISION[kind]
-        named[grid][:] = self._grids[which]
-        if kind == "video":
-            named["second_per_grid_ts"][:] = self._samples.seconds_of(items)
-        out = named[pixels]
-        raw = out if out.dtype == np.uint8 else np.empty(out.shape, np.uint8)
-        counts = np.prod(self._grids[which].astype(np.int64), axis=1)
-        ends = np.cumsum(counts)
-        places: list[Place] = [raw[end - n : end].reshape(-1) for n, end in zip(counts.tolist(), ends.tolist(),
-                                                                               strict=True)]  # fmt: skip
-        result = self._samples.fill(items, places, opening)
-        if raw is not out:
-            normalize_patches(raw, self._layout.mean, self._layout.std, 1 / 255, out)
-        return result
-
-    def _sounds(self, named: dict[str, Array], which: Int64s) -> list[Place]:
-        out = named["input_features"]
-        heard = self._grids[which, 0]
-        named["feature_attention_mask"][:] = np.arange(self._shape.frames) < heard[:, None]
-        return [out[number].reshape(-1).view(np.uint8) for number in range(len(which))]
+    def width(self) -> int:
+        """Tokens of one rank."""
+        return int(self.cu[-1]) // self.sharing.of
 
 
-# --------------------------------------------------------------------------------------------------------------
-# What a rank encodes in a step, and how its image tokens travel to the backbone (`vlm_hybrid`).
+def pack_microbatch(
+    plan: LoadingPlan, samples: StepSamples, bucket: int, microbatch: int, packing: PackingJob, allocate: Allocate
+) -> tuple[PackedMicrobatch, list[tuple[int, str]]]:
+    """Pack the pieces of one bin and cut the result for the ranks that share it.
+
+    Args:
+        plan: The step's plan.
+        samples: The step's samples.
+        bucket: The consumer: a data-parallel rank, or a rank of hybrid data parallelism.
+        microbatch: Microbatch of the step.
+        packing: Layout and media of the service.
+        allocate: Gives the buffer.
+
+    Returns:
+        The microbatch, and (drawn sample, reason) of media that do not decode.
+    """
+    layout, chosen = packing.layout, plan.bin_range(bucket, microbatch)
+    sharing = _share(plan, chosen, bucket)
+    one = _Bin(chosen.start, _boundaries(plan, samples, chosen, sharing.of), plan.row_tokens > 0, sharing)
+    blueprint = Blueprint()
+    offsets, positions_at = _add_arrays(blueprint, plan, layout, one)
+    silent = _NONE_SILENT
+    items, segment_of = samples.items_in(plan.bin(bucket, microbatch)) if len(samples.items) else (samples.items, _NONE)
+    media = None
+    if len(samples.items) and chosen.stop > chosen.start and samples.silent.any():
+        silent = samples.silent[plan.pieces.sample[chosen]]
+    if len(items) or layout.dummy_image:
+        media = MediaKeys(samples, items, layout, packing.media, routed=plan.encoder is not None)
+        media.add_arrays(blueprint)
+    if plan.routing is not None:
+        arrivals = [plan.routing.arrivals(rank, microbatch) for rank in plan.routing.heads[bucket]]
+        for (places, _), suffix in zip(arrivals, sharing.suffixes, strict=False):
+            blueprint.add(f"meta.image_positions{suffix}", "<i8", (len(places),))
+            blueprint.add(f"meta.image_rows{suffix}", "<i8", (len(places),))
+    buffer = allocate(blueprint.nbytes)
+    faults: list[tuple[int, str]] = []
+    if media is not None or plan.routing is not None:
+        named = {spec.name: spec.view(buffer) for spec in blueprint.arrays}
+        if media is not None:
+            bad, faults = media.fill(named, packing.opening)
+            silent = silent.copy() if len(silent) else np.zeros(len(one.cu) - 1, np.bool_)
+            silent[segment_of[bad]] = True
+        if plan.routing is not None:
+            for pair, suffix in zip(arrivals, sharing.suffixes, strict=False):
+                named[f"meta.image_positions{suffix}"][:], named[f"meta.image_rows{suffix}"][:] = pair
+    table = samples.pieces
+    longest, real, labels = pack(
+        buffer, offsets, stride_of(one.width), samples.tokens.values, samples.loss.values, table.first, table.length,
+        table.plain, table.origin, (one.begin, chosen.stop - chosen.start), silent, one.cu, *_cutting(plan, one),
+    )  # fmt: skip
+    if layout.positions != "plain":
+        whole = _mrope(plan, packing, one, items, segment_of, media)
+        _fill_mrope(buffer, positions_at, layout, whole, one, plan.slicing)
+    scalars = {"meta.local_cp_size": sharing.of, "meta.loss_tokens": labels}
+    if layout.keys == "hf" and not one.rows:
+        # With a cache, transformers' eager and sdpa attention do not look for packed samples: they would mix silently.
+        scalars |= {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
+    packed = PackedMicrobatch(buffer, tuple(blueprint.arrays), scalars, real)
+    return packed, [(int(items.sample[at]), reason) for at, reason in faults]
+
+
+def _cutting(plan: LoadingPlan, one: _Bin) -> tuple[tuple[int, int, int], Int64s, Int64s, Int64s, Int64s]:
+    """Return how the kernel cuts: (ranks, chunks of a segment, the only part), or runs if chunks cross segments."""
+    of, part = one.sharing.of, one.sharing.part
+    only = -1 if part is None else part
+    if of == 1:
+        return (1, 1, only), _NONE, _NONE, _NONE, _NONE
+    if one.rows or plan.slicing == "zigzag":
+        return (of, of if plan.slicing == "contiguous" else 2 * of, only), _NONE, _NONE, _NONE, _NONE
+    runs = _runs(plan.slicing, one)
+    return (of, 0, only), runs.segment, runs.begin, runs.length, runs.part * stride_of(one.width) + runs.place
+
+
+def _runs(slicing: str, one: _Bin) -> Runs:
+    runs = cut_runs(one.cu, one.sharing.of, slicing, rows=one.rows)
+    return runs if one.sharing.part is None else runs.of_part(one.sharing.part)
+
+
+def _share(plan: LoadingPlan, chosen: slice, bucket: int) -> _Sharing:
+    if plan.cp_sizes is not None and plan.first_ranks is not None and chosen.stop > chosen.start:
+        return _Sharing(int(plan.cp_sizes[chosen.start]), ("",), bucket - int(plan.first_ranks[chosen.start]))
+    cp = plan.mesh.cp
+    if cp == 1 or plan.axis == "CP" or "CP" in plan.broadcast:
+        return _Sharing(1, ("",))  # not cut: the trainer cuts what it broadcasts
+    return _Sharing(cp, _suffixes(cp))
+
+
+@functools.cache
+def _suffixes(cp: int) -> tuple[str, ...]:
+    return tuple(f"@{rank}" for rank in range(cp))
+
+
+def _boundaries(plan: LoadingPlan, samples: StepSamples, chosen: slice, of: int) -> Int64s:
+    """Return where segments (or rows) begin, padding included."""
+    if chosen.stop == chosen.start:  # a dummy, so that all ranks have the same number of microbatches
+        least = plan.bin_multiple if plan.axis != "CP" else plan.bin_multiple * of
+        return np.array([0, max(plan.pad_multiple, least)], np.int64)
+    behind = samples.pieces.behind
+    return behind[chosen.start : chosen.stop + 1] - behind[chosen.start]
+
+
+def _add_arrays(blueprint: Blueprint, plan: LoadingPlan, layout: Layout, one: _Bin) -> tuple[tuple[int, ...], int]:
+    """Add the arrays of the sequence.
+
+    Returns:
+        The offset of each array that the kernel writes (-1 if absent), and the offset of positions with several axes.
+    """
+    segments, width = len(one.cu) - 1, one.width
+    shape: tuple[int, ...] = (segments, width // segments) if one.rows else (1, width)
+    if layout.keys == "torchtitan" and not one.rows:
+        shape = (width,)
+    at, stride = dict.fromkeys(FIELDS, _NOWHERE), stride_of(width)
+    for field, names in _slice_names(layout.keys, one.rows, plan.mesh.cp, one.sharing.suffixes):
+        if field == "positions" and layout.positions != "plain":
+            axes = _AXES[layout.positions]
+            several = blueprint.add_slices(names, "<i8", (axes, *shape), stride_of(axes * width))
+            continue
+        at[field] = blueprint.add_slices(names, "<f4" if field == "mask" else "<i8", shape, stride)
+    at["origin"] = blueprint.add("meta.origin", "<i8", (5, segments))
+    also = () if one.rows else _BOUNDS[layout.keys]
+    at["bounds"] = blueprint.add("meta.cu_seqlens", "<i4", (segments + 1,), *also)
+    if layout.keys == "megatron":
+        if not one.rows:
+            at["unpadded"] = blueprint.add("cu_seqlens", "<i4", (segments + 1,))
+            at["longest"] = blueprint.add("max_seqlen", "<i4", (1,))
+        if plan.cp_sizes is not None:
+            at["ranks"] = blueprint.add("local_cp_size", "<i4", (1,))
+    return tuple(at.values()), several if layout.positions != "plain" else _NOWHERE
+
+
+@functools.cache
+def _slice_names(keys: str, rows: bool, cp: int, suffixes: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the fields that a layout has, and the names of their slices."""
+    # The label of a slice's last token is in another rank's slice, so ranks that share a sequence get shifted labels.
+    wanted = {f: name for f, name in _NAMES[keys].items() if f != "shifted" or keys != "hf" or cp > 1}
+    if keys == "hf" and rows:
+        wanted["attention"] = "attention_mask"
+    return [(field, tuple(name + suffix for suffix in suffixes)) for field, name in wanted.items()]
+
+
+def _mrope(
+    plan: LoadingPlan, packing: PackingJob, one: _Bin, items: Items, segment_of: Int64s, media: MediaKeys | None
+) -> Int64s:
+    """Return the positions of the whole sequence on three axes; ranks cut it afterwards."""
+    at = np.flatnonzero(items.kind < 2)
+    nothing = (np.empty((0, 3), np.int32), np.empty(0, np.float32))
+    grids, seconds = media.vision_grids() if media is not None else nothing
+    inside = items.start[at] - plan.pieces.start[one.begin + segment_of[at]]
+    rate = packing.layout.tokens_per_second
+    step = np.where((seconds > 0) & (rate > 0), seconds.astype(np.float64) * rate, 1.0)
+    return mrope_positions(
+        one.cu, segment_of[at], inside, items.length[at], grids, packing.media.merge, step,
+        count_time=packing.layout.count_time,
+    )  # fmt: skip
+
+
+def _fill_mrope(buffer: Bytes, offset: int, layout: Layout, whole: Int64s, one: _Bin, slicing: str) -> None:
+    """Write positions of several rows into the slices of the ranks."""
+    axes, width, runs = _AXES[layout.positions], one.width, _runs(slicing, one)
+    stride = stride_of(axes * width)
+    if axes == 4:  # the first row is that of plain text
+        whole = np.concatenate([[np.arange(int(one.cu[-1])) - np.repeat(one.cu[:-1], np.diff(one.cu))], whole])
+    block = buffer[offset : offset + 8 * stride * len(one.sharing.suffixes)].view(np.int64)
+    copy_runs(whole, block, one.cu[runs.segment] + runs.begin, runs.length, runs.part * stride + runs.place, width)
+
+
+# -- the inputs of an encoder that runs apart from the backbone ------------------------------------------------------
 
 
 def pack_encoder(
@@ -237,7 +273,7 @@ def pack_encoder(
     (attention segments: images, frames of clips, or what a rank has of them), `image_ids` (which image of the step; the
     same on all ranks that share one), `image_offsets` (the first patch of the run inside its image), `send_rows` (rows
     of the encoder's output, in the order in which they are sent), `send_splits` and `recv_splits` (rows to and from
-    each rank of the world). A rank without images gets one of zeros with the id -1, whose output nobody receives.
+    each rank of the world). A rank without images gets one of zeros with the id -1; its output is not sent.
     """
     assert plan.encoder is not None and plan.routing is not None
     runs, routing = plan.encoder.bin(rank, 0), plan.routing
@@ -284,7 +320,7 @@ def pack_encoder(
 
 
 def _segments(grids: npt.NDArray[np.int32], begin: Int64s, counts: Int64s) -> Int64s:
-    """Return where attention segments begin: every image, and every frame of a clip, attends to itself alone."""
+    """Return the bounds of attention segments: every image, and every frame of a clip, attends to itself only."""
     frame = np.prod(grids[:, 1:].astype(np.int64), axis=1)
     first, last = begin // frame, (begin + counts - 1) // frame
     frames = last - first + 1
@@ -295,225 +331,182 @@ def _segments(grids: npt.NDArray[np.int32], begin: Int64s, counts: Int64s) -> In
     return offsets_of(high - low)
 
 
-# --------------------------------------------------------------------------------------------------------------
-
-
-Allocate = Callable[[int], Bytes]
-"""Gives a buffer of so many bytes."""
-
-_NAMES = {
-    "hf": {"ids": "input_ids", "positions": "position_ids", "labels": "labels", "shifted": "shift_labels"},
-    "megatron": {"ids": "tokens", "positions": "position_ids", "shifted": "labels", "mask": "loss_mask"},
-    "torchtitan": {"ids": "input", "positions": "positions", "shifted": "labels"},
-}
-"""What each layout calls the arrays of a sequence."""
-_NOWHERE = -1
+# -- media keys ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class PackingJob:
-    """What stays the same for all microbatches of a service."""
+class MediaShape:
+    """The shape of a job's media in a batch, the same for all of its sources."""
 
-    layout: Layout
-    media: MediaShape
-    opening: Opening
-
-
-class _Sharing(NamedTuple):
-    """How ranks share the sequences of one microbatch."""
-
-    of: int
-    """Ranks that share them."""
-    suffixes: tuple[str, ...]
-    """Of the names of the slices that are made here."""
-    part: int | None = None
-    """The only slice that is made here; None for all."""
+    patch_bytes: int = 0
+    """Bytes of an image patch; 0 for a job without images and clips."""
+    merge: int = 1
+    """merge x merge patches become one token."""
+    mels: int = 0
+    """Mel bands of a sound; 0 for a job without sounds."""
+    frames: int = 0
+    """Frames of a sound, padding included."""
 
 
-class _Bin(NamedTuple):
-    """One microbatch of one bucket."""
+class MediaKeys:
+    """The media of one microbatch."""
 
-    begin: int
-    """Its first piece."""
-    cu: Int64s
-    """Where segments (or rows) begin, padding included."""
-    rows: bool
-    """Whether segments are rows of a rectangle."""
-    sharing: _Sharing
+    def __init__(self, samples: StepSamples, items: Items, layout: Layout, shape: MediaShape, *, routed: bool) -> None:
+        self._samples = samples
+        self._items = items
+        self._layout = layout
+        self._shape = shape
+        self._routed = routed
+        """Whether images are encoded elsewhere, so that this microbatch holds only their tokens."""
+        self._grids = samples.grids_of(items)
+
+    def vision_grids(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Return the grids of images and clips in the order of their tokens, and their seconds a temporal patch."""
+        vision = self._items.take(np.flatnonzero(self._items.kind < 2))
+        return self._samples.grids_of(vision), self._samples.seconds_of(vision)
+
+    @cached_property
+    def _of_kind(self) -> dict[str, Int64s]:
+        found = {name: np.flatnonzero(self._items.kind == number) for number, name in enumerate(KINDS)}
+        return {name: which for name, which in found.items() if len(which) and not (self._routed and name != "audio")}
 
     @property
-    def width(self) -> int:
-        """Tokens of one rank."""
-        return int(self.cu[-1]) // self.sharing.of
+    def _dummy(self) -> bool:
+        return self._layout.dummy_image and self._shape.patch_bytes > 0 and not self._routed and not (
+            "image" in self._of_kind or "video" in self._of_kind
+        )  # fmt: skip
+
+    def add_arrays(self, blueprint: Blueprint) -> None:
+        """Add the arrays of the media that this microbatch has."""
+        width = self._shape.patch_bytes
+        dtype = "<f4" if self._layout.pixels == "float32" else "|u1"
+        for kind, (pixels, grid) in _VISION.items():
+            if kind in self._of_kind or (self._dummy and kind == "image"):
+                grids = self._grids[self._of_kind[kind]] if kind in self._of_kind else self._dummy_grid
+                patches = int(np.prod(grids.astype(np.int64), axis=1).sum())
+                blueprint.add(pixels, dtype, (patches, width))
+                blueprint.add(grid, "<i8", (len(grids), 3))
+        if "video" in self._of_kind:
+            blueprint.add("second_per_grid_ts", "<f4", (len(self._of_kind["video"]),))
+        if "audio" in self._of_kind:
+            count = len(self._of_kind["audio"])
+            blueprint.add("input_features", "<f4", (count, self._shape.mels, self._shape.frames))
+            blueprint.add("feature_attention_mask", "<i8", (count, self._shape.frames))
+
+    def fill(self, named: dict[str, Array], opening: Opening) -> tuple[Bools, list[tuple[int, str]]]:
+        """Fill the keys; return which items are stand-ins, and (item, reason) of those that failed to decode here."""
+        bad = self._samples.bad(self._items)
+        faults: list[tuple[int, str]] = []
+        if self._dummy:
+            named["pixel_values"][:] = 0
+            named["image_grid_thw"][:] = self._dummy_grid
+        for kind, which in self._of_kind.items():
+            items = self._items.take(which)
+            if kind == "audio":
+                found, wrong = self._samples.fill(items, self._sounds(named, which), opening)
+            else:
+                found, wrong = self._fill_pixels(named, kind, which, items, opening)
+            bad[which] = found
+            faults += [(int(which[at]), reason) for at, reason in wrong]
+        return bad, faults
+
+    @property
+    def _dummy_grid(self) -> npt.NDArray[np.int32]:
+        return np.array([[1, self._shape.merge, self._shape.merge]], np.int32)
+
+    def _fill_pixels(
+        self, named: dict[str, Array], kind: str, which: Int64s, items: Items, opening: Opening
+    ) -> tuple[Bools, list[tuple[int, str]]]:
+        pixels, grid = _VISION[kind]
+        named[grid][:] = self._grids[which]
+        if kind == "video":
+            named["second_per_grid_ts"][:] = self._samples.seconds_of(items)
+        out = named[pixels]
+        raw = out if out.dtype == np.uint8 else np.empty(out.shape, np.uint8)
+        counts = np.prod(self._grids[which].astype(np.int64), axis=1)
+        ends = np.cumsum(counts)
+        places: list[Place] = [raw[end - n : end].reshape(-1) for n, end in zip(counts.tolist(), ends.tolist(),
+                                                                               strict=True)]  # fmt: skip
+        result = self._samples.fill(items, places, opening)
+        if raw is not out:
+            normalize_patches(raw, self._layout.mean, self._layout.std, 1 / 255, out)
+        return result
+
+    def _sounds(self, named: dict[str, Array], which: Int64s) -> list[Place]:
+        out = named["input_features"]
+        heard = self._grids[which, 0]
+        named["feature_attention_mask"][:] = np.arange(self._shape.frames) < heard[:, None]
+        return [out[number].reshape(-1).view(np.uint8) for number in range(len(which))]
 
 
-def pack_microbatch(
-    plan: LoadingPlan, samples: StepSamples, bucket: int, microbatch: int, packing: PackingJob, allocate: Allocate
-) -> tuple[PackedMicrobatch, list[tuple[int, str]]]:
-    """Pack the pieces of one bin and cut the result for the ranks that share it.
+# -- the layout of a microbatch in one block of memory -------------------------------------------------------------
 
-    Args:
-        plan: The step's plan.
-        samples: The step's samples.
-        bucket: The consumer: a data-parallel rank, or a rank of hybrid data parallelism.
-        microbatch: Microbatch of the step.
-        packing: Layout and media of the service.
-        allocate: Gives the buffer.
 
-    Returns:
-        The microbatch, and (drawn sample, reason) of media that do not decode.
+class ArraySpec(NamedTuple):
+    """One array inside a buffer. A tuple, since a microbatch makes a dozen of them and must be fast."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * _SIZES[self.dtype]
+
+    def view(self, buffer: Bytes) -> Array:
+        """Return the array inside its buffer."""
+        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).reshape(self.shape)
+
+
+class PackedMicrobatch(NamedTuple):
+    """One microbatch of one bucket (or the encoder's inputs of one rank), written into one buffer."""
+
+    buffer: Bytes
+    arrays: tuple[ArraySpec, ...]
+    """Named `key` when all ranks share it, `key@r` for context-parallel rank r, `meta.x` for provenance."""
+    scalars: Mapping[str, int]
+    real_tokens: int
+    """Tokens that are not padding."""
+
+    def named(self) -> dict[str, Array]:
+        """Return every array by its name."""
+        return {spec.name: spec.view(self.buffer) for spec in self.arrays}
+
+
+class Blueprint:
+    """Lays out arrays in a buffer that is not allocated yet."""
+
+    def __init__(self) -> None:
+        self.arrays: list[ArraySpec] = []
+        self.nbytes = 0
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], *others: str) -> int:
+        """Add one array, under one or more names; return its offset."""
+        at = self.nbytes
+        self.arrays.append(ArraySpec(name, dtype, shape, at))
+        self.nbytes = at - (-math.prod(shape) * _SIZES[dtype] // ALIGNMENT) * ALIGNMENT
+        for other in others:
+            self.arrays.append(ArraySpec(other, dtype, shape, at))
+        return at
+
+    def add_slices(self, names: tuple[str, ...], dtype: str, shape: tuple[int, ...], stride: int) -> int:
+        """Add one array for each rank that shares a sequence, `stride` elements apart; return the first offset."""
+        begin = at = self.nbytes
+        width = stride * _SIZES[dtype]
+        for name in names:
+            self.arrays.append(ArraySpec(name, dtype, shape, at))
+            at += width
+        self.nbytes = at
+        return begin
+
+
+def stride_of(elements: int) -> int:
+    """Return the distance of the slices of two ranks, in elements.
+
+    Example:
+        >>> stride_of(100)
+        112
     """
-    layout, chosen = packing.layout, plan.bin_range(bucket, microbatch)
-    sharing = _share(plan, chosen, bucket)
-    one = _Bin(chosen.start, _boundaries(plan, samples, chosen, sharing.of), plan.row_tokens > 0, sharing)
-    blueprint = Blueprint()
-    offsets, positions_at = _draw_up(blueprint, plan, layout, one)
-    silent = _ALL_SPEAK
-    items, segment_of = samples.items_in(plan.bin(bucket, microbatch)) if len(samples.items) else (samples.items, _NONE)
-    media = None
-    if len(samples.items) and chosen.stop > chosen.start and samples.silent.any():
-        silent = samples.silent[plan.pieces.sample[chosen]]
-    if len(items) or layout.dummy_image:
-        media = MediaKeys(samples, items, layout, packing.media, routed=plan.encoder is not None)
-        media.draw_up(blueprint)
-    if plan.routing is not None:
-        arrivals = [plan.routing.arrivals(rank, microbatch) for rank in plan.routing.heads[bucket]]
-        for (places, _), suffix in zip(arrivals, sharing.suffixes, strict=False):
-            blueprint.add(f"meta.image_positions{suffix}", "<i8", (len(places),))
-            blueprint.add(f"meta.image_rows{suffix}", "<i8", (len(places),))
-    buffer = allocate(blueprint.nbytes)
-    faults: list[tuple[int, str]] = []
-    if media is not None or plan.routing is not None:
-        named = {spec.name: spec.view(buffer) for spec in blueprint.arrays}
-        if media is not None:
-            bad, faults = media.fill(named, packing.opening)
-            silent = silent.copy() if len(silent) else np.zeros(len(one.cu) - 1, np.bool_)
-            silent[segment_of[bad]] = True
-        if plan.routing is not None:
-            for pair, suffix in zip(arrivals, sharing.suffixes, strict=False):
-                named[f"meta.image_positions{suffix}"][:], named[f"meta.image_rows{suffix}"][:] = pair
-    table = samples.pieces
-    longest, real, labels = pack(
-        buffer, offsets, stride_of(one.width), samples.tokens.values, samples.loss.values, table.first, table.length,
-        table.plain, table.origin, (one.begin, chosen.stop - chosen.start), silent, one.cu, *_cutting(plan, one),
-    )  # fmt: skip
-    if layout.positions != "plain":
-        whole = _mrope(plan, packing, one, items, segment_of, media)
-        _fill_mrope(buffer, positions_at, layout, whole, one, plan.slicing)
-    scalars = {"meta.local_cp_size": sharing.of, "meta.loss_tokens": labels}
-    if layout.keys == "hf" and not one.rows:
-        # With a cache, transformers' eager and sdpa attention do not look for packed samples: they would mix silently.
-        scalars |= {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
-    packed = PackedMicrobatch(buffer, tuple(blueprint.arrays), scalars, real)
-    return packed, [(int(items.sample[at]), reason) for at, reason in faults]
-
-
-def _cutting(plan: LoadingPlan, one: _Bin) -> tuple[tuple[int, int, int], Int64s, Int64s, Int64s, Int64s]:
-    """Return how the kernel cuts: (ranks, chunks of a segment, the only part), or runs where chunks cross segments."""
-    of, part = one.sharing.of, one.sharing.part
-    only = -1 if part is None else part
-    if of == 1:
-        return (1, 1, only), _NONE, _NONE, _NONE, _NONE
-    if one.rows or plan.slicing == "zigzag":
-        return (of, of if plan.slicing == "contiguous" else 2 * of, only), _NONE, _NONE, _NONE, _NONE
-    runs = _runs(plan.slicing, one)
-    return (of, 0, only), runs.segment, runs.begin, runs.length, runs.part * stride_of(one.width) + runs.place
-
-
-def _runs(slicing: str, one: _Bin) -> Runs:
-    runs = cut_runs(one.cu, one.sharing.of, slicing, rows=one.rows)
-    return runs if one.sharing.part is None else runs.of_part(one.sharing.part)
-
-
-def _share(plan: LoadingPlan, chosen: slice, bucket: int) -> _Sharing:
-    if plan.cp_sizes is not None and plan.first_ranks is not None and chosen.stop > chosen.start:
-        return _Sharing(int(plan.cp_sizes[chosen.start]), ("",), bucket - int(plan.first_ranks[chosen.start]))
-    cp = plan.mesh.cp
-    if cp == 1 or plan.axis == "CP" or "CP" in plan.broadcast:
-        return _Sharing(1, ("",))  # whole: the trainer cuts what it broadcasts
-    return _Sharing(cp, _suffixes(cp))
-
-
-@functools.cache
-def _suffixes(cp: int) -> tuple[str, ...]:
-    return tuple(f"@{rank}" for rank in range(cp))
-
-
-def _boundaries(plan: LoadingPlan, samples: StepSamples, chosen: slice, of: int) -> Int64s:
-    """Return where segments (or rows) begin, padding included."""
-    if chosen.stop == chosen.start:  # a dummy that keeps ranks in step
-        least = plan.bin_multiple if plan.axis != "CP" else plan.bin_multiple * of
-        return np.array([0, max(plan.pad_multiple, least)], np.int64)
-    behind = samples.pieces.behind
-    return behind[chosen.start : chosen.stop + 1] - behind[chosen.start]
-
-
-def _draw_up(blueprint: Blueprint, plan: LoadingPlan, layout: Layout, one: _Bin) -> tuple[tuple[int, ...], int]:
-    """Make room for the arrays of the sequence.
-
-    Returns:
-        Where each begins that the kernel writes (-1 for what is not there), and where positions of several rows do.
-    """
-    segments, width = len(one.cu) - 1, one.width
-    shape: tuple[int, ...] = (segments, width // segments) if one.rows else (1, width)
-    if layout.keys == "torchtitan" and not one.rows:
-        shape = (width,)
-    at, stride = dict.fromkeys(FIELDS, _NOWHERE), stride_of(width)
-    for field, names in _slice_names(layout.keys, one.rows, plan.mesh.cp, one.sharing.suffixes):
-        if field == "positions" and layout.positions != "plain":
-            axes = _AXES[layout.positions]
-            several = blueprint.add_slices(names, "<i8", (axes, *shape), stride_of(axes * width))
-            continue
-        at[field] = blueprint.add_slices(names, "<f4" if field == "mask" else "<i8", shape, stride)
-    at["origin"] = blueprint.add("meta.origin", "<i8", (5, segments))
-    also = () if one.rows else _BOUNDS[layout.keys]
-    at["bounds"] = blueprint.add("meta.cu_seqlens", "<i4", (segments + 1,), *also)
-    if layout.keys == "megatron":
-        if not one.rows:
-            at["unpadded"] = blueprint.add("cu_seqlens", "<i4", (segments + 1,))
-            at["longest"] = blueprint.add("max_seqlen", "<i4", (1,))
-        if plan.cp_sizes is not None:
-            at["ranks"] = blueprint.add("local_cp_size", "<i4", (1,))
-    return tuple(at.values()), several if layout.positions != "plain" else _NOWHERE
-
-
-@functools.cache
-def _slice_names(keys: str, rows: bool, cp: int, suffixes: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the fields that a layout has, and the names of their slices."""
-    # The label of a slice's last token lies in another rank's, so ranks that share get shifted ones.
-    wanted = {f: name for f, name in _NAMES[keys].items() if f != "shifted" or keys != "hf" or cp > 1}
-    if keys == "hf" and rows:
-        wanted["attention"] = "attention_mask"
-    return [(field, tuple(name + suffix for suffix in suffixes)) for field, name in wanted.items()]
-
-
-_BOUNDS = {"hf": ("cu_seq_lens_q", "cu_seq_lens_k"), "megatron": ("cu_seqlens_padded",), "torchtitan": ()}
-_AXES = {"plain": 0, "mrope": 3, "mrope_text": 4}
-_NONE = np.empty(0, np.int64)
-_ALL_SPEAK = np.empty(0, np.bool_)
-
-
-def _mrope(
-    plan: LoadingPlan, packing: PackingJob, one: _Bin, items: Items, segment_of: Int64s, media: MediaKeys | None
-) -> Int64s:
-    """Return the positions of the whole sequence on three axes; ranks cut it afterwards."""
-    at = np.flatnonzero(items.kind < 2)
-    nothing = (np.empty((0, 3), np.int32), np.empty(0, np.float32))
-    grids, seconds = media.vision_grids() if media is not None else nothing
-    inside = items.start[at] - plan.pieces.start[one.begin + segment_of[at]]
-    rate = packing.layout.tokens_per_second
-    step = np.where((seconds > 0) & (rate > 0), seconds.astype(np.float64) * rate, 1.0)
-    return mrope_positions(
-        one.cu, segment_of[at], inside, items.length[at], grids, packing.media.merge, step,
-        count_time=packing.layout.count_time,
-    )  # fmt: skip
-
-
-def _fill_mrope(buffer: Bytes, offset: int, layout: Layout, whole: Int64s, one: _Bin, slicing: str) -> None:
-    """Write positions of several rows into the slices of the ranks."""
-    axes, width, runs = _AXES[layout.positions], one.width, _runs(slicing, one)
-    stride = stride_of(axes * width)
-    if axes == 4:  # the first row is that of plain text
-        whole = np.concatenate([[np.arange(int(one.cu[-1])) - np.repeat(one.cu[:-1], np.diff(one.cu))], whole])
-    block = buffer[offset : offset + 8 * stride * len(one.sharing.suffixes)].view(np.int64)
-    copy_runs(whole, block, one.cu[runs.segment] + runs.begin, runs.length, runs.part * stride + runs.place, width)
+    return -(-elements // _STRIDE) * _STRIDE

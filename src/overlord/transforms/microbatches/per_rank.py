@@ -14,7 +14,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """A sequence cut where segments and the slices of ranks meet: each run is one stretch of both."""
+    """A sequence cut at the bounds of segments and of the ranks' slices: each run is inside one of both."""
 
     segment: Int64s
     begin: Int64s
@@ -58,13 +58,13 @@ def cut_runs(cu_seqlens: npt.NDArray[np.integer], cp: int, slicing: str, *, rows
     number = np.tile(np.arange(chunks), len(size))
     mirrored = number >= cp
     part = np.where(mirrored, 2 * cp - 1 - number, number)
-    # A rank's slice of a unit begins at the unit's own share; its second chunk lies behind the first.
+    # A rank's slice of a unit begins at the unit's share; its second chunk follows the first.
     place: Int64s = np.repeat(units[:-1] // cp, chunks) + np.where(mirrored, np.repeat(size, chunks), 0)
     lengths = np.repeat(size, chunks)
     if per_segment:
         segment = np.repeat(np.arange(len(size)), chunks)
         return Runs(segment, starts - cu[segment], lengths, part, place)
-    # Chunks of the whole sequence are cut once more where segments meet.
+    # Chunks of the whole sequence are cut again at the bounds of segments.
     bounds: Int64s = np.union1d(starts, cu[:-1])
     chunk = np.searchsorted(starts, bounds, side="right") - 1
     segment = np.searchsorted(cu, bounds, side="right") - 1

@@ -28,7 +28,7 @@ def mrope_positions(
 
     Every segment begins at 0. Text has one number on all three axes; an image or clip of a grid of t x h x w patches
     has t * (h / merge) * (w / merge) tokens numbered by their place in it, from where the text before it stopped; the
-    text after it goes on behind the largest number. What pads a segment goes on like text.
+    text after it continues after the largest number. Padding is numbered like text.
 
     Args:
         cu_seqlens: Where each segment begins in the microbatch, and the end.
@@ -39,8 +39,8 @@ def mrope_positions(
         merge: Patches a side that become one token.
         seconds_step: How far apart two moments of a clip are, of each item or of all: 1 for Qwen2-VL and for every
             image; for clips of Qwen2.5-VL, seconds of one temporal patch x the model's tokens_per_second.
-        count_time: Whether text also goes on behind the last moment of a clip, as transformers 4 numbers it. False:
-            only behind its rows and columns, as transformers 5 does. They differ where a clip is longer (moments times
+        count_time: Whether text also continues after the last moment of a clip, as transformers 4 numbers it. False:
+            only after its rows and columns, as transformers 5 does. They differ where a clip is longer (moments times
             their step) than it is high and wide.
         out: Where to write, a C-contiguous int64 array [3, total]; by default a new one.
 
@@ -115,10 +115,10 @@ def _count_up(out: Int64s, begin: int, end: int, position: int) -> None:
 def _number_item(
     out: Int64s, at: int, position: int, times: int, rows: int, columns: int, step: np.float32, count_time: bool
 ) -> int:
-    """Write the numbers of one image or clip; return by how much what follows is further on."""
+    """Write the numbers of one image or clip; return the offset of the text that follows it."""
     last = 0
     for time in range(times):
-        # The model multiplies in float32 and cuts off what is behind the point; so must we, to the last bit.
+        # The model multiplies in float32 and truncates; the result must be the same to the last bit.
         last = int(np.float32(time) * step)
         for row in range(rows):
             moments, lines, places = out[0, at : at + columns], out[1, at : at + columns], out[2, at : at + columns]
@@ -137,8 +137,8 @@ def _whole(name: str, values: npt.ArrayLike, dimensions: int) -> Int64s:
         return np.zeros((0, 3)[:dimensions], np.int64)
     if given.ndim != dimensions or given.dtype.kind not in "iu" or (dimensions == 2 and given.shape[1] != 3):
         raise SpecError(
-            f"mrope_positions: {name} has type {given.dtype} and shape {given.shape}; tokens would get no place. Give "
-            f"whole numbers{', three' if dimensions == 2 else ''} for each."
+            f"mrope_positions: {name} has type {given.dtype} and shape {given.shape}; tokens would get no position. "
+            f"Give whole numbers{', three' if dimensions == 2 else ''} for each."
         )
     return np.ascontiguousarray(given, np.int64)
 

@@ -1,4 +1,4 @@
-"""The samples of one step, as the DataConstructor gathered them: joined columns, and where every image belongs."""
+"""The samples of one step, as the DataConstructor gathered them: joined columns, and the place of every media item."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ KINDS = ("image", "video", "audio")
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What it takes to decode media behind the hand-over."""
+    """What the DataConstructor needs to decode media."""
 
     decoders: list[MediaDecoder | None]
-    """One for each source by its number; there may come more."""
+    """One for each source by its number; live changes may append more."""
     workers: Workers
 
 
@@ -57,7 +57,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class PieceTable:
-    """What packing needs to know of every piece of a plan, worked out once a step and not once a microbatch."""
+    """What packing needs of every piece of a plan, computed once per step and not once per microbatch."""
 
     first: Int64s
     """The piece's first token in the joined tokens."""
@@ -65,13 +65,13 @@ class PieceTable:
     plain: Bools
     """Whether every token of its sample counts in the loss."""
     behind: Int64s
-    """Where pieces begin when all of the step lie one behind the other, padding included; one more than there are."""
+    """Offsets of the pieces if all pieces of the step are concatenated, padding included; one more than there are."""
     origin: Int64s
     """[5, pieces]: source, epoch, row, first token inside the sample, tokens."""
 
     @staticmethod
     def of(plan: LoadingPlan, tokens: Ragged, loss: Ragged, row_of: Int64s) -> PieceTable:
-        """Work it out."""
+        """Compute it."""
         pieces, meta = plan.pieces, plan.draw.meta
         origin = np.empty((5, len(pieces)), np.int64)
         columns = (plan.draw.source, meta["epoch"], meta["row"])
@@ -86,7 +86,7 @@ class PieceTable:
 
 @dataclass(eq=False)
 class StepSamples:
-    """The payloads of one step joined, so that pieces can be gathered from one array."""
+    """The payloads of one step, joined, so that pieces are gathered from one array."""
 
     tokens: Ragged
     loss: Ragged
@@ -101,11 +101,11 @@ class StepSamples:
     row_of: Int64s
     """The row of each drawn sample that is here."""
     counted: int = 0
-    """Labels of the whole step, as far as its loaders knew."""
+    """Labels of the whole step, as the loaders counted them."""
     late: bool = False
-    """Whether some media of the step were handed over encoded, to this host or to others."""
+    """Whether some media of the step arrived encoded, on this host or on others."""
     lost: dict[int, int] = field(default_factory=dict[int, int])
-    """Labels of samples that were found not to decode since."""
+    """Labels of samples that were later found not to decode."""
     images: Pieces | None = None
     """All images and clips of the draw, where they are encoded apart from their tokens."""
 
@@ -116,17 +116,17 @@ class StepSamples:
 
     @property
     def labels(self) -> int:
-        """Labels of the whole step, on all hosts, without those of samples that are known here not to decode."""
+        """Labels of the whole step, on all hosts, without those of samples known not to decode."""
         return self.counted - sum(self.lost.values())
 
     def lose(self, plan: LoadingPlan, samples: Iterable[int]) -> None:
-        """Take the labels of samples out that were found not to decode; safe from several threads, and repeated."""
+        """Subtract the labels of samples that do not decode; may be repeated, and called from several threads."""
         chosen = np.array(sorted(set(samples)), np.int64)
         labels = plan.labels_of(chosen, self.loss.take(self.row_of[chosen]))
         self.lost.update(zip(chosen.tolist(), labels.tolist(), strict=True))
 
     def unopened(self, plan: LoadingPlan) -> set[tuple[int, int]]:
-        """Return (bucket, microbatch) of all that have media of which nobody knows yet whether they decode."""
+        """Return every (bucket, microbatch) with media that are not decoded yet, and so may turn out to be bad."""
         encoded = np.array([media.encoded for media in self.media], np.bool_)
         if not encoded.any():
             return set()
@@ -141,7 +141,7 @@ class StepSamples:
         return (self.items.sample << 32) + self.items.start
 
     def items_in(self, pieces: Pieces) -> tuple[Items, Int64s]:
-        """Return the items whose tokens lie in some pieces, in the order of the pieces, and the piece of each."""
+        """Return the items with tokens in the given pieces, in the order of the pieces, and the piece of each."""
         if not len(self.items):
             return self.items, np.empty(0, np.int64)
         first = (pieces.sample.astype(np.int64) << 32) + pieces.start
@@ -150,7 +150,7 @@ class StepSamples:
         return self.items.take(chosen), np.repeat(np.arange(len(pieces)), high - low)
 
     def open_media(self, opening: Opening, samples: Bools) -> list[tuple[int, str]]:
-        """Decode what is still encoded of the payloads that hold some samples; return (item, reason) of what fails."""
+        """Decode the encoded payloads that hold some of the samples; return (item, reason) of what fails."""
         faults: list[tuple[int, str]] = []
         wanted = set(self.items.payload[samples[self.items.sample]].tolist())
         for number, (media, source) in enumerate(zip(self.media, self.sources, strict=True)):
@@ -162,7 +162,7 @@ class StepSamples:
 
     @cached_property
     def silent(self) -> Bools:
-        """Drawn samples with a medium that is known not to decode: nothing of them counts in the loss."""
+        """Drawn samples with an item that is known not to decode: none of their tokens counts in the loss."""
         silent = np.zeros(self.count, np.bool_)
         silent[self.items.sample[self.bad(self.items)]] = True
         return silent
@@ -176,7 +176,7 @@ class StepSamples:
         return self._column(items, "seconds", np.empty(len(items), np.float32))
 
     def bad(self, items: Items) -> Bools:
-        """Return which items are stand-ins, as far as is known."""
+        """Return which items are known to be stand-ins."""
         return self._column(items, "bad", np.empty(len(items), np.bool_))
 
     def fill(self, items: Items, places: Sequence[Place], opening: Opening) -> tuple[Bools, list[tuple[int, str]]]:
@@ -233,7 +233,7 @@ class StepSamples:
 
 def join_payloads(plan: LoadingPlan, payloads: list[Payload]) -> StepSamples:
     """Join the payloads of a step; every source's rows are in drawing order already."""
-    row_of = np.zeros(len(plan.draw), np.int64)  # samples that go to other hosts: nobody asks here
+    row_of = np.zeros(len(plan.draw), np.int64)  # samples of other hosts are never looked up here
     base = 0
     columns: list[tuple[Int64s, ...]] = []
     media: list[Media] = []

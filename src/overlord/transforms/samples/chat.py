@@ -1,4 +1,13 @@
-"""Chat: a conversation becomes one sequence, of which the assistant's tokens count in the loss."""
+"""Chat: a conversation becomes one sequence in which the assistant's tokens count in the loss.
+
+    ChatTransform   renders conversations, tokenizes them, and marks the tokens of the loss
+    render_rows     conversations to text by a Jinja template, with the characters that the assistant wrote
+
+Rules of this file:
+1. `render_rows` is pure and needs neither tokenizer nor job, so that it can run in a process worker.
+2. A template has no clock and no random numbers: a row becomes the same text on every day and every host.
+3. An error of a template or a row is a reason in the row's "fault" column, never an exception.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +52,6 @@ from overlord.transforms.samples.per_sample import (
 )
 from overlord.transforms.samples.tokenize import DEFAULT_TEMPLATE, TextTokenizer, TokenSpans, decode_texts
 
-# --------------------------------------------------------------------------------------------------------------
-# Conversations to text: Jinja chat templates, and which characters of the text the assistant wrote.
-#
-# Rules of this file:
-# 1. `render_rows` is pure and needs neither tokenizer nor job, so that it can run in a process worker.
-# 2. A template sees no clock and no chance: the same row is the same text on every day and every host.
-# 3. What a template or a row gets wrong is a reason in the row's "fault" column, never an exception.
-
-
 BUILTIN_TEMPLATES: Mapping[str, str] = {
     "chatml": (
         "{% for message in messages %}"
@@ -68,7 +68,7 @@ BUILTIN_TEMPLATES: Mapping[str, str] = {
 
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]
-"""(first character, one behind the last) of each part of a text."""
+"""(first character, one past the last) of each part of a text."""
 
 _ASSISTANT = "assistant"
 _SHARE_GPT_ROLES = {"human": "user", "gpt": _ASSISTANT}
@@ -76,330 +76,6 @@ _ROLES = ("system", "user", _ASSISTANT, "tool")
 _RECORDER = "__recorder__"
 _PROBE = "a text part"
 _NO_SPANS = np.empty(0, np.int64)
-
-
-class ChatFault(Exception):
-    """One conversation cannot become text; the reason goes to the log with the sample's id."""
-
-
-class _Recorder:
-    """What one rendering has put out so far, and what it marked as the assistant's."""
-
-    def __init__(self) -> None:
-        self.pieces: list[str] = []
-        self.length = 0
-        self.marked: list[tuple[int, str]] = []
-
-    def add(self, piece: str) -> None:
-        self.pieces.append(piece)
-        self.length += len(piece)
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}..{% endgeneration %}`: the text between was written by the assistant."""
-
-    tags = {"generation"}  # noqa: RUF012 - as the base class has it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    @jinja2.pass_context
-    def _mark(self, context: Context, caller: Macro) -> str:
-        text = str(caller())
-        # The recorder comes with the rendering and is not kept here: threads may share a template.
-        recorder: _Recorder = context[_RECORDER]
-        recorder.marked.append((recorder.length, text))
-        return text
-
-
-class _NoClock(jinja2.Undefined):
-    """The `strftime_now` of other renderers: not defined here, so that a template can fall back on a fixed date."""
-
-    def __getattr__(self, name: str) -> Never:
-        raise AttributeError(name)  # Jinja looks for marks on what it is about to call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Never:
-        raise ChatFault(
-            "the chat template asks for today's date (strftime_now); the same row would be other tokens tomorrow. "
-            "Write a fixed date into the template"
-        )
-
-
-def _refuse(message: object) -> Never:
-    raise ChatFault(f"the chat template refuses the conversation: {message}")
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON as models were trained on it: Jinja's own filter would escape it for web pages."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-class ChatTemplate:
-    """A compiled chat template.
-
-    Example:
-        >>> chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-        >>> text, spans = compile_template(BUILTIN_TEMPLATES["chatml"]).render(chat)
-        >>> [text[begin:end] for begin, end in spans]
-        ['Hello<|im_end|>']
-    """
-
-    def __init__(self, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _NoClock(name="strftime_now")
-        del environment.globals["lipsum"], environment.filters["random"]  # they draw lots
-        self._template = environment.from_string(source)
-        tree = environment.parse(source)
-        self.has_tags = any(tag.name == "_mark" for tag in tree.find_all(nodes.ExtensionAttribute))
-        """Whether it says itself, by generation tags, what the assistant wrote."""
-        self.takes_parts = self._takes_parts()
-        """Whether it knows content that is a list of parts; else it gets their texts joined."""
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: list[Any] | None = None,
-        prompt: bool = False,
-        special_tokens: Mapping[str, str] | None = None,
-    ) -> tuple[str, Spans]:
-        """Return the text of a conversation, and the spans between generation tags.
-
-        Args:
-            messages: The messages.
-            tools: JSON schemas of tools.
-            prompt: Whether the beginning of an answer of the assistant follows.
-            special_tokens: Special tokens by name, as the template knows them.
-
-        Raises:
-            ChatFault: when the template refuses the conversation or fails on it.
-        """
-        recorder = _Recorder()
-        variables = dict(special_tokens or {}) | {
-            "messages": list(messages),
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": prompt,
-            _RECORDER: recorder,
-        }
-        try:
-            for piece in self._template.generate(variables):
-                recorder.add(piece)
-        except (ChatFault, MemoryError):  # a lack of memory is the host's fault, not the row's
-            raise
-        except Exception as error:  # the border to the user's template: whatever it raises is a fault of this row
-            raise ChatFault(f"the chat template fails on it: {type(error).__name__}: {error}") from error
-        text = "".join(recorder.pieces)
-        if any(not text.startswith(marked, begin) for begin, marked in recorder.marked):
-            raise ChatFault(
-                "the chat template has its generation tags inside a macro, set, call or filter block, where their "
-                "place in the text is not known; move them to where the text is put out"
-            )
-        return text, [(begin, begin + len(marked)) for begin, marked in recorder.marked]
-
-    def _takes_parts(self) -> bool:
-        probe = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
-        try:
-            text, _ = self.render([probe])
-        except ChatFault:
-            return False
-        # In quotes the whole list was written out, as Python or JSON shows it.
-        return _PROBE in text and not any(quote + _PROBE + quote in text for quote in "'\"")
-
-
-@functools.lru_cache(maxsize=32)
-def compile_template(source: str) -> ChatTemplate:
-    """Return the compiled template; one that was compiled before is used again.
-
-    Raises:
-        SpecError: when it is no Jinja template.
-    """
-    try:
-        return ChatTemplate(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise SpecError(
-            f"the chat template is no Jinja template ({error.message}, line {error.lineno}); no conversation could "
-            "become text. Mend the template, or give another one."
-        ) from error
-
-
-def render_rows(
-    template: str,
-    special_tokens: Mapping[str, str],
-    loss: ChatLoss,
-    messages: str,
-    tools: str | None,
-    rows: RowBatch,
-) -> RowBatch:
-    """Render conversations; a pure function of its arguments, row by row.
-
-    Args:
-        template: The chat template, as Jinja text.
-        special_tokens: Special tokens by name, as the template knows them.
-        loss: Whose characters are wanted as spans; none where all count.
-        messages: Column that holds the messages as JSON text.
-        tools: Column that holds the tools as JSON text.
-        rows: The rows; those marked bad are left out.
-
-    Returns:
-        Columns of as many rows: "text" (UTF-8), "spans" (int64: begin and end of each, in characters) and
-        "fault" (UTF-8: what is wrong with the row, empty where nothing is).
-    """
-    compiled = compile_template(template)
-    bad = np.asarray(rows[BAD_COLUMN], np.bool_)
-    texts, spans, faults = [b""] * num_rows(rows), [_NO_SPANS] * num_rows(rows), [b""] * num_rows(rows)
-    for row in np.flatnonzero(~bad).tolist():
-        try:
-            chat = _read_messages(_cell(rows, messages, row), joined=not compiled.takes_parts)
-            known = None if tools is None else _read_tools(_cell(rows, tools, row))
-            rendering = _Rendering(compiled, chat, known, special_tokens)
-            text, found = rendering.text_and_spans(loss) if chat else ("", [])
-            texts[row], spans[row] = _utf8(text), np.array(found, np.int64).reshape(-1)
-        except ChatFault as fault:
-            faults[row] = str(fault).encode("utf-8", "backslashreplace")
-    return {
-        "text": Ragged.from_rows(texts),
-        "spans": Ragged.from_rows(spans, np.int64),
-        "fault": Ragged.from_rows(faults),
-    }
-
-
-class _Rendering:
-    """One conversation under one template."""
-
-    def __init__(
-        self, template: ChatTemplate, chat: list[Message], tools: list[Any] | None, special_tokens: Mapping[str, str]
-    ) -> None:
-        self._template = template
-        self._chat = chat
-        self._tools = tools
-        self._special_tokens = special_tokens
-        self._answers = [number for number, message in enumerate(chat) if message["role"] == _ASSISTANT]
-
-    def text_and_spans(self, loss: ChatLoss) -> tuple[str, Spans]:
-        """Return the text of the whole conversation and what of it was written by whom the loss looks at."""
-        text, marked = self._render(len(self._chat))
-        if loss == "all":
-            return text, []
-        answers = self._answers[-1:] if loss == "last" else self._answers
-        if not self._template.has_tags:
-            return text, [self._added(number, text) for number in answers]
-        if loss == "last" and answers:
-            # Nothing but the last answer can have marked what the messages before it did not.
-            _, before = self._render(answers[0])
-            return text, marked[len(before) :]
-        return text, marked if answers else []
-
-    def _added(self, number: int, text: str) -> tuple[int, int]:
-        """Return where the text of an answer stands: behind what asks for it, to the end of its message."""
-        before, _ = self._render(number, prompt=True)
-        after = text if number + 1 == len(self._chat) else self._render(number + 1)[0]
-        if not (after.startswith(before) and text.startswith(after)):
-            raise ChatFault(
-                f"what the assistant wrote in message {number} cannot be told from the rest: the chat template shows "
-                "earlier messages in another way once later ones are there. Put generation tags into the template, or "
-                'use loss="all"'
-            )
-        return len(before), len(after)
-
-    def _render(self, messages: int, prompt: bool = False) -> tuple[str, Spans]:
-        return self._template.render(
-            self._chat[:messages], tools=self._tools, prompt=prompt, special_tokens=self._special_tokens
-        )
-
-
-def _cell(rows: RowBatch, column: str, row: int) -> bytes:
-    return rows[column][row].tobytes()
-
-
-def _read_json(data: bytes, what: str) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ChatFault(f"the {what} are not JSON: {error}") from error
-
-
-def _read_tools(data: bytes) -> list[Any] | None:
-    tools = _read_json(data, "tools") if data else None
-    if tools is not None and not isinstance(tools, list):
-        raise ChatFault(f"the tools are a {type(tools).__name__}, not a list")
-    return tools or None
-
-
-def _read_messages(data: bytes, *, joined: bool) -> list[Message]:
-    """Return the messages as templates know them; content in parts is joined where the template wants text."""
-    found = _read_json(data, "messages")
-    if not isinstance(found, list):
-        raise ChatFault(f"the messages are a {type(found).__name__}, not a list of messages")
-    return [_message(number, one, joined) for number, one in enumerate(found)]
-
-
-def _message(number: int, found: object, joined: bool) -> Message:
-    if not isinstance(found, dict):
-        raise ChatFault(f"message {number} is a {type(found).__name__}, not a mapping with role and content")
-    # In a nested column every message has the keys of all messages, null where it has none of its own.
-    message = {key: value for key, value in found.items() if value is not None or key == "content"}
-    if "role" not in message and "from" in message:
-        message["role"] = _share_gpt_role(number, message.pop("from"))
-        message["content"] = message.pop("value", None)
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise ChatFault(f"message {number} has no role (its keys: {', '.join(map(str, found))})")
-    if "content" in message:
-        message["content"] = _content(number, message["content"], joined)
-    return message
-
-
-def _share_gpt_role(number: int, name: object) -> str:
-    role = _SHARE_GPT_ROLES.get(str(name), str(name))
-    if role not in _ROLES:
-        known = ", ".join((*_SHARE_GPT_ROLES, *_ROLES))
-        raise ChatFault(f"message {number} is from {name!r}; known are {known}")
-    return role
-
-
-def _content(number: int, content: object, joined: bool) -> object:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ChatFault(f"the content of message {number} is a {type(content).__name__}, not text")
-    texts = [_part_text(number, part) for part in content]
-    return "".join(texts) if joined else [{"type": "text", "text": text} for text in texts]
-
-
-def _part_text(number: int, part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    text = part.get("text") if isinstance(part, dict) else None
-    if kind != "text" or not isinstance(text, str):
-        raise ChatFault(
-            f"message {number} holds a part of type {kind!r}, and a Chat takes text parts only; give conversations "
-            "with images as Interleaved"
-        )
-    return text
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ChatFault(f"the text holds half of a surrogate pair at character {error.start}") from error
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
 _TOOL_TEMPLATE = "tool_use"
 _NOTHING: RowBatch = {
     "text": Ragged.from_rows([b""]),
@@ -414,7 +90,7 @@ class ChatTransform:
     Args:
         spec: What the rows hold.
         tokenizer: The job's tokenizer; it may bring the template.
-        run: Brings the rendering into process workers; without it, it runs in the caller's thread.
+        run: Moves the rendering into process workers; without it, it runs in the caller's thread.
     """
 
     def __init__(self, spec: Chat, tokenizer: TextTokenizer, run: Isolate | None = None) -> None:
@@ -484,7 +160,7 @@ def rendering(spec: Chat, tokenizer: TextTokenizer) -> RowFunction:
 
 
 def find_template(spec: Chat, tokenizer: TextTokenizer) -> str:
-    """Return the text of the template that a Chat asks for."""
+    """Return the text of the template of a Chat."""
     named = tokenizer.chat_templates
     if spec.template is not None:
         return named.get(spec.template) or template_text(spec.template, known=tuple(named))
@@ -521,7 +197,7 @@ def template_text(template: str, known: tuple[str, ...] = ()) -> str:
 
 
 def inline_templates(job: Job, tokenizer: TextTokenizer) -> Job:
-    """Return the job with template files read in: what a template says decides the stream, not where it lies."""
+    """Return the job with template files read in: the stream depends on a template's text, not on its path."""
     sources = tuple(
         source.model_copy(update={"sample": _inlined(source.sample, tokenizer)})
         if isinstance(source.sample, Chat)
@@ -541,8 +217,8 @@ def loss_in_spans(encoded: TokenSpans, spans: Ragged, characters: Int64s) -> Rag
     """Return which tokens stand for characters inside spans: 1, else 0 (uint8, aligned with the tokens).
 
     A span counts from the first token of its first character to the first token of its last one, as in the
-    assistant mask of transformers. Characters that no token stands for are passed over, and an empty
-    span counts nothing; there transformers would leave out later spans, or count up to the end of the text.
+    assistant mask of transformers. Characters without a token are skipped, and an empty span counts nothing;
+    there transformers would leave out later spans, or count up to the end of the text.
 
     Args:
         encoded: Tokens and the characters they stand for.
@@ -588,3 +264,325 @@ def _with_silence(loss: Ragged, replaced: Bools) -> Ragged:
     """Return the loss with one 0 in place of the rows that a stand-in replaces."""
     as_tokens = with_stand_ins(Ragged(loss.values.astype(np.int32), loss.offsets), replaced)
     return Ragged(as_tokens.values.astype(np.uint8), as_tokens.offsets)
+
+
+# -- conversations to text ---------------------------------------------------------------------------------------
+
+
+class ChatFault(Exception):
+    """One conversation cannot become text; the reason goes to the log with the sample's id."""
+
+
+class _Recorder:
+    """The output of one rendering so far, and the parts marked as the assistant's."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.length = 0
+        self.marked: list[tuple[int, str]] = []
+
+    def add(self, piece: str) -> None:
+        self.pieces.append(piece)
+        self.length += len(piece)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}..{% endgeneration %}`: the text between was written by the assistant."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    @jinja2.pass_context
+    def _mark(self, context: Context, caller: Macro) -> str:
+        text = str(caller())
+        # The recorder belongs to the rendering and is not stored here: threads may share a template.
+        recorder: _Recorder = context[_RECORDER]
+        recorder.marked.append((recorder.length, text))
+        return text
+
+
+class _NoClock(jinja2.Undefined):
+    """The `strftime_now` of other renderers: not defined here, so that a template can fall back on a fixed date."""
+
+    def __getattr__(self, name: str) -> Never:
+        raise AttributeError(name)  # Jinja inspects attributes of what it is about to call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Never:
+        raise ChatFault(
+            "the chat template asks for today's date (strftime_now); the same row would become other tokens tomorrow. "
+            "Write a fixed date into the template"
+        )
+
+
+def _refuse(message: object) -> Never:
+    raise ChatFault(f"the chat template refuses the conversation: {message}")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON as models were trained on it: Jinja's own filter would escape it for web pages."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Example:
+        >>> chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+        >>> text, spans = compile_template(BUILTIN_TEMPLATES["chatml"]).render(chat)
+        >>> [text[begin:end] for begin, end in spans]
+        ['Hello<|im_end|>']
+    """
+
+    def __init__(self, source: str) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _NoClock(name="strftime_now")
+        del environment.globals["lipsum"], environment.filters["random"]  # they are random
+        self._template = environment.from_string(source)
+        tree = environment.parse(source)
+        self.has_tags = any(tag.name == "_mark" for tag in tree.find_all(nodes.ExtensionAttribute))
+        """Whether it has generation tags, which mark what the assistant wrote."""
+        self.takes_parts = self._takes_parts()
+        """Whether it supports content that is a list of parts; otherwise it gets their texts joined."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: list[Any] | None = None,
+        prompt: bool = False,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> tuple[str, Spans]:
+        """Return the text of a conversation, and the spans between generation tags.
+
+        Args:
+            messages: The messages.
+            tools: JSON schemas of tools.
+            prompt: Whether the beginning of an answer of the assistant follows.
+            special_tokens: Special tokens by name, as the template knows them.
+
+        Raises:
+            ChatFault: when the template refuses the conversation or fails on it.
+        """
+        recorder = _Recorder()
+        variables = dict(special_tokens or {}) | {
+            "messages": list(messages),
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": prompt,
+            _RECORDER: recorder,
+        }
+        try:
+            for piece in self._template.generate(variables):
+                recorder.add(piece)
+        except (ChatFault, MemoryError):  # out of memory is a fault of the host, not of the row
+            raise
+        except Exception as error:  # the border to the user's template: whatever it raises is a fault of this row
+            raise ChatFault(f"the chat template fails on it: {type(error).__name__}: {error}") from error
+        text = "".join(recorder.pieces)
+        if any(not text.startswith(marked, begin) for begin, marked in recorder.marked):
+            raise ChatFault(
+                "the chat template has its generation tags inside a macro, set, call or filter block, where their "
+                "place in the text is not known; move them to where the text is put out"
+            )
+        return text, [(begin, begin + len(marked)) for begin, marked in recorder.marked]
+
+    def _takes_parts(self) -> bool:
+        probe = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
+        try:
+            text, _ = self.render([probe])
+        except ChatFault:
+            return False
+        # In quotes, the whole list was printed as Python or JSON.
+        return _PROBE in text and not any(quote + _PROBE + quote in text for quote in "'\"")
+
+
+@functools.lru_cache(maxsize=32)
+def compile_template(source: str) -> ChatTemplate:
+    """Return the compiled template; one that was compiled before is used again.
+
+    Raises:
+        SpecError: when it is no Jinja template.
+    """
+    try:
+        return ChatTemplate(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise SpecError(
+            f"the chat template is no Jinja template ({error.message}, line {error.lineno}); no conversation could "
+            "become text. Correct the template, or give another one."
+        ) from error
+
+
+def render_rows(
+    template: str,
+    special_tokens: Mapping[str, str],
+    loss: ChatLoss,
+    messages: str,
+    tools: str | None,
+    rows: RowBatch,
+) -> RowBatch:
+    """Render conversations; a pure function of its arguments, row by row.
+
+    Args:
+        template: The chat template, as Jinja text.
+        special_tokens: Special tokens by name, as the template knows them.
+        loss: Which messages to return as spans; with "all" there are none, since all tokens count.
+        messages: Column that holds the messages as JSON text.
+        tools: Column that holds the tools as JSON text.
+        rows: The rows; those marked bad are left out.
+
+    Returns:
+        Columns of as many rows: "text" (UTF-8), "spans" (int64: begin and end of each, in characters) and
+        "fault" (UTF-8: what is wrong with the row, empty where nothing is).
+    """
+    compiled = compile_template(template)
+    bad = np.asarray(rows[BAD_COLUMN], np.bool_)
+    texts, spans, faults = [b""] * num_rows(rows), [_NO_SPANS] * num_rows(rows), [b""] * num_rows(rows)
+    for row in np.flatnonzero(~bad).tolist():
+        try:
+            chat = _read_messages(_cell(rows, messages, row), joined=not compiled.takes_parts)
+            known = None if tools is None else _read_tools(_cell(rows, tools, row))
+            rendering = _Rendering(compiled, chat, known, special_tokens)
+            text, found = rendering.text_and_spans(loss) if chat else ("", [])
+            texts[row], spans[row] = _utf8(text), np.array(found, np.int64).reshape(-1)
+        except ChatFault as fault:
+            faults[row] = str(fault).encode("utf-8", "backslashreplace")
+    return {
+        "text": Ragged.from_rows(texts),
+        "spans": Ragged.from_rows(spans, np.int64),
+        "fault": Ragged.from_rows(faults),
+    }
+
+
+class _Rendering:
+    """One conversation under one template."""
+
+    def __init__(
+        self, template: ChatTemplate, chat: list[Message], tools: list[Any] | None, special_tokens: Mapping[str, str]
+    ) -> None:
+        self._template = template
+        self._chat = chat
+        self._tools = tools
+        self._special_tokens = special_tokens
+        self._answers = [number for number, message in enumerate(chat) if message["role"] == _ASSISTANT]
+
+    def text_and_spans(self, loss: ChatLoss) -> tuple[str, Spans]:
+        """Return the text of the whole conversation, and the spans that count in the loss."""
+        text, marked = self._render(len(self._chat))
+        if loss == "all":
+            return text, []
+        answers = self._answers[-1:] if loss == "last" else self._answers
+        if not self._template.has_tags:
+            return text, [self._added(number, text) for number in answers]
+        if loss == "last" and answers:
+            # Spans that the messages before the last answer do not have belong to the last answer.
+            _, before = self._render(answers[0])
+            return text, marked[len(before) :]
+        return text, marked if answers else []
+
+    def _added(self, number: int, text: str) -> tuple[int, int]:
+        """Return the span of an answer: from the end of the generation prompt to the end of its message."""
+        before, _ = self._render(number, prompt=True)
+        after = text if number + 1 == len(self._chat) else self._render(number + 1)[0]
+        if not (after.startswith(before) and text.startswith(after)):
+            raise ChatFault(
+                f"what the assistant wrote in message {number} cannot be told from the rest: the chat template renders "
+                "earlier messages differently when later ones follow. Put generation tags into the template, or "
+                'use loss="all"'
+            )
+        return len(before), len(after)
+
+    def _render(self, messages: int, prompt: bool = False) -> tuple[str, Spans]:
+        return self._template.render(
+            self._chat[:messages], tools=self._tools, prompt=prompt, special_tokens=self._special_tokens
+        )
+
+
+def _cell(rows: RowBatch, column: str, row: int) -> bytes:
+    return rows[column][row].tobytes()
+
+
+def _read_json(data: bytes, what: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ChatFault(f"the {what} are not JSON: {error}") from error
+
+
+def _read_tools(data: bytes) -> list[Any] | None:
+    tools = _read_json(data, "tools") if data else None
+    if tools is not None and not isinstance(tools, list):
+        raise ChatFault(f"the tools are a {type(tools).__name__}, not a list")
+    return tools or None
+
+
+def _read_messages(data: bytes, *, joined: bool) -> list[Message]:
+    """Return the messages as templates expect them; content in parts is joined if the template needs text."""
+    found = _read_json(data, "messages")
+    if not isinstance(found, list):
+        raise ChatFault(f"the messages are a {type(found).__name__}, not a list of messages")
+    return [_message(number, one, joined) for number, one in enumerate(found)]
+
+
+def _message(number: int, found: object, joined: bool) -> Message:
+    if not isinstance(found, dict):
+        raise ChatFault(f"message {number} is a {type(found).__name__}, not a mapping with role and content")
+    # In a nested column every message has the keys of all messages, with null for those it does not have itself.
+    message = {key: value for key, value in found.items() if value is not None or key == "content"}
+    if "role" not in message and "from" in message:
+        message["role"] = _share_gpt_role(number, message.pop("from"))
+        message["content"] = message.pop("value", None)
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise ChatFault(f"message {number} has no role (its keys: {', '.join(map(str, found))})")
+    if "content" in message:
+        message["content"] = _content(number, message["content"], joined)
+    return message
+
+
+def _share_gpt_role(number: int, name: object) -> str:
+    role = _SHARE_GPT_ROLES.get(str(name), str(name))
+    if role not in _ROLES:
+        known = ", ".join((*_SHARE_GPT_ROLES, *_ROLES))
+        raise ChatFault(f"message {number} is from {name!r}; known are {known}")
+    return role
+
+
+def _content(number: int, content: object, joined: bool) -> object:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ChatFault(f"the content of message {number} is a {type(content).__name__}, not text")
+    texts = [_part_text(number, part) for part in content]
+    return "".join(texts) if joined else [{"type": "text", "text": text} for text in texts]
+
+
+def _part_text(number: int, part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    text = part.get("text") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(text, str):
+        raise ChatFault(
+            f"message {number} holds a part of type {kind!r}, and a Chat takes text parts only; give conversations "
+            "with images as Interleaved"
+        )
+    return text
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ChatFault(f"the text holds half of a surrogate pair at character {error.start}") from error

@@ -1,4 +1,4 @@
-"""Custom: a row is whatever a user's function makes of it."""
+"""Custom: a user's function turns a row into tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from overlord.transforms.samples.per_sample import (
 )
 
 RowToTokens = Callable[[dict[str, Any]], Mapping[str, Any] | None]
-"""A user's function: {"tokens": ints, "loss_mask": ..} of a row, or None to pass over it."""
+"""A user's function: {"tokens": ints, "loss_mask": ..} of a row, or None to skip it."""
 
 
 class CustomTransform:
@@ -39,7 +39,7 @@ class CustomTransform:
 
     Args:
         spec: What the source says of it.
-        isolate: Brings the function into process workers; without it, it runs in the caller's thread.
+        isolate: Moves the function into process workers; without it, it runs in the caller's thread.
     """
 
     def __init__(self, spec: Custom, isolate: Isolate | None = None) -> None:
@@ -91,7 +91,7 @@ def custom_rows(fn: RowToTokens, rows: RowBatch) -> RowBatch:
                 flags[row] |= SKIP
                 continue
             tokens[row], masks[row] = _checked_custom(made)
-        except Exception as error:  # the border to the user's code: whatever it raises is a fault of this row
+        except Exception as error:  # the boundary to the user's code: any exception is a fault of this row
             reasons[row] = _reason(error).encode(errors="replace")
             flags[row] |= BAD
     return {
@@ -108,7 +108,7 @@ _STAND_IN: RowBatch = {
     "flags": np.full(1, BAD, np.int32),
     "fault": Ragged.from_rows([b""]),
 }
-"""What stands where a row killed its worker."""
+"""The result for a row that killed its worker."""
 
 
 def _value(rows: RowBatch, name: str, row: int) -> Any:

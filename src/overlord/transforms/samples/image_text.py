@@ -1,4 +1,4 @@
-"""ImageText: one image and its text; the image's placeholders first, then the text."""
+"""Images and text: ImageText (one image, then its text) and Interleaved (texts and images in any order)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from overlord.core.ragged import (
 )
 from overlord.core.samples import BAD, SKIP
 from overlord.errors import SpecError
-from overlord.job.specs import ImageSpec, ImageText, Interleaved, Text, image_grid
+from overlord.job.specs import ImageSpec, ImageText, Interleaved, image_grid
 from overlord.transforms.samples.images import ImageDecoder, crop_boxes, image_size, item_seeds
+from overlord.transforms.samples.media_text import ItemThenText
 from overlord.transforms.samples.per_sample import (
     STAND_IN_TOKEN,
     Bools,
@@ -42,7 +43,6 @@ from overlord.transforms.samples.per_sample import (
     ragged_column,
     row_memory,
 )
-from overlord.transforms.samples.text import TextTransform
 from overlord.transforms.samples.tokenize import TextTokenizer, decode_texts
 
 
@@ -63,7 +63,7 @@ class ImagePlaces:
 
     @property
     def margin(self) -> tuple[int, int]:
-        """Tokens before and behind the placeholders of an image."""
+        """Tokens before and after the placeholders of an image."""
         return self.lead, self.extra - self.lead
 
     @property
@@ -115,53 +115,21 @@ class ImageTextTransform:
 
     def __init__(self, spec: ImageText, tokenizer: TextTokenizer) -> None:
         self._spec = spec
-        self._text = TextTransform(Text(spec.text), tokenizer)
-        self._places = ImagePlaces.of(spec, tokenizer)
+        self._layout = ItemThenText(spec, "image", spec.image_token, tokenizer)
         self.columns = tuple(c for c in (spec.image, spec.text, spec.width, spec.height) if c)
         self.facts = TransformFacts(self.columns, ("tokens", "image"), byte_size="grows")
         self.decoder = ImageDecoder(spec)
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
-        text = self._text.measure(rows, lengths, seeds)
+        text = self._layout.text.measure(rows, lengths, seeds)
         bad = (text.flags & BAD) > 0
         images = ragged_column(rows, self._spec.image)
         widths, heights = self._sizes(rows, images, bad, text.faults)
         grids = plan_grids(self._spec, widths, heights, seeds, bad)
-        image_tokens = grids[:, 1] * grids[:, 2] // self._spec.merge**2
-        ones = np.ones(len(bad), np.int64)
-        text.kept.update(
-            media_columns(images, items=ones, nbytes=images.lengths, start=ones * self._places.lead,
-                          length=image_tokens, grid=grids, seeds=seeds)
-        )  # fmt: skip
-        front = image_tokens + self._places.extra
-        # An image without a caption is still a sample; only its text is a stand-in.
-        return Measured(
-            tokens=text.tokens + front,
-            image_tokens=image_tokens,
-            images=ones,
-            flags=np.where(bad, BAD, 0).astype(np.int32),
-            kept=text.kept,
-            faults=text.faults,
-            lies=text.lies,
-            front=front,
-            margin=self._places.margin,
-        )
+        return self._layout.measured(text, bad, images, grids[:, 1] * grids[:, 2] // self._spec.merge**2, grids, seeds)
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
-        image_tokens = flat(ragged_column(kept, "media_length")).astype(np.int64)
-        front = image_tokens + self._places.extra
-        text = self._text.finish(kept, np.maximum(planned - front, 0), bad, workers)
-        offsets = offsets_of(front + text.tokens.lengths)
-        tokens = np.empty(int(offsets[-1]), np.int32)
-        loss = np.zeros(int(offsets[-1]), np.uint8)
-        self._places.write(tokens, offsets[:-1] + self._places.lead, image_tokens)
-        places = expand_ranges(offsets[:-1] + front, text.tokens.lengths)
-        tokens[places] = text.tokens.values
-        loss[places] = text.loss.values
-        # A plan may end before the text begins; it never ends inside the image.
-        fitted, _ = fit_rows(Ragged(tokens, offsets), planned)
-        fitted_loss, _ = fit_rows(Ragged(loss, offsets), planned)
-        return Finished(fitted, fitted_loss, media_of("image", kept, planned, bad), text.faults, text.lies)
+        return self._layout.finish(kept, planned, bad, workers)
 
     def _sizes(self, rows: RowBatch, images: Ragged, bad: Bools, faults: list[Fault]) -> tuple[Int64s, Int64s]:
         if self._spec.width and self._spec.height:
@@ -179,12 +147,11 @@ class ImageTextTransform:
         return widths, heights
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Interleaved: texts and images in any order become one sequence, placeholders where the images are.
+# -- Interleaved: one sequence with placeholders where the images are ----------------------------------------------
 
 
 class RowFault(Exception):
-    """A row's texts and images do not go together; the reason goes to the log with the sample's id."""
+    """A row's texts and images do not match; the reason is logged with the sample's id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +180,7 @@ class InterleavedTransform:
         self.decoder = ImageDecoder(spec)
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
-        """Measure rows; all of their text is tokenized here, so known `lengths` are not looked at."""
+        """Measure rows; all text is tokenized here, so known `lengths` are not used."""
         broken = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
         faults: list[Fault] = unread_rows(rows)
         images, have = _row_images(rows, self._spec.images)
@@ -248,7 +215,7 @@ class InterleavedTransform:
             flags=(np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0)).astype(np.int32),
             kept=kept,
             margin=self._places.margin,
-            # One reason a row: a sample is bad once, however many of its images are.
+            # One reason per row: a sample is bad once, however many of its images are.
             faults=sorted(dict(reversed(faults)).items()),
         )
 
@@ -264,7 +231,7 @@ class InterleavedTransform:
         runs: list[str] = []
         items: list[int] = []
         picks: list[int] = []
-        # By nature one row at a time: text is split, or JSON parsed.
+        # One row at a time: text is split, or JSON parsed.
         for row, text in enumerate(texts):
             laid: tuple[list[str], Sequence[int]] = ([""], [])
             if not broken[row]:
@@ -331,7 +298,7 @@ def split_parts(text: str, columns: Sequence[str], have: Sequence[int]) -> tuple
         have: How many images each of them holds.
 
     Raises:
-        RowFault: when the parts make no sense, or name an image that is not there.
+        RowFault: when the parts are invalid, or name an image that the row does not have.
 
     Example:
         >>> split_parts('[{"type": "text", "text": "a"}, {"type": "image", "image": 1}]', ["images"], [2])
@@ -371,7 +338,7 @@ def _image_number(named: object, columns: Sequence[str], have: Sequence[int]) ->
 
 
 def _row_images(rows: RowBatch, columns: Sequence[str]) -> tuple[Ragged, Int64s]:
-    """Return all images, a ragged row each, sample after sample; and how many each sample has in each column."""
+    """Return all images, one ragged row each, sample by sample; and how many each sample has in each column."""
     parts: list[Ragged] = []
     counts: list[Int64s] = []
     for column in columns:
@@ -390,7 +357,7 @@ def _row_images(rows: RowBatch, columns: Sequence[str]) -> tuple[Ragged, Int64s]
 
 
 def _chosen_images(images: Ragged, have: Int64s, layout: _Layout) -> tuple[Ragged, Int64s]:
-    """Return the bytes of all images that each sample shows, one behind the other, and the bytes of each image."""
+    """Return the bytes of all images that each sample uses, concatenated, and the bytes of each image."""
     chosen = np.repeat(offsets_of(have)[:-1], layout.items) + layout.picks
     if not np.array_equal(chosen, np.arange(len(images))):
         images = images.take(chosen)
@@ -398,7 +365,7 @@ def _chosen_images(images: Ragged, have: Int64s, layout: _Layout) -> tuple[Ragge
 
 
 def _around(tokenizer: TextTokenizer) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return the special tokens that the tokenizer puts before and behind a text."""
+    """Return the special tokens that the tokenizer puts before and after a text."""
     whole, plain = (tokenizer.encode(["a"], special_tokens=special).values for special in (True, False))
     for at in range(len(whole) - len(plain) + 1):
         if np.array_equal(whole[at : at + len(plain)], plain):

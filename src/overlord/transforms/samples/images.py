@@ -1,4 +1,7 @@
-"""Images: size from the header alone, decode with libjpeg-turbo, resize, cut into patches. uint8 all the way."""
+"""Images: size from the header alone, decoding with libjpeg-turbo, crop, resize, patches. uint8 throughout.
+
+Every random number of an augmentation comes from the item's own seed, and the crop is known before decoding.
+"""
 
 from __future__ import annotations
 
@@ -16,102 +19,21 @@ from overlord.job.media_specs import IMAGE_FORMATS
 from overlord.job.specs import Augment, ImageSpec
 from overlord.transforms.samples.per_sample import MediaFault, decoder_faults
 
-# --------------------------------------------------------------------------------------------------------------
-# Augmentation of images: every draw comes from the item's own seed, and the crop is known before decoding.
-
-
-Int64s = npt.NDArray[np.int64]
-UInt64s = npt.NDArray[np.uint64]
-UInt8s = npt.NDArray[np.uint8]
-
-_KEYS = {
-    name: derive(0, "augment", name) for name in ("item", "area", "shape", "left", "top", "flip", "light", "contrast")
-}
-
-
-def item_seeds(seeds: UInt64s, numbers: npt.NDArray[np.integer]) -> UInt64s:
-    """Return a seed for each image of a row with several: other numbers, other draws.
-
-    Args:
-        seeds: The seed of each image's row.
-        numbers: Its place among the images of the row.
-    """
-    return hash64(_KEYS["item"], seeds ^ hash64(_KEYS["item"], numbers))
-
-
-def crop_boxes(augment: Augment, widths: npt.ArrayLike, heights: npt.ArrayLike, seeds: npt.ArrayLike) -> Int64s:
-    """Return the crop of each image as rows of (left, top, width, height).
-
-    Only sums, products, quotients and square roots: they round alike on every machine.
-
-    Example:
-        >>> crop_boxes(Augment(flip=0.5), [640], [480], [7]).tolist()
-        [[0, 0, 640, 480]]
-    """
-    width, height = np.asarray(widths, np.int64), np.asarray(heights, np.int64)
-    if augment.crop == 1:
-        zeros = np.zeros_like(width)
-        return np.stack([zeros, zeros, width, height], axis=1)
-    seed = np.asarray(seeds, np.uint64)
-    share = augment.crop + (1 - augment.crop) * _draw("area", seed)
-    turn = 2 * _draw("shape", seed) - 1
-    stretch = 1 + np.abs(turn) * (augment.ratio - 1)
-    # A crop wider than the image would have to be cut, and keep less than it should.
-    stretch = np.minimum(stretch, 1 / share)
-    stretch = np.where(turn < 0, 1 / stretch, stretch)
-    wide = np.clip(np.ceil(width * np.sqrt(share * stretch)), 1, width).astype(np.int64)
-    high = np.clip(np.ceil(height * np.sqrt(share / stretch)), 1, height).astype(np.int64)
-    left, top = (_below(room + 1, name, seed) for name, room in (("left", width - wide), ("top", height - high)))
-    return np.stack([left, top, wide, high], axis=1)
-
-
-def crop_image(image: UInt8s, augment: Augment, seed: int) -> UInt8s:
-    """Return the part of a decoded image that its seed crops: a view."""
-    ((left, top, wide, high),) = crop_boxes(augment, [image.shape[1]], [image.shape[0]], [seed]).tolist()
-    return image[top : top + high, left : left + wide]
-
-
-def alter_image(image: UInt8s, augment: Augment, seed: int) -> UInt8s:
-    """Return an image with the brightness, the contrast and the flip that its seed draws."""
-    seeds = np.array([seed], np.uint64)
-    if augment.brightness or augment.contrast:
-        picture = Image.fromarray(image)
-        for name, most, enhance in (
-            ("light", augment.brightness, ImageEnhance.Brightness),
-            ("contrast", augment.contrast, ImageEnhance.Contrast),
-        ):
-            if most:
-                picture = enhance(picture).enhance(1 + most * (2 * float(_draw(name, seeds)[0]) - 1))
-        image = np.asarray(picture)
-    return image[:, ::-1] if _draw("flip", seeds)[0] < augment.flip else image
-
-
-def _draw(name: str, seeds: UInt64s) -> npt.NDArray[np.float64]:
-    """Return numbers in [0, 1), one for each seed."""
-    return (hash64(_KEYS[name], seeds) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _below(counts: Int64s, name: str, seeds: UInt64s) -> Int64s:
-    return np.minimum((counts * _draw(name, seeds)).astype(np.int64), counts - 1)
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
 try:
     import simplejpeg
 except ImportError:  # a host without it decodes JPEG with Pillow (the same libjpeg-turbo, about half as fast)
     simplejpeg = None
 
+Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+UInt8s = npt.NDArray[np.uint8]
 
 MAX_PIXELS = 1 << 26
-"""An image whose header claims more is taken for a decompression bomb and never decoded."""
+"""An image with more pixels in its header is treated as a decompression bomb and never decoded."""
 
 _JPEG = b"\xff\xd8"
 _ALIKE = ("YCbCr", "Gray", "RGB")
-"""Colour spaces that simplejpeg and Pillow turn into the same RGB; of CMYK, Pillow's is the usual one."""
-
-
+"""Colour spaces that simplejpeg and Pillow convert to the same RGB; CMYK is left to Pillow."""
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -121,16 +43,16 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What turns an image upright, by its EXIF orientation."""
+"""The transpose that turns an image upright, by EXIF orientation."""
 _SWAPS = (5, 6, 7, 8)
 _PNG_TEXT = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
-"""Chunks of a PNG in which an orientation may stand."""
+"""Chunks of a PNG that may hold an orientation."""
 
 
 def orientation(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS) -> int:
     """Return the EXIF orientation of an image, 1 to 8; 1 where it has none, or none that can be read.
 
-    Call it after `image_size`: where a PNG has text, Pillow looks for more of it behind the pixels.
+    Call it after `image_size`: where a PNG has text, Pillow looks for more of it after the pixels.
     """
     try:
         with open_image(data, formats) as image:
@@ -139,7 +61,7 @@ def orientation(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS
             if image.format == "PNG" and not any(mark in bytes(data) for mark in _PNG_TEXT):
                 return 1
             found = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # damaged EXIF data, of which Pillow raises many kinds of errors, make no image bad
+    except Exception:  # damaged EXIF data, for which Pillow raises many kinds of errors, does not make an image bad
         return 1
     return found if found in _TURNS else 1
 
@@ -198,7 +120,7 @@ def _decode_stored(data: bytes | memoryview, formats: Sequence[str]) -> UInt8s:
             try:
                 if simplejpeg.decode_jpeg_header(data, strict=False)[2] in _ALIKE:
                     return simplejpeg.decode_jpeg(data, colorspace="RGB")
-            except Exception:  # rare colour spaces: Pillow knows them, and has the last word on faults
+            except Exception:  # rare colour spaces: Pillow supports them, and decides on faults
                 pass
         with open_image(data, formats) as image:
             pixels = np.asarray(_on_white(image))
@@ -263,7 +185,7 @@ def patchify_into(image: UInt8s, patch: int, merge: int, out: UInt8s, *, tempora
 
 @numba.njit(nogil=True, cache=True)
 def _patchify(pixels: UInt8s, height: int, width: int, patch: int, merge: int, temporal: int, out: UInt8s) -> None:
-    # Three colours taken apart in one loop become one vector load of three: three times as fast as numpy's transpose.
+    # One loop for the three colours compiles to interleaved vector loads: three times as fast as numpy's transpose.
     plane, three = np.uintp(patch * patch), np.uintp(3)
     at = np.uintp(0)
     for top in range(0, height, patch * merge):
@@ -321,7 +243,7 @@ def _look_up(rows: UInt8s, table: npt.NDArray[np.float32], out: npt.NDArray[np.f
 
 
 class ImageDecoder:
-    """Opens images at their planned grid: decoded, cropped, resized, altered, cut into patches."""
+    """Decodes images to their planned grid: decoded, cropped, resized, altered, cut into patches."""
 
     def __init__(self, spec: ImageSpec) -> None:
         self._patch = spec.patch
@@ -345,3 +267,76 @@ class ImageDecoder:
         if self._augment is not None:
             image = alter_image(image, self._augment, seed)
         patchify_into(image, self._patch, self._merge, out, temporal=self._temporal)
+
+
+# -- augmentation -----------------------------------------------------------------------------------------------
+
+_KEYS = {
+    name: derive(0, "augment", name) for name in ("item", "area", "shape", "left", "top", "flip", "light", "contrast")
+}
+
+
+def item_seeds(seeds: UInt64s, numbers: npt.NDArray[np.integer]) -> UInt64s:
+    """Return a seed for each image of a row with several images.
+
+    Args:
+        seeds: The seed of each image's row.
+        numbers: Its place among the images of the row.
+    """
+    return hash64(_KEYS["item"], seeds ^ hash64(_KEYS["item"], numbers))
+
+
+def crop_boxes(augment: Augment, widths: npt.ArrayLike, heights: npt.ArrayLike, seeds: npt.ArrayLike) -> Int64s:
+    """Return the crop of each image as rows of (left, top, width, height).
+
+    Only sums, products, quotients and square roots: they round alike on every machine.
+
+    Example:
+        >>> crop_boxes(Augment(flip=0.5), [640], [480], [7]).tolist()
+        [[0, 0, 640, 480]]
+    """
+    width, height = np.asarray(widths, np.int64), np.asarray(heights, np.int64)
+    if augment.crop == 1:
+        zeros = np.zeros_like(width)
+        return np.stack([zeros, zeros, width, height], axis=1)
+    seed = np.asarray(seeds, np.uint64)
+    share = augment.crop + (1 - augment.crop) * _draw("area", seed)
+    turn = 2 * _draw("shape", seed) - 1
+    stretch = 1 + np.abs(turn) * (augment.ratio - 1)
+    # A crop wider than the image would be cut, and keep less area than drawn.
+    stretch = np.minimum(stretch, 1 / share)
+    stretch = np.where(turn < 0, 1 / stretch, stretch)
+    wide = np.clip(np.ceil(width * np.sqrt(share * stretch)), 1, width).astype(np.int64)
+    high = np.clip(np.ceil(height * np.sqrt(share / stretch)), 1, height).astype(np.int64)
+    left, top = (_below(room + 1, name, seed) for name, room in (("left", width - wide), ("top", height - high)))
+    return np.stack([left, top, wide, high], axis=1)
+
+
+def crop_image(image: UInt8s, augment: Augment, seed: int) -> UInt8s:
+    """Return the part of a decoded image that its seed crops: a view."""
+    ((left, top, wide, high),) = crop_boxes(augment, [image.shape[1]], [image.shape[0]], [seed]).tolist()
+    return image[top : top + high, left : left + wide]
+
+
+def alter_image(image: UInt8s, augment: Augment, seed: int) -> UInt8s:
+    """Return an image with the brightness, the contrast and the flip that its seed draws."""
+    seeds = np.array([seed], np.uint64)
+    if augment.brightness or augment.contrast:
+        picture = Image.fromarray(image)
+        for name, most, enhance in (
+            ("light", augment.brightness, ImageEnhance.Brightness),
+            ("contrast", augment.contrast, ImageEnhance.Contrast),
+        ):
+            if most:
+                picture = enhance(picture).enhance(1 + most * (2 * float(_draw(name, seeds)[0]) - 1))
+        image = np.asarray(picture)
+    return image[:, ::-1] if _draw("flip", seeds)[0] < augment.flip else image
+
+
+def _draw(name: str, seeds: UInt64s) -> npt.NDArray[np.float64]:
+    """Return numbers in [0, 1), one for each seed."""
+    return (hash64(_KEYS[name], seeds) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _below(counts: Int64s, name: str, seeds: UInt64s) -> Int64s:
+    return np.minimum((counts * _draw(name, seeds)).astype(np.int64), counts - 1)

@@ -1,4 +1,4 @@
-"""A sound or a clip and its text: the item's placeholders first, then the text. What Audio and Video share."""
+"""One item (an image, a sound or a clip), then its text: the part that ImageText, Audio and Video have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from overlord.core.ragged import Ragged, RowBatch, expand_ranges, offsets_of
 from overlord.core.samples import BAD
 from overlord.errors import SpecError
-from overlord.job.specs import Audio, Text, Video
+from overlord.job.specs import Audio, ImageText, Text, Video
 from overlord.transforms.samples.per_sample import (
     STAND_IN_TOKEN,
     Bools,
@@ -39,15 +39,17 @@ def media_library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise SpecError(
-            f"a source of sounds or clips needs the library {name!r}, which cannot be imported ({error}); not one of "
-            "its rows could be measured. Install it with: pip install overlord-data[media]"
+            f"a source of sounds or clips needs the library {name!r}, which cannot be imported ({error}); none of its "
+            "rows could be measured. Install it with: pip install overlord-data[media]"
         ) from error
 
 
 class ItemThenText:
     """One item a row: [before] placeholders [after] text."""
 
-    def __init__(self, spec: Audio | Video, kind: str, item_token: str | int, tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self, spec: ImageText | Audio | Video, kind: str, item_token: str | int, tokenizer: TextTokenizer
+    ) -> None:
         self.text = TextTransform(Text(spec.text), tokenizer)
         self._kind = kind
         self._item_token = tokenizer.id_of(item_token, f"{kind}_token")
@@ -58,7 +60,7 @@ class ItemThenText:
         self, text: Measured, bad: Bools, items: Ragged, length: Int64s, grid: Int64s, seeds: UInt64s,
         seconds: npt.NDArray[np.float64] | None = None,
     ) -> Measured:  # fmt: skip
-        """Return what is known of rows whose text and items are measured.
+        """Return the metadata of rows from that of their text and of their items.
 
         Args:
             text: The text alone; its kept columns are taken over.
@@ -66,11 +68,11 @@ class ItemThenText:
             items: The encoded items.
             length: Placeholders of each.
             grid: Three numbers of each.
-            seeds: The rows' own.
+            seeds: The seeds of the rows.
             seconds: Seconds of a temporal patch.
         """
         lead = length + (self._before is not None) + (self._after is not None)
-        ones, seen = np.ones(len(bad), np.int64), self._kind == "video"
+        ones, seen = np.ones(len(bad), np.int64), self._kind != "audio"
         start = np.full(len(bad), int(self._before is not None))
         text.kept.update(
             media_columns(items, items=ones, nbytes=items.lengths, start=start, length=length, grid=grid, seeds=seeds,
@@ -84,7 +86,7 @@ class ItemThenText:
             flags=np.where(bad, BAD, 0).astype(np.int32),
             kept=text.kept,
             faults=text.faults,
-            lies=text.lies,
+            wrong_lengths=text.wrong_lengths,
             front=lead,
             margin=(int(self._before is not None), int(self._after is not None)),
         )
@@ -110,4 +112,4 @@ class ItemThenText:
         tokens[places] = text.tokens.values
         loss[places] = text.loss.values
         media = media_of(self._kind, kept, planned, bad)
-        return Finished(Ragged(tokens, offsets), Ragged(loss, offsets), media, text.faults, text.lies)
+        return Finished(Ragged(tokens, offsets), Ragged(loss, offsets), media, text.faults, text.wrong_lengths)

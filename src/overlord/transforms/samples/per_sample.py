@@ -1,9 +1,9 @@
-"""Sample transformations: measured before planning, finished after it. What every kind of sample shares.
+"""Sample transformations: measured before planning, finished after it. The interfaces and code of all sample kinds.
 
 Rules of this folder:
-1. `measure` decides every length. It sees headers and text, and never decodes an image, clip or sound.
-2. `finish` delivers exactly the planned lengths: what turns out longer is cut, shorter is padded.
-3. Media stay encoded through both; a `MediaDecoder` opens them, in the SourceLoader or in the DataConstructor.
+1. `measure` decides every length. It reads headers and text, and never decodes an image, clip or sound.
+2. `finish` delivers exactly the planned lengths: longer samples are cut, shorter ones are padded.
+3. Media stay encoded through both; a `MediaDecoder` decodes them, in the SourceLoader or in the DataConstructor.
 4. A fault belongs to one sample: it becomes a stand-in with a reason, never an exception.
 """
 
@@ -28,6 +28,8 @@ STAND_IN_TOKEN = 0
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
+Place = npt.NDArray[np.uint8]
+"""Memory that one decoded item is written into."""
 Fault = tuple[int, str]
 """(row of the batch, what is wrong with it)."""
 
@@ -43,16 +45,16 @@ class TransformFacts:
     gives: tuple[str, ...]
     """What it adds to a batch: "tokens", "image", "video", "audio"."""
     changes_length: bool = True
-    """Whether it decides how long a sample is; such a transform runs before planning, wherever else it could run."""
+    """Whether it decides the length of a sample; such a transform always runs before planning."""
     byte_size: Literal["keeps", "grows"] = "keeps"
-    """Whether what it hands over is larger than what it read: then it is better run behind the hand-over."""
+    """Whether its output is larger than its input: then it is better run in the DataConstructor."""
     holds_gil: bool = False
-    """Whether it is Python code that lets no other thread work meanwhile; such a transform runs in process workers."""
+    """Whether it is Python code that holds the interpreter lock; such a transform runs in process workers."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """What is known of some rows before planning, and what must be kept of them."""
+    """The metadata of some rows before planning, and the columns to keep of them."""
 
     tokens: Int64s
     """Raw length, placeholders included, before the overlength policy."""
@@ -66,27 +68,27 @@ class Measured:
     front: Int64s | None = None
     """Tokens in front of the text that never count in the loss; by default the image tokens."""
     margin: tuple[int, int] = (0, 0)
-    """Tokens before and behind the placeholders of an item that are never cut off from it."""
+    """Tokens before and after the placeholders of an item that are never cut off from it."""
     killed: list[Fault] = field(default_factory=list)
-    """Rows that killed their process worker twice; the verdict is written down before it counts."""
-    lies: list[Fault] = field(default_factory=list)
-    """Rows whose known length leaves nothing of a text that has tokens."""
+    """Rows that killed their process worker twice; the verdict is journaled before it takes effect."""
+    wrong_lengths: list[Fault] = field(default_factory=list)
+    """Rows with text that is left out because their known length is 0."""
 
 
 @dataclass(slots=True)
 class Finished:
-    """Some samples ready to be packed, but for their media, which are still encoded."""
+    """Samples that are ready to be packed, except for their media, which are still encoded."""
 
     tokens: Ragged
     loss: Ragged
     media: Media | None
     faults: list[Fault]
-    lies: list[Fault]
-    """Samples whose true length was not the measured one."""
+    wrong_lengths: list[Fault]
+    """Samples with another length than the measured one."""
 
 
 class Workers(Protocol):
-    """Runs pure functions side by side; the results come back in order."""
+    """A pool that runs pure functions in parallel; results are in the order of the items."""
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
         """Apply the function to every item."""
@@ -94,21 +96,21 @@ class Workers(Protocol):
 
 
 class MediaFault(Exception):
-    """The bytes of one image, clip or sound make no sense; the reason goes to the log with the sample's id."""
+    """The bytes of one image, clip or sound are invalid; the reason is logged with the sample's id."""
 
 
 DECODE_BYTES = 1 << 29
-"""More memory than any decoder needs for an item that is within our limits."""
+"""More memory than any decoder needs for an item within our limits."""
 
 
 @contextmanager
 def decoder_faults(what: str) -> Iterator[None]:
-    """Turn whatever a library raises over the bytes of one item into a MediaFault.
+    """Turn any exception of a library over the bytes of one item into a MediaFault.
 
     Decoders raise far more than they document (RuntimeError, AssertionError, struct.error, IndexError). Memory is
-    the exception: a decoder may ask for an absurd amount because the bytes say so, which is a fault of the item, or
-    the host may have none left, which must not change the stream. As much as any sound item needs is asked for to
-    tell them apart; if that fails too, the MemoryError goes on.
+    special: a decoder may request an absurd amount because the bytes say so, which is a fault of the item, or the host
+    may be out of memory, which must not change the stream. To tell them apart, as much memory as any valid item needs
+    is allocated; if that fails too, the MemoryError is raised again.
     """
     try:
         yield
@@ -123,17 +125,17 @@ def decoder_faults(what: str) -> Iterator[None]:
 
 
 class MediaDecoder(Protocol):
-    """Opens the media of one source, item by item, into memory that somebody else has laid out."""
+    """Decodes the media of one source, item by item, into memory that the caller has laid out."""
 
     def item_bytes(self, grids: npt.NDArray[np.int32]) -> Int64s:
-        """Return how many bytes each item has once it is decoded."""
+        """Return the bytes of each item after decoding."""
         ...
 
     def decode(self, data: memoryview, grid: npt.NDArray[np.int32], seed: int, out: npt.NDArray[np.uint8]) -> None:
-        """Decode one item into its place, which it must fill wholly.
+        """Decode one item into its place, which it must fill completely.
 
         Raises:
-            MediaFault: when the bytes do not decode; `out` may be half written then.
+            MediaFault: if the bytes do not decode; `out` may be partly written then.
         """
         ...
 
@@ -146,23 +148,23 @@ class SampleTransform(Protocol):
 
     @property
     def decoder(self) -> MediaDecoder | None:
-        """What opens this kind's media; None for text."""
+        """What decodes this kind's media; None for text."""
         ...
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
-        """Measure rows; `lengths` are text lengths that somebody else already knows, `seeds` the rows' own."""
+        """Measure rows; `lengths` are text lengths known from a column or sidecar, `seeds` the seeds of the rows."""
         ...
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
-        """Bring kept rows into their final form, with exactly the planned lengths."""
+        """Make the final form of kept rows, with exactly the planned lengths."""
         ...
 
 
-# -- media: columns of kept rows, and the message they become ----------------------------------
+# -- media: the columns of kept rows, and the message made of them ----------------------------------------------------
 
 MEDIA_COLUMNS = ("media", "media_bytes", "media_start", "media_length", "media_grid", "media_seconds", "media_seed")
-"""How kept rows hold media, every column ragged with a row of the sample:
-media (uint8: all encoded items of the row, one behind the other), media_bytes (int64: bytes of each item),
+"""The columns of kept rows that hold media, all ragged, one ragged row for each sample:
+media (uint8: all encoded items of the row, concatenated), media_bytes (int64: bytes of each item),
 media_start (int32: its first placeholder in the sample), media_length (int32: its placeholders),
 media_grid (int32: three numbers of each item), media_seconds (float32: of a temporal patch, 0 for images),
 media_seed (uint64: what its augmentations are drawn from)."""
@@ -182,8 +184,8 @@ def media_columns(
     """Return the columns of kept rows that hold media.
 
     Args:
-        encoded: All encoded items of each row, one behind the other.
-        items: How many items each row has; the others have one entry for each item, row after row.
+        encoded: All encoded items of each row, concatenated.
+        items: How many items each row has; the other arguments have one entry for each item, row after row.
         nbytes: Bytes of each item.
         start: Its first placeholder inside the sample.
         length: Its placeholders.
@@ -206,7 +208,7 @@ def media_columns(
 
 
 def media_of(kind: str, kept: RowBatch, planned: Int64s, bad: Bools) -> Media:
-    """Return the media of kept rows, still encoded; without the items that the planned length leaves out.
+    """Return the media of kept rows, still encoded, without the items that the planned length cuts off.
 
     Items of bad rows are marked bad: they are delivered as zeros.
     """
@@ -216,7 +218,7 @@ def media_of(kind: str, kept: RowBatch, planned: Int64s, bad: Bools) -> Media:
     nbytes = flat(ragged_column(kept, "media_bytes"))
     encoded = ragged_column(kept, "media")
     ends = np.cumsum(nbytes)
-    # An item's bytes begin where its row's begin, behind the items before it in the row.
+    # The bytes of an item begin where those of its row begin, after the items before it in the row.
     before = ends - nbytes
     first = np.concatenate([[0], np.cumsum(start.lengths)])[:-1]
     base = np.where(start.lengths > 0, before[np.minimum(first, max(len(before) - 1, 0))] if len(before) else 0, 0)
@@ -239,16 +241,16 @@ def media_of(kind: str, kept: RowBatch, planned: Int64s, bad: Bools) -> Media:
     )
 
 
-# -- what the kinds of samples share -----------------------------------------------------------
+# -- rows of tokens and of loss masks -------------------------------------------------------------------------------
 
 
 def no_seeds(rows: RowBatch) -> UInt64s:
-    """Return seeds for rows that are only looked at: what is drawn from them is the same for every row."""
+    """Return seeds for rows that are only inspected: every row has the same one."""
     return np.zeros(num_rows(rows), np.uint64)
 
 
 def flat(rows: Ragged) -> npt.NDArray[Any]:
-    """Return the values of all rows, one behind the other."""
+    """Return the values of all rows, concatenated."""
     return rows.values[rows.offsets[0] : rows.offsets[-1]]
 
 
@@ -267,7 +269,7 @@ def fit_rows(rows: Ragged, lengths: Int64s) -> tuple[Ragged, Int64s]:
 def count_loss_tokens(
     measured: Measured, delivered: npt.NDArray[np.integer], sample: Int64s, start: Int64s
 ) -> tuple[Int64s, Bools]:
-    """Return how many labels each sample will have, and which samples lose exactly one by any further cut.
+    """Return how many labels each sample will have, and which samples lose exactly one label by any further cut.
 
     The first token of a piece predicts nothing; pieces are given by their sample and first token.
     """
@@ -287,7 +289,7 @@ def count_loss_tokens(
 
 
 def measured_text(tokens: Int64s, flags: npt.NDArray[Any], kept: RowBatch, faults: list[Fault]) -> Measured:
-    """Return what is known of rows without images."""
+    """Return the metadata of rows without images."""
     zeros = np.zeros(len(tokens), np.int64)
     return Measured(tokens.astype(np.int64), zeros, zeros, flags.astype(np.int32), kept, faults)
 
@@ -322,23 +324,22 @@ def with_stand_ins(tokens: Ragged, replaced: npt.NDArray[np.bool_]) -> Ragged:
 
 
 def mask_rows(loss: npt.NDArray[np.uint8], offsets: Int64s, rows: Sequence[int]) -> None:
-    """Take whole rows out of the loss."""
+    """Mask whole rows out of the loss."""
     for row in rows:
         loss[offsets[row] : offsets[row + 1]] = 0
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Where a function over rows runs: in this thread, or in process workers, which one of the rows may kill.
-
+# -- where a function over rows runs: in this thread, or in process workers, which a row may kill ------------------
 
 RowFunction = Callable[[RowBatch], RowBatch]
-"""A pure function: as many rows out as in, each from its own row alone, whatever rows stand beside it."""
+"""A pure function: as many rows out as in, each made from its own row alone."""
 
 Isolated = Callable[[RowBatch], tuple[RowBatch, list[Fault]]]
-"""Such a function in process workers: what the surviving rows became, in order, and the rows that killed a worker."""
+"""Such a function in process workers: the results of the surviving rows, in order, and the rows that killed a "
+"worker."""
 
 Isolate = Callable[[RowFunction, str, float], Isolated]
-"""Brings a function (its name for messages, the seconds an answer may take) into process workers."""
+"""Moves a function (with its name for messages, and a deadline in seconds) into process workers."""
 
 
 def run_rows(
@@ -366,11 +367,7 @@ def run_rows(
     return take_rows(concat_rows([done, stand_in]), places), killed
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Opening media: items decoded side by side, each into its place. In a SourceLoader or in a DataConstructor.
-
-
-Place = npt.NDArray[np.uint8]
+# -- decoding of media items, in parallel, in a SourceLoader or in a DataConstructor --------------------------------
 
 
 def decode_media(media: Media, decoder: MediaDecoder, workers: Workers) -> tuple[Media, list[Fault]]:
@@ -391,7 +388,7 @@ def decode_media(media: Media, decoder: MediaDecoder, workers: Workers) -> tuple
 def decode_into(
     media: Media, items: Int64s, decoder: MediaDecoder, places: Sequence[Place], workers: Workers
 ) -> list[Fault]:
-    """Decode some items into their places; return (item, reason) of those that do not decode: they are zeros."""
+    """Decode items into their places; return (item, reason) of those that do not decode, which become zeros."""
 
     def prepare(at: int) -> list[Fault]:
         item, place = int(items[at]), places[at]

@@ -1,4 +1,4 @@
-"""What a Hugging Face processor folder says about images, clips and sounds, and how a job takes it over."""
+"""The settings of a Hugging Face processor folder for images, clips and sounds, and how a job uses them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PATCHES = ("patch", "merge", "temporal")
 """What all images and clips of a batch have in common."""
 
 _FRAME_LIMITS = "Qwen2"
-"""How the video processors are called whose size bounds one frame, as a Video's does; others bound the whole clip."""
+"""Prefix of the video processors with a size limit per frame, as in Video; others limit the whole clip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +71,19 @@ class ProcessorFacts:
     chunk_seconds: int | None = None
     """Seconds that a sound is cut or padded to."""
     image_token: str | None = None
-    """Token that stands where an image's tokens go."""
+    """Placeholder token of images."""
     video_token: str | None = None
-    """Token that stands where a clip's tokens go."""
+    """Placeholder token of clips."""
     audio_token: str | None = None
-    """Token that stands where a sound's tokens go."""
+    """Placeholder token of sounds."""
     vision_start: str | None = None
     """Token in front of an image or clip."""
     vision_end: str | None = None
-    """Token behind an image or clip."""
+    """Token after an image or clip."""
     audio_start: str | None = None
     """Token in front of a sound."""
     audio_end: str | None = None
-    """Token behind a sound."""
+    """Token after a sound."""
 
 
 def read_processor(folder: str | PathLike[str]) -> ProcessorFacts:
@@ -161,8 +161,8 @@ def _with_sources(job: Job, sources: list[Source]) -> Job:
     return job.replace(sources=tuple(sources))
 
 
-def _filled(source: Source, values: Mapping[str, Any], whose: str) -> Source:
-    """Return a source with the fields that its sample leaves open; `whose` says in an error where they are from."""
+def _filled(source: Source, values: Mapping[str, Any], origin: str) -> Source:
+    """Return a source with the fields that its sample leaves open; errors name the `origin` of the values."""
     spec = source.sample
     given = spec.model_fields_set
     open_fields = type(spec).model_fields.keys() - given
@@ -170,11 +170,11 @@ def _filled(source: Source, values: Mapping[str, Any], whose: str) -> Source:
     if not changes:
         return source
     try:
-        # Built from what was given alone, so that it can still be told from what was filled in.
+        # Built from the given fields, so that these can still be told from the filled ones.
         filled = type(spec)(**{name: getattr(spec, name) for name in given}, **changes)
     except SpecError as error:
         said = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-        raise SpecError(f"source {source.name!r}, with {whose} ({said}): {error}") from error
+        raise SpecError(f"source {source.name!r}, with {origin} ({said}): {error}") from error
     return source.model_copy(update={"sample": filled})
 
 
@@ -187,7 +187,7 @@ def _fields_for(spec: Spec, facts: ProcessorFacts) -> dict[str, Any]:
             "seconds": facts.chunk_seconds,
             "audio_token": facts.audio_token,
         }
-    # Many text tokenizers know these tokens too; only a folder that can open images means them.
+    # Many text tokenizers have these tokens too; they matter only in a folder with an image processor.
     borders = {"before": facts.vision_start, "after": facts.vision_end} if facts.patch else {}
     vision: dict[str, Any] = borders | {"patch": facts.patch, "merge": facts.merge, "temporal": facts.temporal_patch}
     if isinstance(spec, Video):
@@ -275,7 +275,7 @@ def _tokens(folder: Path, whole: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field, (keys, usual) in _KNOWN_TOKENS.items():
         candidates = [named[key] for key in keys if key in named] + list(usual)
-        # A processor writes the names it was born with, whether its tokenizer knows them or not.
+        # A processor saves its default names, whether or not its tokenizer has these tokens.
         found[field] = next((token for token in candidates if token in added), None)
     return found
 

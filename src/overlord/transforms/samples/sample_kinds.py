@@ -1,4 +1,4 @@
-"""Which transform each kind of sample asks for."""
+"""The transform of each kind of sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from overlord.transforms.samples.video import VideoTransform
 
 
 def reserve_placeholders(job: Job, tokenizer: TextTokenizer) -> None:
-    """Keep the placeholders of a job's media out of its texts, where they would stand for media that are not there."""
+    """Keep the placeholder tokens of a job's media out of its texts, where no media would belong to them."""
     fields = ("image_token", "audio_token", "video_token")
     named: set[str | int | None] = {getattr(source.sample, f, None) for source in job.sources for f in fields}
     ids = {tokenizer.find(token) if isinstance(token, str) else token for token in named}
@@ -23,12 +23,12 @@ def reserve_placeholders(job: Job, tokenizer: TextTokenizer) -> None:
 
 
 def make_transform(source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None = None) -> SampleTransform:
-    """Return the transform that a source's sample spec asks for.
+    """Return the transform for a source's sample spec.
 
     Args:
         source: The source.
         tokenizer: The job's tokenizer.
-        isolate: Brings Python code that holds the interpreter into process workers; None runs it in the caller.
+        isolate: Moves Python code that holds the interpreter lock into process workers; None runs it in the caller.
     """
     spec = source.sample
     if isinstance(spec, Custom):

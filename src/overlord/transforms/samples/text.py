@@ -45,23 +45,23 @@ class TextTransform:
         bad = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
         faults: list[Fault] = unread_rows(rows)
         column = ragged_column(rows, self._spec.column)
-        lies: list[Fault] = []
+        wrong: list[Fault] = []
         if lengths is not None:
-            lies = self._left_out(column, lengths, bad)
+            wrong = self._left_out(column, lengths, bad)
             claimed, empty = np.where(bad, 1, np.maximum(lengths, 1)), lengths <= 0
             kept: RowBatch = {"raw": column, "claimed": claimed}
-            # No text has that many tokens: a wild claim must not cost memory, nor leave 32 bits.
+            # No text has that many tokens: an absurd claim must not cost memory, nor exceed 32 bits.
             tokens = np.minimum(claimed, np.minimum(16 * column.lengths + 1024, np.iinfo(np.int32).max))
         else:
             encoded, empty = self._encode(column, bad, faults)
             tokens, kept = encoded.lengths, {"tokens": encoded}
         kept["empty"] = empty
         measured = measured_text(tokens, np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0), kept, faults)
-        measured.lies = lies
+        measured.wrong_lengths = wrong
         return measured
 
     def _left_out(self, column: Ragged, lengths: Int64s, bad: Bools) -> list[Fault]:
-        """Return the rows that have text by themselves and none by their known length: they are cut to nothing."""
+        """Return the rows that have text although their known length is 0: all of it is left out."""
         asked = np.flatnonzero((lengths <= 0) & ~bad & (column.lengths > 0))
         if not len(asked):
             return []
@@ -73,13 +73,13 @@ class TextTransform:
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
         faults: list[Fault] = []
-        tokens, lies = _text_tokens(kept, bad, faults, self._encode)
-        # The stand-in of an empty text (beside an image) is there for its place only.
+        tokens, wrong = _text_tokens(kept, bad, faults, self._encode)
+        # The stand-in of an empty text (next to an image) does not count in the loss.
         loss = np.repeat(~bad & ~np.asarray(kept["empty"], np.bool_), planned).astype(np.uint8)
         fitted, padding = fit_rows(tokens, planned)
         loss[padding] = 0
         mask_rows(loss, fitted.offsets, [row for row, _ in faults])
-        return Finished(fitted, Ragged(loss, fitted.offsets), None, faults, lies)
+        return Finished(fitted, Ragged(loss, fitted.offsets), None, faults, wrong)
 
     def _encode(self, column: Ragged, bad: Bools, faults: list[Fault]) -> tuple[Ragged, Bools]:
         """Encode rows; bad and empty ones become one stand-in token. Marks rows that are not UTF-8 as bad."""
@@ -101,7 +101,7 @@ class TextTransform:
 
 
 def with_borders(tokens: Ragged, bos: int | None, eos: int | None) -> Ragged:
-    """Return the rows with a token before and one behind each; not where it is there already, nor to empty rows.
+    """Return the rows with bos before and eos after each, unless it is already there or the row is empty.
 
     Example:
         >>> rows = Ragged.from_rows([[5, 6], [], [1, 5]], np.int32)
@@ -147,18 +147,18 @@ def _text_tokens(
     faults: list[Fault],
     encode: Callable[[Ragged, Bools, list[Fault]], tuple[Ragged, Bools]],
 ) -> tuple[Ragged, list[Fault]]:
-    """Return the text's tokens, and where they are not as long as was claimed."""
+    """Return the tokens of the texts, and the rows with another length than claimed."""
     if "tokens" in kept:
         return ragged_column(kept, "tokens"), []
     tokens, _ = encode(ragged_column(kept, "raw"), bad.copy(), faults)
     claimed = np.asarray(kept["claimed"])
     broken = {row for row, _ in faults}
-    lies = [
+    wrong = [
         (int(r), f"its length column says {int(claimed[r])} tokens, the text has {int(tokens.lengths[r])}")
         for r in np.flatnonzero((tokens.lengths != claimed) & ~bad)
         if int(r) not in broken
     ]
-    return tokens, lies
+    return tokens, wrong
 
 
 def _rows_with(column: Ragged, found: Bools) -> Bools:

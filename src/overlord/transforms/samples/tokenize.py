@@ -1,4 +1,4 @@
-"""Text to token ids, in batches, with a Hugging Face `tokenizers` file, and what its folder says beside it."""
+"""Text to token ids, in batches, with a Hugging Face `tokenizers` file and the settings of its folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from overlord.errors import SpecError
 Int32s = npt.NDArray[np.int32]
 
 DEFAULT_TEMPLATE = "default"
-"""Name of the chat template that is used unless another one is asked for."""
+"""Name of the chat template that is used by default."""
 
 _CONFIG = "tokenizer_config.json"
 _SPECIAL_MAP = "special_tokens_map.json"
@@ -29,18 +29,18 @@ _OWN_DECODER = "added_tokens_decoder"  # where a config has it, special_tokens_m
 
 @dataclass(frozen=True, slots=True)
 class TokenSpans:
-    """Token ids of some texts, and the characters of its text that each token stands for."""
+    """Token ids of some texts, and the characters that each token stands for."""
 
     tokens: Ragged
     """Token ids (int32)."""
     begin: Int32s
     """First character of each token, one entry a token, text after text."""
     end: Int32s
-    """One behind its last character; equal to `begin` for a token that stands for no character."""
+    """One past its last character; equal to `begin` for a token without characters."""
 
 
 class TextTokenizer:
-    """A loaded tokenizer, what its folder says about it, and the digest of both.
+    """A loaded tokenizer, the settings of its folder, and the digest of both.
 
     Args:
         path: A tokenizer.json, or a Hugging Face tokenizer or processor folder; of a bare file nothing else is read.
@@ -109,7 +109,7 @@ class TextTokenizer:
         spelled = self._spelling.encode_batch_fast(chosen, add_special_tokens=special_tokens)
         for row, encoding in zip(wrong.tolist(), spelled, strict=True):
             ids = np.array(encoding.ids, np.int32)
-            # A placeholder that is an ordinary word of the vocabulary cannot be spelled: it becomes the first one.
+            # A placeholder that is an ordinary word of the vocabulary cannot be spelled: it becomes token 0.
             parts[row] = np.where(np.isin(ids, self._reserved), 0, ids).astype(np.int32)
         return Ragged.from_rows(parts, np.int32)
 
@@ -157,7 +157,7 @@ class TextTokenizer:
         return found
 
     def border_id(self, field: Literal["bos", "eos"], wanted: bool | str | int) -> int | None:
-        """Return the id of the token that `bos` or `eos` of a Text asks for; None when it asks for none.
+        """Return the id of the token for `bos` or `eos` of a Text; None if it is False.
 
         Raises:
             SpecError: when there is no such token.
@@ -169,8 +169,8 @@ class TextTokenizer:
         found = wanted if isinstance(wanted, int) else self._tokenizer.token_to_id(wanted)
         if found is None or found > np.iinfo(np.int32).max or self._tokenizer.id_to_token(found) is None:
             raise SpecError(
-                f"{field}={wanted!r}: the tokenizer {self._path!r} has no such token; the model would meet an id it "
-                f"does not know, or none. Give a token of the vocabulary, its id, or {field}=True for the tokenizer's "
+                f"{field}={wanted!r}: the tokenizer {self._path!r} has no such token; the model would get an unknown "
+                f"id, or none. Give a token of the vocabulary, its id, or {field}=True for the tokenizer's "
                 "own."
             )
         return int(found)
@@ -187,7 +187,7 @@ class TextTokenizer:
         if found is None:
             raise SpecError(
                 f"{field}=True: the folder {self._path!r} names {named!r} as its {field}_token, which is not in its "
-                f"vocabulary; texts would run into each other. Save the folder anew with `save_pretrained(...)`, or "
+                f"vocabulary; texts would run into each other. Save the folder again with `save_pretrained(...)`, or "
                 f'name another token: {field}="<token>".'
             )
         return found
@@ -256,12 +256,12 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise SpecError(
             f"tokenizer: {str(file)!r} is not JSON ({error}); the special tokens and sizes it names would be unknown. "
-            "Save the folder anew with `save_pretrained(...)`."
+            "Save the folder again with `save_pretrained(...)`."
         ) from error
     if not isinstance(content, dict):
         raise SpecError(
             f"tokenizer: {str(file)!r} holds a {type(content).__name__}, not keys and values; the special tokens and "
-            "sizes it names would be unknown. Save the folder anew with `save_pretrained(...)`."
+            "sizes it names would be unknown. Save the folder again with `save_pretrained(...)`."
         )
     return content
 

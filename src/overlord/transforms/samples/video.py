@@ -35,7 +35,7 @@ from overlord.transforms.samples.tokenize import TextTokenizer
 UInt8s = npt.NDArray[np.uint8]
 
 MAX_FRAMES = 1 << 31
-"""A clip whose header claims more frames makes no sense."""
+"""A header with more frames than this is invalid."""
 
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,mpegts,mpeg,ogg"
 
@@ -47,7 +47,7 @@ class Clip:
     frames: int
     """Its frames."""
     keys: int
-    """Its key frames; 0 where nobody asked."""
+    """Its key frames; 0 if they were not requested."""
     rate: float
     """Frames a second, on average."""
     width: int
@@ -115,7 +115,7 @@ class VideoDecoder:
         written = 0
         for number, pixels in _decode_frames(data, wanted, key_frames=spec.frames == "key"):
             small = resize_image(pixels, rows * spec.patch, cols * spec.patch)
-            # A frame that is wanted twice stands in neighbouring places.
+            # A frame that is used twice fills neighbouring places.
             while written < len(wanted) and wanted[written] == number:
                 _patchify_frame(small, places, written)
                 written += 1
@@ -132,7 +132,7 @@ def read_clip(data: bytes | memoryview, *, key_frames: bool = False) -> Clip:
     The packets are counted where the header does not tell the frames, or for the key frames.
 
     Raises:
-        MediaFault: when there is no readable header, or it makes no sense.
+        MediaFault: when there is no readable header, or it is invalid.
     """
     with _open(data) as (container, stream):
         frames, keys = int(stream.frames), 0
@@ -152,9 +152,9 @@ def read_clip(data: bytes | memoryview, *, key_frames: bool = False) -> Clip:
 
 @contextmanager
 def _open(data: bytes | memoryview) -> Iterator[tuple[Any, Any]]:
-    """Open a container from memory; whatever the library finds wrong inside is a MediaFault."""
+    """Open a container from memory; an error of the library inside is a MediaFault."""
     av = media_library("av")
-    # Playlists are no clips: their demuxers would open other files and addresses.
+    # Playlists are excluded: their demuxers would open other files and addresses.
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
     with decoder_faults("no readable clip header"):
         container = av.open(io.BytesIO(data), options=options, metadata_errors="ignore")
@@ -162,7 +162,7 @@ def _open(data: bytes | memoryview) -> Iterator[tuple[Any, Any]]:
         stream = container.streams.best("video")
         if stream is None or stream.codec_context is None:
             raise MediaFault("there is no video in the clip, or no decoder for it")
-        # Clips are decoded side by side; threads inside one would only get in their way.
+        # Clips are decoded in parallel; threads inside one decoder would only compete with them.
         stream.thread_type = "NONE"
         stream.codec_context.thread_count = 1
         yield container, stream

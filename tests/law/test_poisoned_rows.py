@@ -1,4 +1,4 @@
-"""A row that kills its worker twice: a stand-in, a journaled verdict, and nobody runs it again."""
+"""A row that kills its worker twice: a stand-in, a journaled verdict, and it is not run again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.core.ragged import BAD_COLUMN, take_rows
-from overlord.roles.poisoned_rows import Verdict, Verdicts, verdicts_from_json
+from overlord.roles.poisoned_rows import PoisonedRows, Verdict, verdicts_from_json
 from overlord.stores.journal import Journal
 from overlord.stores.places import open_place
 from overlord.stores.store import newest_lineage
@@ -46,7 +46,7 @@ def die(how: str) -> None:
 
 
 def deadly_job(folder: Path, how: str, *, rows: int = ROWS, at: int = AT, **custom) -> ol.Job:
-    """A job whose function dies of one row, and writes down each time that it is given it."""
+    """A job with a function that dies of one row, and records each time that it gets it."""
     folder.mkdir(exist_ok=True)
     (folder / "s.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(rows)))
     calls = str(folder / "calls")
@@ -200,7 +200,7 @@ def test_a_verdict_is_on_disk_before_it_counts():
             assert durable
             raise ol.StoreError("no space left")
 
-    verdicts = Verdicts(Full())
+    verdicts = PoisonedRows(Full())
     with pytest.raises(ol.StoreError):
         verdicts.add("s", 1, "why")
     assert not verdicts.known("s", np.array([1])).any()
@@ -209,7 +209,7 @@ def test_a_verdict_is_on_disk_before_it_counts():
 
 def test_threads_add_and_ask_at_once(tmp_path):
     journal = journal_in(tmp_path)
-    verdicts = Verdicts(journal, lock=threading.Lock())
+    verdicts = PoisonedRows(journal, lock=threading.Lock())
 
     def use(number):
         verdicts.add("ab"[number % 2], number // 4, f"why {number // 4}")
@@ -225,17 +225,17 @@ def test_threads_add_and_ask_at_once(tmp_path):
 
 def test_a_rollback_takes_no_verdict_of_the_future_it_leaves(tmp_path):
     journal = journal_in(tmp_path)
-    verdicts = Verdicts(journal)
+    verdicts = PoisonedRows(journal)
     for step, row in ((3, 30), (9, 90)):
         verdicts.step = step
         verdicts.add("s", row, "why")
     state = {"step": 5, "verdicts": {"s": {"30": "why"}}}
-    rolled_back = Verdicts.recover(journal, state, [], ["s"])
+    rolled_back = PoisonedRows.recover(journal, state, [], ["s"])
     assert rolled_back.known("s", np.array([30, 90])).tolist() == [True, False]
-    latest = Verdicts.recover(journal, state, list(journal.records()), ["s"])
+    latest = PoisonedRows.recover(journal, state, list(journal.records()), ["s"])
     assert latest.known("s", np.array([30, 90])).tolist() == [True, True]
     assert [r["row"] for r in journal.records() if r["kind"] == "verdict"] == [30, 90]
-    assert Verdicts.recover(journal, None, [], ["s"]).to_json() == {}
+    assert PoisonedRows.recover(journal, None, [], ["s"]).to_json() == {}
 
 
 ROW = st.integers(0, 2**63 - 1)
@@ -246,7 +246,7 @@ VERDICT = st.builds(Verdict, st.text(min_size=1), st.integers(0, 5))
 
 @given(st.dictionaries(st.sampled_from(["a", "b", "c"]), st.dictionaries(ROW, VERDICT, min_size=1)), ROW)
 def test_verdicts_survive_json(known, other):
-    verdicts = Verdicts(None, known)  # type: ignore[arg-type]
+    verdicts = PoisonedRows(None, known)  # type: ignore[arg-type]
     text = json.dumps(verdicts.to_json())
     assert verdicts_from_json(json.loads(text), ["a", "b", "c"]) == known
     for source, rows in known.items():
