@@ -25,7 +25,7 @@ from overlord.job.reconcile import Reconcile
 from overlord.job.spec_model import as_number
 from overlord.job.specs import Job, Mixture, Source
 from overlord.job_files import JobFile, load_job_file
-from overlord.launch_spec import Budget
+from overlord.launch_spec import Budget, Launch
 from overlord.planning.checking import Strategy
 from overlord.roles.changes import FIXED_WHILE_RUNNING
 from overlord.roles.client import Client
@@ -115,7 +115,7 @@ class Service:
 
     def skip_steps(self, count: int, at_step: int | None = None) -> int:
         """Pass over so many global batches, as after a loss spike; return the step before which they are left out."""
-        if not is_whole(count) or count < 1:
+        if not is_whole(count, 1):
             raise SpecError(f"skip_steps: count is {count!r}; nothing would be skipped. Give a number of steps.")
         return self._runtime.skip_steps(int(count), _step_or_none("skip_steps", at_step), uuid.uuid4().hex)
 
@@ -311,9 +311,29 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     refuse_torch_workers("launch")
     loaded = _loaded(job)
     options, job = loaded.call(given), loaded.job
+    told = service_options(job, options)
+    limits = functools.partial(limits_of, canonical(job), options.layout)
+    few = few_samples(job, options.mesh)
+    if few is not None:
+        logger.warning("%s", few)
+    door = None if options.metrics is None else _open_door(options.metrics, options.runtime)
+    try:
+        return Service(_start(options.runtime, job, told, options.progress), options.mesh, limits, door)
+    except BaseException:
+        if door is not None:
+            door.close()
+        raise
+
+
+def service_options(job: Job, options: Launch) -> ServiceOptions:
+    """Return what the runtimes are told of a launch: sizes, places and paths follow from its options.
+
+    Raises:
+        SpecError: An option does not fit the job or its runtime.
+        StateError: The state is damaged, or is to be found in a store that is not given.
+    """
     sizing = sizing_of(job, options.loaders_per_source, options.scaling, options.budget, options.profile)
-    chosen_shadows = shadows_of(canonical(job), options)
-    service_options = ServiceOptions(
+    return ServiceOptions(
         mesh=options.mesh,
         prefetch=options.prefetch,
         loaders_per_source=sizing.loaders_per_source,
@@ -336,22 +356,11 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         skip_steps=options.skip_steps,
         layout=options.layout,
         placement=options.placement,
-        cluster=cluster_of(options, chosen_shadows),
+        cluster=cluster_of(options, shadows_of(canonical(job), options)),
         reconcile=options.reconcile,
         on_source_failure=options.on_source_failure,
         service=uuid.uuid4().hex,
     )
-    limits = functools.partial(limits_of, canonical(job), options.layout)
-    few = few_samples(job, options.mesh)
-    if few is not None:
-        logger.warning("%s", few)
-    door = None if options.metrics is None else _open_door(options.metrics, options.runtime)
-    try:
-        return Service(_start(options.runtime, job, service_options, options.progress), options.mesh, limits, door)
-    except BaseException:
-        if door is not None:
-            door.close()
-        raise
 
 
 def connect(address: str, rank: int, step: int | None = None) -> Client:
@@ -426,7 +435,7 @@ def _loaded(job: object) -> JobFile:
 
 
 def _step(what: str, step: int) -> int:
-    if not is_whole(step) or step < 0:
+    if not is_whole(step, 0):
         raise SpecError(f"{what}: {step!r:.80} is not a number of steps. Give a whole number of 0 or more.")
     return int(step)
 
@@ -464,7 +473,7 @@ def _check_state(state: object, store: object) -> Mapping[str, Any] | None:
         return state
     if state is None:
         return None
-    if state != "latest" and (not isinstance(state, int) or isinstance(state, bool) or state < 0):
+    if state != "latest" and not is_whole(state, 0):
         remedy = "Give what client.state_dict() returned, 'latest' or a step."
         raise StateError(f"state is {state!r:.80}; nothing could be resumed from it. {remedy}")
     if store is None:

@@ -193,11 +193,12 @@ def is_finite(value: object) -> TypeGuard[int | float]:
         return False
 
 
-def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, of Python or of numpy.
+def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
+    """Whether a value is a whole number, of Python or of numpy, and not below the least one.
 
     Example:
-        >>> is_whole(3), is_whole(True), is_whole("3")
-        (True, False, False)
+        >>> is_whole(3), is_whole(True), is_whole("3"), is_whole(0, 1)
+        (True, False, False, False)
     """
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    return whole and (least is None or cast("int", value) >= least)

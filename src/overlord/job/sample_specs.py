@@ -26,8 +26,8 @@ from overlord.job.spec_model import Spec, Takes, Word, code_of, real, spec_field
 def _as_border_token(value: object) -> object:
     if isinstance(value, bool) or (isinstance(value, str) and value):
         return value
-    if is_whole(value) and cast("int", value) >= 0:
-        return int(cast("int", value))
+    if is_whole(value, 0):
+        return int(value)
     raise Fault(
         "this must be true (the tokenizer's own token), false, a token of the tokenizer (text) or its id (0 or more); "
         'the ends of the texts would be unknown. Write true, "</s>" or the id'

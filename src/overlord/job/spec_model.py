@@ -28,6 +28,7 @@ from overlord.core.spec_errors import (
     explain,
     follow,
     is_finite,
+    is_whole,
     list_some,
     name_choices,
 )
@@ -288,8 +289,7 @@ def token(why: str) -> BeforeValidator:
     """Check a token of the tokenizer, as text or as its id; `why` says what another value would cause."""
 
     def check(value: object) -> object:
-        whole_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        if whole_id or (isinstance(value, str) and value):
+        if is_whole(value, 0) or (isinstance(value, str) and value):
             return value
         raise Fault(f"this must be a token of the tokenizer (text) or its id (0 or more); {why}")
 

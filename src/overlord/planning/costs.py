@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import PlainValidator, model_validator
 
-from overlord.core.spec_errors import Fault, conflict, did_you_mean, show
+from overlord.core.spec_errors import Fault, conflict, did_you_mean, is_whole, show
 from overlord.errors import SpecError
 from overlord.job.spec_model import Spec, as_number, real
 
@@ -278,8 +278,8 @@ def checked_lengths(lengths: npt.ArrayLike) -> Int64s:
 
 def whole(field: str, value: int, least: int = 1, most: int = LARGEST_SUM) -> int:
     """Return a whole number within limits, or say that it is none."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
-        over = isinstance(value, int | np.integer) and value > most
+    if not is_whole(value, least) or value > most:
+        over = is_whole(value, least)
         limits = f"from {least} to {most}" if over or most < LARGEST_SUM else f"of at least {least}"
         raise SpecError(f"{field} is {show(value)}; such a model has no cost. Give a whole number {limits}")
     return int(value)

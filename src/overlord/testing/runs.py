@@ -6,27 +6,19 @@ import functools
 import os
 import shutil
 import tempfile
-import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, cast
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.job.launch_words import DEFAULT_CACHE, Runtime
-from overlord.job.layout_specs import Layout
 from overlord.job.specs import Job
-from overlord.planning.checking import Strategy
-from overlord.roles.assignment import shadowed
-from overlord.runtimes.autoscaling.scaler import MOST_LANES
+from overlord.launch_spec import LaunchOptions
 from overlord.runtimes.inline.inline_cluster import InlineCluster
-from overlord.runtimes.launching.cluster_placement import ClusterOptions
 from overlord.runtimes.launching.deployment import limits_of
-from overlord.runtimes.launching.launch_options import LaunchOptions as ServiceOptions
 from overlord.runtimes.launching.resume import canonical
-from overlord.scaling.autoscaler import Scaling
-from overlord.session import Service, launch
+from overlord.session import Service, launch, service_options
 from overlord.testing.clock import FakeClock
 from overlord.testing.digests import Before, Report, StreamDigests, digest_service, digests_of
 from overlord.testing.fault_script import FaultScript
@@ -44,40 +36,25 @@ Shadows = bool | Literal["auto"] | Collection[str]
 
 
 @contextmanager
-def launch_for_faults(  # noqa: PLR0913 - as `launch`
+def launch_for_faults(
     job: Job,
     script: FaultScript | None = None,
     *,
-    mesh: ClientPlaceTree | None = None,
-    strategy: Strategy | None = None,
-    prefetch: int = 2,
-    shadows: Shadows = True,
-    loader_hosts: int = 2,
     most_workers: int = 0,
-    heartbeat: float = HEARTBEAT_S,
-    keep: int = 256,
-    store: str | os.PathLike[str] | None = None,
-    state: Mapping[str, Any] | None = None,
     isolate: Isolate | None = None,
-    cache: str | os.PathLike[str] = DEFAULT_CACHE,
+    **options: Any,
 ) -> Iterator[tuple[Service, Storm]]:
     """Launch a supervised service in this process, on a clock of its own; gives it and what goes wrong with it.
 
     One process and one thread, as on the inline runtime, but with the roles, messages and the supervisor of a cluster.
     With `most_workers` of all sources `Storm.resize` deals them out, and there are loader hosts that sleep at first.
+    The other options are those of `launch`; all sources have a shadow, and there are two loader hosts, by default.
     """
-    tree = mesh or ClientPlaceTree()
+    sizes: dict[str, Any] = {"scaling": True, "budget": {"cpus": most_workers}} if most_workers else {}
+    given = LaunchOptions().call({"shadows": True, "loader_hosts": 2, "threads": 1} | sizes | options)
     storm = Storm(script or FaultScript(), FakeClock())
-    options = ServiceOptions(
-        mesh=tree, prefetch=prefetch, threads=1, strategy=strategy, heartbeat_s=heartbeat, keep=keep,
-        store=None if store is None else str(Path(store).absolute()), state=state,
-        cache=str(Path(cache).expanduser().absolute()),
-        service=uuid.uuid4().hex,
-        scaling=Scaling() if most_workers else None, lanes=most_workers or MOST_LANES,
-        cluster=ClusterOptions(loader_hosts=loader_hosts, shadows=shadowed(canonical(job).sources, shadows)),
-    )  # fmt: skip
-    cluster = storm.cluster = InlineCluster(job, options, storm.clock, storm, isolate)
-    with Service(cluster, tree, functools.partial(limits_of, canonical(job), Layout())) as service:
+    cluster = storm.cluster = InlineCluster(job, service_options(job, given), storm.clock, storm, isolate)
+    with Service(cluster, given.mesh, functools.partial(limits_of, canonical(job), given.layout)) as service:
         yield service, storm
         storm.calm()
 
