@@ -27,7 +27,7 @@ from overlord.job.layout_specs import Layout
 from overlord.job.specs import Job, Video
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
-from overlord.runtimes.hosts.prefetch import CallerLanes, Hands, SerialWorkers, ThreadWorkers
+from overlord.runtimes.hosts.prefetch import Executors, InlineExecutor, SerialWorkers, ThreadWorkers
 from overlord.runtimes.launching.deployment import Roles, deploy, few_samples, limits_of
 from overlord.runtimes.launching.launch_options import LaunchOptions
 
@@ -133,7 +133,7 @@ def explain_job(job: Job, name: str, options: ExplainOptions, tell: Tell) -> Exp
                 layout=options.layout,
                 placement=options.placement,
             )
-            hands = Hands(callers, SerialWorkers(), CallerLanes())
+            hands = Executors(callers, SerialWorkers(), InlineExecutor())
             roles = deploy(job, launch, store, hands, tell, isolate_reader=isolated())
             try:
                 return _explain(roles, job, name, options, steps, notes, tell)

@@ -8,7 +8,7 @@ one policy:
     end             an exit is noticed at once; `how_it_ended` puts it in words
     replace         after a pause that grows (Backoff), until too many failures in a row had no progress (Restarts)
 
-Every limit stands in `Limits`, and one function derives them from the heartbeat.
+Every limit stands in `Limits`, which derives them from the heartbeat.
 """
 
 from __future__ import annotations
@@ -21,130 +21,65 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 HEARTBEAT_S = 5.0
 """The default of `launch(heartbeat=)`."""
 
 
-@dataclass(frozen=True, slots=True)
 class Limits:
-    """Time limits in seconds; made by `limits_of`."""
+    """The time limits of all supervisors, in seconds, derived from the heartbeat.
 
-    # Silence: a process that runs and says nothing for longer hangs, and is killed.
-    role_silence: float
-    """A role that serves."""
-    service_silence: float
-    """The service process. Longer than that of a role: the service itself must be able to wait for one."""
-    role_starting_silence: float
-    """A role between its first sign of life and its first call: it imports and parses meanwhile."""
-    service_starting_silence: float
-    """The service process between its first sign of life and its address: it opens sources meanwhile."""
-    lease: float
-    """A role that is asked for no heartbeat. It was replaced, and ends itself. Longer than the two silences above."""
-    away: float
-    """A supervisor that did not look for so long was stopped itself; its children are not blamed for that time."""
-
-    # Starts.
-    service_first_sign: float
-    """The interpreter of a service process, on a busy host."""
-    role_first_sign: float
-    """A role process, which is forked."""
-    actor_first_sign: float
-    """A Ray actor."""
-    open_sources: float
-    """All sources of a job: listings of object stores are slow, and progress is shown."""
-    listen: float
-    """A role process until its socket takes connections."""
-    fork_first: float
-    """A fork server until its first answer: it imports all that its children share."""
-    fork: float
-    """A fork server from then on."""
-    ray_reach: float
-    """A connection to the address of a Ray cluster."""
-    ray_reserve: float
-    """Ray, to reserve what was idle a moment ago."""
-
-    # Work.
-    slow_call: float
-    """A call to a loader host; then its shadows take over, where it has some."""
-    load_function: float
-    """A worker that loads a function: it may import a large library."""
-    read: float
-    """A read of a local file in a reader process. Remote ones have the limits of their filesystem."""
-    damaged_file: float
-    """How long a file that crashed its readers is refused without another try: it may have been restored then."""
-    ray_plan: float
-    """The transfer of a plan through Ray's object store."""
-
-    # Ends.
-    last_output: float
-    """A service process that has closed its output, until it is gone."""
-    rewind: float
-    """A service process that goes back to an earlier step, until it is gone: trainers wait for the next one."""
-    service_close: float
-    """A service on one host that closes."""
-    ray_close: float
-    """A service on a cluster that closes."""
-    role_close: float
-    """All roles of one kind that close, and all threads that replace roles."""
-    orphaned_service: float
-    """A service whose launcher is gone, until it exits without cleaning up."""
-    orphaned_role: float
-    """A role whose service is gone, until it exits without cleaning up."""
-    fork_close: float
-    """A fork server that ends its children, until its process group is killed."""
-
-    # Steadiness: a child that lived for so long did not fail because it was started.
-    role_steady: float
-    service_steady: float
-
-
-def limits_of(heartbeat_s: float = HEARTBEAT_S) -> Limits:
-    """Derive all limits from the heartbeat.
-
-    Silences are multiples of it. The others bound work, which a short heartbeat does not make faster: they are as below
-    up to the default heartbeat, and grow with a longer one, which says that the hosts are slow.
+    Silences are multiples of it. The others bound work, which a short heartbeat does not make faster: up to the default
+    heartbeat they are as written here, and they grow with a longer one, which says that the hosts are slow.
 
     Example:
-        >>> limits_of(5.0).lease, limits_of(40.0).lease, limits_of(0.5).service_silence
+        >>> Limits(5.0).lease, Limits(40.0).lease, Limits(0.5).service_silence
         (30.0, 240.0, 1.0)
     """
-    beat, slow = heartbeat_s, max(1.0, heartbeat_s / HEARTBEAT_S)
-    return Limits(
-        role_silence=beat,
-        service_silence=2 * beat,
-        role_starting_silence=max(10.0, 2 * beat),
-        service_starting_silence=4 * beat,
-        lease=max(30.0, 6 * beat),
-        away=2.0 * slow,
-        service_first_sign=60.0 * slow,
-        role_first_sign=10.0 * slow,
-        actor_first_sign=60.0 * slow,
-        open_sources=1800.0 * slow,
-        listen=120.0 * slow,
-        fork_first=120.0 * slow,
-        fork=10.0 * slow,
-        ray_reach=10.0 * slow,
-        ray_reserve=60.0 * slow,
-        slow_call=60.0 * slow,
-        load_function=120.0 * slow,
-        read=600.0 * slow,
-        damaged_file=60.0,
-        ray_plan=60.0 * slow,
-        last_output=5.0 * slow,
-        rewind=3.0 * slow,
-        service_close=15.0 * slow,
-        ray_close=60.0 * slow,
-        role_close=10.0 * slow,
-        orphaned_service=45.0 * slow,
-        orphaned_role=5.0 * slow,
-        fork_close=2.0 * slow,
-        role_steady=3.0 * slow,
-        service_steady=12.0 * slow,
-    )
+
+    def __init__(self, heartbeat_s: float = HEARTBEAT_S) -> None:
+        slow = max(1.0, heartbeat_s / HEARTBEAT_S)
+        # Silence: a process that says nothing for longer hangs, and is killed.
+        self.role_silence: Final = heartbeat_s  # a role that serves
+        self.service_silence: Final = 2 * heartbeat_s  # the service process, which may itself be waiting for a role
+        self.role_starting_silence: Final = max(10.0, 2 * heartbeat_s)  # a role that imports and parses
+        self.service_starting_silence: Final = 4 * heartbeat_s  # a service process that opens sources
+        self.lease: Final = max(30.0, 6 * heartbeat_s)  # a role that is asked for no heartbeat was replaced, and exits
+        self.away: Final = 2.0 * slow  # a supervisor that did not look for so long was stopped itself: no child hangs
+        # Starts: how long each may take.
+        self.service_first_sign: Final = 60.0 * slow  # the interpreter of a service process, on a busy host
+        self.role_first_sign: Final = 10.0 * slow  # a role process, which is forked
+        self.actor_first_sign: Final = 60.0 * slow  # a Ray actor
+        self.open_sources: Final = 1800.0 * slow  # all sources of a job: listings of object stores are slow
+        self.listen: Final = 120.0 * slow  # a role process, until its socket takes connections
+        self.fork_first: Final = 120.0 * slow  # a fork server, to import all that its children share
+        self.fork: Final = 10.0 * slow  # a fork server, to fork or end a child
+        self.replacement: Final = 300.0 * slow  # the replacement of a lost role, before calls to that role fail
+        self.ray_reach: Final = 10.0 * slow  # a connection to the address of a Ray cluster
+        self.ray_reserve: Final = 60.0 * slow  # Ray, to reserve what was idle a moment ago
+        # Work.
+        self.repeat_call: Final = 30.0 * slow  # a call between roles without an answer may be lost, and is made again
+        self.slow_call: Final = 60.0 * slow  # a call to a loader host; then its shadows take over, if it has some
+        self.load_function: Final = 120.0 * slow  # a worker that loads a function, which may import a large library
+        self.read: Final = 600.0 * slow  # a read of a local file; remote ones have the limits of their filesystem
+        self.damaged_file: Final = 60.0  # a file that crashed its readers is read again then: it may be restored
+        self.ray_plan: Final = 60.0 * slow  # the transfer of a plan through Ray's object store
+        # Ends: how long each may take before it is killed, or exits without cleaning up.
+        self.last_output: Final = 5.0 * slow  # a service process that has closed its output
+        self.rewind: Final = 3.0 * slow  # a service process that goes back to an earlier step: trainers wait for it
+        self.service_close: Final = 15.0 * slow  # a service on one host
+        self.ray_close: Final = 60.0 * slow  # a service on a cluster
+        self.role_close: Final = 10.0 * slow  # all roles of one kind, and all threads that replace roles
+        self.orphaned_service: Final = 45.0 * slow  # a service whose launcher is gone
+        self.orphaned_role: Final = 5.0 * slow  # a role whose service is gone
+        self.fork_close: Final = 2.0 * slow  # a fork server that ends its children
+        # Steadiness: a child that lived for so long did not fail because it was started.
+        self.role_steady: Final = 3.0 * slow
+        self.service_steady: Final = 12.0 * slow
 
 
-LIMITS = limits_of()
+LIMITS = Limits()
 """Those of the default heartbeat, for children that are started without launch options."""
 
 
@@ -242,7 +177,7 @@ class Liveness:
             self._due_since = now
 
     def heard(self, now: float, *, expect: bool = True) -> None:
-        """Note a sign of life; the next one is due at once, or when somebody asks for it."""
+        """Note a sign of life; the next one is due at once, or from `expect` on."""
         self._limit_s = self._silence_s
         self._due_since = now if expect else None
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from overlord.runtimes.launching.cluster_placement import Site
+from overlord.runtimes.supervision.child import Liveness, Restarts
 from overlord.runtimes.transport.switchboard import Book, Peer, Pending
-
-OPEN_S = 1800.0
-"""How long opening all sources may take: listings of object stores are slow, and progress is shown."""
 
 
 class Engine(Protocol):
@@ -49,27 +47,26 @@ class Engine(Protocol):
 
 
 @dataclass(slots=True)
-class Incarnation:
-    """A role and who plays it."""
+class RoleInstance:
+    """A role, and the process or actor that runs it at the moment."""
 
     site: Site
+    restarts: Restarts
     generation: int = 1
     peer: Peer | None = None
-    """None while there is nobody."""
+    """None while there is none."""
     coming: Peer | None = None
-    """Who is being brought up: nobody asks it yet, but it must know who is who."""
+    """The one that is being brought up: it is called by its supervisor only, but it must know the other roles."""
     beat: Pending | None = None
-    heard: float = 0.0
-    born: float = 0.0
+    """The heartbeat that it was asked for."""
+    liveness: Liveness | None = None
+    started_at: float = 0.0
     pid: int = 0
     served: int = -1
     """The newest step that a client of it is known to have come to."""
-    young: int = 0
-    """Successors in a row that died young."""
-    restarts: int = 0
     asleep: bool = False
-    """Whether nobody is to play it at the moment."""
+    """Whether it is not to run at the moment."""
     rewound: bool = False
-    """Whether it told that all ranks go back to an earlier step."""
+    """Whether it reported that all ranks go back to an earlier step."""
     told: Pending | None = field(default=None, repr=False)
-    """The last introduction: who drops it may drop the message with it."""
+    """The last introduction: dropping it may drop the message with it."""
