@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from overlord.errors import ServiceLost
-from overlord.runtimes.supervision.child import HEARTBEAT_S, LIMITS, Limits, Liveness, Restarts
+from overlord.runtimes.supervision.child import HEARTBEAT_S, LIMITS, Backoff, Limits, Liveness, Restarts
 from overlord.runtimes.supervision.fork_server import ForkServer
 
 
@@ -62,6 +62,16 @@ def test_failures_count_until_there_is_progress():
     restarts.failed("d", lived_s=2.9)
     restarts.failed("e")
     assert restarts.exhausted and restarts.failures == ["c", "d", "e"]
+
+
+def test_pauses_grow_until_something_goes_well():
+    pauses: list[float] = []
+    backoff = Backoff(1.0, 3.0, sleep=pauses.append)
+    for _ in range(4):
+        backoff.pause()
+    backoff.reset()
+    backoff.pause()
+    assert pauses == [1.0, 2.0, 3.0, 3.0, 1.0]
 
 
 @pytest.fixture

@@ -90,14 +90,6 @@ class Backoff:
         first_s: The first pause.
         longest_s: No pause is longer.
         sleep: How to pause; simulated time has its own.
-
-    Example:
-        >>> pauses = []
-        >>> backoff = Backoff(1.0, 3.0, sleep=pauses.append)
-        >>> for _ in range(3):
-        ...     backoff.pause()
-        >>> pauses
-        [1.0, 2.0, 3.0]
     """
 
     def __init__(self, first_s: float, longest_s: float, sleep: Callable[[float], object] = time.sleep) -> None:
@@ -118,18 +110,7 @@ class Backoff:
 
 @dataclass(slots=True)
 class Restarts:
-    """Whether a child that failed is started again: not after too many failures in a row without progress.
-
-    Example:
-        >>> restarts = Restarts(most=1, steady_s=3.0)
-        >>> restarts.failed("was killed", lived_s=0.1)
-        >>> restarts.failed("was killed", lived_s=9.0)
-        >>> restarts.exhausted
-        False
-        >>> restarts.failed("ended with code 1")
-        >>> restarts.exhausted
-        True
-    """
+    """Whether a child that failed is started again: not after too many failures in a row without progress."""
 
     most: int
     steady_s: float
@@ -140,13 +121,7 @@ class Restarts:
     """How it failed since there was progress."""
 
     def failed(self, why: str, lived_s: float = 0.0, *, progress: bool = False) -> None:
-        """Count a failure.
-
-        Args:
-            why: How it ended, or why it did not start.
-            lived_s: How long it had served.
-            progress: Whether it did something new before.
-        """
+        """Count a failure of a child that had served for so long, and may have made progress meanwhile."""
         if progress or lived_s >= self.steady_s:
             self.failures.clear()
         self.failures.append(why)

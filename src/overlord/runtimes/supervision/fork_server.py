@@ -104,7 +104,7 @@ class ForkServer:
         try:
             with theirs, self._lock:
                 self._check_running()
-                answer = self._ask({"op": "fork"}, [theirs.fileno()])
+                answer = self._ask({}, [theirs.fileno()])
                 number = self._number
             if "error" in answer:
                 raise ServiceLost(f"it cannot be forked: {answer['error']}")
@@ -121,7 +121,7 @@ class ForkServer:
         """Kill a child if it lives, and return its exit code; None when its server is gone."""
         with self._lock:
             try:
-                return int(self._ask({"op": "reap", "pid": pid})["code"]) if self.runs(number) else None
+                return int(self._ask({"end": [pid]})["codes"][0]) if self.runs(number) else None
             except ServiceLost:
                 return None
 
@@ -134,7 +134,7 @@ class ForkServer:
                 if self._process is not None and not self._lost:
                     assert self._control is not None
                     self._control.settimeout(self._limits.fork_close)
-                    self._ask({"op": "end"})
+                    self._ask({"end": None})
             except ServiceLost:
                 pass  # the whole group is killed below
             finally:
@@ -237,10 +237,8 @@ def hold_life_line() -> None:
 def _answer(
     control: socket.socket, message: dict[str, Any], fds: list[int], children: set[int], serve: Serve
 ) -> dict[str, Any]:
-    if message["op"] == "reap":
-        return {"code": _end(int(message["pid"]), children)}
-    if message["op"] == "end":
-        return {"codes": [_end(pid, children) for pid in sorted(children)]}
+    if "end" in message:
+        return {"codes": [_end(pid, children) for pid in message["end"] or sorted(children)]}
     try:
         pid = os.fork()
     except OSError as error:

@@ -23,6 +23,7 @@ from overlord.core.samples import Part
 from overlord.roles.assignment import NOBODY, Assignment
 from overlord.runtimes.hosts.peers import add_up, loader_name
 from overlord.runtimes.launching.cluster_placement import Site
+from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.supervision.role_table import RoleTable
 from overlord.runtimes.transport.engine import Engine, RoleInstance
 from overlord.runtimes.transport.frames import frame_of, open_frame
@@ -31,6 +32,8 @@ from overlord.scaling.dealing import Deal, deal
 
 logger = logging.getLogger("overlord")
 
+WORKERS_PER_HOST = 8
+"""w_actor: workers that a loader host has room for, unless there are to be more than all hosts have."""
 ROOMY = 0.75
 """A host that was woken ends when the workers of all fill the others no more than so far."""
 
@@ -44,16 +47,20 @@ class HostChanges:
     Args:
         table: The roles.
         engine: Starts hosts.
-        bring_up: Brings up a host that was started; returns its process id.
+        start: Starts a host at a site, and brings it up; returns its peer and its process id.
         per_host: Workers that one host has room for.
     """
 
     def __init__(
-        self, table: RoleTable, engine: Engine, bring_up: Callable[[RoleInstance, Peer], int], per_host: int
+        self,
+        table: RoleTable,
+        engine: Engine,
+        start: Callable[[RoleInstance, Site], tuple[Peer, int]],
+        per_host: int,
     ) -> None:
         self._table = table
         self._engine = engine
-        self._bring_up = bring_up
+        self._start = start
         self._per_host = per_host
         self._spares = {one.site.number for one in table.roles.values() if one.asleep}
         self.turn = threading.Lock()
@@ -159,27 +166,18 @@ class HostChanges:
         """Start as many spare hosts; return how many came up."""
         came = 0
         for host in sorted(self._spares - set(self._awake()))[:count]:
+            one = self._table.roles[loader_name(host)]
+            with self._table.lock:
+                one.generation += 1
             try:
-                self._start(self._table.roles[loader_name(host)])
-                came += 1
+                peer, pid = self._start(one, dataclasses.replace(one.site, sources=(), shadows=()))
             except Exception as error:  # rule 3
                 logger.warning("loader host %d could not be started: %s", host, error)
                 break
+            self._table.came_up(one, peer, pid)
+            logger.info("loader host %d was started", host)
+            came += 1
         return came
-
-    def _start(self, one: RoleInstance) -> None:
-        with self._table.lock:
-            one.generation += 1
-            one.site = self._engine.place_again(dataclasses.replace(one.site, sources=(), shadows=()))
-        peer = one.coming = self._engine.start(one.site, one.generation)
-        try:
-            pid = self._bring_up(one, peer)
-        except BaseException:
-            one.coming = None
-            self._engine.kill(peer, one.site, 0)
-            raise
-        self._table.came_up(one, peer, pid)
-        logger.info("loader host %d was started", one.site.number)
 
     def _put_to_sleep(self, host: int) -> None:
         """End a host that has no sources left. Late callers get PeerGone and call the host that has the source now."""
@@ -202,10 +200,13 @@ def sizes_to_json(sizes: Sizes, left: Sequence[int] = ()) -> dict[str, Any]:
     return {"sizes": [[source, count, *part] for source, (count, part) in sizes.items()], "left": list(left)}
 
 
-def spare_sites(sites: Sequence[Site], count: int) -> list[Site]:
-    """Return sites for loader hosts that are not up at first, beside those that are."""
+def spares_of(options: LaunchOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:
+    """Return loader hosts that sleep at first, and how many workers one has room for: all workers there may be fit."""
     loaders = [site for site in sites if site.role == "loader"]
-    return [
-        dataclasses.replace(loaders[number % len(loaders)], number=len(loaders) + number, sources=(), shadows=())
-        for number in range(count)
+    hosts = len(loaders)
+    spares = 0 if options.scaling is None else max(0, -(-options.lanes // WORKERS_PER_HOST) - hosts)
+    asleep = [
+        dataclasses.replace(loaders[number % hosts], number=hosts + number, sources=(), shadows=())
+        for number in range(spares)
     ]
+    return asleep, max(WORKERS_PER_HOST, -(-options.lanes // (hosts + spares)))

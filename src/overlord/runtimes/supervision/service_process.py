@@ -107,6 +107,8 @@ class ServiceChild(ChildProcess):
         self._received = b""
         self._limits = order.limits
         self._ready_at = self._ended_at = 0.0
+        self._heartbeat: socket.socket | None = None
+        self._beat_asked, self._beat_due = False, 0.0
         self.liveness = Liveness(
             order.limits.service_first_sign, order.limits.service_starting_silence, time.monotonic()
         )
@@ -140,11 +142,14 @@ class ServiceChild(ChildProcess):
         if self.ended is not None:
             return
         poll = select.poll()  # `select.select` takes no descriptor beyond 1023
-        for fd in (self._out, *others):
+        beat = self._heartbeat.fileno() if self._heartbeat is not None and self._beat_asked else -1
+        for fd in (self._out, *others, *([beat] if beat >= 0 else [])):
             poll.register(fd, select.POLLIN)
         if self._to_send:
             poll.register(self._into, select.POLLOUT)
         happened = dict(poll.poll(1000 * timeout_s))
+        if beat in happened:
+            self._receive_heartbeat()
         if self._into in happened:
             self._send()
         if self._out in happened:
@@ -161,6 +166,21 @@ class ServiceChild(ChildProcess):
         if self.liveness.hangs(now, limit_s=limit_s):
             while_it = " while it started, and was killed" if starting else " and was killed"
             self.kill(f"hung for {self.liveness.silent_s(now):.1f} s{while_it}")
+
+    def ask_for_heartbeat(self, now: float) -> None:
+        """Ask it for a sign of life once a second, when it has an address."""
+        if self.address is None or self._beat_asked or now < self._beat_due:
+            return
+        self.liveness.expect(now)
+        self._beat_due = now + BEAT_EVERY_S
+        try:
+            if self._heartbeat is None:
+                self._heartbeat = knock(self.address)
+                self._heartbeat.settimeout(self._limits.role_silence)
+            send(self._heartbeat, {"op": BEAT})
+            self._beat_asked = True
+        except (OSError, ServiceLost):
+            self._close_heartbeat()  # it is tried again with the next one
 
     def end(self, wait_s: float) -> None:
         """Close the pipe that keeps it alive; kill it if it is not gone in time."""
@@ -180,6 +200,7 @@ class ServiceChild(ChildProcess):
     def note_end(self, code: int | None) -> None:
         """Note that it has ended, and when."""
         self._ended_at = self._ended_at or time.monotonic()
+        self._close_heartbeat()
         super().note_end(code)
 
     def _is_stopped(self) -> bool:
@@ -188,6 +209,20 @@ class ServiceChild(ChildProcess):
             return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
             return False  # it was waited for a moment ago
+
+    def _receive_heartbeat(self) -> None:
+        assert self._heartbeat is not None
+        try:
+            receive(self._heartbeat)
+            self.liveness.heard(time.monotonic(), expect=False)
+            self._beat_asked = False
+        except (OSError, ServiceLost):
+            self._close_heartbeat()
+
+    def _close_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self._heartbeat, self._beat_asked = None, False
 
     def _send(self) -> None:
         try:
@@ -229,58 +264,6 @@ class ServiceChild(ChildProcess):
             self.rewound = True
         elif "progress" in event and progress is not None:
             progress(*event["progress"])
-
-
-class Heartbeat:
-    """Asks a service every second for a sign of life, over a connection of its own."""
-
-    def __init__(self, child: ServiceChild, timeout_s: float) -> None:
-        self._child = child
-        self._timeout_s = timeout_s
-        self._connection: socket.socket | None = None
-        self._in_flight = False
-        self._next_at = 0.0
-
-    @property
-    def fds(self) -> list[int]:
-        """The descriptor that an answer would come on."""
-        return [self._connection.fileno()] if self._connection is not None and self._in_flight else []
-
-    def ask(self, now: float) -> None:
-        """Ask, if it is time."""
-        if self._child.address is None or self._in_flight or now < self._next_at:
-            return
-        self._child.liveness.expect(now)
-        self._next_at = now + BEAT_EVERY_S
-        try:
-            if self._connection is None:
-                self._connection = knock(self._child.address)
-                self._connection.settimeout(self._timeout_s)
-            send(self._connection, {"op": BEAT})
-            self._in_flight = True
-        except (OSError, ServiceLost):
-            self.close()  # and try anew at the next beat
-
-    def read(self) -> None:
-        """Take the answer, if there is one."""
-        if self._connection is None or not self._in_flight:
-            return
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
-        if not poll.poll(0):
-            return
-        try:
-            receive(self._connection)
-            self._child.liveness.heard(time.monotonic(), expect=False)
-            self._in_flight = False
-        except (OSError, ServiceLost):
-            self.close()
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._connection is not None:
-            self._connection.close()
-        self._connection, self._in_flight = None, False
 
 
 class ServiceSupervisor:
@@ -385,23 +368,21 @@ class ServiceSupervisor:
         limits = self._order.limits
         looked_at = time.monotonic()
         ends_at: float | None = None
-        with contextlib.closing(Heartbeat(process, limits.role_silence)) as heartbeat:
-            while not self._closing and process.ended is None:
-                now = time.monotonic()
-                if now - looked_at > limits.away:
-                    process.liveness.excuse(now)
-                looked_at = now
-                if process.rewound:
-                    # Its state is on disk: one that takes long to end is killed, as trainers wait for the next one.
-                    ends_at = ends_at or now + limits.rewind
-                    if now > ends_at:
-                        process.kill("took long to end and was killed")
-                else:
-                    process.kill_if_it_hangs(now)
-                    heartbeat.ask(now)
-                    self._note_up(process)
-                process.exchange(LOOK_EVERY_S, [self._wake_reader, *heartbeat.fds], None)
-                heartbeat.read()
+        while not self._closing and process.ended is None:
+            now = time.monotonic()
+            if now - looked_at > limits.away:
+                process.liveness.excuse(now)
+            looked_at = now
+            if process.rewound:
+                # Its state is on disk: one that takes long to end is killed, as trainers wait for the next one.
+                ends_at = ends_at or now + limits.rewind
+                if now > ends_at:
+                    process.kill("took long to end and was killed")
+            else:
+                process.kill_if_it_hangs(now)
+                process.ask_for_heartbeat(now)
+                self._note_up(process)
+            process.exchange(LOOK_EVERY_S, [self._wake_reader], None)
 
     def _note_up(self, process: ServiceChild) -> None:
         if not self._up and process.address is not None:

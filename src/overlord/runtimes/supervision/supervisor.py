@@ -45,7 +45,7 @@ from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.live_sources import LiveSources
 from overlord.runtimes.launching.resume import canonical, peek, with_newcomers
 from overlord.runtimes.supervision.child import Backoff, Limits, Liveness
-from overlord.runtimes.supervision.host_changes import HostChanges, sizes_to_json, spare_sites
+from overlord.runtimes.supervision.host_changes import WORKERS_PER_HOST, HostChanges, sizes_to_json, spares_of
 from overlord.runtimes.supervision.role_table import MOST_TRIES, RoleTable
 from overlord.runtimes.supervision.service_main import REWOUND, SERVED
 from overlord.runtimes.transport.bundle import pack, unpack
@@ -106,16 +106,9 @@ class StartupLiveness:
     def _look(self, pending: Pending) -> Frame | None:
         if self._closing():
             raise ClosedError("the service is closing.")
-        answer = pending.poll(0.5)
-        if answer is None:
-            self._check()
-            if self._clock() > self._until:
-                limit_s = self._limits.open_sources
-                raise ServiceLost(f"a role did not come up within {limit_s:g} s; its host may be overloaded.")
-        return answer
-
-    def _check(self) -> None:
-        now = self._clock()
+        answer, now = pending.poll(0.5), self._clock()
+        if answer is not None:
+            return answer
         if self._sign is not None and self._sign.poll(0) is not None:
             self._sign = None
             self._liveness.heard(now)
@@ -123,6 +116,10 @@ class StartupLiveness:
             self._sign = self._peer.ask("pid", frame_of({}))
         if self._liveness.hangs(now):
             raise ServiceLost(f"nothing was heard of it for {self._liveness.silent_s(now):.1f} s while it came up")
+        if now > self._until:
+            limit_s = self._limits.open_sources
+            raise ServiceLost(f"a role did not come up within {limit_s:g} s; its host may be overloaded.")
+        return None
 
 
 class Supervisor:
@@ -150,7 +147,7 @@ class Supervisor:
         *,
         heartbeat_s: float,
         spares: Sequence[Site] = (),
-        per_host: int = 8,
+        per_host: int = WORKERS_PER_HOST,
         clock: Callable[[], float] = time.monotonic,
         spawn: Callable[[Callable[[], None]], None] | None = None,
         idle: Callable[[float], None] | None = None,
@@ -172,7 +169,7 @@ class Supervisor:
         self._first_step = 0
         self.table = RoleTable(engine, sites, spares, assignment, self._limits, clock, idle)
         self._board = self.table.board
-        self.hosts = HostChanges(self.table, engine, self._bring_up, per_host)
+        self.hosts = HostChanges(self.table, engine, self._start, per_host)
         """Deals workers to loader hosts."""
         self._live = LiveSources(
             self._board, self.table.running, len(assignment.primary), self.table.assign, self.hosts.turn
@@ -382,16 +379,9 @@ class Supervisor:
             if one.restarts.exhausted:
                 self._fail(f"{fault['why']}, and so did its successors, {MOST_TRIES} in a row", one)
                 return
-            peer = None
             try:
-                with self.table.lock:
-                    one.site = self._engine.place_again(self._site_now(one.site))
-                peer = one.coming = self._engine.start(one.site, one.generation)
-                pid = self._bring_up(one, peer)
+                peer, pid = self._start(one, self._site_now(one.site))
             except Exception as error:  # also what the host refuses, such as another process
-                one.coming = None
-                if peer is not None:
-                    self._engine.kill(peer, one.site, 0)
                 if self._closing.is_set():
                     return
                 if isinstance(error, Rewound):
@@ -421,6 +411,18 @@ class Supervisor:
         now = self.table.assignment
         sources, shadows = now.sources_of(site.number), now.shadows_of(site.number)
         return dataclasses.replace(site, sources=tuple(sources), shadows=tuple(shadows))
+
+    def _start(self, one: RoleInstance, site: Site) -> tuple[Peer, int]:
+        """Start a role at a site, or on another host if that one is gone, and bring it up; kill it if that fails."""
+        with self.table.lock:
+            one.site = self._engine.place_again(site)
+        peer = one.coming = self._engine.start(one.site, one.generation)
+        try:
+            return peer, self._bring_up(one, peer)
+        except BaseException:
+            one.coming = None
+            self._engine.kill(peer, one.site, 0)
+            raise
 
     def _bring_up(self, one: RoleInstance, peer: Peer) -> int:
         """Take a role through the steps that all went through at the launch; return its process id."""
@@ -536,10 +538,6 @@ def check_same_files(known: Mapping[str, Any], opened: Mapping[str, Any]) -> Non
 # The service process of a service whose roles run apart from it.
 
 
-WORKERS_PER_HOST = 8
-"""w_actor: workers that a loader host has room for, unless there are to be more than all hosts have."""
-
-
 def unbundled(bundle: bytes, folder: Path) -> tuple[Job, LaunchOptions, bytes]:
     """Read what the launcher sent: the job with the sources its store knows, the options, and the bundle for its roles.
 
@@ -587,13 +585,6 @@ def supervised(
         supervisor.interrupt()  # the scaler may wait for a role
         scaler.close()
         supervisor.close()
-
-
-def spares_of(options: LaunchOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:
-    """Return loader hosts that sleep at first, and how many workers one has room for: all workers there may be fit."""
-    hosts = sum(site.role == "loader" for site in sites)
-    spares = 0 if options.scaling is None else max(0, -(-options.lanes // WORKERS_PER_HOST) - hosts)
-    return spare_sites(sites, spares), max(WORKERS_PER_HOST, -(-options.lanes // (hosts + spares)))
 
 
 def assignment_of(sites: Sequence[Site]) -> Assignment:
