@@ -1,4 +1,4 @@
-"""What a supervisor needs of whatever its roles run on, and what it knows of each of them."""
+"""What a supervisor needs of the transport that its roles run on, and what it knows of each of them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from overlord.runtimes.transport.switchboard import Book, Peer, Pending
 
 
 class Engine(Protocol):
-    """What starts incarnations, and carries messages to them."""
+    """Starts the processes, actors or objects that run roles, and carries messages to them."""
 
     first_sign_s: float
-    """How long an incarnation may take until its first sign of life."""
+    """How long one may take until its first sign of life."""
 
     def start(self, site: Site, generation: int) -> Peer:
-        """Start an incarnation of a role."""
+        """Start a role."""
         ...
 
     def introduce(self, peer: Peer, book: Book) -> Pending:
-        """Tell an incarnation who is who."""
+        """Send a role the book of its peers."""
         ...
 
     def kill(self, peer: Peer, site: Site, pid: int) -> None:
-        """End an incarnation for good, whatever state it is in; pid is 0 where it is not known."""
+        """End it for good, whatever state it is in; pid is 0 where it is not known."""
         ...
 
     def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:
@@ -38,7 +38,7 @@ class Engine(Protocol):
         ...
 
     def describe(self, sites: Sequence[tuple[Site, int]]) -> dict[str, Any]:
-        """Return what people want to know of the engine, and of the roles with their process ids."""
+        """Return what `status` shows of the engine, and of the roles with their process ids."""
         ...
 
     def close(self) -> None:

@@ -170,7 +170,7 @@ class ProcessEngine:
         return ProcessPeer(path, process)
 
     def introduce(self, peer: Peer, book: Book) -> Pending:
-        """Tell a role who is who: peers are known by their sockets."""
+        """Send a role the book of its peers, which are known by their sockets."""
         assert isinstance(peer, ProcessPeer)
         paths = {name: one.path for name, one in book.peers.items() if isinstance(one, ProcessPeer)}
         return peer.send({"method": "learn", "paths": paths}, frame_of(book.head()))
