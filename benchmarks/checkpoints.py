@@ -20,7 +20,7 @@ import overlord as ol
 from benchmarks.measuring import arguments, publish
 from overlord.runtimes.autoscaling.status import describe_roles
 from overlord.runtimes.hosts.planner_host import HostNews, PlannerHost
-from overlord.runtimes.hosts.prefetch import Hands
+from overlord.runtimes.hosts.prefetch import Executors
 from overlord.runtimes.launching.deployment import deploy
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.stores.journal import encode
@@ -49,7 +49,7 @@ class Hosted:
         tree = mesh or ol.ClientPlaceTree()
         options = LaunchOptions(mesh=tree, cache=str(folder / "cache"), store=str(folder / name), service=name)
         self.folder = folder / name
-        self.roles = deploy(job, options, str(self.folder), Hands.of_caller())
+        self.roles = deploy(job, options, str(self.folder), Executors.of_caller())
         self.host = PlannerHost(
             self.roles.planner,
             lambda positions, size: describe_roles(self.roles, "benchmark", positions, size),

@@ -181,7 +181,9 @@ def processes_of(launcher: psutil.Process) -> tuple[list[psutil.Process], list[p
             with contextlib.suppress(psutil.NoSuchProcess):
                 words = " ".join(process.cmdline())
                 parent = process.parent()
-                forked = "role_main" in words and parent is not None and "role_main" in " ".join(parent.cmdline())
+                forked = (
+                    "process_engine" in words and parent is not None and "process_engine" in " ".join(parent.cmdline())
+                )
                 if forked or words.startswith("ray::Host"):
                     roles.append(process)
     return service, roles

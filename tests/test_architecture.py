@@ -132,8 +132,8 @@ def test_nothing_read_is_evaluated_or_unpickled():
         if "cloudpickle.loads" in text:
             launched = (
                 "bundle.py",
-                "worker_main.py",
-                "reader_main.py",
+                "process_workers.py",
+                "reader_processes.py",
             )
             assert path.name in launched, "code goes from the launcher to its own roles"
 

@@ -66,9 +66,11 @@ def run_handing_over(job, cache, script=None, sizes=SPLIT, *, later=False, shado
             storm.wait(0.5)
             if seen is not None:
                 supervisor = storm.cluster.supervisor
-                up = [name for name, one in supervisor.roles.items() if one.peer is not None and "loader" in name]
+                up = [name for name, one in supervisor.table.roles.items() if one.peer is not None and "loader" in name]
                 sizes_of = [supervisor.hosts.sizes_of(host).values() for host in range(4)]
-                seen.append((supervisor._assignment.primary, up, [[count for count, _ in one] for one in sizes_of]))
+                seen.append(
+                    (supervisor.table.assignment.primary, up, [[count for count, _ in one] for one in sizes_of])
+                )
 
         return digest_service(service, steps=STEPS, before=before)
 
@@ -175,7 +177,7 @@ def test_a_host_that_is_lost_when_it_is_put_to_sleep_stays_asleep(job, cache, mo
     with launch_for_faults(job, mesh=MESH, shadows=False, most_workers=WORKERS, cache=cache) as (service, storm):
         supervisor = storm.cluster.supervisor
         storm.resize([20, 1, 8])
-        one = supervisor.roles["loader host 2"]
+        one = supervisor.table.roles["loader host 2"]
         assert not one.asleep
         put_to_sleep = supervisor.hosts._put_to_sleep
 
@@ -208,7 +210,7 @@ def test_a_source_that_comes_can_go_to_a_host_that_was_woken(job, cache, tmp_pat
             add(service, step)
             if step >= 3:
                 storm.resize([1, 1, 1, 20] if step % 2 else [8, 1, 1, 20])
-            seen.update(storm.cluster.supervisor._assignment.primary[3:])
+            seen.update(storm.cluster.supervisor.table.assignment.primary[3:])
 
         found = digest_service(service, steps=STEPS, before=before)
         assert any(host >= 2 for hosts in seen for host in hosts)
@@ -220,28 +222,28 @@ def test_a_promotion_is_not_undone_by_a_deal(job, cache, monkeypatch):
     """A shadow that is promoted while sources are opened elsewhere stays what it is."""
     with launch_for_faults(job, mesh=MESH, shadows=["b"], most_workers=WORKERS, cache=cache) as (service, storm):
         supervisor = storm.cluster.supervisor
-        (host,) = supervisor._assignment.primary[1]
+        (host,) = supervisor.table.assignment.primary[1]
         ask = supervisor.hosts._ask
 
         def lost_just_then(to, method, message):
-            if method == "take_sources" and supervisor._assignment.primary[1] == (host,):
+            if method == "take_sources" and supervisor.table.assignment.primary[1] == (host,):
                 storm.happen(Fault(kind="kill", at_step=0, role=f"loader host {host}"))
                 supervisor.tick()
             return ask(to, method, message)
 
         monkeypatch.setattr(supervisor.hosts, "_ask", lost_just_then)
         storm.resize([20, 1, 8])
-        assert supervisor._assignment.primary[1] != (host,) and supervisor._assignment.shadow[1] == host
+        assert supervisor.table.assignment.primary[1] != (host,) and supervisor.table.assignment.shadow[1] == host
         monkeypatch.undo()
         storm.resize([20, 1, 8])
-        assert len(supervisor._assignment.primary[0]) > 1, "the next interval takes it up"
+        assert len(supervisor.table.assignment.primary[0]) > 1, "the next interval takes it up"
         digest_service(service, steps=2)
 
 
 def test_nobody_is_woken_for_sources_that_stay_where_they_are(job, cache):
     with launch_for_faults(job, mesh=MESH, shadows=True, most_workers=WORKERS, cache=cache) as (_, storm):
         storm.resize([20, 20, 20])
-        assert [one.asleep for one in storm.cluster.supervisor.roles.values()].count(True) == 2
+        assert [one.asleep for one in storm.cluster.supervisor.table.roles.values()].count(True) == 2
         assert all(
             sum(count for count, _ in storm.cluster.supervisor.hosts.sizes_of(host).values()) <= 8 + 1
             for host in range(2)

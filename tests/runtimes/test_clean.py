@@ -138,7 +138,7 @@ def test_client_learns_that_the_service_was_ended(ids_job, cache, nothing_left):
             for _ in client:
                 pass
         with pytest.raises(ol.ServiceLost, match="was ended by a SIGTERM"):
-            service._runtime._keeper._thread.join(DEADLINE_S)
+            service._runtime._supervisor._thread.join(DEADLINE_S)
             service.status()
         with pytest.raises(ol.ServiceLost, match="no service answers"):
             ol.connect(service.address, 0)

@@ -105,11 +105,11 @@ def test_a_late_client_replays_each_old_step_once(tmp_path, cache, monkeypatch):
 def test_sigterm_ends_the_service_quietly(ids_job, cache, capfd):
     service = ol.launch(ids_job, cache=cache)
     next(service.client())
-    keeper = service._runtime._keeper
-    os.kill(keeper.pid, signal.SIGTERM)
-    keeper._thread.join(20)
-    assert keeper._process.ended == "ended with code 0"
-    assert keeper.restarts == 0
+    supervisor = service._runtime._supervisor
+    os.kill(supervisor.pid, signal.SIGTERM)
+    supervisor._thread.join(20)
+    assert supervisor._process.ended == "ended with code 0"
+    assert supervisor.restarts == 0
     service.close()
     assert "Fatal" not in capfd.readouterr().err
 

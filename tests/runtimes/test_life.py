@@ -9,12 +9,13 @@ import pytest
 
 from overlord.errors import ClosedError, ServiceLost
 from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, place
-from overlord.runtimes.supervision.supervisor import Life, Supervisor, assignment_of
-from overlord.runtimes.transport.engine import OPEN_S
+from overlord.runtimes.supervision.child import Limits
+from overlord.runtimes.supervision.supervisor import StartupLiveness, Supervisor, assignment_of
 from overlord.runtimes.transport.frames import frame_of
 from overlord.runtimes.transport.switchboard import PeerGone
 
 HEARTBEAT_S = 5.0
+LIMITS = Limits(HEARTBEAT_S)
 
 
 class Time:
@@ -49,7 +50,7 @@ class Peer:
 
 
 def life_of(peer, time, closing=lambda: False):
-    return Life(peer, HEARTBEAT_S, 60.0, time, closing)
+    return StartupLiveness(peer, LIMITS, 60.0, time, closing)
 
 
 def test_a_role_that_lives_is_waited_for_and_gets_no_beat():
@@ -72,7 +73,7 @@ def test_one_that_lives_for_ever_and_never_answers_is_given_up_too():
     time = Time()
     with pytest.raises(ServiceLost, match="did not come up within"):
         life_of(Peer(time), time).answer(Pending(time, 1e9))
-    assert OPEN_S < time.now < OPEN_S + 10
+    assert LIMITS.open_sources < time.now < LIMITS.open_sources + 10
 
 
 def test_who_is_who_is_told_until_it_is_heard():
@@ -82,7 +83,7 @@ def test_who_is_who_is_told_until_it_is_heard():
         told.append(time.now)
         return Pending(time, time.now + 1.0 if len(told) == 3 else 1e9)  # the first two were lost
 
-    life_of(Peer(time), time).acquaint(introduce)
+    life_of(Peer(time), time).introduce(introduce)
     assert len(told) == 3 and told[2] >= 2 * HEARTBEAT_S
 
 
@@ -153,7 +154,7 @@ def test_the_end_of_a_service_waits_for_the_replacement_of_a_role():
     engine = SlowEngine()
     supervisor = Supervisor(engine, sites, assignment_of(sites), heartbeat_s=5.0)
     supervisor.begin(lambda what, done, of: None)
-    supervisor.roles["planner"].peer = Dead()
+    supervisor.table.roles["planner"].peer = Dead()
     supervisor.watch()
     assert engine.starting.wait(5)
     supervisor.close()

@@ -96,10 +96,10 @@ def test_what_is_no_address_is_refused(ids_job, cache, wrong):
 def test_an_address_that_is_taken_is_told_before_anything_runs(ids_job, cache, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ol.SpecError, match=rf"metrics is {port}, where nobody can listen .*in use"):
+        with pytest.raises(ol.SpecError, match=rf"metrics is {port}, where no server can listen .*in use"):
             ol.launch(ids_job, cache=cache, metrics=port, store=tmp_path / "store")
     assert not (tmp_path / "store").exists()
-    with pytest.raises(ol.SpecError, match="nobody can listen"):
+    with pytest.raises(ol.SpecError, match="no server can listen"):
         ol.launch(ids_job, cache=cache, metrics="no-such-host.invalid:0")
 
 

@@ -190,7 +190,7 @@ def test_workers_killed_at_rest_or_at_work_change_nothing(pool, seed):
         for pause in pauses:
             time.sleep(pause)
             with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # it was replaced just now
-                psutil.Process(pool._nursery.pid).children()[0].kill()
+                psutil.Process(pool._server.pid).children()[0].kill()
 
     killer = threading.Thread(target=murder)
     killer.start()
@@ -200,19 +200,19 @@ def test_workers_killed_at_rest_or_at_work_change_nothing(pool, seed):
     assert plain(isolated(rows)[0]) == plain(behave(rows)), "a worker that died at rest is replaced"
 
 
-def test_the_nursery_is_killed_and_another_takes_its_place(pool):
+def test_the_fork_server_is_killed_and_another_takes_its_place(pool):
     isolated = pool.isolate(behave, name="behave")
     isolated(rows_of(range(40)))
-    first = psutil.Process(pool._nursery.pid)
+    first = psutil.Process(pool._server.pid)
     workers = first.children()
     first.kill()
     numbers = [*range(40), EXIT, *range(40)]  # how the first worker died, nobody is left to say
     made, killed = isolated(rows_of(numbers))
     assert killed == [(40, "killed its worker twice: exit code 3")]
     assert plain(made) == plain(behave(rows_of(numbers[:40] * 2)))
-    assert pool._nursery.pid != first.pid
+    assert pool._server.pid != first.pid
     _, alive = psutil.wait_procs(workers, 5)
-    assert not alive, "the workers of a lost nursery are ended too"
+    assert not alive, "the workers of a lost fork server are ended too"
 
 
 def test_many_threads_and_functions_share_the_workers(pool):
@@ -227,7 +227,7 @@ def test_many_threads_and_functions_share_the_workers(pool):
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(use, range(60)))
-    assert len(psutil.Process(pool._nursery.pid).children()) <= pool.count
+    assert len(psutil.Process(pool._server.pid).children()) <= pool.count
 
 
 def test_a_pause_of_the_host_is_not_taken_for_a_hang(pool):
@@ -239,18 +239,18 @@ def test_a_pause_of_the_host_is_not_taken_for_a_hang(pool):
         "with ProcessWorkers(1) as pool:\n"
         "    isolated = pool.isolate(slow, name='slow', deadline=1.2)\n"
         "    isolated({'n': np.arange(1)})\n"
-        "    print(pool._nursery.pid, flush=True)\n"
+        "    print(pool._server.pid, flush=True)\n"
         "    print(isolated({'n': np.arange(1)})[1], flush=True)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as service:
-        nursery = int(service.stdout.readline())
+        server = int(service.stdout.readline())
         time.sleep(0.1)
-        for stopped in (service.pid, *(child.pid for child in psutil.Process(nursery).children())):
+        for stopped in (service.pid, *(child.pid for child in psutil.Process(server).children())):
             os.kill(stopped, signal.SIGSTOP)
         time.sleep(1.5)
-        for child in psutil.Process(nursery).children():
+        for child in psutil.Process(server).children():
             os.kill(child.pid, signal.SIGCONT)
         os.kill(service.pid, signal.SIGCONT)
         printed, logged = service.communicate(timeout=20)
@@ -316,11 +316,11 @@ def test_workers_start_late_share_memory_and_are_few():
         isolated = pool.isolate(behave, name="behave")
         assert set(psutil.Process().children()) == before
         isolated(rows_of(range(200)))
-        (nursery,) = set(psutil.Process().children()) - before
-        workers = nursery.children()
+        (server,) = set(psutil.Process().children()) - before
+        workers = server.children()
         assert 1 <= len(workers) <= pool.count
         assert all(worker.memory_full_info().uss < 16 << 20 for worker in workers)
-        assert nursery.num_threads() == 1, "a process with threads must not fork"
+        assert server.num_threads() == 1, "a process with threads must not fork"
 
 
 @pytest.mark.parametrize("doing", ["nothing", "sleeping", "spinning"])

@@ -14,7 +14,7 @@ import overlord as ol
 from overlord.errors import Fenced
 from overlord.runtimes.autoscaling.status import describe_roles
 from overlord.runtimes.hosts.planner_host import STORE_DOWN, HostNews, PlannerHost, Waiting
-from overlord.runtimes.hosts.prefetch import Hands
+from overlord.runtimes.hosts.prefetch import Executors
 from overlord.runtimes.launching.deployment import deploy
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.stores.owners import claim
@@ -34,7 +34,7 @@ class Host:
 
     def __init__(self, job, store, cache, **more):
         options = LaunchOptions(**{"mesh": ol.ClientPlaceTree()} | more, cache=cache, store=str(store), service="it")
-        self.roles = deploy(job, options, str(store), Hands.of_caller())
+        self.roles = deploy(job, options, str(store), Executors.of_caller())
         picture = lambda positions, size: describe_roles(self.roles, "test", positions, size)  # noqa: E731
         self.host = PlannerHost(self.roles.planner, picture, self.roles.fleet, keep=options.keep)
 

@@ -52,7 +52,7 @@ from overlord.reports.explanation import (
 )
 from overlord.reports.summary import decoded_in, ratio
 from overlord.roles.source_loader import rows_at_once
-from overlord.runtimes.hosts.prefetch import CallerLanes, Hands, SerialWorkers, ThreadWorkers
+from overlord.runtimes.hosts.prefetch import Executors, InlineExecutor, SerialWorkers, ThreadWorkers
 from overlord.runtimes.launching.deployment import Roles, base_weights, deploy, few_samples, limits_of, order_of
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.transforms.samples.per_sample import MediaDecoder, decode_media
@@ -622,7 +622,7 @@ def explain_job(job: Job, name: str, options: ExplainOptions, tell: Tell) -> Exp
                 layout=options.layout,
                 placement=options.placement,
             )
-            hands = Hands(callers, SerialWorkers(), CallerLanes())
+            hands = Executors(callers, SerialWorkers(), InlineExecutor())
             roles = deploy(job, launch, store, hands, tell, isolate_reader=isolated())
             try:
                 return _explain(roles, job, name, options, steps, notes, tell)

@@ -225,7 +225,10 @@ def _kernel() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Return when a process of this host started; None when it is dead."""
+    """Return when a process of this host started; None when it is dead.
+
+    In ticks, as stores have it: psutil gives a time of day, which is another one after the clock was set.
+    """
     try:
         fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

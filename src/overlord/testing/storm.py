@@ -144,7 +144,7 @@ class Storm:
 
     def _peer(self, role: str) -> InlinePeer | None:
         assert self.cluster is not None
-        names = list(self.cluster.supervisor.roles)
+        names = list(self.cluster.supervisor.table.roles)
         if role not in names:
             raise SpecError(
                 f"FaultScript: no role is called {role!r}; nothing would happen to it. There are {', '.join(names)} "

@@ -3,7 +3,7 @@
 Rules of this file:
 1. Every figure comes from `service.status()`, so metrics and status cannot differ. Nothing is counted here.
 2. Labels are sources and roles, never ranks or samples: thousands of ranks make no more series than one.
-3. Who launched the service answers, so that there is an answer also while the service is being started again.
+3. The launching process answers, so that there is an answer also while the service is being started again.
 4. Only this host is answered, unless an address says otherwise.
 """
 
@@ -74,7 +74,7 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
                  scaling.get("wanted_samples_per_s", 0.0))  # fmt: skip
     needs = GaugeMetricFamily(
         "overlord_bottleneck_workers_needed",
-        "Of the source that holds up the trainers, workers it needs; none where nobody does.",
+        "Of the source that holds up the trainers, workers it needs; none where no source does.",
         labels=["source"],
     )
     for name, workers in (scaling.get("needs") or {}).items():
@@ -116,7 +116,7 @@ def _counter(name: str, says: str, value: float) -> Metric:
 
 
 class _Service(Collector):
-    """Asks for the status whenever somebody asks for metrics."""
+    """Asks for the status whenever metrics are asked for."""
 
     def __init__(self) -> None:
         self.status: Callable[[], Mapping[str, Any]] | None = None
@@ -160,7 +160,7 @@ class MetricsDoor:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise SpecError(
-                f"launch: metrics is {address!r}, where nobody can listen ({error.strerror or error}); no figures "
+                f"launch: metrics is {address!r}, where no server can listen ({error.strerror or error}); no figures "
                 "could be asked for. Give another port, or 0 for a free one."
             ) from error
         shown = f"[{host}]" if ":" in host else host
@@ -192,6 +192,6 @@ def host_and_port(address: object) -> tuple[str, int]:
     number = int(port) if port.isascii() and port.isdecimal() else -1
     if isinstance(address, bool) or not isinstance(address, (int, str)) or not 0 <= number <= MOST_PORT:
         raise SpecError(
-            f"launch: metrics is {address!r:.80}; nobody could ask there. Give a port such as 9400, or 'HOST:PORT'."
+            f"launch: metrics is {address!r:.80}; no server can listen there. Give a port such as 9400, or 'HOST:PORT'."
         )
     return host.removeprefix("[").removesuffix("]") or LOOPBACK, number

@@ -1,11 +1,21 @@
 """Profiling: what every source of a job costs, measured in this process on real samples and files.
 
 One source after the other goes through the parts of a real run: its files, its order, its transform (in process
-workers, where a custom function asks for them), its SourceLoader.
+workers, where a custom function asks for them), its SourceLoader. Four things build on one another here: `Clock` counts
+the seconds of one worker, `TimedTransform` and `TimedSource` time the samples of a source on their way through its
+loader, `profile_job` makes a `SourceProfile` of that, and the functions behind it read and write the profile's file.
 
 Rules of this file:
-1. What one source does wrong is told of it and keeps no other from being measured.
+1. A source that fails is reported by name, and keeps no other from being measured.
 2. A profile's file is written whole or not at all, and never unpickled.
+3. Seconds are those of one worker that has a core: time on the wall, less what was waited for a core; or of the
+   processor, where threads of a library share the work. On a busy host a worker would otherwise look many times slower
+   than it is. Seconds of the processor are noted beside them, of the same rows.
+4. Both count this process and the process workers that work for it. Programs that a function starts itself are seen as
+   waiting: what they take is not counted.
+5. The mean comes from rows that go together, as loaders take them. The spread comes from rows that go alone, less what
+   a call costs that is made for one row only.
+6. What happens once (a file is indexed, a decoder is loaded, a process worker starts) is in no figure.
 """
 
 from __future__ import annotations
@@ -32,7 +42,7 @@ from overlord.errors import OverlordError, SourceError, SpecError
 from overlord.job.specs import Job, Source
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.source_loader import AHEAD_ROWS, SourceLoader
-from overlord.runtimes.hosts.prefetch import WORKER_BYTES, Hands, SerialWorkers, ThreadWorkers
+from overlord.runtimes.hosts.prefetch import WORKER_BYTES, Executors, SerialWorkers, ThreadWorkers
 from overlord.runtimes.launching.deployment import (
     Prepared,
     Progress,
@@ -60,18 +70,29 @@ from overlord.transforms.samples.per_sample import (
     decode_media,
 )
 
-# --------------------------------------------------------------------------------------------------------------
-# A clock for the work of one worker: the seconds that it takes where it has a core, and how many of them need one.
-#
-# Rules of this file:
-# 1. Seconds are time on the wall, less what was waited for a core; or of the processor, where threads of a library
-#    share
-#    the work. A worker is sized as one that has its core: on a busy host it would otherwise look many times slower
-# than
-#    it is.
-# 2. Both count this process and the process workers that work for it. Programs that a function starts itself are seen
-#    as
-#    waiting: nobody counts what they take.
+SAMPLES = 200
+SECONDS = 2.0
+_OPENERS = 16
+"""Opening a source mostly waits for storage."""
+_INDEX_ARRAYS = 5
+"""Numbers that an index holds of each block: rows, bytes, where it starts and stops, its first row."""
+_ORDER_ARRAYS = 4
+"""Numbers that an order holds of each block of its window: file, block, rows, bytes."""
+_LISTED_BYTES = 512
+"""What a listed file takes beside its names: an object with sizes and times."""
+_MOST_GROUPS = 256
+"""Groups that are looked at for the largest."""
+_EXPENSIVE_S = 0.005
+"""A row that takes so long goes alone always: what a call costs beside it does not matter, and time is short."""
+_TOGETHER_EVERY = 4
+"""Of so many runs of rows, the first goes together."""
+_TOGETHER, _COPY = -1, -2
+_PASSES = 2
+"""A small source is not read more often than this."""
+
+Floats = npt.NDArray[np.float64]
+Reads = list[tuple[tuple[int, int], int, float]]
+"""((epoch, group), rows, seconds) of every run of rows."""
 
 
 class Took(NamedTuple):
@@ -91,7 +112,7 @@ class Clock:
     """What was taken since it was made.
 
     Args:
-        helpers: Tells the ids of the processes that work for this one; they rest whenever it is asked.
+        helpers: Returns the ids of the processes that work for this one; they are idle whenever it is called.
 
     Example:
         >>> clock = Clock()
@@ -152,29 +173,7 @@ def _queued_s(processes: Iterable[int | str]) -> dict[str, float]:
     return found
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Times the samples of one source on their way through a real SourceLoader: read, measured, finished, handed over.
-#
-# Rules of this file:
-# 1. Seconds are those of one worker that has a core, as `worker_clock` counts them; those of the processor are noted
-#    beside them, of the same rows.
-# 2. The mean comes from rows that go together, as loaders take them. The spread comes from rows that go alone, less
-#    what
-#    a call costs that is made for one row only.
-# 3. What happens once (a file is indexed, a decoder is loaded, a process worker starts) is in no figure.
-
-
-Floats = npt.NDArray[np.float64]
-Reads = list[tuple[tuple[int, int], int, float]]
-"""((epoch, group), rows, seconds) of every run of rows."""
-
-_EXPENSIVE_S = 0.005
-"""A row that takes so long goes alone always: what a call costs beside it does not matter, and time is short."""
-_TOGETHER_EVERY = 4
-"""Of so many runs of rows, the first goes together."""
-_TOGETHER, _COPY = -1, -2
-_PASSES = 2
-"""A small source is not read more often than this."""
+# -- timing the samples of one source ---------------------------------------------------------------------------
 
 
 class Deadline:
@@ -480,7 +479,7 @@ class TimedSource:
         done = self._loader.finish(staged)
         finishing, clock = clock.took(), self._timed.clock()
         payload = self._loader.hand_over(staged, done)
-        payload = payload.take(np.arange(len(meta)), np.ones(len(meta), np.bool_))  # the copy to who needs them
+        payload = payload.take(np.arange(len(meta)), np.ones(len(meta), np.bool_))  # the copy to the constructor
         handing = popping.and_also(clock.took())
         if keep:
             self.samples += len(meta)
@@ -545,21 +544,7 @@ def read_seconds(runs: Reads, covered: dict[tuple[int, int], int]) -> float:
     return float(np.mean(found))
 
 
-# --------------------------------------------------------------------------------------------------------------
-
-
-SAMPLES = 200
-SECONDS = 2.0
-_OPENERS = 16
-"""Opening a source mostly waits for storage."""
-_INDEX_ARRAYS = 5
-"""Numbers that an index holds of each block: rows, bytes, where it starts and stops, its first row."""
-_ORDER_ARRAYS = 4
-"""Numbers that an order holds of each block of its window: file, block, rows, bytes."""
-_LISTED_BYTES = 512
-"""What a listed file takes beside its names: an object with sizes and times."""
-_MOST_GROUPS = 256
-"""Groups that are looked at for the largest."""
+# -- profiles of jobs --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -654,7 +639,7 @@ def read_profile(path: Path) -> Profile | None:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write a profile's file: who reads it meanwhile sees the old one or the new one.
+    """Write a profile's file: a process that reads it meanwhile sees the old one or the new one.
 
     Raises:
         SpecError: It cannot be written.
@@ -699,7 +684,7 @@ def _running(one: Mapping[str, Any]) -> Running:
 
 
 def _tolerant(job: Job) -> Job:
-    """Return a job whose bad samples are counted and stop nobody: what they cost is measured all the same."""
+    """Return a job whose bad samples are counted and stop nothing: what they cost is measured all the same."""
     return job.model_copy(update={"sources": tuple(source.replace(tolerance=1.0) for source in job.sources)})
 
 
@@ -739,7 +724,7 @@ def _measure(
     timed = TimedTransform(prepared.transforms[number], deadline, lambda: Clock(lambda: processes.resting))
     transforms = [*prepared.transforms[:number], timed, *prepared.transforms[number + 1 :]]
     ready = dataclasses.replace(prepared, transforms=transforms)
-    loader = make_crew(ready, number, files, _Verdicts(), Hands.of_caller()).loader
+    loader = make_crew(ready, number, files, _Verdicts(), Executors.of_caller()).loader
     way = TimedSource(number, loader, timed, deadline)
     before = pa.total_allocated_bytes()
     way.run(samples, lambda: pa.total_allocated_bytes() - before)

@@ -4,7 +4,7 @@ Rules of this file:
 1. Nothing here changes the stream: workers prepare what the planner would ask for anyway.
 2. The rate that trainers want is what they took, and more while they waited: as long as they wait all the time, twice
    as much as they got.
-3. What fails here is logged and tried again at the next interval. Nobody waits for this.
+3. What fails here is logged and tried again at the next interval. No step waits for this.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from overlord.errors import OverlordError, SpecError
 from overlord.job.specs import Job
 from overlord.launch_spec import Budget, Loaders
 from overlord.runtimes.autoscaling.profiling import digests_of, read_profile, refresh
-from overlord.runtimes.hosts.loader_host import LoaderFleet
 from overlord.runtimes.launching.deployment import Prepared, SourceFacts
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.scaling.autoscaler import Bottleneck, Fleet, Scaling, Waited, decide, find_bottleneck
@@ -40,14 +39,10 @@ from overlord.scaling.source_costs import (
     schedule_shares,
 )
 
-# --------------------------------------------------------------------------------------------------------------
-# How many workers a launch begins with, and how many it may have: what `launch` is told, checked and completed.
-
-
 logger = logging.getLogger("overlord")
 
 MOST_LANES = 64
-"""Workers of a host that may run at the same time where nobody says how many."""
+"""Workers of a host that may run at the same time where a launch does not say how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +98,7 @@ def _partitioned(job: Job, profile: str | None, budget: Budget, scaling: Scaling
     if known is None:
         what = "there is no profile=" if profile is None else f"there is no file {profile!r}"
         raise SpecError(
-            f"launch: loaders_per_source is 'auto' and {what}; nobody would know what sources cost. Run `overlord "
+            f"launch: loaders_per_source is 'auto' and {what}; what sources cost is not known. Run `overlord "
             "profile JOB` and name the file it writes, or give numbers."
         )
     costs = counted_by_workers(known.cost(name) for name in job.names)  # a budget here bounds workers
@@ -149,20 +144,20 @@ def _by_name(job: Job, loaders: Mapping[str, int]) -> dict[str, int]:
     return dict(loaders)
 
 
-# --------------------------------------------------------------------------------------------------------------
-
-
-logger = logging.getLogger("overlord")
+# -- while it runs ----------------------------------------------------------------------------------------------
 
 KEPT_EVENTS = 64
-LOOK_S = 2.0
-"""How often it is looked for a bottleneck where workers are left as they are."""
+LOOK_EVERY_S = 2.0
+"""How often to look for a bottleneck where workers are left as they are."""
 FEW_SAMPLES = 8
 """So many samples of a source tell what one costs."""
 REMEMBERED = 256
 """What a source costs is the mean of about its last so many samples."""
 _FALL = 0.1
 """How fast the rate that trainers want falls, in an interval in which they took less."""
+
+_NO_WORKLOAD = {"workers": 0, "samples_prepared": 0, "busy_s": 0.0, "waited_s": 0.0, "buffer_bytes": 0}
+"""That of a source whose hosts do not report it."""
 
 Watch = Callable[[Sequence[int]], Mapping[str, Any]]
 """Tells how a service does, and its weights so many steps ahead: what `planner_answers.workload` says, "waited_s" of
@@ -187,7 +182,7 @@ class Scaler:
 
     Args:
         watch: Tells how the service does.
-        act: Changes it; None only looks, and names who is the bottleneck.
+        act: Changes it; None only looks, and names the bottleneck.
         scaling: When workers come and go.
         cpus: Workers at most.
         memory: Bytes that files and buffers of all sources may take at most.
@@ -260,7 +255,7 @@ class Scaler:
         facts = self._watch(ahead if self._scaling.lookahead else ())
         seen = _Seen(self._clock(), facts["step"], sum(facts["samples"]), facts["waited_s"], facts["sources"])
         if newest is not None and (seen.step < newest.step or seen.waited_s < newest.waited_s):
-            self._seen.clear()  # a successor counts anew
+            self._seen.clear()  # a replaced role counts anew
             newest = None
         self._seen.append(seen)
         for name, source in seen.sources.items():
@@ -304,7 +299,7 @@ class Scaler:
             busy, samples = busy + max(busy_s - last_s, 0.0), samples + prepared - last
             kept = min(1.0, REMEMBERED / samples)
             self._done[name] = kept * busy, kept * samples
-        if prepared < last or prepared - last >= FEW_SAMPLES:  # less than before: a successor counts anew
+        if prepared < last or prepared - last >= FEW_SAMPLES:  # less than before: a replaced role counts anew
             self._counted[name] = busy_s, prepared
         return busy / samples if samples else 0.0
 
@@ -341,7 +336,7 @@ class Scaler:
     def _blame(
         self, names: Sequence[str], shares: Sequence[float], costs: Sequence[SourceCost], before: _Seen, now: _Seen
     ) -> None:
-        """Find who holds up the trainers."""
+        """Find the source that holds up the trainers."""
         busy = demand(shares, costs, self._wanted)
         interval = max(now.at - before.at, 1e-9)
         waited = [
@@ -357,12 +352,35 @@ class Scaler:
         self._bottleneck = find_bottleneck(waited, interval, share, headroom=self._scaling.headroom)
 
 
-def scaler_of(options: LaunchOptions, watch: Watch, act: Act) -> Scaler:
-    """Make the Scaler of a service; where it does not scale, it only looks."""
+def service_scaler(
+    options: LaunchOptions,
+    ask: Callable[[dict[str, Any]], dict[str, Any]],
+    workload: Callable[[], Mapping[int, Mapping[str, Any]]],
+    resize: Callable[[Sequence[int], Sequence[float]], None],
+) -> Scaler:
+    """Make the Scaler of a service; where it does not scale, it only looks.
+
+    Args:
+        options: The launch.
+        ask: Calls the planner.
+        workload: Returns what the workers of sources did, by the sources' numbers.
+        resize: Gives every source so many workers, of which it keeps so many busy.
+    """
+    names: list[str] = []
+
+    def watch(ahead: Sequence[int]) -> Mapping[str, Any]:
+        facts = ask({"op": "workload", "ahead": list(ahead)})["workload"]
+        names[:] = facts["names"]
+        done = workload()
+        return {**facts, "sources": {name: done.get(number, _NO_WORKLOAD) for number, name in enumerate(names)}}
+
+    def act(workers: Mapping[str, int], loads: Mapping[str, float]) -> None:
+        resize([workers[name] for name in names], [loads[name] for name in names])
+
     return Scaler(
         watch,
         act if options.scaling is not None else None,
-        options.scaling or Scaling(interval_s=LOOK_S),
+        options.scaling or Scaling(interval_s=LOOK_EVERY_S),
         cpus=options.lanes,
         memory=options.memory,
         known=_known_costs(options),
@@ -372,18 +390,3 @@ def scaler_of(options: LaunchOptions, watch: Watch, act: Act) -> Scaler:
 def _known_costs(options: LaunchOptions) -> dict[str, SourceCost]:
     profile = None if options.profile is None else read_profile(Path(options.profile))
     return {} if profile is None else {name: profile.cost(name) for name in profile.names}
-
-
-def local_scaler(options: LaunchOptions, fleet: LoaderFleet, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> Scaler:
-    """Make the Scaler of a service whose loaders are all here."""
-
-    def watch(ahead: Sequence[int]) -> Mapping[str, Any]:
-        facts = ask({"op": "workload", "ahead": list(ahead)})["workload"]
-        done = fleet.workload()
-        return {**facts, "sources": {name: done[number] for number, name in enumerate(facts["names"])}}
-
-    def act(workers: Mapping[str, int], loads: Mapping[str, float]) -> None:
-        numbers = {name: number for number, name in fleet.names.items()}
-        fleet.resize({numbers[name]: count for name, count in workers.items() if name in numbers})
-
-    return scaler_of(options, watch, act)

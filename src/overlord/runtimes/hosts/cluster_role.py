@@ -14,7 +14,7 @@ from overlord.errors import SpecError
 from overlord.job.specs import Source
 from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.hosts.planner_host import Pace
-from overlord.runtimes.hosts.prefetch import Hands, ThreadWorkers
+from overlord.runtimes.hosts.prefetch import Executors, ThreadWorkers
 from overlord.runtimes.launching.deployment import (
     IsolateReader,
     Prepared,
@@ -45,9 +45,9 @@ class Means:
         ends.callback(workers.close)
         return workers
 
-    def hands(self, threads: int, lanes: int, ends: contextlib.ExitStack) -> Hands:
+    def hands(self, threads: int, lanes: int, ends: contextlib.ExitStack) -> Executors:
         """Return who does the work of a loader host, until the role ends."""
-        hands = Hands.of_threads(threads, lanes)
+        hands = Executors.of_threads(threads, lanes)
         ends.callback(hands.close)
         return hands
 

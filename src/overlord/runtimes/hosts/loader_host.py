@@ -23,7 +23,7 @@ from overlord.core.samples import WHOLE, Cursor, Part, SampleId, take_meta
 from overlord.roles.ports import Collect
 from overlord.roles.source_loader import LoaderCounters, ShadowLoader, Staged
 from overlord.runtimes.hosts.planner_host import Patience
-from overlord.runtimes.hosts.prefetch import Crew
+from overlord.runtimes.hosts.prefetch import PrefetchPool
 from overlord.runtimes.transport.shared_memory import give_back_freed_memory
 from overlord.transforms.samples.per_sample import Workers
 
@@ -38,8 +38,8 @@ STATUS_IDS = 32
 class LoaderFleet:
     """The SourceLoaders of a host by the number of their source, each with its workers."""
 
-    def __init__(self, crews: Mapping[int, Crew], callers: Workers, patience: Patience | None = None) -> None:
-        self._crews: dict[int, Crew] = {}
+    def __init__(self, crews: Mapping[int, PrefetchPool], callers: Workers, patience: Patience | None = None) -> None:
+        self._crews: dict[int, PrefetchPool] = {}
         self._callers = callers
         self._patience = patience
         self.followers = callers
@@ -49,7 +49,7 @@ class LoaderFleet:
         for source, crew in crews.items():
             self.add(source, crew)
 
-    def add(self, source: int, crew: Crew) -> None:
+    def add(self, source: int, crew: PrefetchPool) -> None:
         """Take in the loader of a source that has come."""
         self._shadows[source] = ShadowLoader(crew.loader)
         self._crews = {**self._crews, source: crew}  # others may be looking through the old ones

@@ -1,7 +1,9 @@
-"""What the workers of a host's sources run on: a pool of threads that they share, or the caller.
+"""Prefetching: the workers of each SourceLoader, and the threads of a host that all of them share.
 
-Where there are more workers than threads, work that is due first goes first: a source that is nearly used up does not
-wait behind hundreds that have read far ahead.
+PrefetchPool        one SourceLoader with its workers, which read and measure rows ahead of the requests
+PriorityExecutor    the threads that workers run on; work that is due first goes first, so that a source that is
+nearly used up does not wait behind hundreds that have read far ahead
+Executors           all executors of one host
 """
 
 from __future__ import annotations
@@ -26,24 +28,24 @@ from overlord.transforms.samples.per_sample import Workers
 T = TypeVar("T")
 
 
-class Lanes(Protocol):
-    """What workers run on."""
+class PriorityExecutor(Protocol):
+    """Runs work in the order in which it is due."""
 
     def submit(self, work: Callable[[], None], due: float = 0.0) -> Future[None] | None:
-        """Run something beside the caller; None where that is not possible any more.
+        """Run something in the background; None where the executor is closed.
 
         Args:
             work: What is to be done.
-            due: When somebody needs it, by `time.perf_counter`; 0 where somebody waits for it now.
+            due: When it is needed, by `time.perf_counter`; 0 where a caller waits for it now.
         """
         ...
 
     def hurry(self, waited_for: Future[None]) -> None:
-        """Somebody waits now for what was submitted: it goes before all that nobody waits for."""
+        """Run something that was submitted before all that no caller waits for."""
         ...
 
 
-class ThreadLanes:
+class ThreadPriorityExecutor:
     """A pool of threads for the workers of all sources of a host."""
 
     def __init__(self, most: int, name: str) -> None:
@@ -52,7 +54,7 @@ class ThreadLanes:
         self._lock = threading.Lock()
         self._count = itertools.count()
         self._waiting: list[tuple[float, int, Callable[[], None], Future[None]]] = []
-        """A heap: (due, number of the call, work, what tells of it); what is hurried is in it twice."""
+        """A heap: (due, number of the call, work, its future); what is hurried is in it twice."""
 
     def submit(self, work: Callable[[], None], due: float = 0.0) -> Future[None] | None:
         """Run something in a thread, behind what is due earlier."""
@@ -60,7 +62,7 @@ class ThreadLanes:
         return done if self._add(work, due, done) else None
 
     def hurry(self, waited_for: Future[None]) -> None:
-        """Let something go before all that nobody waits for, if it does not run yet."""
+        """Run something before all that no caller waits for, if it does not run yet."""
         with self._lock:
             work = next((one[2] for one in self._waiting if one[3] is waited_for and one[0] > 0), None)
         if work is not None and not waited_for.running():
@@ -79,7 +81,7 @@ class ThreadLanes:
         return False
 
     def _first(self) -> None:
-        """Do what is due first: there are as many calls of this as things that wait."""
+        """Run what is due first: there are as many calls of this as entries in the heap."""
         with self._lock:
             _, _, work, done = heapq.heappop(self._waiting)
             begun = done.running() or done.done()
@@ -101,8 +103,8 @@ class ThreadLanes:
                 done.cancel()
 
 
-class CallerLanes:
-    """Everything in the caller, one after the other: what is called while something runs comes behind it."""
+class InlineExecutor:
+    """Runs everything in the caller, one after the other: what is submitted meanwhile comes behind it."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -129,14 +131,14 @@ class CallerLanes:
         """Nothing runs here by itself."""
 
 
-class CrewWorkers:
-    """Does the leaf work of one source (decoding): as many items at once as the source has workers."""
+class SourceWorkers:
+    """Decodes the samples of one source: as many items at once as the source has workers."""
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(self, executor: PriorityExecutor) -> None:
+        self._executor = executor
         self.count = 1
         self.helped_s = 0.0
-        """Seconds that others than the caller worked."""
+        """Seconds that threads other than the caller worked."""
 
     def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
         """Apply the function to every item; the caller is one of the workers."""
@@ -157,7 +159,7 @@ class CrewWorkers:
             work()
             self.helped_s += time.perf_counter() - began
 
-        helpers = [self._lanes.submit(help_out) for _ in range(min(self.count, len(given)) - 1)]
+        helpers = [self._executor.submit(help_out) for _ in range(min(self.count, len(given)) - 1)]
         work()
         for helper in helpers:
             if helper is not None and not helper.cancel():
@@ -165,12 +167,8 @@ class CrewWorkers:
         return [done[at] for at in range(len(given))]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Who does the work of one host: the caller itself, or threads.
-
-
 class SerialWorkers:
-    """Does everything in the caller, one after the other."""
+    """Does everything in the caller, one item after the other."""
 
     def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
         """Apply the function to every item."""
@@ -181,7 +179,7 @@ class SerialWorkers:
 
 
 class ThreadWorkers:
-    """Does leaf work on a few threads; decoders and tokenizers let go of the interpreter while they work."""
+    """Decodes on a few threads; decoders and tokenizers release the interpreter while they work."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -200,33 +198,33 @@ LOADER_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Hands:
-    """Who does what on one host."""
+class Executors:
+    """The executors of one host."""
 
     callers: Workers
-    """Calls to loaders side by side: they wait for I/O."""
+    """For calls to loaders, which wait for I/O."""
     leaf: Workers
-    """Decoding and the like, of sources whose workers are not counted."""
-    lanes: Lanes
-    """The workers of sources that are counted."""
+    """For decoding, of sources without workers of their own."""
+    prefetch: PriorityExecutor
+    """For the workers of sources."""
 
     @classmethod
-    def of_caller(cls) -> Hands:
-        """Let the caller do everything, one after the other."""
-        return cls(SerialWorkers(), SerialWorkers(), CallerLanes())
+    def of_caller(cls) -> Executors:
+        """Let the caller do everything."""
+        return cls(SerialWorkers(), SerialWorkers(), InlineExecutor())
 
     @classmethod
-    def of_threads(cls, threads: int, lanes: int) -> Hands:
-        """Start threads: so many for leaf work, and at most so many for counted workers."""
+    def of_threads(cls, threads: int, workers: int) -> Executors:
+        """Use threads: so many for decoding, and at most so many for the workers of sources."""
         return cls(
             ThreadWorkers(LOADER_THREADS, "overlord-loaders"),
             ThreadWorkers(threads, "overlord-workers"),
-            ThreadLanes(lanes, "overlord-lane"),
+            ThreadPriorityExecutor(workers, "overlord-prefetch"),
         )
 
     def close(self) -> None:
         """End the threads."""
-        for one in (self.lanes, self.leaf, self.callers):
+        for one in (self.prefetch, self.leaf, self.callers):
             one.close()  # type: ignore[union-attr]  # those of a caller have nothing to end
 
 
@@ -235,16 +233,19 @@ class Hands:
 #
 #     reach       the groups of the order that are worked on: as many as there are workers, from the position on
 #     stretch     some rows of a group: one worker reads them, then measures them while another one reads on
-#     position    where the last request ended; whoever asks waits for the workers, and is the only one who moves it
+#     position    where the last request ended; only requests move it
 #
-# With slow transforms the workers share a group; with slow files each has a group of its own. How many there are can
-# change between any two stretches: a newcomer takes the next stretch, and who is too many takes none.
+# How it works: a request moves the position and, where rows are missing, waits until a worker has prepared them, or
+# prepares them itself if no worker will. `_kick` submits one worker at a time: once it has taken its stretch it submits
+# the next, up to the wanted number. A worker (`_work`) reads and measures one stretch, or finds the group that comes
+# next, and then ends, so that workers of other sources get their turn. With slow transforms the workers share a group;
+# with slow files each has a group of its own. Their number can change between any two stretches.
 #
-# Rules of this file:
-# 1. What is prepared here is a cache: nothing of it changes the stream, and what fails is tried again by whoever
-#    asks.
+# Rules of this part:
+# 1. What is prepared here is a cache: nothing of it changes the stream, and the request for rows that failed ahead
+#    reads them again, and raises the error.
 # 2. Only the source's own lock is held here, and never while something is read or measured.
-# 3. A worker that finds nothing to do ends; the next request calls it again.
+# 3. A worker that finds nothing to do ends; the next request submits it again.
 
 
 logger = logging.getLogger("overlord")
@@ -253,7 +254,7 @@ logger = logging.getLogger("overlord")
 WORKER_BYTES = 8 << 20
 """What one worker may hold ahead at most; a group that is larger is prepared as it is used."""
 STRETCH_S = 0.1
-"""A stretch should not take a worker much longer: whoever needs its first row waits for all of it."""
+"""A stretch should not take a worker much longer: a request for its first row waits for all of it."""
 REQUESTS_AHEAD = 8
 """How many requests like the last ones are prepared ahead: more would be wasted when the mixture turns away."""
 FEW_ROWS = 32
@@ -270,12 +271,12 @@ class _Reach:
     key: _Key
     group: Group
     next: int
-    """The first row that nobody has taken."""
+    """The first row that no worker has taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A stretch that somebody has taken."""
+    """A stretch that a worker or a request has taken."""
 
     key: _Key
     group: Group
@@ -304,28 +305,28 @@ class _Pace:
         return self.at + self.every_s * ahead / max(self.rows, 1)
 
 
-class Crew:
+class PrefetchPool:
     """One SourceLoader with its workers, safe to be asked from several threads.
 
     Args:
         loader: The loader.
-        scout: The order of its source, for nobody but the workers.
-        lanes: What workers run on; None where the caller does everything when it is needed.
+        scout: The order of its source, for the workers alone.
+        executor: What workers run on; None where the caller does everything when it is needed.
         workers: How many there are at first.
-        helpers: Who finishes its samples, where that depends on the number of workers.
+        helpers: Finish its samples, where that depends on the number of workers.
     """
 
     def __init__(
         self,
         loader: SourceLoader,
         scout: SourceOrder | None = None,
-        lanes: Lanes | None = None,
+        executor: PriorityExecutor | None = None,
         workers: int = 1,
-        helpers: CrewWorkers | None = None,
+        helpers: SourceWorkers | None = None,
     ) -> None:
         self.loader = loader
         self._scout = scout
-        self._lanes = lanes if scout is not None else None
+        self._executor = executor if scout is not None else None
         self._changed = threading.Condition(threading.RLock())
         self._wanted = workers
         self._running = 0
@@ -333,7 +334,7 @@ class Crew:
         self._position: Cursor | None = None
         self._part = WHOLE
         self._pace = _Pace()
-        self._calling = False  # a worker was called that has not come yet; it calls the next one when it has its work
+        self._calling = False  # a worker was submitted and does not run yet; it submits the next one
         self._called: Future[None] | None = None
         self._end_of: int | None = None
         """The epoch in which there is no further group to work on."""
@@ -361,7 +362,7 @@ class Crew:
             self._kick()
 
     def _tell_loader(self) -> None:
-        self.loader.open_groups = self._wanted + 1 if self._lanes is not None else 1
+        self.loader.open_groups = self._wanted + 1 if self._executor is not None else 1
         if self._helpers is not None:
             self._helpers.count = max(1, self._wanted)
 
@@ -376,7 +377,7 @@ class Crew:
             while True:
                 with self._changed:
                     self._resting = False
-                    if self._lanes is None:
+                    if self._executor is None:
                         return self._asked(request)
                     cursor, group = self.loader.wake(request.cursor)
                     stop = min(cursor.offset + request.count, group.num_rows)
@@ -386,7 +387,7 @@ class Crew:
                     self._move_to(Cursor(cursor.epoch, cursor.group, at))
                     if self._comes(cursor[:2], at):
                         if self._calling and self._called is not None:
-                            self._lanes.hurry(self._called)  # before workers of sources that nobody waits for
+                            self._executor.hurry(self._called)  # before workers of sources that no request waits for
                             self._called = None
                         self._changed.wait(STRETCH_S)
                         continue
@@ -396,7 +397,7 @@ class Crew:
         finally:
             took = time.perf_counter() - began
             self.waited_s += took
-            self.busy_s += took if self._lanes is None else 0.0
+            self.busy_s += took if self._executor is None else 0.0
 
     def pop(self, order: LoaderOrder) -> Staged:
         """Let planned samples leave the read buffer."""
@@ -414,18 +415,18 @@ class Crew:
             return payload
 
     def alone(self, work: Callable[[SourceLoader], T]) -> T:
-        """Do something with the loader while nobody else does."""
+        """Do something with the loader under its lock."""
         with self._changed:
             return work(self.loader)
 
     def rest(self, cursor: Cursor) -> None:
-        """Drop what is held, and work on nothing until somebody asks."""
+        """Drop what is held, and work on nothing until the next request."""
         with self._changed:
             self._position, self._reach, self._resting, self._end_of = None, [], True, None
             self.loader.rest(cursor)
 
     def work(self) -> dict[str, Any]:
-        """Return what was done here; nobody is waited for."""
+        """Return what was done here, without waiting for the lock."""
         return {
             "workers": self._wanted,
             "samples_prepared": self.prepared,
@@ -445,7 +446,7 @@ class Crew:
 
     def _move_to(self, position: Cursor) -> None:
         """Work from here on."""
-        if self._lanes is None:
+        if self._executor is None:
             return
         self._position = position
         key = position[:2]
@@ -458,15 +459,15 @@ class Crew:
         self._kick()
 
     def _kick(self) -> None:
-        """Call a worker, if there is room for one and nobody is called already."""
-        if self._lanes is None or self._calling or self._running >= self._wanted or not self._has_work():
+        """Submit a worker, if there is work and room for one, and none is submitted already."""
+        if self._executor is None or self._calling or self._running >= self._wanted or not self._has_work():
             return
         self._running += 1
         self._calling = True
-        self._called = self._lanes.submit(self._work, self._pace.due(self._rows_ahead()))
+        self._called = self._executor.submit(self._work, self._pace.due(self._rows_ahead()))
         if self._called is None:
             self._running -= 1
-            self._lanes = None  # the host is closing: whoever asks works
+            self._executor = None  # the host is closing: requests do the work themselves
 
     def _work(self) -> None:
         """Do one stretch, or look for the next group; then give way to the workers of other sources."""
@@ -481,7 +482,7 @@ class Crew:
                 self._do(task)
             elif scouts:
                 self._look_ahead()
-        except Exception as error:  # rule 1: whoever needs these rows meets the same error
+        except Exception as error:  # rule 1: the request for these rows meets the same error
             logger.debug("source %s: working ahead failed: %s", self.loader.name, error)
             with self._changed:
                 self._spoiled = True
@@ -578,13 +579,13 @@ class Crew:
 
     def _may_scout(self) -> bool:
         position = self._position
-        # The first epoch may be the last: the second one is begun when somebody asks for it.
+        # The first epoch may be the last: the second one is begun by a request.
         begun = position is not None and (position.group != BEGIN or position.epoch != 1)
         more = begun and self._end_of != (position and position.epoch)
         return more and len(self._reach) < self._wanted and not self._scouting
 
     def _next_place(self) -> _Reach | None:
-        """Return the first group that somebody could read on in."""
+        """Return the first group that a worker could read on in."""
         for one in self._reach[: self._wanted]:
             if one.key not in self._reading:
                 one.next = self.loader.missing(Cursor(*one.key, one.next), one.group.num_rows)
@@ -598,10 +599,10 @@ class Crew:
 
     def _take(self, key: _Key, group: Group, begin: int, wanted: int) -> _Task:
         rows = rows_at_once(group, wanted - begin)
-        if self._lanes is not None and self.prepared >= FEW_ROWS:
+        if self._executor is not None and self.prepared >= FEW_ROWS:
             rows = max(1, min(rows, int(STRETCH_S * self.prepared / max(self.busy_s, 1e-9))))
-        elif self._lanes is not None:
-            rows = min(rows, FEW_ROWS // 4)  # nobody knows yet how long they take
+        elif self._executor is not None:
+            rows = min(rows, FEW_ROWS // 4)  # how long they take is not known yet
         stop = min(begin + rows, group.num_rows)
         self._reading.add(key)
         self._taken.setdefault(key, []).append((begin, stop))
@@ -611,16 +612,16 @@ class Crew:
         return _Task(key, group, begin, stop)
 
     def _comes(self, key: _Key, at: int) -> bool:
-        """Whether somebody has taken a row, reads on in its group, or will take it next."""
+        """Whether a worker has taken a row, reads on in its group, or will take it next."""
         if any(begin <= at < stop for begin, stop in self._taken.get(key, ())) or key in self._reading:
             return True
         if self._spoiled or not self._part.has(key[1]):
             return False
         reached = next((one for one in self._reach if one.key == key), None)
-        return self._running > 0 and self._lanes is not None and (reached is None or reached.next <= at)
+        return self._running > 0 and self._executor is not None and (reached is None or reached.next <= at)
 
 
 def _least_ahead(prepared: int, busy_s: float) -> int:
-    """Return how many rows a worker has ahead at least, whatever is asked for: few, where they are slow."""
+    """Return how many rows a worker has ahead at least: few, where they are slow."""
     rows = 2 * FEW_ROWS if prepared < FEW_ROWS else int(8 * STRETCH_S * prepared / max(busy_s, 1e-9))
     return max(4, min(2 * FEW_ROWS, rows))

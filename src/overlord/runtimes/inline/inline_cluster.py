@@ -35,7 +35,8 @@ from overlord.runtimes.launching.deployment import make_constructor
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.owner_asks import OwnerAsks
 from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
-from overlord.runtimes.supervision.supervisor import Supervisor, assignment_of, spares_of, unbundled
+from overlord.runtimes.supervision.host_changes import spares_of
+from overlord.runtimes.supervision.supervisor import Supervisor, assignment_of, unbundled
 from overlord.runtimes.transport.bundle import pack
 from overlord.runtimes.transport.frames import Frame, frame_of, open_frame
 from overlord.runtimes.transport.process_engine import InlineBlobs

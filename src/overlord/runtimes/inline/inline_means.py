@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from overlord.errors import StoreError
 from overlord.runtimes.hosts.cluster_role import Means
 from overlord.runtimes.hosts.planner_host import Pace
-from overlord.runtimes.hosts.prefetch import Hands, SerialWorkers
+from overlord.runtimes.hosts.prefetch import Executors, SerialWorkers
 from overlord.runtimes.launching.deployment import IsolateReader
 from overlord.storage import StorageOptions
 from overlord.stores.places import Appender, Place, open_place
@@ -53,8 +53,8 @@ class SerialMeans(Means):
     def workers(self, count: int, name: str, ends: contextlib.ExitStack) -> Workers:
         return SerialWorkers()
 
-    def hands(self, threads: int, lanes: int, ends: contextlib.ExitStack) -> Hands:
-        return Hands.of_caller()
+    def hands(self, threads: int, lanes: int, ends: contextlib.ExitStack) -> Executors:
+        return Executors.of_caller()
 
     def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
         return self._isolate

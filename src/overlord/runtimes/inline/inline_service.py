@@ -32,7 +32,7 @@ from overlord.runtimes.hosts.planner_host import (
     ranks_disagree,
     refuse_coming_step,
 )
-from overlord.runtimes.hosts.prefetch import Hands
+from overlord.runtimes.hosts.prefetch import Executors
 from overlord.runtimes.launching.deployment import Progress, Roles, deploy, plan_first_step
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.newcomers import Newcomers
@@ -69,7 +69,7 @@ class InlineService:
         self._begin(options, progress)
 
     def _begin(self, options: LaunchOptions, progress: Progress | None) -> None:
-        hands = Hands.of_caller()
+        hands = Executors.of_caller()
         try:
             self._roles = deploy(self._job, options, options.store or f"{self._scratch}", hands, progress)
             self._saver = Saver(self._roles.planner, self._roles.fleet, nullcontext(), most_steps=options.keep // 2)

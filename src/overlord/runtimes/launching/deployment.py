@@ -39,7 +39,7 @@ from overlord.roles.source_loader import Lengths, PlacementChoice, SourceLoader
 from overlord.runtimes.autoscaling.warming import warm_job
 from overlord.runtimes.hosts.loader_host import LoaderFleet
 from overlord.runtimes.hosts.planner_host import Patience
-from overlord.runtimes.hosts.prefetch import Crew, CrewWorkers, Hands
+from overlord.runtimes.hosts.prefetch import Executors, PrefetchPool, SourceWorkers
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.resume import (
     Beginning,
@@ -428,7 +428,7 @@ def deploy(
     job: Job,
     options: LaunchOptions,
     store: str,
-    hands: Hands,
+    hands: Executors,
     progress: Progress | None = None,
     isolate: Isolate | None = None,
     isolate_reader: IsolateReader | None = None,
@@ -566,7 +566,7 @@ def first_needs(
 
 
 def make_fleet(
-    prepared: Prepared, files: Mapping[int, SourceFiles], verdicts: PoisonedRowLog, hands: Hands
+    prepared: Prepared, files: Mapping[int, SourceFiles], verdicts: PoisonedRowLog, hands: Executors
 ) -> LoaderFleet:
     """Make the SourceLoaders of open sources."""
     crews = {number: make_crew(prepared, number, opened, verdicts, hands) for number, opened in files.items()}
@@ -574,7 +574,9 @@ def make_fleet(
     return LoaderFleet(crews, hands.callers, patience)
 
 
-def make_crew(prepared: Prepared, number: int, opened: SourceFiles, verdicts: PoisonedRowLog, hands: Hands) -> Crew:
+def make_crew(
+    prepared: Prepared, number: int, opened: SourceFiles, verdicts: PoisonedRowLog, hands: Executors
+) -> PrefetchPool:
     """Make the SourceLoader of one open source, with its workers."""
     job, options = prepared.job, prepared.options
     source = job.sources[number]
@@ -583,7 +585,7 @@ def make_crew(prepared: Prepared, number: int, opened: SourceFiles, verdicts: Po
     lengths = known_lengths(source, opened, sidecars, prepared.tokenizer_digest) if opened.files else None
     count = options.workers.get(source.name, options.loaders_per_source)
     ahead = count > 1 or source.name in options.workers or options.scaling is not None
-    helpers = CrewWorkers(hands.lanes) if ahead else None
+    helpers = SourceWorkers(hands.prefetch) if ahead else None
     loader = SourceLoader(
         job,
         number,
@@ -597,8 +599,8 @@ def make_crew(prepared: Prepared, number: int, opened: SourceFiles, verdicts: Po
         poisoned=verdicts,
     )
     if not ahead:
-        return Crew(loader)
-    return Crew(loader, order_of(job, source, opened), hands.lanes, count, helpers)
+        return PrefetchPool(loader)
+    return PrefetchPool(loader, order_of(job, source, opened), hands.prefetch, count, helpers)
 
 
 def make_constructor(prepared: Prepared, loaders: Loaders, workers: Workers) -> DataConstructor:

@@ -19,7 +19,7 @@ from overlord.errors import OverlordError, SpecError
 from overlord.roles.assignment import NO_HOST, Assignment
 from overlord.runtimes.hosts.peers import PLANNER, loader_name
 from overlord.runtimes.launching.cluster_placement import Site
-from overlord.runtimes.transport.engine import Incarnation
+from overlord.runtimes.transport.engine import RoleInstance
 from overlord.runtimes.transport.frames import frame_of, open_frame
 from overlord.runtimes.transport.switchboard import Switchboard
 
@@ -38,7 +38,7 @@ class LiveSources:
     def __init__(
         self,
         board: Switchboard,
-        awake: Callable[[], Sequence[Incarnation]],
+        awake: Callable[[], Sequence[RoleInstance]],
         first: int,
         assign: Callable[[Assignment, Assignment], bool],
         turn: threading.Lock,

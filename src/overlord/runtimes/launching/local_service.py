@@ -15,11 +15,11 @@ from pathlib import Path
 
 from overlord.errors import OverlordError
 from overlord.job.specs import Job
-from overlord.runtimes.autoscaling.scaler import check_sizes, local_scaler, refresh_profile
+from overlord.runtimes.autoscaling.scaler import check_sizes, refresh_profile, service_scaler
 from overlord.runtimes.autoscaling.status import describe_roles
 from overlord.runtimes.hosts.constructor_host import ConstructorHost
 from overlord.runtimes.hosts.planner_host import PlannerHost
-from overlord.runtimes.hosts.prefetch import Hands
+from overlord.runtimes.hosts.prefetch import Executors
 from overlord.runtimes.launching.deployment import Progress, deploy, plan_first_step
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.newcomers import Newcomers
@@ -41,7 +41,7 @@ class LocalHost:
 
     def __init__(self, job: Job, options: LaunchOptions, folder: Path, tell: Progress) -> None:
         self._options = options
-        self._hands = Hands.of_threads(options.threads, options.lanes)
+        self._hands = Executors.of_threads(options.threads, options.lanes)
         self._processes = ProcessWorkers(options.threads)
         self._readers = ReaderProcesses(options.threads)
         store = options.store or str(folder / "store")
@@ -55,7 +55,13 @@ class LocalHost:
             self._readers.close()
             raise
         give_back_freed_memory()  # footers and listings of hundreds of sources were just parsed
-        self._scaler = local_scaler(options, roles.fleet, lambda message: self._planner.ask(message))
+        fleet = roles.fleet
+        self._scaler = service_scaler(
+            options,
+            lambda message: self._planner.ask(message),
+            fleet.workload,
+            lambda workers, loads: fleet.resize({n: count for n, count in enumerate(workers) if n in fleet.names}),
+        )
         self._planner = PlannerHost(
             roles.planner,
             lambda positions, view_bytes: {

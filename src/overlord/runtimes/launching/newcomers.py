@@ -23,7 +23,7 @@ from overlord.roles.changes import source_to_json
 from overlord.roles.planner import Planner
 from overlord.roles.poisoned_rows import PoisonedRowLog
 from overlord.runtimes.autoscaling.warming import warm_job
-from overlord.runtimes.hosts.prefetch import Crew, Hands
+from overlord.runtimes.hosts.prefetch import Executors, PrefetchPool
 from overlord.runtimes.launching.deployment import (
     Prepared,
     Roles,
@@ -49,7 +49,7 @@ class Newcomer:
     prepared: Prepared
     """The job with it: it has the last number."""
     files: SourceFiles
-    crew: Crew
+    crew: PrefetchPool
 
     @property
     def number(self) -> int:
@@ -94,7 +94,7 @@ def without_newcomer(prepared: Prepared) -> Prepared:
     return dataclasses.replace(prepared, job=job, transforms=prepared.transforms[:-1])
 
 
-def open_newcomer(prepared: Prepared, source: Source, verdicts: PoisonedRowLog, hands: Hands) -> Newcomer:
+def open_newcomer(prepared: Prepared, source: Source, verdicts: PoisonedRowLog, hands: Executors) -> Newcomer:
     """Open a source: its files are listed, its columns checked, its first files indexed.
 
     Raises:
@@ -112,7 +112,7 @@ def open_newcomer(prepared: Prepared, source: Source, verdicts: PoisonedRowLog, 
 class Newcomers:
     """Lets sources come to the roles of one host."""
 
-    def __init__(self, roles: Roles, hands: Hands) -> None:
+    def __init__(self, roles: Roles, hands: Executors) -> None:
         self._roles = roles
         self._prepared = roles.prepared
         self._hands = hands

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, cpus_needed, place
 from overlord.runtimes.launching.deployment import Progress
+from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.cleanup import check_file_limit
 from overlord.runtimes.supervision.service_main import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
@@ -28,7 +29,8 @@ def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     room = cpus_needed(cluster, num_sources=count, loader_cpus=options.threads)
     here = Node("here", "this host", cpus=room, here=True)
     sites = place([here], cluster, world_size=world, num_sources=count, loader_cpus=options.threads)
-    with supervised(ProcessEngine(bundle, folder, hosts=1), sites, options, folder, progress) as address:
+    engine = ProcessEngine(bundle, folder, hosts=1, limits=Limits(options.heartbeat_s))
+    with supervised(engine, sites, options, folder, progress) as address:
         yield address
 
 

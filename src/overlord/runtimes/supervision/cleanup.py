@@ -1,4 +1,4 @@
-"""Folders that must be gone when their process is, however it went."""
+"""Folders that are removed when their process is gone, however it ended; and the limit on open files."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _WAIT_AND_REMOVE = (
 def remove_when_gone(folder: Path) -> IO[bytes]:
     """Have a folder removed once this process is gone; a SIGKILL leaves it no chance to do it itself.
 
-    A shell waits for the end of a pipe. It is nobody's child (Ray kills those of an actor with it) and in no process
-    group that somebody may end.
+    A shell waits for the end of a pipe. It is no child of this process (Ray kills those of an actor with it), and in no
+    process group that may be killed.
 
     Returns:
         The pipe: keep it as long as the folder is needed. Closing it removes the folder too.
@@ -70,8 +70,7 @@ def remove_when_gone(folder: Path) -> IO[bytes]:
 # How many files a process may have open: raised as far as the host allows, and named where it is too few.
 #
 # A service holds a descriptor for each microbatch that is built ahead (it is shared memory), for each connection, and
-# for
-# each file that is being read.
+# for each file that is being read.
 
 
 try:

@@ -1,14 +1,14 @@
-"""Workers dealt to loader hosts while a service runs: groups change hands, hosts come and go.
+"""Workers dealt to loader hosts while a service runs: groups move between hosts, hosts are started and ended.
 
-    more workers than the hosts have room for       a sleeping host is woken, and brought up like a successor
-    a source comes to a host                        the host opens its files first, then everybody is told
-    a source leaves a host                          everybody is told first; it answers until nobody asks it any more
-    a host that has nothing left                    is put to sleep, if it was asleep at the beginning
+    more workers than the hosts have room for       a spare host is started, and brought up like a replaced one
+    a source moves to a host                        the host opens its files first, then all roles are told
+    a source leaves a host                          all roles are told first; it answers until no role calls it any more
+    a host that has nothing left                    is ended, if it was a spare one at the beginning
 
 Rules of this file:
-1. Whoever is asked can answer: any host that has a source open serves any of its groups, whoever prepares them.
+1. A host that is called can answer: any host that has a source open serves any of its groups, whichever prepares them.
 2. A source with a shadow stays where it is: its shadow follows one position, in another process.
-3. What does not come about is taken up at the next interval. Nothing of it changes the stream.
+3. What fails is tried again at the next interval. Nothing of it changes the stream.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from overlord.core.samples import Part
 from overlord.roles.assignment import NO_HOST, Assignment
 from overlord.runtimes.hosts.peers import add_up, loader_name
 from overlord.runtimes.launching.cluster_placement import Site
-from overlord.runtimes.transport.engine import Engine, Incarnation
+from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.supervision.role_table import RoleTable
+from overlord.runtimes.transport.engine import Engine, RoleInstance
 from overlord.runtimes.transport.frames import frame_of, open_frame
-from overlord.runtimes.transport.switchboard import Switchboard
+from overlord.runtimes.transport.switchboard import Peer
 from overlord.scaling.dealing import Deal, deal
 
 logger = logging.getLogger("overlord")
 
+WORKERS_PER_HOST = 8
+"""w_actor: workers that a loader host has room for, unless there are to be more than all hosts have."""
 ROOMY = 0.75
 """A host that was woken ends when the workers of all fill the others no more than so far."""
 
@@ -37,47 +41,41 @@ Sizes = Mapping[int, tuple[int, Part]]
 """Of some sources how many workers a host has, and which of the groups they prepare."""
 
 
-class _Supervisor(Protocol):
-    """What a change of hosts needs of whoever looks after them."""
-
-    roles: dict[str, Incarnation]
-    lock: threading.RLock
-
-    def bring_up(self, one: Incarnation, peer: Any) -> int: ...
-    def publish(self) -> None: ...
-    def assign(self, assignment: Assignment, was: Assignment) -> bool: ...
-    def clock(self) -> float: ...
-
-
 class HostChanges:
     """Deals the workers of sources to loader hosts.
 
     Args:
-        board: Who is who.
+        table: The roles.
         engine: Starts hosts.
-        supervisor: Looks after them.
+        start: Starts a host at a site, and brings it up; returns its peer and its process id.
         per_host: Workers that one host has room for.
     """
 
-    def __init__(self, board: Switchboard, engine: Engine, supervisor: _Supervisor, per_host: int) -> None:
-        self._board = board
+    def __init__(
+        self,
+        table: RoleTable,
+        engine: Engine,
+        start: Callable[[RoleInstance, Site], tuple[Peer, int]],
+        per_host: int,
+    ) -> None:
+        self._table = table
         self._engine = engine
-        self._supervisor = supervisor
+        self._start = start
         self._per_host = per_host
-        self._spares = {one.site.number for one in supervisor.roles.values() if one.asleep}
+        self._spares = {one.site.number for one in table.roles.values() if one.asleep}
         self.turn = threading.Lock()
-        """Held while sources change hands, or come: nobody else deals them meanwhile."""
+        """Held while sources move or are added: one change at a time."""
         self._sizes: dict[int, dict[int, tuple[int, Part]]] = {}
 
     def sizes_of(self, host: int) -> Sizes:
-        """Return the workers that a successor of a host begins with."""
+        """Return the workers that a replaced host begins with."""
         return dict(self._sizes.get(host, {}))
 
     def workload(self) -> dict[int, dict[str, Any]]:
         """Return what the workers of every source have done, on all hosts together."""
         found: dict[int, dict[str, Any]] = {}
         for host in self._awake():
-            answer = self._board.ask(loader_name(host), "workload", frame_of({})).get()
+            answer = self._table.board.ask(loader_name(host), "workload", frame_of({})).get()
             for source, one in (open_frame(answer)[0]["sources"] if answer is not None else {}).items():
                 add_up(found, int(source), one)
         return found
@@ -90,9 +88,9 @@ class HostChanges:
             loads: How many of them each source keeps busy.
         """
         with self.turn:
-            now = self._board.book.assignment
+            now = self._table.board.book.assignment
             if len(workers) != len(now.primary):
-                return  # a source has come meanwhile
+                return  # a source was added meanwhile
             fixed = self._fixed(workers, now)
             dealt = self._deal(workers, now, loads, fixed)
             if dealt.further:
@@ -102,7 +100,7 @@ class HostChanges:
                 new = [source for source in wanted.sources_of(host) if source not in now.sources_of(host)]
                 if new:
                     self._ask(host, "take_sources", {"sources": new})
-            if wanted != now and not self._supervisor.assign(wanted, now):
+            if wanted != now and not self._table.assign(wanted, now):
                 return  # a shadow was promoted meanwhile
             self._sizes = self._dealt_sizes(wanted, dealt, fixed)
             for host in self._awake():
@@ -129,7 +127,7 @@ class HostChanges:
             hosts[now.primary[source][0]] = max(0, hosts.get(now.primary[source][0], 0) - count)
         free = [0 if source in fixed else count for source, count in enumerate(workers)]
         dealt = deal(free, now.primary, hosts, self._per_host, loads=loads)
-        for spare in sorted(self._spares & set(hosts), reverse=True):  # whoever came last goes first
+        for spare in sorted(self._spares & set(hosts), reverse=True):  # the one that was started last goes first
             fewer = {host: room for host, room in hosts.items() if host != spare}
             if not dealt.further and sum(free) <= ROOMY * sum(fewer.values()):
                 smaller = deal(free, now.primary, fewer, self._per_host, loads=loads)
@@ -137,12 +135,12 @@ class HostChanges:
         return dealt
 
     def _pass_on(self, met: Mapping[str, Any], wanted: Assignment) -> None:
-        """Let somebody count on what was met of sources by a host that has left them."""
+        """Let another host continue the counters of sources that a host has left."""
         for source, loaders in met.items():
             self._ask(wanted.primary[int(source)][0], "restore", {"loaders": loaders})
 
     def _assignment(self, now: Assignment, dealt: Deal) -> Assignment:
-        """Return who has what: hosts that stay keep their place, so that few groups change hands."""
+        """Return which host has what: hosts that stay keep their place, so that few groups move."""
         primary: list[tuple[int, ...]] = []
         for source, hosts in enumerate(now.primary):
             new = dealt.hosts(source)
@@ -162,65 +160,53 @@ class HostChanges:
         return sizes
 
     def _awake(self) -> list[int]:
-        with self._supervisor.lock:
-            roles = self._supervisor.roles.values()
-            return sorted(one.site.number for one in roles if one.site.role == "loader" and not one.asleep)
+        return sorted(one.site.number for one in self._table.running("loader"))
 
     def _wake(self, count: int) -> int:
-        """Bring up as many sleeping hosts; return how many came."""
+        """Start as many spare hosts; return how many came up."""
         came = 0
         for host in sorted(self._spares - set(self._awake()))[:count]:
+            one = self._table.roles[loader_name(host)]
+            with self._table.lock:
+                one.generation += 1
             try:
-                self._start(self._supervisor.roles[loader_name(host)])
-                came += 1
-            except Exception as error:  # rule 3: what there is goes on
+                peer, pid = self._start(one, dataclasses.replace(one.site, sources=(), shadows=()))
+            except Exception as error:  # rule 3
                 logger.warning("loader host %d could not be started: %s", host, error)
                 break
+            self._table.came_up(one, peer, pid)
+            logger.info("loader host %d was started", host)
+            came += 1
         return came
 
-    def _start(self, one: Incarnation) -> None:
-        with self._supervisor.lock:
-            one.generation += 1
-            one.site = self._engine.place_again(dataclasses.replace(one.site, sources=(), shadows=()))
-        peer = one.coming = self._engine.start(one.site, one.generation)
-        try:
-            pid = self._supervisor.bring_up(one, peer)
-        except BaseException:
-            one.coming = None
-            self._engine.kill(peer, one.site, 0)
-            raise
-        with self._supervisor.lock:
-            one.peer, one.coming, one.pid, one.asleep = peer, None, pid, False
-            one.heard = one.born = self._supervisor.clock()
-            self._supervisor.publish()
-        logger.info("loader host %d was started", one.site.number)
-
     def _put_to_sleep(self, host: int) -> None:
-        """End a host that nobody has anything from; who still asks it is told that it is gone, and asks another."""
-        with self._supervisor.lock:
-            one = self._supervisor.roles[loader_name(host)]
+        """End a host that has no sources left. Late callers get PeerGone and call the host that has the source now."""
+        with self._table.lock:
+            one = self._table.roles[loader_name(host)]
             peer, pid = one.peer, one.pid
-            one.asleep, one.peer, one.beat, one.told = True, None, None, None
-            one.generation += 1
-            self._supervisor.publish()
+            self._table.went_down(one, asleep=True)
+            self._table.publish()
         if peer is not None:
             self._engine.kill(peer, one.site, pid)
         self._sizes.pop(host, None)
         logger.info("loader host %d has nothing left, and was ended", host)
 
     def _ask(self, host: int, method: str, message: dict[str, Any]) -> dict[str, Any]:
-        return open_frame(self._board.insist(loader_name(host), method, frame_of(message)))[0]
+        return open_frame(self._table.board.insist(loader_name(host), method, frame_of(message)))[0]
 
 
 def sizes_to_json(sizes: Sizes, left: Sequence[int] = ()) -> dict[str, Any]:
-    """Return what a loader host is told of its workers."""
+    """Return the message to a loader host about its workers."""
     return {"sizes": [[source, count, *part] for source, (count, part) in sizes.items()], "left": list(left)}
 
 
-def spare_sites(sites: Sequence[Site], count: int) -> list[Site]:
-    """Return sites for loader hosts that are not up at first, beside those that are."""
+def spares_of(options: LaunchOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:
+    """Return loader hosts that sleep at first, and how many workers one has room for: all workers there may be fit."""
     loaders = [site for site in sites if site.role == "loader"]
-    return [
-        dataclasses.replace(loaders[number % len(loaders)], number=len(loaders) + number, sources=(), shadows=())
-        for number in range(count)
+    hosts = len(loaders)
+    spares = 0 if options.scaling is None else max(0, -(-options.lanes // WORKERS_PER_HOST) - hosts)
+    asleep = [
+        dataclasses.replace(loaders[number % hosts], number=hosts + number, sources=(), shadows=())
+        for number in range(spares)
     ]
+    return asleep, max(WORKERS_PER_HOST, -(-options.lanes // (hosts + spares)))

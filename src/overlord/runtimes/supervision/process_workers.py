@@ -1,10 +1,11 @@
 """Process workers: functions that hold the interpreter, or may kill it, run over rows in processes of their own.
 
 Rules of this file:
-1. Results do not depend on how many workers there are, who was killed meanwhile, or how rows were cut into runs.
+1. Results do not depend on how many workers there are, which were killed meanwhile, or how rows were cut into runs.
 2. A row is judged only when it was alone with a fresh worker and that worker died or hung, twice: a slow machine and
    the kernel's out-of-memory killer hit innocent rows, but hardly the same one twice.
-3. What dies while no row runs (at its start, at rest) is nobody's fault: it is replaced, and past a few tries an error.
+3. A worker that dies while no row runs (at its start, at rest) is no fault of a row: it is replaced, and past a few
+   tries that is an error.
 4. A function that exceeds its time limit for several rows in succession, with no row done in between, hangs: that is an
    error of the function, not of rows, and trying every row of a source twice would never end.
 """
@@ -16,9 +17,10 @@ import hashlib
 import itertools
 import logging
 import os
-import signal
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -29,17 +31,16 @@ import numpy as np
 
 from overlord.core.ragged import RowBatch, concat_rows, num_rows, slice_rows
 from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError, ToleranceError
+from overlord.runtimes.supervision.child import LIMITS, Limits, exit_status
+from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
 from overlord.runtimes.transport.frames import receive_rows, send_rows
-from overlord.runtimes.transport.nursery import Nursery, WorkerProcess
 
 logger = logging.getLogger("overlord")
 
 RUN_ROWS = 32
 """Rows that are sent at a time: few enough to be run one by one when a worker dies of them."""
-LOAD_S = 120.0
-"""How long a worker may take to load a function: it may import a large library."""
 TRIES = 3
-"""So many workers may be lost in a row without any fault of a row."""
+"""Workers that may be lost in a row without any fault of a row."""
 HANGS = 3
 """Rows in succession that are given up because of the time limit before the function itself is taken to hang."""
 _TICKS = 16
@@ -63,23 +64,66 @@ class _Broken(Exception):
     """A worker was lost without a fault of the rows; the text says how."""
 
 
-class _Patience:
-    """Gives up after some seconds without an answer."""
+def exchange(
+    connection: socket.socket, head: dict[str, Any], rows: RowBatch, seconds: float | None
+) -> tuple[dict[str, Any], RowBatch]:
+    """Send a message to a child and wait for its answer.
 
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
-        self._left = _TICKS
-        self._seconds = seconds
-        connection.settimeout(seconds / _TICKS)
+    Raises:
+        TimeoutError: when there was none within the time.
+        ServiceLost: when the other side is gone.
+    """
+    left = _TICKS
 
-    def tick(self) -> None:
-        """Count one part of the wait."""
-        self._left -= 1
-        if self._left <= 0:
-            raise TimeoutError(f"no answer within {self._seconds:g} s")
+    def tick() -> None:
+        nonlocal left
+        left -= 1
+        if left <= 0:
+            raise TimeoutError(f"no answer within {seconds:g} s")
+
+    connection.settimeout(seconds and seconds / _TICKS)
+    send_rows(connection, head, rows, tick)
+    return receive_rows(connection, tick)
+
+
+class _Worker:
+    """A worker process, and what it was sent."""
+
+    def __init__(self, child: ForkedChild) -> None:
+        self.child = child
+        self.functions: set[str] = set()
+        """The keys of the functions that it has loaded."""
+        self.asked = False
+        """Whether an answer is still to come; such a worker can be asked nothing else."""
+
+    def ask(self, message: dict[str, Any], rows: RowBatch, seconds: float) -> tuple[dict[str, Any], RowBatch]:
+        """Ask it and wait for the answer.
+
+        Raises:
+            _Died: when it ended, or did not answer in time.
+            _Broken: when its fork server was lost.
+        """
+        self.asked = True
+        try:
+            answer = exchange(self.child.connection, message, rows, seconds)
+        except TimeoutError as late:
+            self.child.end()
+            raise _Hung(str(late)) from None
+        except ServiceLost as error:
+            self.child.end()
+            if self.child.code is None:
+                raise _Broken(str(error)) from None
+            raise _Died(exit_status(self.child.code)) from None
+        self.asked = False
+        return answer
 
 
 class ProcessWorkers:
     """A few worker processes, started when they are first needed; several threads may use them at once.
+
+    Args:
+        count: Most workers at a time; more than there are cores would only take turns.
+        limits: How long they may take to start and to load a function.
 
     Example:
         >>> def halve(rows):
@@ -90,14 +134,14 @@ class ProcessWorkers:
         ({'n': array([1, 2, 3])}, [])
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, limits: Limits = LIMITS) -> None:
         self.count = max(1, min(count, len(os.sched_getaffinity(0))))
-        """Most workers at a time; more than there are cores would only take turns."""
+        self.limits = limits
         self._threads = ThreadPoolExecutor(self.count, thread_name_prefix="overlord-process-workers")
         self._slots = threading.BoundedSemaphore(self.count)
         self._lock = threading.Lock()
-        self._idle: list[WorkerProcess] = []
-        self._nursery: Nursery | None = None
+        self._idle: list[_Worker] = []
+        self._server = ForkServer("overlord.runtimes.supervision.process_workers", limits)
         self._closed = False
 
     def isolate(self, function: Callable[[RowBatch], RowBatch], name: str, deadline: float = 60.0) -> Isolated:
@@ -132,7 +176,7 @@ class ProcessWorkers:
             raise
 
     @contextlib.contextmanager
-    def borrow(self, *, fresh: bool) -> Iterator[WorkerProcess]:
+    def borrow(self, *, fresh: bool) -> Iterator[_Worker]:
         """Lend a worker, one that has run nothing yet if `fresh`; waits until one is free.
 
         Raises:
@@ -148,13 +192,13 @@ class ProcessWorkers:
                     if good:
                         self._idle.append(worker)
                 if not good:
-                    worker.end()
+                    worker.child.end()
 
     @property
     def resting(self) -> tuple[int, ...]:
         """Process ids of the workers that are there and have nothing to do."""
         with self._lock:
-            return tuple(worker.pid for worker in self._idle)
+            return tuple(worker.child.pid for worker in self._idle)
 
     def check_open(self) -> None:
         """Raise ClosedError once the pool is closed."""
@@ -165,12 +209,10 @@ class ProcessWorkers:
         """Kill the workers, whatever they do, and wait for the threads that wait for them."""
         with self._lock:
             self._closed = True
-            nursery, idle = self._nursery, self._idle
-            self._nursery, self._idle = None, []
-        if nursery is not None:
-            nursery.close()
+            idle, self._idle = self._idle, []
+        self._server.close()
         for worker in idle:
-            worker.end()
+            worker.child.end()
         self._threads.shutdown(wait=True)
 
     def __enter__(self) -> ProcessWorkers:
@@ -181,23 +223,16 @@ class ProcessWorkers:
     ) -> None:
         self.close()
 
-    def _take(self, fresh: bool) -> WorkerProcess:
+    def _take(self, fresh: bool) -> _Worker:
         with self._lock:
             idle = self._idle.pop() if self._idle else None
         if idle is not None:
-            if idle.alive and not fresh:
+            if idle.child.alive and not fresh:
                 return idle
-            idle.end()
-        with self._lock:
-            self.check_open()
-            if self._nursery is not None and self._nursery.lost:
-                self._nursery.close()
-                self._nursery = None
-            if self._nursery is None:
-                self._nursery = Nursery()
-            nursery = self._nursery
+            idle.child.end()
+        self.check_open()
         try:
-            return nursery.fork()
+            return _Worker(self._server.fork())
         except ServiceLost as error:
             raise _Broken(str(error)) from None
 
@@ -299,12 +334,14 @@ class Isolated:
                 logger.warning("%s: a worker process was lost (%s); another is started", self._name, loss)
         raise AssertionError("unreachable")
 
-    def _load(self, worker: WorkerProcess) -> None:
+    def _load(self, worker: _Worker) -> None:
         """Send the function, once to each worker."""
         if self._key in worker.functions:
             return
         try:
-            answer, _ = _ask(worker, {"op": "load", "function": self._key}, {"code": self._code}, LOAD_S)
+            answer, _ = worker.ask(
+                {"op": "load", "function": self._key}, {"code": self._code}, self._pool.limits.load_function
+            )
         except _Died as death:
             raise _Broken(f"while it loaded the function: {death}") from None
         if "error" in answer:
@@ -314,9 +351,9 @@ class Isolated:
             )
         worker.functions.add(self._key)
 
-    def _apply(self, worker: WorkerProcess, rows: RowBatch) -> RowBatch:
+    def _apply(self, worker: _Worker, rows: RowBatch) -> RowBatch:
         try:
-            answer, made = _ask(worker, {"op": "run", "function": self._key}, rows, self._deadline)
+            answer, made = worker.ask({"op": "run", "function": self._key}, rows, self._deadline)
         except _Died:
             self._pool.check_open()  # then it was the closing pool that killed it
             raise
@@ -333,29 +370,28 @@ class Isolated:
         return made
 
 
-def _ask(
-    worker: WorkerProcess, message: dict[str, Any], rows: RowBatch, seconds: float
-) -> tuple[dict[str, Any], RowBatch]:
-    patience = _Patience(worker.connection, seconds)
-    worker.asked = True
-    try:
-        send_rows(worker.connection, message, rows, patience.tick)
-        answer = receive_rows(worker.connection, patience.tick)
-    except TimeoutError as late:
-        worker.end()
-        raise _Hung(str(late)) from None
-    except ServiceLost as error:
-        code = worker.end()
-        if code is None:
-            raise _Broken(str(error)) from None
-        raise _Died(describe_exit(code)) from None
-    worker.asked = False
-    return answer
+# --------------------------------------------------------------------------------------------------------------
+# In the worker process.
 
 
-def describe_exit(code: int) -> str:
-    """Return an exit code in words, negative ones as signals."""
-    if code >= 0:
-        return f"exit code {code}"
-    named = {int(one): one.name for one in signal.Signals}
-    return f"signal {-code} ({named.get(-code, 'unknown')})"
+def serve(connection: socket.socket) -> None:
+    """Load functions and run them over rows, until the other side closes the connection."""
+    functions: dict[str, Any] = {}
+    while True:
+        try:
+            head, rows = receive_rows(connection)
+        except ServiceLost:
+            return
+        try:
+            made: RowBatch = {}
+            if head["op"] == "load":
+                # Code from the launching process, on its way to one of its own roles.
+                functions[head["function"]] = cloudpickle.loads(np.asarray(rows["code"]).tobytes())
+            else:
+                made = functions[head["function"]](rows)
+            send_rows(connection, {}, made)
+        except ServiceLost:
+            return
+        except Exception as error:  # whatever the user's code raises is an answer
+            sys.stderr.write(traceback.format_exc())  # in one piece: other workers write to the same log
+            send_rows(connection, {"error": f"{type(error).__name__}: {error}"}, {})

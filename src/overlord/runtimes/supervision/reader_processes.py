@@ -20,8 +20,10 @@ import itertools
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,29 +34,25 @@ import numpy as np
 from overlord.core.ragged import Ragged, RowBatch, num_rows
 from overlord.errors import ClosedError, ReaderError, ServiceLost, SourceError
 from overlord.readers.filesystems import StoredFile, verify_unchanged
-from overlord.readers.reader import BlockIndex, DamagedFile, Kind, Reader
-from overlord.runtimes.supervision.process_workers import describe_exit
+from overlord.readers.parquet_footer import warm_footer
+from overlord.readers.reader import BlockIndex, DamagedFile, Kind, Reader, reason_of
+from overlord.readers.source_files import FORMATS
+from overlord.runtimes.supervision.child import LIMITS, Limits, exit_status
+from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
+from overlord.runtimes.supervision.process_workers import exchange
 from overlord.runtimes.transport.frames import receive_rows, send_rows
-from overlord.runtimes.transport.nursery import Nursery, WorkerProcess
-from overlord.runtimes.transport.wire import send
+from overlord.runtimes.transport.wire import receive, send
 
 logger = logging.getLogger("overlord")
 
-MODULE = "overlord.runtimes.supervision.reader_main"
 NATIVE = ("parquet", "arrow")
 """Formats that pyarrow decodes. The others are parsed by Python and numpy, which raise where these crash."""
 CRASHES = 2
-"""So many processes may end over one block: one that was shared, and one of its own."""
+"""Processes that may end over one block: one that was shared, and one of its own."""
 LOSSES = 8
-"""So many may be lost by something else before a block yields its next rows."""
-VERDICT_S = 60.0
-"""How long a verdict holds: then the file may have been restored, and is read again."""
+"""Processes that may be lost by something else before a block yields its next rows."""
 THREADS_PER_PROCESS = 4
 MOST_PROCESSES = 4
-HANG_S = 600.0
-"""How long a read of a local file may take; remote ones have the time limits of their filesystem."""
-_TICKS = 16
-"""A wait is counted in so many parts, so that a host that was suspended meanwhile loses one of them and no more."""
 _CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
 _FAILURES = {"SourceError": SourceError, "ReaderError": ReaderError}
 
@@ -77,16 +75,18 @@ class ReaderProcesses:
 
     Args:
         threads: How many threads of the service decode and read; there are fewer processes than that.
+        limits: How long they may take to start and to read.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, limits: Limits = LIMITS) -> None:
         self._count = max(1, min(MOST_PROCESSES, threads // THREADS_PER_PROCESS))
         self._lock = threading.Lock()
-        self._nursery: Nursery | None = None
-        self._shared: dict[int, _Process] = {}
+        self._server = ForkServer("overlord.runtimes.supervision.reader_processes", limits)
+        self._shared: dict[int, _ReaderProcess] = {}
         self._turn = itertools.count()
-        self._retired: collections.deque[_Process] = collections.deque()
+        self._retired: collections.deque[_ReaderProcess] = collections.deque()
         self._closed = False
+        self.limits = limits
         self.numbers = itertools.count()
         """Numbers of streams."""
         self.verdicts: dict[str, tuple[float, str]] = {}
@@ -96,7 +96,7 @@ class ReaderProcesses:
         """Return a reader of the same format that reads in these processes, if the format needs it."""
         return IsolatedReader(self, reader) if reader.name in NATIVE else reader
 
-    def shared(self) -> _Process:
+    def shared(self) -> _ReaderProcess:
         """Return a process that others use as well."""
         with self._lock:
             self._end_retired()
@@ -106,13 +106,13 @@ class ReaderProcesses:
                 process = self._shared[place] = self._start()
             return process
 
-    def alone(self) -> _Process:
+    def alone(self) -> _ReaderProcess:
         """Start a process for one caller, which gives it back with `retire`."""
         with self._lock:
             self._end_retired()
             return self._start()
 
-    def retire(self, process: _Process) -> None:
+    def retire(self, process: _ReaderProcess) -> None:
         """Let a process end; callable from a finalizer, which must not wait for a lock."""
         self._retired.append(process)
 
@@ -131,27 +131,20 @@ class ReaderProcesses:
         """Kill the processes, whatever they do."""
         with self._lock:
             self._closed = True
-            nursery, self._nursery = self._nursery, None
             processes = [*self._shared.values(), *self._retired]
             self._shared.clear()
             self._retired.clear()
-        if nursery is not None:
-            nursery.close()
+        self._server.close()
         for process in processes:
             process.end()
 
-    def _start(self) -> _Process:
+    def _start(self) -> _ReaderProcess:
         self.check_open()
-        for attempt in range(LOSSES):
-            if self._nursery is not None and self._nursery.lost:
-                self._nursery.close()
-                self._nursery = None
-            if self._nursery is None:
-                self._nursery = Nursery(MODULE)
+        for attempt in itertools.count(1):
             try:
-                return _Process(self._nursery.fork())
+                return _ReaderProcess(self._server.fork())
             except ServiceLost as error:
-                if attempt == LOSSES - 1:
+                if attempt == LOSSES:
                     raise ReaderError(
                         f"no reader process can be started ({error}); Parquet and Arrow files cannot be read. The host "
                         "may be out of memory or processes: free some and start again from the last checkpoint."
@@ -164,18 +157,18 @@ class ReaderProcesses:
                 self._retired.popleft().end()
 
 
-class _Process:
+class _ReaderProcess:
     """One reader process, and a connection for every caller that waits for it."""
 
-    def __init__(self, worker: WorkerProcess) -> None:
-        self._worker = worker
+    def __init__(self, child: ForkedChild) -> None:
+        self._child = child
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
         self._dropped: collections.deque[int] = collections.deque()
-        self._ended: str | None = None
+        self._ended = ""
         self._crashed = False
         self.lost = False
-        self.pid = worker.pid
+        self.pid = child.pid
 
     def ask(self, head: dict[str, Any], rows: RowBatch, seconds: float | None) -> tuple[dict[str, Any], RowBatch]:
         """Ask and wait for the answer.
@@ -185,30 +178,20 @@ class _Process:
             DamagedFile: when what it answers makes no sense.
         """
         connection = self._connect()
-        left = _TICKS
-
-        def tick() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                raise TimeoutError
-
         dropped: list[int] = []
         while self._dropped:
             with contextlib.suppress(IndexError):  # another thread was faster
                 dropped.append(self._dropped.popleft())
         try:
-            connection.settimeout(seconds and seconds / _TICKS)
-            send_rows(connection, {**head, "dropped": dropped}, rows, tick)
-            answer = receive_rows(connection, tick)
-        except TimeoutError:
+            answer = exchange(connection, {**head, "dropped": dropped}, rows, seconds)
+        except TimeoutError as late:
             connection.close()
-            self._end(f"no answer within {seconds:g} s", crashed=True)
-            raise _Lost(f"no answer within {seconds:g} s", suspect=True) from None
+            self._end(str(late), crashed=True)
+            raise _Lost(str(late), suspect=True) from None
         except ServiceLost:
             connection.close()
-            self._end(None)
-            raise _Lost(str(self._ended), suspect=self._crashed) from None
+            self._end()
+            raise _Lost(self._ended, suspect=self._crashed) from None
         with self._lock:
             if self.lost:
                 connection.close()
@@ -227,29 +210,30 @@ class _Process:
     def _connect(self) -> socket.socket:
         with self._lock:
             if self.lost:
-                raise _Lost(self._ended or "it was lost", suspect=False)
+                raise _Lost(self._ended, suspect=False)
             if self._idle:
                 return self._idle.pop()
             ours, theirs = socket.socketpair()
             try:
                 with theirs:
-                    send(self._worker.connection, {}, [theirs.fileno()])
+                    send(self._child.connection, {}, [theirs.fileno()])
             except OSError:
                 ours.close()
             else:
                 return ours
-        self._end(None)
-        raise _Lost(str(self._ended), suspect=False)
+        self._end()
+        raise _Lost(self._ended, suspect=False)
 
-    def _end(self, why: str | None, *, crashed: bool = False) -> None:
+    def _end(self, why: str = "", *, crashed: bool = False) -> None:
         with self._lock:
             if self.lost:
                 return
             self.lost = True
             for connection in self._idle:
                 connection.close()
-            code = self._worker.end()
-            self._ended = why or ("it was lost" if code is None else describe_exit(code))
+            self._child.end()
+            code = self._child.code
+            self._ended = why or ("it was lost" if code is None else exit_status(code))
             self._crashed = crashed or (code is not None and (code > 0 or -code in _CRASH_SIGNALS))
 
 
@@ -263,11 +247,11 @@ class _Trial:
         self._crashes = 0
         self._losses = 0
         judged = pool.verdicts.get(what)
-        if judged is not None and time.monotonic() < judged[0] + VERDICT_S:
+        if judged is not None and time.monotonic() < judged[0] + pool.limits.damaged_file:
             raise ReaderError(judged[1])
 
     @contextlib.contextmanager
-    def process(self) -> Iterator[_Process]:
+    def process(self) -> Iterator[_ReaderProcess]:
         """Lend a process: a shared one, or one of its own once it is a suspect."""
         if not self._crashes:
             yield self._pool.shared()
@@ -355,7 +339,7 @@ class IsolatedReader:
         """Yield the rows of one block, whatever happens to the processes that read them."""
         trial = _Trial(self._pool, file, f"block {block} of {file.path}")
         fixed = {"format": self.name, "block": block, "batch_rows": batch_rows, "scratch": scratch and str(scratch)}
-        given, seconds = _given(file, index), _seconds(file)
+        given, seconds = _given(file, index), self._seconds(file)
         while True:
             with trial.process() as process:
                 number = next(self._pool.numbers)
@@ -379,17 +363,16 @@ class IsolatedReader:
         while True:
             with trial.process() as process:
                 try:
-                    return _checked(process.ask(head, _given(file, None), _seconds(file)))
+                    return _checked(process.ask(head, _given(file, None), self._seconds(file)))
                 except _Lost as loss:
                     trial.lost(loss)
+
+    def _seconds(self, file: StoredFile) -> float | None:
+        return self._pool.limits.read if file.is_local else None
 
 
 def _given(file: StoredFile, index: BlockIndex | None) -> RowBatch:
     return {"given": np.frombuffer(cloudpickle.dumps((file, index)), np.uint8)}
-
-
-def _seconds(file: StoredFile) -> float | None:
-    return HANG_S if file.is_local else None
 
 
 def _checked(answer: tuple[dict[str, Any], RowBatch]) -> tuple[dict[str, Any], RowBatch]:
@@ -409,3 +392,92 @@ def _checked(answer: tuple[dict[str, Any], RowBatch]) -> tuple[dict[str, Any], R
             if not len(at) or at[0] < 0 or at[-1] > len(column.values) or (at[1:] < at[:-1]).any():
                 raise DamagedFile(f"the rows of column {name!r} leave their values")
     return answer
+
+
+# --------------------------------------------------------------------------------------------------------------
+# In the reader process.
+#
+# Rules of this part:
+# 1. Answers are JSON and raw columns, never pickles: a process that a file has taken over must not reach the service.
+# 2. Many callers wait for storage at the same time: each has a connection, and a thread here.
+
+INDEX_COLUMNS = ("rows", "bytes", "start", "stop", "first_row")
+"""The arrays of an index, as they travel."""
+
+Streams = dict[int, Iterator[RowBatch]]
+Answer = tuple[dict[str, Any], RowBatch]
+
+
+def preload() -> None:
+    """Compile the kernel that reads the footers of Parquet files once, for all that are forked."""
+    warm_footer()
+
+
+def serve(control: socket.socket) -> None:
+    """Serve every connection that is handed over, until the service closes the first one."""
+    with contextlib.suppress(OSError):  # a host without it has no say in what the kernel ends when memory runs out
+        Path("/proc/self/oom_score_adj").write_text("500")
+    streams: Streams = {}
+    while True:
+        try:
+            _, fds = receive(control)
+        except ServiceLost:
+            return
+        caller = socket.socket(fileno=fds[0])
+        threading.Thread(target=_serve_caller, args=(caller, streams), daemon=True).start()
+
+
+def _serve_caller(caller: socket.socket, streams: Streams) -> None:
+    with caller:
+        while True:
+            try:
+                head, rows = receive_rows(caller)
+                for stream in head["dropped"]:
+                    streams.pop(stream, None)
+                send_rows(caller, *_answer(head, rows, streams))
+            except ServiceLost:
+                return
+
+
+def _answer(head: dict[str, Any], rows: RowBatch, streams: Streams) -> Answer:
+    try:
+        return _next(head["stream"], streams) if head["op"] == "next" else _open(head, rows, streams)
+    except (SourceError, ReaderError) as error:
+        return {"failed": type(error).__name__, "reason": str(error)}, {}
+    except Exception as error:  # whatever pyarrow or a parser makes of bytes that are not what they should be
+        if not isinstance(error, OSError):
+            sys.stderr.write(traceback.format_exc())  # in one piece: other threads write to the same log
+        return {"failed": "read", "reason": reason_of(error)}, {}
+
+
+def _open(head: dict[str, Any], rows: RowBatch, streams: Streams) -> Answer:
+    # From the service that started this process: the file with its filesystem, and the index of its blocks.
+    file, index = cloudpickle.loads(np.asarray(rows["given"]).tobytes())
+    reader, columns = FORMATS[head["format"]], head["wanted"]
+    if head["op"] == "columns":
+        return {"names": reader.columns(file)}, {}
+    if head["op"] == "kinds":
+        return {"kinds": reader.kinds(file, columns)}, {}
+    if head["op"] == "index":
+        found = reader.index(file, columns)
+        return {}, {name: getattr(found, name) for name in INDEX_COLUMNS}
+    streams[head["stream"]] = reader.stream(
+        file,
+        index,
+        head["block"],
+        columns=columns,
+        skip=head["skip"],
+        batch_rows=head["batch_rows"],
+        scratch=Path(head["scratch"]) if head["scratch"] else None,
+    )
+    return _next(head["stream"], streams)
+
+
+def _next(number: int, streams: Streams) -> Answer:
+    try:
+        return {}, next(streams[number])
+    except BaseException as error:
+        del streams[number]
+        if isinstance(error, StopIteration):
+            return {"end": True}, {}
+        raise

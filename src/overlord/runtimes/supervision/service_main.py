@@ -1,13 +1,13 @@
-"""What every service process does: takes its orders from its launcher's pipe, serves, and ends with that pipe.
+"""What every service process does: reads the job from its launcher's pipe, serves, and ends with that pipe.
 
 Rules of this file:
 1. Standard input holds the folder, the descriptor that keeps it, and the bundle, and then nothing until the end.
-2. Standard output holds one JSON line an event: progress, alive (as long as it is starting), ready, error. What anybody
-   prints goes to the log.
+2. Standard output holds one JSON line an event: progress, alive (as long as it is starting), ready, error. Whatever is
+   printed goes to the log.
 3. A launcher that closes the service writes one byte first. The end of the input without it is the end of the launcher
    itself, and clients are told that instead.
-4. The folder is the launcher's. It goes when launcher and service are both gone, also by a SIGKILL: each holds the
-   pipe that somebody waits for the end of.
+4. The folder is the launcher's. It is removed when launcher and service are both gone, also by a SIGKILL: each holds
+   one end of a pipe, and a shell waits for its last holder (`cleanup.remove_when_gone`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import Any, BinaryIO
 
 from overlord.errors import OverlordError, Rewound, ServiceLost
 from overlord.runtimes.launching.deployment import Progress
+from overlord.runtimes.supervision.child import LIMITS
 from overlord.runtimes.supervision.cleanup import raise_file_limit
 
-END_S = 45.0
-"""How long a service may take to end when its launcher is gone; then it ends hard, and the system cleans up."""
-ALIVE_S = 1.0
+ALIVE_EVERY_S = 1.0
+"""How often a process that starts gives a sign of life."""
 SERVED = "serving steps"
-"""The word of progress for a step that a client has come to."""
+"""The name of the progress event for a step that a client has come to."""
 REWOUND = "going back"
-"""The word of progress of a process that ends because all ranks go back to an earlier step: it is started again."""
+"""That of a process that ends because all ranks go back to an earlier step: it is started again."""
 CLOSED = b"c"
 """What a launcher writes that closes the service."""
 
@@ -60,7 +60,7 @@ def run_service(serving: Serving) -> None:
     events = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever prints from here on goes to the log, not into the protocol
     settle_in()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; its closing pipe tells us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's, which closes the pipe
 
     def tell(event: dict[str, Any]) -> None:
         try:
@@ -82,7 +82,7 @@ def run_service(serving: Serving) -> None:
 
     try:
         with _signs_of_life(tell) as stop, serving(bundle, folder, progress) as address:
-            stop()  # from now on the door answers
+            stop()  # from now on heartbeats are answered
             end.listen()  # an engine may have taken the signals for itself
             tell({"ready": address, "pid": os.getpid()})
             end.wait()
@@ -94,12 +94,12 @@ def run_service(serving: Serving) -> None:
 
 @contextmanager
 def _signs_of_life(tell: Callable[[dict[str, Any]], None]) -> Iterator[Callable[[], None]]:
-    """Tell every second that this process lives, as long as it has no door that could be asked."""
+    """Write every second that this process lives, as long as it has no socket that could be asked."""
     ready = threading.Event()
 
     def tick() -> None:
         tell({"alive": True})
-        while not ready.wait(ALIVE_S):
+        while not ready.wait(ALIVE_EVERY_S):
             tell({"alive": True})
 
     thread = threading.Thread(target=tick, daemon=True)
@@ -112,7 +112,7 @@ def _signs_of_life(tell: Callable[[dict[str, Any]], None]) -> Iterator[Callable[
 
 
 class _End:
-    """Comes when the launcher closes the service or is gone, or when somebody sends SIGTERM."""
+    """Comes when the launcher closes the service or is gone, or with a SIGTERM."""
 
     def __init__(self) -> None:
         self.why: OverlordError | None = None
@@ -147,8 +147,8 @@ class _End:
             "more data will come. Launch again with state='latest', or from your last checkpoint."
         )
         self.come(None if closed else gone)
-        time.sleep(END_S)
-        os._exit(1)  # something hangs that nobody waits for any more
+        time.sleep(LIMITS.orphaned_service)
+        os._exit(1)  # something hangs; the kernel cleans up
 
 
 def _read_bundle(pipe: BinaryIO) -> tuple[Path, int, bytes] | None:

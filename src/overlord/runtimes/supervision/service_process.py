@@ -1,4 +1,18 @@
-"""A service seen from the process that launched it: starts its process, keeps it up, asks it, ends it."""
+"""The service process as its launcher sees it: started, watched, started again when it dies or hangs, called, ended.
+
+How it works: `ServiceSupervisor` starts the process and sends it the job on its standard input. Until the process has
+an address, the lines it writes on its standard output are its signs of life; from then on a heartbeat over a connection
+of its own asks for them. One thread waits for all of it, and kills a process that is silent for too long. When the
+process ends, `_is_over` decides: a deliberate end stays, and so does an error that the service itself reported, since
+it would report it again; otherwise the process is started again, until five restarts in a row served no new step.
+
+Rules of this file:
+1. Nothing here waits for the process without a limit: one that is stopped neither reads nor writes.
+2. A deliberate end stays: `close()`, a SIGTERM to the service, the end of the launcher.
+3. The folder is there exactly as long as the service may come back, or a file in it says why it will not.
+4. There is one process at a time: the last one is gone before the next is started.
+5. The watching thread has no reference to the `ServiceProcess`, whose end ends it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +28,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,171 +44,218 @@ from overlord.runtimes.client_feed import ask_once, connect_local, opened, write
 from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.owner_asks import OwnerAsks
+from overlord.runtimes.supervision.child import Backoff, ChildProcess, Limits, Liveness, Restarts, start_python
 from overlord.runtimes.supervision.cleanup import remove_when_gone
 from overlord.runtimes.supervision.service_main import CLOSED, REWOUND, SERVED
 from overlord.runtimes.transport.bundle import pack
 from overlord.runtimes.transport.doors import BEAT, knock
 from overlord.runtimes.transport.wire import receive, send
 
-# --------------------------------------------------------------------------------------------------------------
-# One process of a service, from its start to its end, and the pulse by which its launcher knows that it is not hung.
-#
-# Rules of this file:
-# 1. Nothing here waits for the process longer than it is told to: a stopped process reads and writes nothing.
-
+logger = logging.getLogger("overlord")
 
 BEAT_EVERY_S = 1.0
-LAST_WORDS_S = 5.0
-"""How long a process that has closed its output may take to be gone."""
+"""How often a service that has an address is asked for a heartbeat."""
+LOOK_EVERY_S = 0.5
+"""How often the watching thread looks at the process when nothing happens."""
+MOST_RESTARTS = 5
+"""Restarts in a row without a new step served, after which a service is given up."""
+RAY_ENVIRONMENT = {
+    "RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+}  # fmt: skip
+"""Ray takes lines that differ in numbers for repetitions, but two bad samples are two; it gives actors less of a busy
+CPU than other processes; it warns of its plans; and any call after its end starts another cluster."""
 
 
-class Incarnation:
-    """A service process."""
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    """How a service process is started."""
 
-    def __init__(
-        self, module: str, environment: Mapping[str, str], folder: Path, keeps_folder: int, bundle: bytes
-    ) -> None:
-        """Start it.
+    module: str
+    environment: Mapping[str, str]
+    first: bytes
+    """The job and the options for the first process."""
+    again: bytes
+    """Those for a process that replaces one that died."""
+    close_s: float
+    """How long it may take to close before it is killed."""
+    limits: Limits
 
-        Args:
-            module: What runs in it.
-            environment: What it is told there unless this process's own says otherwise.
-            folder: The service's folder.
-            keeps_folder: The pipe by which the folder is kept; the process holds it too.
-            bundle: The job and the options.
-        """
-        paths = os.pathsep.join(path for path in sys.path if path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # the terminal's Ctrl-C must not reach it; the closing pipe does
-            pass_fds=[keeps_folder],
-            # Few malloc arenas: with one for each of its threads, what they free stays with the process.
-            env={"MALLOC_ARENA_MAX": "2", **environment, **os.environ, "PYTHONPATH": paths},
+
+class ServiceChild(ChildProcess):
+    """One service process, from its start to its end.
+
+    Args:
+        order: How it is started.
+        bundle: The job and the options.
+        folder: The service's folder.
+        keeps_folder: The pipe whose end removes the folder; the process holds it too.
+    """
+
+    def __init__(self, order: StartOrder, bundle: bytes, folder: Path, keeps_folder: int) -> None:
+        # A session of its own: the terminal's Ctrl-C must not reach it; the closing pipe does.
+        self._process = start_python(
+            ["-m", order.module], order.environment, [keeps_folder], stdout=subprocess.PIPE, start_new_session=True
         )
+        super().__init__(self._process.pid)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._into, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         for fd in (self._into, self._out):
             os.set_blocking(fd, False)
         parts = (os.fsencode(folder), str(keeps_folder).encode(), bundle)
         self._to_send = memoryview(b"".join(struct.pack("<Q", len(part)) + part for part in parts))
-        self._said = b""
-        self._reason = ""
-        self._ready_at: float | None = None
-        self._ended_at = 0.0
+        self._received = b""
+        self._limits = order.limits
+        self._ready_at = self._ended_at = 0.0
+        self._heartbeat: socket.socket | None = None
+        self._beat_asked, self._beat_due = False, 0.0
+        self.liveness = Liveness(
+            order.limits.service_first_sign, order.limits.service_starting_silence, time.monotonic()
+        )
         self.address: str | None = None
         """Where it serves, when it does."""
         self.error: OverlordError | None = None
-        """What it cannot go on for, in its own words."""
-        self.ended: str | None = None
-        """How it ended, when it has."""
-        self.left_in_peace = False
-        """Whether it was asked to end."""
+        """The error for which it cannot go on, as it reported it."""
         self.served = -1
         """The newest step that a client is known to have come to."""
         self.rewound = False
         """Whether it ends because all ranks go back to an earlier step."""
-        self.heard_at = time.monotonic()
-        """When it last said something."""
-        self.has_spoken = False
 
     @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
+    def lived_s(self) -> float:
+        """How long it served before it ended."""
+        return self._ended_at - self._ready_at if self._ready_at else 0.0
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether it was stopped by a signal, and has not been let go on."""
-        if self.ended is not None:
-            return False
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
-            return False  # it was waited for a moment ago
+    def was_asked_to_end(self) -> bool:
+        """Whether it ended because it was asked to."""
+        return not self.killed_for and self.code in (0, -signal.SIGTERM)
 
-    def steady(self, seconds: float) -> bool:
-        """Whether it served for so long, before it ended."""
-        return self._ready_at is not None and self._ended_at - self._ready_at >= seconds
-
-    def turn(self, timeout_s: float | None, others: Sequence[int], progress: Progress | None) -> None:
-        """Tell it what is left to tell, and hear what it says, until something happens.
+    def exchange(self, timeout_s: float, others: Sequence[int], progress: Progress | None) -> None:
+        """Send what is left to send, and read what it writes, when something happens or the time is over.
 
         Args:
-            timeout_s: How long to wait for something to happen; None for as long as it takes.
-            others: Descriptors that may have something to read too.
+            timeout_s: How long to wait for something to happen.
+            others: Further descriptors that may become readable.
             progress: Told how far the start is.
         """
         if self.ended is not None:
             return
         poll = select.poll()  # `select.select` takes no descriptor beyond 1023
-        poll.register(self._out, select.POLLIN)
-        for fd in others:
+        beat = self._heartbeat.fileno() if self._heartbeat is not None and self._beat_asked else -1
+        for fd in (self._out, *others, *([beat] if beat >= 0 else [])):
             poll.register(fd, select.POLLIN)
         if self._to_send:
             poll.register(self._into, select.POLLOUT)
-        happened = dict(poll.poll(None if timeout_s is None else 1000 * timeout_s))
+        happened = dict(poll.poll(1000 * timeout_s))
+        if beat in happened:
+            self._receive_heartbeat()
         if self._into in happened:
-            self._tell()
+            self._send()
         if self._out in happened:
-            self._hear(progress)
+            self._read(progress)
         if self.ended is None and self._process.poll() is not None:
-            self._hear(progress)  # its children may hold its output open; what it said is there
-            self._note_end()
+            self._read(progress)  # its children may hold its output open; what it wrote is there
+            self.note_end(self._process.returncode)
 
-    def kill(self, reason: str) -> None:
-        """Kill it, and say so when it is asked how it ended."""
-        self._reason = reason
-        self._process.kill()
+    def kill_if_it_hangs(self, now: float) -> None:
+        """Kill it when it has been silent for too long."""
+        starting = self.address is None
+        # One that is stopped by a signal while its interpreter starts is not given the time that a busy host takes.
+        limit_s = self._limits.service_starting_silence if starting and self._is_stopped() else None
+        if self.liveness.hangs(now, limit_s=limit_s):
+            while_it = " while it started, and was killed" if starting else " and was killed"
+            self.kill(f"hung for {self.liveness.silent_s(now):.1f} s{while_it}")
 
-    def end(self, patience_s: float) -> None:
-        """Close the pipe that keeps it alive; kill it if it does not go."""
+    def ask_for_heartbeat(self, now: float) -> None:
+        """Ask it for a sign of life once a second, when it has an address."""
+        if self.address is None or self._beat_asked or now < self._beat_due:
+            return
+        self.liveness.expect(now)
+        self._beat_due = now + BEAT_EVERY_S
+        try:
+            if self._heartbeat is None:
+                self._heartbeat = knock(self.address)
+                self._heartbeat.settimeout(self._limits.role_silence)
+            send(self._heartbeat, {"op": BEAT})
+            self._beat_asked = True
+        except (OSError, ServiceLost):
+            self._close_heartbeat()  # it is tried again with the next one
+
+    def end(self, wait_s: float) -> None:
+        """Close the pipe that keeps it alive; kill it if it is not gone in time."""
         assert self._process.stdin is not None and self._process.stdout is not None
         if not self._to_send:
             with contextlib.suppress(OSError):  # it is gone already
                 os.write(self._into, CLOSED)
         self._process.stdin.close()
         self._process.stdout.close()
-        if self._process.poll() is None and patience_s:
+        if self._process.poll() is None and wait_s:
             self._process.send_signal(signal.SIGCONT)  # one that was stopped can only end when it runs
-            try:
-                self._process.wait(patience_s)
-            except subprocess.TimeoutExpired:
-                pass  # killed below
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed
+                self._process.wait(wait_s)
         self._process.kill()
-        self._process.wait()
-        self._note_end()
+        self.note_end(self._process.wait())
 
-    def _tell(self) -> None:
+    def note_end(self, code: int | None) -> None:
+        """Note that it has ended, and when."""
+        self._ended_at = self._ended_at or time.monotonic()
+        self._close_heartbeat()
+        super().note_end(code)
+
+    def _is_stopped(self) -> bool:
+        """Whether it was stopped by a signal, and has not been continued."""
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return False  # it was waited for a moment ago
+
+    def _receive_heartbeat(self) -> None:
+        assert self._heartbeat is not None
+        try:
+            receive(self._heartbeat)
+            self.liveness.heard(time.monotonic(), expect=False)
+            self._beat_asked = False
+        except (OSError, ServiceLost):
+            self._close_heartbeat()
+
+    def _close_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self._heartbeat, self._beat_asked = None, False
+
+    def _send(self) -> None:
         try:
             self._to_send = self._to_send[os.write(self._into, self._to_send) :]
         except BlockingIOError:
-            pass  # it is asked again when there is room
+            pass  # it is tried again when there is room
         except BrokenPipeError:
             self._to_send = memoryview(b"")  # it died while starting; its end says how
 
-    def _hear(self, progress: Progress | None) -> None:
+    def _read(self, progress: Progress | None) -> None:
         try:
             part = os.read(self._out, 1 << 16)
         except BlockingIOError:
             return
         if not part:
             try:
-                self._process.wait(LAST_WORDS_S)
+                self._process.wait(self._limits.last_output)
             except subprocess.TimeoutExpired:
                 self.kill("closed its output and was killed")
-                self._process.wait()
-            self._note_end()
+            self.note_end(self._process.wait())
             return
-        self.heard_at, self.has_spoken = time.monotonic(), True
-        *lines, self._said = (self._said + part).split(b"\n")
+        now = time.monotonic()
+        if self.address is None:
+            self.liveness.heard(now)
+        *lines, self._received = (self._received + part).split(b"\n")
         for line in lines:
-            self._understand(json.loads(line), progress)
+            self._take(json.loads(line), now, progress)
 
-    def _understand(self, event: dict[str, Any], progress: Progress | None) -> None:
+    def _take(self, event: dict[str, Any], now: float, progress: Progress | None) -> None:
         if "ready" in event:
-            self.address, self._ready_at = event["ready"], time.monotonic()
+            self.address, self._ready_at = event["ready"], now
+            self.liveness = Liveness(self._limits.service_silence, self._limits.service_silence, now)
+            self.liveness.heard(now, expect=False)  # the heartbeat asks from now on
         elif "error" in event:
             self.error = error_named(event["error"], event["message"])
         elif event.get("progress", [None])[0] == SERVED:
@@ -205,145 +265,11 @@ class Incarnation:
         elif "progress" in event and progress is not None:
             progress(*event["progress"])
 
-    def _note_end(self) -> None:
-        code = self._process.returncode
-        if self.ended is None:
-            self._ended_at = time.monotonic()
-            self.ended = self._reason or how_it_ended(code)
-            self.left_in_peace = not self._reason and code in (0, -signal.SIGTERM)
 
+class ServiceSupervisor:
+    """The process of one service, and those that replace it."""
 
-class Pulse:
-    """Asks a service every second whether it is there, over a connection of its own."""
-
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._connection: socket.socket | None = None
-        self._in_flight = False
-        self._unanswered_since: float | None = None
-        self._next_at = 0.0
-
-    @property
-    def listens_to(self) -> list[int]:
-        """The descriptor that an answer would come on."""
-        return [self._connection.fileno()] if self._connection is not None and self._in_flight else []
-
-    def silent_s(self, now: float) -> float:
-        """How long there has been no answer."""
-        return 0.0 if self._unanswered_since is None else now - self._unanswered_since
-
-    def excuse(self, now: float) -> None:
-        """Begin to count anew: it was the asker who was away."""
-        if self._unanswered_since is not None:
-            self._unanswered_since = now
-
-    def beat(self, address: str, now: float) -> None:
-        """Ask, if it is time."""
-        if self._in_flight or now < self._next_at:
-            return
-        if self._unanswered_since is None:
-            self._unanswered_since = now
-        self._next_at = now + BEAT_EVERY_S
-        try:
-            if self._connection is None:
-                self._connection = knock(address)
-                self._connection.settimeout(self._patience_s)
-            send(self._connection, {"op": BEAT})
-            self._in_flight = True
-        except (OSError, ServiceLost):
-            self.close()  # and try anew at the next beat
-
-    def hear(self) -> None:
-        """Take the answer, if there is one."""
-        if self._connection is None or not self._in_flight:
-            return
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
-        if not poll.poll(0):
-            return
-        try:
-            receive(self._connection)
-            self._unanswered_since = None
-            self._in_flight = False
-        except (OSError, ServiceLost):
-            self.close()
-
-    def close(self) -> None:
-        """Hang up."""
-        if self._connection is not None:
-            self._connection.close()
-        self._connection, self._in_flight = None, False
-
-
-def how_it_ended(code: int) -> str:
-    """Return what an exit code says.
-
-    Example:
-        >>> how_it_ended(-9), how_it_ended(3)
-        ('was killed by SIGKILL', 'ended with code 3')
-    """
-    if code >= 0:
-        return f"ended with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Keeps a service process up: starts it, listens to its heart, and starts it again when it dies or hangs.
-#
-# Rules of this file:
-# 1. One thread watches what the process says, whether it lives, and whether it answers. It knows nothing of the
-#    `ServiceProcess` it works for, whose end ends it.
-# 2. A deliberate end stays: `close()`, a SIGTERM to the service, the end of the launcher. So does the end of a
-#    service
-#    that says an error of its own: it would say it again.
-# 3. The folder is there exactly as long as the service may come back, or a file in it says why it will not.
-# 4. There is one process at a time: the last one is gone for good before the next is started.
-
-
-TURN_S = 0.5
-"""How often the watching thread looks around when nothing happens."""
-AWAY_S = 2.0
-"""If it did not come to look for so long, this very process was stopped or busy, and the service is not to blame."""
-STARTING_BEATS = 4
-"""A process that is started again may be silent for so many heartbeats: opening sources keeps it busy."""
-FIRST_SIGN_S = 60.0
-"""How long the interpreter of a process that is started again may take to come up, on a host with much to do."""
-MOST_RESTARTS = 5
-"""Restarts in a row without a new step served, after which a service is given up."""
-REWOUND_S = 3.0
-"""How long a service that goes back to an earlier step may take to end."""
-STEADY_S = 12.0
-"""A service that ran for so long did not fail because it was started."""
-
-logger = logging.getLogger("overlord")
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """How a service process is started."""
-
-    module: str
-    environment: dict[str, str]
-    first: bytes
-    """What it is told the first time."""
-    again: bytes
-    """What it is told when it comes in the place of one that died."""
-    close_s: float
-    """How long it may take to close before it is killed."""
-    heartbeat_s: float
-
-
-AGAIN_S = 1.0
-"""How much longer each further try to start a service again is put off."""
-
-
-class ServiceKeeper:
-    """The process of one service, whichever it is by now."""
-
-    def __init__(self, order: Order, folder: Path) -> None:
+    def __init__(self, order: StartOrder, folder: Path) -> None:
         self._order = order
         self._folder = folder
         self._keeps_folder = remove_when_gone(folder)
@@ -352,10 +278,9 @@ class ServiceKeeper:
         self._ended: OverlordError | None = None
         self._wake_reader, self._wake = os.pipe()
         self._thread: threading.Thread | None = None
-        self._failures: list[str] = []
+        self._restarts = Restarts(MOST_RESTARTS, order.limits.service_steady)
+        self._backoff = Backoff(1.0, 5.0, self._sleep)
         self._served = -1
-        self.restarts = 0
-        """How often the process was started again."""
         self._process = self._start(order.first)
 
     @property
@@ -364,8 +289,13 @@ class ServiceKeeper:
         return self._process.pid
 
     @property
+    def restarts(self) -> int:
+        """How often the process was started again."""
+        return self._restarts.count
+
+    @property
     def starts_again(self) -> bool:
-        """Whether the process is gone, and another one is on its way."""
+        """Whether the process is gone, and is being replaced."""
         with self._changed:
             return not self._up and not self._closing and self._ended is None
 
@@ -380,11 +310,10 @@ class ServiceKeeper:
                     f"the service process {process.ended} before it was ready; nothing has run. Its messages stand "
                     "above; if it was killed, the host may be out of memory."
                 )
-            self._judge_start(process, time.monotonic())
-            if process.ended is None:
-                process.turn(TURN_S, [], progress)
+            process.kill_if_it_hangs(time.monotonic())
+            process.exchange(LOOK_EVERY_S, [], progress)
         self._up = True
-        self._thread = threading.Thread(target=self._watch, name="overlord-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="overlord-service-supervisor", daemon=True)
         self._thread.start()
         return process.address
 
@@ -393,14 +322,14 @@ class ServiceKeeper:
 
         Raises:
             ClosedError: when it was closed.
-            OverlordError: when it will not run again, as it was told.
+            OverlordError: when it will not run again: the error that it reported.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._up or self._closing or self._ended is not None)
             if self._closing:
                 raise ClosedError("the service is closed; launch it again.")
             if self._ended is not None:
-                raise type(self._ended)(*self._ended.args)  # a fresh one: tracebacks of several askers must not mix
+                raise type(self._ended)(*self._ended.args)  # a fresh one: tracebacks of several callers must not mix
 
     def close(self) -> None:
         """End the service and remove everything it had."""
@@ -418,9 +347,12 @@ class ServiceKeeper:
         os.close(self._wake)
         os.close(self._wake_reader)
 
-    def _start(self, bundle: bytes) -> Incarnation:
-        order = self._order
-        return Incarnation(order.module, order.environment, self._folder, self._keeps_folder.fileno(), bundle)
+    def _start(self, bundle: bytes) -> ServiceChild:
+        return ServiceChild(self._order, bundle, self._folder, self._keeps_folder.fileno())
+
+    def _sleep(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing, seconds)
 
     # -- watching ------------------------------------------------------------------------------
 
@@ -431,71 +363,59 @@ class ServiceKeeper:
                 return
             self._restart()
 
-    def _follow(self, process: Incarnation) -> None:
-        """Return when a process is gone, having seen to it if it hangs."""
-        beat_s = self._order.heartbeat_s
+    def _follow(self, process: ServiceChild) -> None:
+        """Return when a process is gone, having killed it if it hangs."""
+        limits = self._order.limits
         looked_at = time.monotonic()
         ends_at: float | None = None
-        with contextlib.closing(Pulse(beat_s)) as pulse:
-            while not self._closing and process.ended is None:
-                now = time.monotonic()
-                if now - looked_at > AWAY_S:
-                    pulse.excuse(now)
-                    process.heard_at = now
-                looked_at = now
-                if process.rewound:
-                    # What counts is on disk: one that takes long to end is killed, as trainers wait for the next one.
-                    ends_at = ends_at or now + REWOUND_S
-                    if now > ends_at:
-                        process.kill("took long to end and was killed")
-                elif process.address is not None:
-                    silent_s, allowed_s = pulse.silent_s(now), 2 * beat_s
-                    pulse.beat(process.address, now)
-                    self._note_up()
-                    if silent_s > allowed_s:
-                        process.kill(f"hung for {silent_s:.1f} s and was killed")
-                else:
-                    self._judge_start(process, now)
-                process.turn(TURN_S, [self._wake_reader, *pulse.listens_to], None)
-                pulse.hear()
+        while not self._closing and process.ended is None:
+            now = time.monotonic()
+            if now - looked_at > limits.away:
+                process.liveness.excuse(now)
+            looked_at = now
+            if process.rewound:
+                # Its state is on disk: one that takes long to end is killed, as trainers wait for the next one.
+                ends_at = ends_at or now + limits.rewind
+                if now > ends_at:
+                    process.kill("took long to end and was killed")
+            else:
+                process.kill_if_it_hangs(now)
+                process.ask_for_heartbeat(now)
+                self._note_up(process)
+            process.exchange(LOOK_EVERY_S, [self._wake_reader], None)
 
-    def _judge_start(self, process: Incarnation, now: float) -> None:
-        """Kill a process that gives no sign of life while it starts."""
-        beat_s, silent_s = self._order.heartbeat_s, now - process.heard_at
-        quick = process.has_spoken or process.is_stopped
-        if silent_s > (STARTING_BEATS * beat_s if quick else max(FIRST_SIGN_S, 2 * beat_s)):
-            process.kill(f"hung for {silent_s:.1f} s while it started, and was killed")
-
-    def _note_up(self) -> None:
-        if not self._up:
+    def _note_up(self, process: ServiceChild) -> None:
+        if not self._up and process.address is not None:
+            self._backoff.reset()
             with self._changed:
                 self._up = True
                 self._changed.notify_all()
-            logger.warning("the service runs again, as process %d; nothing of the stream is lost", self._process.pid)
+            logger.warning("the service runs again, as process %d; nothing of the stream is lost", process.pid)
 
-    def _is_over(self, process: Incarnation) -> bool:
-        """Whether the service does not come back: it was ended, it says so itself, or it dies again and again."""
+    def _is_over(self, process: ServiceChild) -> bool:
+        """Whether the service does not come back: it was ended, it reported an error, or it dies again and again."""
         with self._changed:
             self._up = False
-        ended = process.ended or "is gone"
+        restarts = self._restarts
         if process.rewound and process.error is None:  # it ended to begin again at an earlier step
-            self._failures = ["all ranks went back to an earlier step"]
+            restarts.failed("all ranks went back to an earlier step", progress=True)
             self._served = -1
             return False
-        if self.restarts and _may_pass(process.error):  # a store that is away comes back; a role may die once more
+        if restarts.count and _may_pass(process.error):  # a store that is away comes back; a role may die once more
             logger.warning("the service could not be started again: %s. It is tried once more", process.error)
-            if isinstance(process.error, StoreError):
-                self._failures.clear()
-            self._failures.append(str(process.error))
-            time.sleep(min(AGAIN_S * len(self._failures), 5.0))
-            if len(self._failures) <= MOST_RESTARTS:
+            store_is_away = isinstance(process.error, StoreError)
+            restarts.failed(str(process.error), progress=store_is_away)
+            if store_is_away:
+                self._backoff.reset()
+            self._backoff.pause()
+            if not restarts.exhausted:
                 return False
         if process.error is not None:
-            told = str(process.error)
-            if self.restarts:
-                told = f"the service died ({self._failures[-1]}) and cannot be started again: {told}"
-            self._give_up(type(process.error)(told))
-        elif process.left_in_peace:
+            why = str(process.error)
+            if restarts.count:
+                why = f"the service died ({restarts.failures[-1]}) and cannot be started again: {why}"
+            self._give_up(type(process.error)(why))
+        elif process.was_asked_to_end:
             shutil.rmtree(self._folder, ignore_errors=True)  # so that no client waits for it
             self._end(
                 ServiceLost(
@@ -504,16 +424,14 @@ class ServiceKeeper:
                 )
             )
         else:
-            if process.served > self._served or process.steady(STEADY_S):
-                self._failures.clear()
+            restarts.failed(process.ended or "is gone", process.lived_s, progress=process.served > self._served)
             self._served = max(self._served, process.served)
-            self._failures.append(ended)
-            if len(self._failures) <= MOST_RESTARTS:
+            if not restarts.exhausted:
                 return False
             self._give_up(
                 ServiceLost(
-                    f"the service process ended {len(self._failures)} times in a row without serving a new step "
-                    f"({'; '.join(self._failures)}), and is not started again; no more data will come. Its messages "
+                    f"the service process ended {len(restarts.failures)} times in a row without serving a new step "
+                    f"({'; '.join(restarts.failures)}), and is not started again; no more data will come. Its messages "
                     "stand on the standard error of the launcher; if it was killed, the host may be out of memory. "
                     "Launch again from the last state when that is mended."
                 )
@@ -521,7 +439,7 @@ class ServiceKeeper:
         return True
 
     def _restart(self) -> None:
-        self.restarts += 1
+        self._restarts.count += 1
         if not self._process.rewound:
             logger.warning(
                 "the service process %d %s; it is started again (restart %d), and clients wait for it",
@@ -532,14 +450,14 @@ class ServiceKeeper:
             self._process = self._start(self._order.again)
         except OSError as error:
             self._process.ended = f"could not be started again ({error})"
-            time.sleep(TURN_S)
+            self._sleep(LOOK_EVERY_S)
 
     def _give_up(self, error: OverlordError) -> None:
         logger.error("%s", error)
         try:
             write_failure(self._folder, error)
         except OSError as failed:  # clients must not wait for a file that cannot be written
-            logger.error("this cannot be told to the clients in %s: %s", self._folder, failed)
+            logger.error("clients in %s cannot be told this: %s", self._folder, failed)
             shutil.rmtree(self._folder, ignore_errors=True)
         self._end(error)
 
@@ -550,27 +468,10 @@ class ServiceKeeper:
 
 
 def _may_pass(error: OverlordError | None) -> bool:
-    """Whether what kept a service from starting again may be over the next time."""
+    """Whether the error that kept a service from starting again may be over the next time."""
     if isinstance(error, StoreError):
         return not isinstance(error, Fenced)
     return isinstance(error, ServiceLost) or type(error) is OverlordError
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
-CLOSE_S = 15.0
-"""How long a closing service may take before it is killed."""
-RAY_WORDS = {
-    "RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_ENABLE_AUTO_CONNECT": "0",
-}  # fmt: skip
-"""Ray takes lines that differ in numbers for repetitions, but two bad samples are two; it gives actors less of a busy
-CPU than other processes; it warns of its plans; and any call after its end starts another cluster."""
-RAY_CLOSE_S = 60.0
-"""How long the end of a cluster service may take."""
-ASK_AGAIN_S = 0.1
-"""How long to wait before asking again a service that broke off: by then its keeper knows why."""
 
 
 class ServiceProcess(OwnerAsks):
@@ -583,18 +484,18 @@ class ServiceProcess(OwnerAsks):
         options: LaunchOptions,
         progress: Progress | None,
         *,
-        close_s: float = CLOSE_S,
+        close_s: float | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         again = dataclasses.replace(options, recover=True)
-        order = Order(
-            module, dict(environment or {}), pack(job, options), pack(job, again), close_s, options.heartbeat_s
-        )
-        self._keeper = ServiceKeeper(order, _service_folder())
+        limits = Limits(options.heartbeat_s)
+        close_s = close_s or limits.service_close
+        order = StartOrder(module, environment or {}, pack(job, options), pack(job, again), close_s, limits)
+        self._supervisor = ServiceSupervisor(order, _service_folder())
         self._seen: dict[str, Any] | None = None
-        self._finalizer = weakref.finalize(self, self._keeper.close)
+        self._finalizer = weakref.finalize(self, self._supervisor.close)
         try:
-            self.address = self._keeper.begin(progress)
+            self.address = self._supervisor.begin(progress)
         except BaseException:
             self.close()
             raise
@@ -602,12 +503,12 @@ class ServiceProcess(OwnerAsks):
     @property
     def pid(self) -> int:
         """The service's process id."""
-        return self._keeper.pid
+        return self._supervisor.pid
 
     @property
     def restarts(self) -> int:
         """How often the service's process was started again."""
-        return self._keeper.restarts
+        return self._supervisor.restarts
 
     def client(self, rank: int, step: int | None = None) -> Client:
         """Return the client of one rank in this process."""
@@ -622,9 +523,9 @@ class ServiceProcess(OwnerAsks):
         Raises:
             ServiceLost: when the service does not come back.
         """
-        state = "up"
+        state, backoff = "up", Backoff(0.1, 1.0)
         while True:
-            if self._seen is not None and self._keeper.starts_again:
+            if self._seen is not None and self._supervisor.starts_again:
                 state = "starting again"
                 break
             self._wait_up()
@@ -632,7 +533,7 @@ class ServiceProcess(OwnerAsks):
                 self._seen = opened(ask_once(self.address, {"op": "status"}))["status"]
                 break
             except ServiceLost:
-                time.sleep(ASK_AGAIN_S)
+                backoff.pause()  # by then its supervisor has noticed the end
         why = self._seen.get("failed")
         about = {"pid": self.pid, "restarts": self.restarts, "state": "failed" if why else state, "why": why}
         return {"hosts": [], "faults": []} | self._seen | {"service": about, "restarts": self.restarts}
@@ -642,24 +543,22 @@ class ServiceProcess(OwnerAsks):
         self._finalizer()
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Ask the service; every message may be asked twice, so who is interrupted by its death asks again."""
+        """Call the service; calls are idempotent, so one that is interrupted by its death is made again."""
+        backoff = Backoff(0.1, 1.0)
         while True:
             self._wait_up()
-            try:
+            with contextlib.suppress(ServiceLost):  # it is called again below
                 reply = ask_once(self.address, message)
-            except ServiceLost:
-                time.sleep(ASK_AGAIN_S)
-                continue
-            if reply.get("error") == Rewound.__name__:
-                time.sleep(ASK_AGAIN_S)
-                continue
-            return opened(reply)
+                if reply.get("error") != Rewound.__name__:
+                    break
+            backoff.pause()
+        return opened(reply)
 
     def _wait_up(self) -> None:
         """Wait until the service runs; raise why it will not."""
         if not self._finalizer.alive:
             raise ClosedError("the service is closed; launch it again.")
-        self._keeper.wait_up()
+        self._supervisor.wait_up()
 
 
 def ray_service(job: Job, options: LaunchOptions, progress: Progress | None) -> ServiceProcess:
@@ -674,8 +573,9 @@ def ray_service(job: Job, options: LaunchOptions, progress: Progress | None) -> 
             "`pip install 'overlord-data[ray]'`, or use runtime='local' on one host."
         )
     return ServiceProcess(
-        "overlord.runtimes.transport.ray_cluster", job, options, progress, close_s=RAY_CLOSE_S, environment=RAY_WORDS
-    )
+        "overlord.runtimes.transport.ray_cluster", job, options, progress,
+        close_s=Limits(options.heartbeat_s).ray_close, environment=RAY_ENVIRONMENT,
+    )  # fmt: skip
 
 
 def _service_folder() -> Path:

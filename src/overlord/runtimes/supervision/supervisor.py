@@ -1,18 +1,25 @@
-"""Keeps the roles of a service alive: sees who died, hangs or is slow, has shadows promoted, and starts successors.
+"""Keeps the roles of a service alive: notices which died, hang or are slow, has shadows promoted, and replaces them.
 
-Engine-free: processes and Ray's actors are looked after in the same way.
+It does not know what roles run on: an engine starts processes, Ray actors or objects of this process.
+
+How it works: every role is asked for a heartbeat, and answers it after half a second, so that one is always under way
+and a connection that breaks is noticed at once. `tick` looks at all of them:
 
     event                               what follows
-    a process ended                     its beat breaks off; at once
-    it hangs, or its host is gone       its beat does not come for `heartbeat_s`; it is killed first
-    a loader host is slow               a call runs for SLOW_S and all of its sources have a shadow: as if it hung
-    any of these                        generation + 1, shadows promoted, the new book to all, a successor is started
-    its successors die young            after MOST_TRIES the service fails, and everybody who waits is told why
+    a process ended                     its heartbeat fails; at once
+    it hangs, or its host is gone       its heartbeat does not come for `Limits.role_silence`; it is killed first
+    a loader host is slow               a call runs for `Limits.slow_call` and all its sources have a shadow: as if hung
+    any of these                        generation + 1, shadows promoted, the new book to all, a replacement is started
+    replacements end again and again    after MOST_TRIES the service fails, and all callers that wait are told why
+
+A replacement is brought up in a thread of its own (`_replace`), in the steps that all roles go through at the launch.
+Meanwhile its signs of life are answers to `pid`, not heartbeats (`StartupLiveness`).
 
 Rules of this file:
-1. Whoever is taken for dead is killed before it gets a successor, and what it still says is refused (fencing).
-2. All losses of one moment become one new book: nobody is sent to a shadow that is lost as well.
-3. Nothing here knows what a step is. What is lost is read or planned again by the successor.
+1. A role that is taken for dead is killed before it is replaced, and what it still sends is refused (fencing).
+2. All losses of one look become one new book: no role is sent to a shadow that is lost as well.
+3. Nothing here knows what a step is. What is lost is read or planned again by the replacement.
+4. A role that comes up does not wait for another one: of two that were lost together each would wait for the other.
 """
 
 from __future__ import annotations
@@ -29,72 +36,69 @@ from typing import Any
 
 from overlord.errors import AnswerLost, ClosedError, Fenced, OverlordError, Rewound, ServiceLost, StoreError
 from overlord.job.specs import Job
-from overlord.roles.assignment import NO_HOST, Assignment, promote
-from overlord.runtimes.autoscaling.scaler import Scaler, refresh_profile, scaler_of
+from overlord.roles.assignment import Assignment, promote
+from overlord.runtimes.autoscaling.scaler import refresh_profile, service_scaler
 from overlord.runtimes.hosts.peers import PLANNER
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.deployment import Progress, check_launch
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.live_sources import LiveSources
 from overlord.runtimes.launching.resume import canonical, peek, with_newcomers
-from overlord.runtimes.supervision.host_changes import HostChanges, sizes_to_json, spare_sites
+from overlord.runtimes.supervision.child import Backoff, Limits, Liveness
+from overlord.runtimes.supervision.host_changes import WORKERS_PER_HOST, HostChanges, sizes_to_json, spares_of
+from overlord.runtimes.supervision.role_table import MOST_TRIES, RoleTable
 from overlord.runtimes.supervision.service_main import REWOUND, SERVED
 from overlord.runtimes.transport.bundle import pack, unpack
 from overlord.runtimes.transport.doors import CONTROL, answer_all, open_door
-from overlord.runtimes.transport.engine import OPEN_S, Engine, Incarnation
+from overlord.runtimes.transport.engine import Engine, RoleInstance
 from overlord.runtimes.transport.frames import Frame, frame_of, open_frame
-from overlord.runtimes.transport.switchboard import Book, Peer, PeerGone, Pending, Switchboard
+from overlord.runtimes.transport.switchboard import Peer, PeerGone, Pending
 
-# --------------------------------------------------------------------------------------------------------------
-# Whether a role lives: what it does may take long, saying that it lives may not.
+logger = logging.getLogger("overlord")
 
-
-LEAST_S = 10.0
-"""How long nothing may be heard at least of a role that comes up."""
+KEPT_FAULTS = 256
 
 
-class Life:
-    """The signs of life of one incarnation while somebody waits for another answer of it.
+class StartupLiveness:
+    """Waits for answers of a role that starts, for as long as it gives signs of life.
 
-    It is not asked for its beat: whoever has heard one ends when no more come, and nobody sends them to all roles while
-    one of them takes long to come up.
+    It is not asked for its heartbeat: a role that was asked for one ends when no more follow (its lease), and they are
+    not asked for while one of the roles takes long to come up.
 
     Args:
-        peer: The incarnation.
-        heartbeat_s: How long nothing may be heard of it.
+        peer: The role.
+        limits: How long it may be silent.
         first_s: How long its first sign of life may take.
         clock: Seconds that never go back.
-        closing: Tells whether nobody wants the answer any more.
+        closing: Tells whether the service closes.
     """
 
     def __init__(
-        self, peer: Peer, heartbeat_s: float, first_s: float, clock: Callable[[], float], closing: Callable[[], bool]
+        self, peer: Peer, limits: Limits, first_s: float, clock: Callable[[], float], closing: Callable[[], bool]
     ) -> None:
         self._peer = peer
         self._closing = closing
-        self._again_s = heartbeat_s
-        self._first_s = max(first_s, heartbeat_s)
-        self._heartbeat_s = max(2 * heartbeat_s, LEAST_S)  # much is imported and parsed meanwhile
+        self._limits = limits
         self._clock = clock
-        self._heard: float | None = None
-        self._since = clock()
+        self._liveness = Liveness(max(first_s, limits.role_silence), limits.role_starting_silence, clock())
+        self._until = clock() + limits.open_sources
         self._sign: Pending | None = None
 
     def answer(self, pending: Pending) -> Frame:
-        """Wait for an answer for as long as it lives.
+        """Wait for an answer.
 
         Raises:
-            ServiceLost: when nothing was heard for too long, or it took too long all in all.
-            ClosedError: when nobody wants it any more.
+            ServiceLost: when the role was silent for too long, or took too long all in all.
+            ClosedError: when the service closes.
         """
         while (answer := self._look(pending)) is None:
             pass
         return answer
 
-    def acquaint(self, introduce: Callable[[Peer], Pending]) -> None:
-        """Tell it who is who until it says that it knows: a message may be lost, and nobody must ask it before."""
+    def introduce(self, introduce: Callable[[Peer], Pending]) -> None:
+        """Send the book until the role has it: a message may be lost, and no role must be called before."""
         while True:
-            told, again = introduce(self._peer), self._clock() + self._again_s
+            told, again = introduce(self._peer), self._clock() + self._limits.role_silence
             while self._clock() <= again:
                 if self._look(told) is not None:
                     return
@@ -102,175 +106,35 @@ class Life:
     def _look(self, pending: Pending) -> Frame | None:
         if self._closing():
             raise ClosedError("the service is closing.")
-        answer = pending.poll(0.5)
-        if answer is None:
-            self._check()
-            if self._clock() > self._since + OPEN_S:
-                raise ServiceLost(f"a role did not come up within {OPEN_S:g} s; its host may be overloaded.")
-        return answer
-
-    def _check(self) -> None:
-        """Look once.
-
-        Raises:
-            ServiceLost: when nothing was heard for too long.
-        """
-        now = self._clock()
+        answer, now = pending.poll(0.5), self._clock()
+        if answer is not None:
+            return answer
         if self._sign is not None and self._sign.poll(0) is not None:
-            self._sign, self._heard = None, now
+            self._sign = None
+            self._liveness.heard(now)
         if self._sign is None:
             self._sign = self._peer.ask("pid", frame_of({}))
-        silent = now - (self._since if self._heard is None else self._heard)
-        if silent > (self._first_s if self._heard is None else self._heartbeat_s):
-            raise ServiceLost(f"nothing was heard of it for {silent:.1f} s while it came up")
-
-
-def look_at(
-    one: Incarnation, now: float, heartbeat_s: float, version: int, introduce: Callable[[Peer], Pending]
-) -> tuple[str | None, float]:
-    """Look once after an incarnation; who has missed the newest book is told again.
-
-    Args:
-        one: Who is looked after.
-        now: The time.
-        heartbeat_s: How long nothing may be heard of it.
-        version: Of the newest book.
-        introduce: Tells somebody who is who.
-
-    Returns:
-        What is wrong with it, and for how long it has been busy with one call.
-    """
-    if one.peer is None:
-        return None, 0.0
-    try:
-        answer = one.beat.poll(0) if one.beat is not None else frame_of({"version": 0, "busy_s": 0.0})
-        if answer is None:  # judged after looking: a supervisor that was stopped itself finds answers waiting
-            silent = now - one.heard
-            return None if silent <= heartbeat_s else f"did not answer for {silent:.1f} s", 0.0
-        head = open_frame(answer)[0]
-        one.heard, one.rewound = now, bool(head.get("rewound"))
-        one.served = max(one.served, int(head.get("served", -1)))
-        one.beat = one.peer.ask("beat", frame_of({}))
-        if head["version"] < version:
-            one.told = introduce(one.peer)
-        return None, float(head["busy_s"])
-    except PeerGone as error:
-        return f"ended ({error})", 0.0
-    except AnswerLost:
-        one.beat = None  # it is asked again with the next look
-    return None, 0.0
-
-
-# --------------------------------------------------------------------------------------------------------------
-# What the successor of a lost role is told, and what must be the same with it.
-#
-# Rules of this file:
-# 1. Nobody who comes up waits for another role: of two that were lost together each would wait for the other.
-
-
-def where_to_go_on(board: Switchboard, otherwise: dict[str, Any]) -> dict[str, Any]:
-    """Return where the successor of a loader host goes on.
-
-    Args:
-        board: Who is who.
-        otherwise: What the store said to the last planner, for when there is none.
-    """
-    if PLANNER in board.book.peers:
-        found = board.ask(PLANNER, "where", frame_of({})).get()
-        if found is not None:
-            return open_frame(found)[0]
-    return otherwise
-
-
-def check_same_files(known: Mapping[str, Any], opened: Mapping[str, Any]) -> None:
-    """Refuse files that are not those that the stream began with.
-
-    Raises:
-        ServiceLost: it names the source.
-    """
-    changed = [name for name, facts in opened.items() if known[name] != facts]
-    if changed:
-        raise ServiceLost(
-            f"the files of source {changed[0]!r} have changed while the job ran; samples would be lost or repeated. "
-            "Restore them, or start a new run."
-        )
-
-
-def did_not_start(site: Site, error: Exception) -> ServiceLost:
-    """Say that a role did not come up when the service was launched."""
-    return ServiceLost(
-        f"the {site.name} did not start on {site.node.name} ({error}); nothing could run. Its last words stand above. "
-        "On a cluster: is that the one you meant, and is the same version of overlord-data[ray] installed on all of "
-        "its hosts?"
-    )
-
-
-def why_failed(site: Site, why: str) -> str:
-    """Say that a role cannot be replaced."""
-    return (
-        f"the {site.name} {why}; the service cannot go on. Its last words stand in the service's log; mend the cause, "
-        "and launch again from the last state."
-    )
-
-
-def show_opening(
-    opening: Sequence[Pending], done: Callable[[], int], count: int, progress: Progress, clock: Callable[[], float]
-) -> None:
-    """Show how many sources are open, until all are.
-
-    Raises:
-        ServiceLost: when that takes too long.
-    """
-    until = clock() + OPEN_S
-    while any(pending.poll(0.1) is None for pending in opening):
-        progress("opening sources", min(done(), count), count)
-        if clock() > until:
-            raise ServiceLost(f"the sources were not open after {OPEN_S:g} s; look at the storage they are on.")
-    progress("opening sources", count, count)
-
-
-def as_dealt(site: Site, assignment: Assignment) -> Site:
-    """Return the site of a loader host with the sources that it has by now."""
-    if site.role != "loader":
-        return site
-    sources, shadows = assignment.sources_of(site.number), assignment.shadows_of(site.number)
-    return dataclasses.replace(site, sources=tuple(sources), shadows=tuple(shadows))
-
-
-def can_do_without(one: Incarnation, assignment: Assignment, loaders: Sequence[Incarnation]) -> bool:
-    """Whether a loader host that is slow can be replaced at once: all of its sources have a shadow that is up."""
-    up = {other.site.number for other in loaders if other.peer is not None}
-    mine = assignment.sources_of(one.site.number) if one.site.role == "loader" else []
-    return bool(mine) and all(assignment.shadow[source] in up for source in mine)
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
-logger = logging.getLogger("overlord")
-
-CLOSE_S = 10.0
-SLOW_S = 60.0
-"""A call to a loader host that runs for longer goes to the shadows, where there are some."""
-MOST_TRIES = 30
-"""Successors in a row that die young, or do not come up, before the service gives up."""
-YOUNG_S = 3.0
-"""An incarnation that lived for longer has done something."""
-KEPT_FAULTS = 256
+        if self._liveness.hangs(now):
+            raise ServiceLost(f"nothing was heard of it for {self._liveness.silent_s(now):.1f} s while it came up")
+        if now > self._until:
+            limit_s = self._limits.open_sources
+            raise ServiceLost(f"a role did not come up within {limit_s:g} s; its host may be overloaded.")
+        return None
 
 
 class Supervisor:
-    """The roles of one service.
+    """The supervisor of the roles of one service.
 
     Args:
         engine: Starts them.
-        sites: Where they go.
+        sites: Where they are placed.
         assignment: Which loader host has which sources, and shadows which.
-        heartbeat_s: How long nothing may be heard of anybody.
-        spares: Where loader hosts go that are not up at first.
+        heartbeat_s: How long a role may be silent.
+        spares: Loader hosts that are not started at first.
         per_host: Workers that one loader host has room for.
         clock: Seconds that never go back.
-        spawn: Starts work beside this; in the caller where there are no threads.
+        spawn: Starts work in the background; by default in a thread.
+        idle: Called instead of waiting for other threads, where there are none.
         served: Told the newest step that a client has come to.
         rewound: Called when all ranks go back to an earlier step: the whole service must be started again.
     """
@@ -283,7 +147,7 @@ class Supervisor:
         *,
         heartbeat_s: float,
         spares: Sequence[Site] = (),
-        per_host: int = 8,
+        per_host: int = WORKERS_PER_HOST,
         clock: Callable[[], float] = time.monotonic,
         spawn: Callable[[Callable[[], None]], None] | None = None,
         idle: Callable[[float], None] | None = None,
@@ -293,31 +157,25 @@ class Supervisor:
         self._engine = engine
         self._rewound = rewound
         self.ends_for: OverlordError | None = None
-        """What clients that wait are told when it closes; by default that the service was closed."""
-        self._heartbeat_s = heartbeat_s
-        self.clock = clock
+        """The error that waiting clients get when it closes; by default that the service was closed."""
+        self._limits = Limits(heartbeat_s)
+        self._clock = clock
         self._spawn = spawn or self._in_a_thread
-        self._idle = idle
         self._tell_served = served or (lambda step: None)
         self._served = -1
-        self.roles = {site.name: Incarnation(site) for site in sites}
-        """Every role, and who plays it."""
-        self.roles |= {site.name: Incarnation(site, asleep=True) for site in spares}
-        self._assignment = assignment
-        self._version = 0
-        self._failed: str | None = None
         self._facts: dict[str, Any] = {}
-        self._stands: dict[str, Any] = {}
-        self._seen: dict[str, Any] = {}
-        self.first_step = 0
-        """The step that the stream was launched at."""
-        self._board = Switchboard(("service", 0), clock, idle)
-        self.lock = threading.RLock()
-        """Held while roles change hands."""
-        self.hosts = HostChanges(self._board, engine, self, per_host)
+        self._resume_point: dict[str, Any] = {}
+        self._last_status: dict[str, Any] = {}
+        self._first_step = 0
+        self.table = RoleTable(engine, sites, spares, assignment, self._limits, clock, idle)
+        self._board = self.table.board
+        self.hosts = HostChanges(self.table, engine, self._start, per_host)
         """Deals workers to loader hosts."""
-        self._live = LiveSources(self._board, self._of, len(assignment.primary), self.assign, self.hosts.turn)
+        self._live = LiveSources(
+            self._board, self.table.running, len(assignment.primary), self.table.assign, self.hosts.turn
+        )
         self._closing = threading.Event()
+        self._idle = idle or self._closing.wait
         self._replacing: list[threading.Thread] = []
         self._watcher = threading.Thread(target=self._watch, name="overlord-supervisor", daemon=True)
         self.faults: deque[dict[str, Any]] = deque(maxlen=KEPT_FAULTS)
@@ -338,67 +196,68 @@ class Supervisor:
             ) from error
 
     def _begin(self, progress: Progress) -> None:
-        awake = self._of()
+        roles = self.table.roles
+        awake = self.table.running()
         for one in awake:
             one.peer = self._engine.start(one.site, one.generation)
-        self.publish()
+        self.table.publish()
         for one in awake:
-            self._started(one)
-        # What takes time on each host goes on while the sources are opened.
+            self._wait_started(one)
+        # Each host prepares while the sources are opened.
         ready = [(one, self._send(one, "prepare")) for one in awake if one.site.role != "loader"]
         self._facts = self._open_sources(progress)
         for one, pending in ready:
             self._answer(one, pending)
-        self._stands = self._call(self.roles[PLANNER], "open_store", {"facts": self._facts})
+        self._resume_point = self._call(roles[PLANNER], "open_store", {"facts": self._facts})
         progress("indexing files", 0, 1)
-        self._call_all("loader", "begin", self._stands)
+        self._call_all("loader", "begin", self._resume_point)
         progress("planning the first step", 0, 1)
-        self.first_step = int(self._call(self.roles[PLANNER], "begin", {})["first_step"])
-        self._call_all("constructor", "begin", {"first_step": self.first_step})
+        self._first_step = int(self._call(roles[PLANNER], "begin", {})["first_step"])
+        self._call_all("constructor", "begin", {"first_step": self._first_step})
         for one in awake:
             one.pid = self._call(one, "pid", {})["pid"]
-            one.heard = one.born = self.clock()
+            self.table.watch_from_now(one)
 
     def watch(self) -> None:
         """Look after the roles from now on, in a thread."""
         self._watcher.start()
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Answer the owner of the service: its planner does, whoever plays it."""
+        """Answer the owner of the service: its planner does."""
         if message.get("op") == "beat":
             return {}
         if message.get("op") == "add_source":
             return {"step": self._live.add(message)}
-        if message.get("op") == "status" and self._seen and (self._failed or self.peer(PLANNER) is None):
-            return {"status": self._seen | self.describe()}  # what the planner last told, and that it is away
+        if message.get("op") == "status" and self._last_status and (self.table.failed or self.peer(PLANNER) is None):
+            return {
+                "status": self._last_status | self.describe()
+            }  # the planner's last answer, and that it is being replaced
         answer = open_frame(self._board.insist(PLANNER, "ask", frame_of(message)))[0]["answer"]
         if message.get("op") == "status":
-            self._seen = answer["status"]
+            self._last_status = answer["status"]
             answer["status"] |= self.describe()
         return answer
 
     def peer(self, name: str) -> Peer | None:
-        """Return who plays a role now; None while nobody does."""
-        with self.lock:
-            return self.roles[name].peer
+        """Return the peer of a role; None while it is being replaced."""
+        with self.table.lock:
+            return self.table.roles[name].peer
 
     def describe(self) -> dict[str, Any]:
-        """Return who plays which role, and what was lost so far."""
-        with self.lock:
-            found = _describe_all(self._of(), self._assignment)
-            found |= self._engine.describe([(one.site, one.pid) for one in self._of()])
-            return found | {"faults": list(self.faults), "failed": self._failed}
+        """Return which process runs each role, and what was lost so far."""
+        with self.table.lock:
+            return self.table.describe() | {"faults": list(self.faults)}
 
     def interrupt(self) -> None:
-        """Start no more successors, and end every wait of the supervisor's own threads for a role."""
-        with self.lock:
+        """Replace no more roles, and end every wait of the supervisor's own threads for a role."""
+        with self.table.lock:
             self._closing.set()
             if self._board.version:  # else nothing is up yet
                 book = self._board.book
                 self._board.learn(dataclasses.replace(book, version=book.version + 1, failed="the service is closing."))
 
     def close(self) -> None:
-        """End the roles: constructors tell the planner how far they came, the planner may ask loaders once more.
+        """End the roles: constructors report to the planner how far they came, the planner may call loaders once more.
 
         Threads that replace a role end first. One that went on would start a process that is not ended any more, and a
         call to Ray after its end starts a cluster of its own.
@@ -407,35 +266,36 @@ class Supervisor:
         why = {} if self.ends_for is None else {"why": [type(self.ends_for).__name__, str(self.ends_for)]}
         if self._watcher.is_alive():
             self._watcher.join()
-        end = time.monotonic() + CLOSE_S
+        end = time.monotonic() + self._limits.role_close
         for thread in self._replacing:
             thread.join(max(0.0, end - time.monotonic()))
         for role in ("constructor", "planner", "loader"):
             asked: list[Pending] = []
-            until = time.monotonic() + CLOSE_S
-            for one in self._of(role):
+            until = time.monotonic() + self._limits.role_close
+            for one in self.table.running(role):
                 with contextlib.suppress(PeerGone):  # it has ended already
                     asked += [] if one.peer is None else [self._send(one, "close", why)]
             for pending in asked:
-                with contextlib.suppress(PeerGone):  # which is what we want; who does not end is killed
+                with contextlib.suppress(PeerGone):  # it has ended; one that does not is killed below
                     pending.poll(max(0.0, until - time.monotonic()))
-        with self.lock:
-            for one in self.roles.values():
+        with self.table.lock:
+            for one in self.table.roles.values():
                 if one.peer is not None:
                     self._engine.kill(one.peer, one.site, one.pid)
         self._engine.close()
 
-    # -- seeing -----------------------------------------------------------------------------------
+    # -- noticing ---------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Look once after everybody."""
-        now = self.clock()
-        with self.lock:
-            lost = [(one, why) for one in self.roles.values() if (why := self._health(one, now)) is not None]
+        """Look at all roles once."""
+        now = self._clock()
+        with self.table.lock:
+            roles = self.table.roles
+            lost = [(one, why) for one in roles.values() if (why := self._problem(one, now)) is not None]
             if lost and not self._closing.is_set():
                 self._lose(lost)
-            served = max(one.served for one in self.roles.values())
-            if self.roles[PLANNER].rewound:
+            served = max(one.served for one in roles.values())
+            if roles[PLANNER].rewound:
                 self._go_back()
         if served > self._served:
             self._served = served
@@ -448,212 +308,234 @@ class Supervisor:
 
     def _watch(self) -> None:
         while not self._closing.is_set():
-            with self.lock:
-                beats = [one.beat for one in self.roles.values() if one.beat is not None]
+            with self.table.lock:
+                beats = [one.beat for one in self.table.roles.values() if one.beat is not None]
             self._engine.wait(beats, 0.1)
             try:
                 self.tick()
-            except Exception:  # whatever it is, nobody else looks after the roles
-                logger.exception("looking after the roles failed; it goes on")
+            except Exception:  # without this thread no role would be replaced any more
+                logger.exception("looking at the roles failed; it is tried again")
                 time.sleep(0.1)
 
-    def _health(self, one: Incarnation, now: float) -> str | None:
-        """Return what is wrong with an incarnation, or None."""
-        wrong, busy_s = look_at(one, now, self._heartbeat_s, self._version, self._introduce)
-        if wrong is None and busy_s > SLOW_S and can_do_without(one, self._assignment, self._of("loader")):
-            return f"was busy with one call for {busy_s:.0f} s"
-        return wrong
+    def _problem(self, one: RoleInstance, now: float) -> str | None:
+        """Take a role's heartbeat and ask for the next; return what is wrong with the role, or None."""
+        if one.peer is None or one.liveness is None:
+            return None
+        try:
+            answer = one.beat.poll(0) if one.beat is not None else frame_of({"version": 0, "busy_s": 0.0})
+            if answer is None:  # judged after looking: a supervisor that was stopped itself finds answers waiting
+                silent_s = one.liveness.silent_s(now)
+                return f"did not answer for {silent_s:.1f} s" if one.liveness.hangs(now) else None
+            head = open_frame(answer)[0]
+            one.liveness.heard(now)
+            one.rewound = bool(head.get("rewound"))
+            one.served = max(one.served, int(head.get("served", -1)))
+            one.beat = one.peer.ask("beat", frame_of({}))
+            if head["version"] < self.table.version:
+                one.told = self.table.introduce(one.peer)
+            if float(head["busy_s"]) > self._limits.slow_call and self._has_shadows(one):
+                return f"was busy with one call for {head['busy_s']:.0f} s"
+        except PeerGone as error:
+            return f"ended ({error})"
+        except AnswerLost:
+            one.beat = None  # it is asked for again with the next look
+        return None
 
-    def _introduce(self, peer: Peer) -> Pending:
-        return self._engine.introduce(peer, self._board.book)
+    def _has_shadows(self, one: RoleInstance) -> bool:
+        """Whether a loader host that is slow can be replaced at once: all of its sources have a shadow that is up."""
+        up = {other.site.number for other in self.table.running("loader") if other.peer is not None}
+        assignment = self.table.assignment
+        sources = assignment.sources_of(one.site.number) if one.site.role == "loader" else []
+        return bool(sources) and all(assignment.shadow[source] in up for source in sources)
 
-    # -- losing and replacing ---------------------------------------------------------------------
+    # -- replacing --------------------------------------------------------------------------------
 
-    def _lose(self, lost: Sequence[tuple[Incarnation, str]]) -> None:
+    def _lose(self, lost: Sequence[tuple[RoleInstance, str]]) -> None:
         for one, why in lost:
             assert one.peer is not None
             self._engine.kill(one.peer, one.site, one.pid)
-            one.young = one.young + 1 if self.clock() - one.born < YOUNG_S else 0
-            one.peer, one.beat, one.told = None, None, None
-            one.generation += 1
-            one.restarts += 1
-            logger.warning("the %s %s; its successor is started", one.site.name, why)
+            one.restarts.failed(why, self._clock() - one.started_at)
+            one.restarts.count += 1
+            self.table.went_down(one)
+            logger.warning("the %s %s; it is replaced", one.site.name, why)
         hosts = {one.site.number for one, _ in lost if one.site.role == "loader"}
-        before, self._assignment = self._assignment, promote(self._assignment, hosts)
-        promoted = sum(a != b for a, b in zip(before.primary, self._assignment.primary, strict=True))
-        self.publish()
+        before, self.table.assignment = self.table.assignment, promote(self.table.assignment, hosts)
+        promoted = sum(a != b for a, b in zip(before.primary, self.table.assignment.primary, strict=True))
+        self.table.publish()
         for one, why in lost:
             fault = {"role": one.site.name, "why": why, "generation": one.generation, "promoted": promoted}
-            fault["at"] = time.time()  # when everybody had been told whom to ask instead
+            fault["at"] = time.time()  # when all roles had been told whom to call instead
             self.faults.append(fault)
             self._spawn(lambda one=one, fault=fault: self._replace(one, fault))  # type: ignore[misc]
 
-    def _replace(self, one: Incarnation, fault: dict[str, Any]) -> None:
-        """Start a successor, and another one where that does not come up."""
-        since, tries, generation = self.clock(), 0, int(fault["generation"])
-        while not self._closing.is_set() and one.generation == generation:  # else it was put to sleep meanwhile
-            if one.young >= MOST_TRIES:
+    def _replace(self, one: RoleInstance, fault: dict[str, Any]) -> None:
+        """Start a replacement, and another one where that does not come up.
+
+        The generation is what two threads tell replacements apart by: each try has its own, and a host that was put to
+        sleep meanwhile has a newer one, which ends this loop.
+        """
+        since, generation, backoff = self._clock(), int(fault["generation"]), Backoff(0.5, 4.0, self._idle)
+        while not self._closing.is_set() and one.generation == generation:
+            if one.restarts.exhausted:
                 self._fail(f"{fault['why']}, and so did its successors, {MOST_TRIES} in a row", one)
                 return
-            peer = None
             try:
-                with self.lock:
-                    one.site = self._engine.place_again(as_dealt(one.site, self._assignment))
-                peer = one.coming = self._engine.start(one.site, one.generation)
-                pid = self.bring_up(one, peer)
+                peer, pid = self._start(one, self._site_now(one.site))
             except Exception as error:  # also what the host refuses, such as another process
-                one.coming = None
-                if peer is not None:
-                    self._engine.kill(peer, one.site, 0)
                 if self._closing.is_set():
                     return
                 if isinstance(error, Rewound):
                     self._go_back()
                     return
-                logger.warning("the successor of the %s did not come up: %s", one.site.name, error)
+                logger.warning("the replacement of the %s did not come up: %s", one.site.name, error)
                 fault["why"] = str(error)
-                tries += 1
-                with self.lock:
-                    one.young += not isinstance(error, StoreError) or isinstance(error, Fenced)  # a store comes back
+                with self.table.lock:
+                    if not isinstance(error, StoreError) or isinstance(error, Fenced):  # a store comes back
+                        one.restarts.failed(str(error))
                     if one.generation == generation:
                         one.generation = generation = generation + 1
-                (self._idle or self._closing.wait)(min(4.0, 0.25 * 2**tries))
+                backoff.pause()
                 continue
-            with self.lock:
+            with self.table.lock:
                 if self._closing.is_set() or one.generation != generation:
                     self._engine.kill(peer, one.site, 0)
                     return
-                one.peer, one.coming, one.pid = peer, None, pid
-                one.heard = one.born = self.clock()
-                self.publish()
-            fault["took_s"] = self.clock() - since
+                self.table.came_up(one, peer, pid)
+            fault["took_s"] = self._clock() - since
             return
 
-    def bring_up(self, one: Incarnation, peer: Peer) -> int:
-        """Take a successor through what all went through at the beginning; return its process id."""
-        life = self._life(peer)
-        life.acquaint(self._introduce)
+    def _site_now(self, site: Site) -> Site:
+        """Return the site of a role; of a loader host with the sources that it has by now."""
+        if site.role != "loader":
+            return site
+        now = self.table.assignment
+        sources, shadows = now.sources_of(site.number), now.shadows_of(site.number)
+        return dataclasses.replace(site, sources=tuple(sources), shadows=tuple(shadows))
+
+    def _start(self, one: RoleInstance, site: Site) -> tuple[Peer, int]:
+        """Start a role at a site, or on another host if that one is gone, and bring it up; kill it if that fails."""
+        with self.table.lock:
+            one.site = self._engine.place_again(site)
+        peer = one.coming = self._engine.start(one.site, one.generation)
+        try:
+            return peer, self._bring_up(one, peer)
+        except BaseException:
+            one.coming = None
+            self._engine.kill(peer, one.site, 0)
+            raise
+
+    def _bring_up(self, one: RoleInstance, peer: Peer) -> int:
+        """Take a role through the steps that all went through at the launch; return its process id."""
+        starting = self._starting(peer)
+        starting.introduce(self.table.introduce)
 
         def call(method: str, message: dict[str, Any]) -> Any:
-            return open_frame(life.answer(peer.ask(method, frame_of(message))))[0]
+            return open_frame(starting.answer(peer.ask(method, frame_of(message))))[0]
 
-        added, facts = self._live.told(one.site, self._assignment), self._facts | self._live.facts
+        added, facts = self._live.told(one.site, self.table.assignment), self._facts | self._live.facts
         if one.site.role == "loader":
             check_same_files(facts, call("open", {"added": added})["facts"])
-            call("begin", where_to_go_on(self._board, self._stands))
+            call("begin", self._where_to_resume())
             call("resize", sizes_to_json(self.hosts.sizes_of(one.site.number)))
         elif one.site.role == "planner":
             call("prepare", {})
-            self._stands = call("open_store", {"facts": facts})
+            self._resume_point = call("open_store", {"facts": facts})
             call("begin", {"successor": True})
         else:
             call("prepare", {"added": added})
-            call("begin", {"first_step": self.first_step})
+            call("begin", {"first_step": self._first_step})
         return int(call("pid", {})["pid"])
 
-    def _fail(self, why: str, one: Incarnation) -> None:
-        with self.lock:
-            self._failed = why_failed(one.site, why)
-            logger.error("%s", self._failed)
-            self.publish()
+    def _where_to_resume(self) -> dict[str, Any]:
+        """Return where a replaced loader host resumes: as the planner says, or as the store said to the last one."""
+        if PLANNER in self._board.book.peers:
+            found = self._board.ask(PLANNER, "where", frame_of({})).get()
+            if found is not None:
+                return open_frame(found)[0]
+        return self._resume_point
 
-    def assign(self, assignment: Assignment, was: Assignment) -> bool:
-        """Let everybody know who has which source, unless that has changed meanwhile: a shadow may be promoted."""
-        with self.lock:
-            if self._assignment == was:
-                self._assignment = assignment
-                self.publish()
-            return self._assignment is assignment
-
-    def publish(self) -> None:
-        """Give everybody the newest book; who misses it is found out by its beat."""
-        with self.lock:
-            self._version += 1
-            living = {name: one.peer for name, one in self.roles.items() if one.peer is not None}
-            generations = {name: one.generation for name, one in self.roles.items()}
-            book = Book(self._version, generations, living, self._assignment, self._failed)
-            self._board.learn(book)
-            for one in self.roles.values():
-                peer = one.peer or one.coming
-                try:
-                    one.told = None if peer is None else self._engine.introduce(peer, book)
-                except PeerGone:
-                    pass  # its beat says so too, or whoever brings it up
+    def _fail(self, why: str, one: RoleInstance) -> None:
+        with self.table.lock:
+            self.table.failed = (
+                f"the {one.site.name} {why}; the service cannot go on. Its last messages stand in the service's log; "
+                "mend the cause, and launch again from the last state."
+            )
+            logger.error("%s", self.table.failed)
+            self.table.publish()
 
     def _in_a_thread(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name="overlord-replace", daemon=True)
         self._replacing = [one for one in self._replacing if one.is_alive()] + [thread]
         thread.start()
 
-    # -- asking -----------------------------------------------------------------------------------
+    # -- calling ----------------------------------------------------------------------------------
 
     def _open_sources(self, progress: Progress) -> dict[str, Any]:
-        loaders = self._of("loader")
+        loaders = self.table.running("loader")
+        count, until = len(self.table.assignment.primary), self._clock() + self._limits.open_sources
         opening = [(one, self._send(one, "open")) for one in loaders]
-
-        def done() -> int:
-            return sum(self._call(one, "progress", {})["done"] for one in loaders)
-
-        show_opening([pending for _, pending in opening], done, len(self._assignment.primary), progress, self.clock)
+        while any(pending.poll(0.1) is None for _, pending in opening):
+            done = sum(self._call(one, "progress", {})["done"] for one in loaders)
+            progress("opening sources", min(done, count), count)
+            if self._clock() > until:
+                limit_s = self._limits.open_sources
+                raise ServiceLost(f"the sources were not open after {limit_s:g} s; look at the storage they are on.")
+        progress("opening sources", count, count)
         facts: dict[str, Any] = {}
         for one, pending in opening:
             facts |= self._answer(one, pending)["facts"]
         return dict(sorted(facts.items()))
 
-    def _started(self, one: Incarnation) -> None:
+    def _wait_started(self, one: RoleInstance) -> None:
         assert one.peer is not None
         try:
             self._call(one, "pid", {})
-            self._life(one.peer).acquaint(self._introduce)
+            self._starting(one.peer).introduce(self.table.introduce)
         except PeerGone as error:
-            raise did_not_start(one.site, error) from error
+            raise ServiceLost(
+                f"the {one.site.name} did not start on {one.site.node.name} ({error}); nothing could run. Its last "
+                "messages stand above. On a cluster: is that the one you meant, and is the same version of "
+                "overlord-data[ray] installed on all of its hosts?"
+            ) from error
 
-    def _life(self, peer: Peer) -> Life:
-        return Life(peer, self._heartbeat_s, self._engine.first_sign_s, self.clock, self._closing.is_set)
+    def _starting(self, peer: Peer) -> StartupLiveness:
+        return StartupLiveness(peer, self._limits, self._engine.first_sign_s, self._clock, self._closing.is_set)
 
-    def _send(self, one: Incarnation, method: str, message: dict[str, Any] | None = None) -> Pending:
+    def _send(self, one: RoleInstance, method: str, message: dict[str, Any] | None = None) -> Pending:
         assert one.peer is not None
         try:
             return one.peer.ask(method, frame_of(message or {}))
         except PeerGone as error:
             raise PeerGone(f"{method!r} did not reach the {one.site.name}: {error}") from error
 
-    def _call(self, one: Incarnation, method: str, message: dict[str, Any]) -> Any:
+    def _call(self, one: RoleInstance, method: str, message: dict[str, Any]) -> Any:
         return self._answer(one, self._send(one, method, message))
 
-    def _call_all(self, role: str, method: str, message: dict[str, Any]) -> list[Any]:
-        asked = [(one, self._send(one, method, message)) for one in self._of(role)]
-        return [self._answer(one, pending) for one, pending in asked]
+    def _call_all(self, role: str, method: str, message: dict[str, Any]) -> None:
+        for one, pending in [(one, self._send(one, method, message)) for one in self.table.running(role)]:
+            self._answer(one, pending)
 
-    def _answer(self, one: Incarnation, pending: Pending) -> Any:
+    def _answer(self, one: RoleInstance, pending: Pending) -> Any:
         assert one.peer is not None
-        return open_frame(self._life(one.peer).answer(pending))[0]
-
-    def _of(self, role: str | None = None) -> list[Incarnation]:
-        return [one for one in self.roles.values() if role in (None, one.site.role) and not one.asleep]
+        return open_frame(self._starting(one.peer).answer(pending))[0]
 
 
-def _describe_all(roles: Sequence[Incarnation], assignment: Assignment) -> dict[str, Any]:
-    shadows = sum(host != NO_HOST for host in assignment.shadow)
-    return {"hosts": [_describe(one, assignment) for one in roles], "shadows": shadows}
+def check_same_files(known: Mapping[str, Any], opened: Mapping[str, Any]) -> None:
+    """Refuse files that are not those that the stream began with.
 
-
-def _describe(one: Incarnation, assignment: Assignment) -> dict[str, Any]:
-    found = one.site.to_json()
-    if one.site.role == "loader":  # as it is now, not as it began
-        found["sources"] = len(assignment.sources_of(one.site.number))
-        found["shadows"] = len(assignment.shadows_of(one.site.number))
-    return found | {"pid": one.pid, "generation": one.generation, "restarts": one.restarts, "up": one.peer is not None}
+    Raises:
+        ServiceLost: it names the source.
+    """
+    changed = [name for name, facts in opened.items() if known[name] != facts]
+    if changed:
+        raise ServiceLost(
+            f"the files of source {changed[0]!r} have changed while the job ran; samples would be lost or repeated. "
+            "Restore them, or start a new run."
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------
-# A supervisor with its door, while a service of several hosts is up.
-
-
-WORKERS_PER_HOST = 8
-"""w_actor: workers that a loader host has room for, unless there are to be more than all hosts have."""
-IDLE = {"workers": 0, "samples_prepared": 0, "busy_s": 0.0, "waited_s": 0.0, "buffer_bytes": 0}
-"""What is known of the workers of a source while nobody tells."""
+# The service process of a service whose roles run apart from it.
 
 
 def unbundled(bundle: bytes, folder: Path) -> tuple[Job, LaunchOptions, bytes]:
@@ -674,14 +556,14 @@ def unbundled(bundle: bytes, folder: Path) -> tuple[Job, LaunchOptions, bytes]:
 def supervised(
     engine: Engine, sites: Sequence[Site], options: LaunchOptions, folder: Path, progress: Progress
 ) -> Iterator[str]:
-    """Bring up the roles of a service, look after them, and end them with the context; gives the address."""
+    """Start the roles of a service, supervise them, and end them with the context; gives the address."""
     spares, per_host = spares_of(options, sites)
     supervisor = Supervisor(
         engine, sites, assignment_of(sites), heartbeat_s=options.heartbeat_s, spares=spares, per_host=per_host,
         served=lambda step: progress(SERVED, step, step),
         rewound=lambda: progress(REWOUND, 0, 1),
     )  # fmt: skip
-    scaler = cluster_scaler(options, supervisor)
+    scaler = service_scaler(options, supervisor.ask, supervisor.hosts.workload, supervisor.hosts.resize)
 
     def answer(message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         found = supervisor.ask(message)
@@ -703,29 +585,6 @@ def supervised(
         supervisor.interrupt()  # the scaler may wait for a role
         scaler.close()
         supervisor.close()
-
-
-def cluster_scaler(options: LaunchOptions, supervisor: Supervisor) -> Scaler:
-    """Make the Scaler of a service of several hosts."""
-    names: list[str] = []
-
-    def watch(ahead: Sequence[int]) -> Mapping[str, Any]:
-        facts = supervisor.ask({"op": "workload", "ahead": list(ahead)})["workload"]
-        names[:] = facts["names"]
-        done = supervisor.hosts.workload()
-        return {**facts, "sources": {name: done.get(number, IDLE) for number, name in enumerate(names)}}
-
-    def act(workers: Mapping[str, int], loads: Mapping[str, float]) -> None:
-        supervisor.hosts.resize([workers[name] for name in names], [loads[name] for name in names])
-
-    return scaler_of(options, watch, act)
-
-
-def spares_of(options: LaunchOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:
-    """Return loader hosts that sleep at first, and how many workers one has room for: all workers there may be fit."""
-    hosts = sum(site.role == "loader" for site in sites)
-    spares = 0 if options.scaling is None else max(0, -(-options.lanes // WORKERS_PER_HOST) - hosts)
-    return spare_sites(sites, spares), max(WORKERS_PER_HOST, -(-options.lanes // (hosts + spares)))
 
 
 def assignment_of(sites: Sequence[Site]) -> Assignment:

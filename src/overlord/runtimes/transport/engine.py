@@ -1,4 +1,4 @@
-"""What a supervisor needs of whatever its roles run on, and what it knows of each of them."""
+"""What a supervisor needs of the transport that its roles run on, and what it knows of each of them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from overlord.runtimes.launching.cluster_placement import Site
+from overlord.runtimes.supervision.child import Liveness, Restarts
 from overlord.runtimes.transport.switchboard import Book, Peer, Pending
-
-OPEN_S = 1800.0
-"""How long opening all sources may take: listings of object stores are slow, and progress is shown."""
 
 
 class Engine(Protocol):
-    """What starts incarnations, and carries messages to them."""
+    """Starts the processes, actors or objects that run roles, and carries messages to them."""
 
     first_sign_s: float
-    """How long an incarnation may take until its first sign of life."""
+    """How long one may take until its first sign of life."""
 
     def start(self, site: Site, generation: int) -> Peer:
-        """Start an incarnation of a role."""
+        """Start a role."""
         ...
 
     def introduce(self, peer: Peer, book: Book) -> Pending:
-        """Tell an incarnation who is who."""
+        """Send a role the book of its peers."""
         ...
 
     def kill(self, peer: Peer, site: Site, pid: int) -> None:
-        """End an incarnation for good, whatever state it is in; pid is 0 where it is not known."""
+        """End it for good, whatever state it is in; pid is 0 where it is not known."""
         ...
 
     def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:
@@ -40,7 +38,7 @@ class Engine(Protocol):
         ...
 
     def describe(self, sites: Sequence[tuple[Site, int]]) -> dict[str, Any]:
-        """Return what people want to know of the engine, and of the roles with their process ids."""
+        """Return what `status` shows of the engine, and of the roles with their process ids."""
         ...
 
     def close(self) -> None:
@@ -49,27 +47,26 @@ class Engine(Protocol):
 
 
 @dataclass(slots=True)
-class Incarnation:
-    """A role and who plays it."""
+class RoleInstance:
+    """A role, and the process or actor that runs it at the moment."""
 
     site: Site
+    restarts: Restarts
     generation: int = 1
     peer: Peer | None = None
-    """None while there is nobody."""
+    """None while there is none."""
     coming: Peer | None = None
-    """Who is being brought up: nobody asks it yet, but it must know who is who."""
+    """The one that is being brought up: it is called by its supervisor only, but it must know the other roles."""
     beat: Pending | None = None
-    heard: float = 0.0
-    born: float = 0.0
+    """The heartbeat that it was asked for."""
+    liveness: Liveness | None = None
+    started_at: float = 0.0
     pid: int = 0
     served: int = -1
     """The newest step that a client of it is known to have come to."""
-    young: int = 0
-    """Successors in a row that died young."""
-    restarts: int = 0
     asleep: bool = False
-    """Whether nobody is to play it at the moment."""
+    """Whether it is not to run at the moment."""
     rewound: bool = False
-    """Whether it told that all ranks go back to an earlier step."""
+    """Whether it reported that all ranks go back to an earlier step."""
     told: Pending | None = field(default=None, repr=False)
-    """The last introduction: who drops it may drop the message with it."""
+    """The last introduction: dropping it may drop the message with it."""

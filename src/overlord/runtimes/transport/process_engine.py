@@ -1,21 +1,22 @@
-"""Roles in processes of one host: started here, asked on Unix sockets, killed when they must go.
+"""Roles as processes of one host: forked by a fork server, called on Unix sockets, killed when they are replaced.
 
 Rules of this file:
-1. A connection carries one call at a time; who has many calls under way has as many connections.
-2. A process ends with the service, also one that is stopped: its nursery does, and the kernel kills what it forked.
+1. A connection carries one call at a time; a caller with many calls under way has as many connections.
+2. A process ends with the service, also one that is stopped: its fork server does, and the kernel kills its children.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.errors import ServiceLost
+from overlord.runtimes.autoscaling.warming import warm_common
 from overlord.runtimes.launching.cluster_placement import Site
+from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits
+from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
+from overlord.runtimes.transport.doors import open_door
 from overlord.runtimes.transport.frames import Frame, frame_from, frame_of, receive_frame, send_frame
-from overlord.runtimes.transport.nursery import Nursery, WorkerProcess
+from overlord.runtimes.transport.role_host import RoleHost
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
-
-ROLES = "overlord.runtimes.transport.role_main"
-"""The nursery of roles."""
-START_S = 120.0
-"""How long a process may take until it listens; its imports take a second or two."""
 
 
 class ProcessPeer:
@@ -39,10 +39,10 @@ class ProcessPeer:
 
     Args:
         path: Its socket.
-        process: The process, for whoever started it: it may not listen yet.
+        process: The process, in the service that started it: it may not listen yet.
     """
 
-    def __init__(self, path: str, process: WorkerProcess | None = None) -> None:
+    def __init__(self, path: str, process: ForkedChild | None = None) -> None:
         self.path = path
         self.process = process
         self._idle: list[socket.socket] = []
@@ -71,14 +71,14 @@ class ProcessPeer:
             self._idle.append(connection)
 
     def close(self) -> None:
-        """Close all connections that nobody waits on."""
+        """Close all connections that are idle."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
 
     def _connect(self) -> socket.socket:
-        until = time.monotonic() + START_S
+        until, backoff = time.monotonic() + LIMITS.listen, Backoff(0.02, 0.02)
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -88,7 +88,7 @@ class ProcessPeer:
                 connection.close()
                 if self.process is None or not self.process.alive or time.monotonic() > until:
                     raise PeerGone(f"it does not listen: {error.strerror or error}") from error
-            time.sleep(0.02)
+            backoff.pause()
 
 
 class SocketAnswer:
@@ -123,11 +123,11 @@ class SocketAnswer:
 
     def __del__(self) -> None:
         if self.connection is not None:
-            self.connection.close()  # nobody waits for the answer
+            self.connection.close()  # the caller does not want the answer any more
 
 
 class InlineBlobs:
-    """Blobs that travel with the message: on one host a copy is cheaper than another place to keep them."""
+    """Blobs that travel with the message: on one host a copy is cheaper than a place to keep them."""
 
     def put(self, block: npt.NDArray[np.uint8]) -> Any:
         """Return the block itself."""
@@ -145,48 +145,42 @@ class ProcessEngine:
         bundle: The job and its options, as the launcher sent them.
         folder: The service's folder, for sockets.
         hosts: Constructor hosts.
+        limits: How long a process may take to start.
     """
 
-    first_sign_s = 10.0
-    """How long an incarnation may take until its first sign of life."""
-
-    def __init__(self, bundle: bytes, folder: Path, hosts: int) -> None:
+    def __init__(self, bundle: bytes, folder: Path, hosts: int, limits: Limits = LIMITS) -> None:
         self._bundle = bundle
         self._folder = folder
         self._hosts = hosts
-        self._lock = threading.Lock()
-        self._nursery = Nursery(ROLES)
+        self._limits = limits
+        self.first_sign_s = limits.role_first_sign
+        self._server = ForkServer("overlord.runtimes.transport.process_engine", limits)
 
     def start(self, site: Site, generation: int) -> Peer:
         """Start a process for a role."""
         path = str(self._folder / f"{site.name.replace(' ', '-')}.{generation}")
         site_facts = site.facts(self._hosts) | {"generation": generation}
         told = {"folder": str(self._folder), "socket": path, "site": site_facts, "paths": sys.path}
-        with self._lock:
-            if self._nursery.lost:  # killed like anything else may be; its roles went with it
-                self._nursery.close()
-                self._nursery = Nursery(ROLES)
-            process = self._nursery.fork()
+        process = self._server.fork()
         try:
-            send_frame(process.connection, told, [self._bundle])
+            send_frame(process.connection, told | {"end_s": self._limits.orphaned_role}, [self._bundle])
         except OSError as error:
             process.end()
             raise PeerGone(f"it died while it was started: {error.strerror or error}") from error
         return ProcessPeer(path, process)
 
     def introduce(self, peer: Peer, book: Book) -> Pending:
-        """Tell a role who is who: peers are known by their sockets."""
+        """Send a role the book of its peers, which are known by their sockets."""
         assert isinstance(peer, ProcessPeer)
         paths = {name: one.path for name, one in book.peers.items() if isinstance(one, ProcessPeer)}
         return peer.send({"method": "learn", "paths": paths}, frame_of(book.head()))
 
     def kill(self, peer: Peer, site: Site, pid: int) -> None:
-        """Kill a process and wait for its end."""
+        """Kill a process; its exit is collected beside."""
         assert isinstance(peer, ProcessPeer) and peer.process is not None
         peer.close()
-        with contextlib.suppress(ProcessLookupError):  # nobody else has its id: its nursery has not reaped it
-            os.kill(peer.process.pid, signal.SIGKILL)
-        # The nursery may hang as well, and nobody who waits for a shadow waits for that.
+        peer.process.kill("was killed by its supervisor")
+        # The fork server may hang as well, and the promotion of a shadow must not wait for that.
         threading.Thread(target=peer.process.end, name="overlord-reap", daemon=True).start()
         Path(peer.path).unlink(missing_ok=True)
 
@@ -207,8 +201,8 @@ class ProcessEngine:
         return {}
 
     def close(self) -> None:
-        """End the nursery, and whoever it still has."""
-        self._nursery.close()
+        """End the fork server and all its children."""
+        self._server.close()
 
 
 def _readable(connections: Sequence[socket.socket], timeout_s: float) -> bool:
@@ -217,3 +211,60 @@ def _readable(connections: Sequence[socket.socket], timeout_s: float) -> bool:
         if connection.fileno() >= 0:
             ready.register(connection, select.POLLIN)
     return bool(ready.poll(timeout_s * 1000))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# In the process of a role, which answers frames on a Unix socket until its service is gone.
+
+
+def preload() -> None:
+    """Import and compile what all roles use, once for all that are forked."""
+    warm_common()
+
+
+def serve(connection: socket.socket) -> None:
+    """Be a role: which one is the first message on the connection, and the end of the connection ends it."""
+    told, parts = receive_frame(connection)
+    coming: Future[_RoleServer] = Future()  # early callers wait for it
+    with contextlib.ExitStack() as listening:
+        try:
+            listening.enter_context(open_door(Path(told["socket"]), lambda talk: coming.result().answer_all(talk)))
+        except FileNotFoundError:
+            return  # the service is gone, and its folder with it
+        host = RoleHost(parts[0].tobytes(), told["paths"], told["folder"], told["site"], InlineBlobs())
+        server = _RoleServer(host)
+        coming.set_result(server)
+        connection.recv(1)  # nothing ever comes
+    hurry = threading.Timer(told["end_s"], os._exit, (1,))
+    hurry.daemon = True
+    hurry.start()
+    server.answer({"method": "close", "sender": ("service", 0), "blob": False}, frame_of({}))
+    os._exit(0)  # threads may still wait for peers that are gone too
+
+
+class _RoleServer:
+    """Turns messages into calls of the role."""
+
+    def __init__(self, host: RoleHost) -> None:
+        self._host = host
+        self._peers: dict[str, ProcessPeer] = {}
+
+    def answer_all(self, connection: socket.socket) -> None:
+        """Answer messages until the caller closes the connection."""
+        while True:
+            envelope, parts = receive_frame(connection)
+            send_frame(connection, {}, self.answer(envelope, frame_from(parts)))
+
+    def answer(self, envelope: dict[str, Any], frame: Frame) -> Frame:
+        """Answer one message."""
+        if envelope["method"] == "learn":
+            return self._learn(envelope["paths"], frame)
+        blob = frame.pop() if envelope["blob"] else None
+        name, generation = envelope["sender"]
+        return self._host.ask(envelope["method"], frame, blob, (name, generation))
+
+    def _learn(self, paths: dict[str, str], frame: Frame) -> Frame:
+        # One peer for each instance of a role: it keeps its connections from one book to the next.
+        peers = {name: self._peers.get(path) or ProcessPeer(path) for name, path in paths.items()}
+        self._peers = {peer.path: peer for peer in peers.values()}
+        return self._host.learn(json.loads(frame[0]), peers)

@@ -3,7 +3,7 @@
 Runs as the service process of a launcher, which needs no Ray itself and may use its own.
 
 Rules of this file:
-1. The supervisor decides who is dead and starts successors; Ray restarts nothing behind its back.
+1. The supervisor decides which role is dead and replaces it; Ray restarts nothing by itself.
 2. Everything of a service is in one namespace and one placement group, so services on one cluster do not meet.
 3. When the launcher goes, by `close()` or by a SIGKILL, actors are asked to end, then killed; a cluster that was
    started here goes with them.
@@ -37,20 +37,17 @@ from overlord.job.specs import Job
 from overlord.runtimes.launching.cluster_placement import TRAINER, ClusterOptions, Node, Site, cpus_needed, place
 from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.service_main import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
 from overlord.runtimes.transport.frames import Frame
 from overlord.runtimes.transport.role_host import RoleHost
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
 
-REACH_S = 10.0
-BLOB_S = 60.0
-RESERVE_S = 60.0
-"""How long a cluster may take to reserve what was idle a moment ago."""
 STORE_BYTES = 256 << 20
 """What the object store of our own cluster has beside the payloads within the budget."""
 ASIDE = ("beat", "verdict", "pid", "progress", "close")
-"""Methods that have threads of their own: others may hold a lock and wait for what comes of them."""
+"""Methods that have threads of their own: other calls may hold a lock and wait for their answers."""
 ASIDE_THREADS = 8
 ACCELERATORS = ("GPU", "TPU", "NPU", "HPU", "neuron_cores")
 
@@ -83,7 +80,7 @@ class RayAnswer:
             return None
         except RayError as error:
             why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            # What an answer was made of may be lost, and the actor lives: it can be asked again.
+            # The object behind an answer may be lost while the actor lives: it can be called again.
             raise (PeerGone if isinstance(error, RayActorError) else AnswerLost)(why) from error
 
 
@@ -95,11 +92,11 @@ class RayBlobs:
         return ray.put(block)
 
     def get(self, blob: Any) -> npt.NDArray[np.uint8]:
-        """Return a block that somebody put."""
+        """Return a block that another actor put."""
         try:
-            return ray.get(blob, timeout=BLOB_S)
+            return ray.get(blob, timeout=LIMITS.ray_plan)
         except RayError as error:
-            raise PeerGone("a plan went with the planner that had made it") from error
+            raise PeerGone("a plan was lost with the planner that had made it") from error
 
 
 class Host:
@@ -110,7 +107,7 @@ class Host:
 
     @ray.method(concurrency_group="aside")
     def learn(self, head: dict[str, Any], handles: dict[str, Any]) -> Frame:
-        """Learn who is who."""
+        """Take a new book of peers."""
         return self._host.learn(head, {name: RayPeer(handle) for name, handle in handles.items()})
 
     @ray.method(concurrency_group="aside")
@@ -126,24 +123,21 @@ class Host:
 class RayEngine:
     """Starts each role as an actor on its host."""
 
-    first_sign_s = 60.0
-    """How long an incarnation may take until its first sign of life."""
-
-    def __init__(self, bundle: bytes, folder: Path, sites: Sequence[Site]) -> None:
+    def __init__(self, bundle: bytes, folder: Path, sites: Sequence[Site], limits: Limits) -> None:
+        self.first_sign_s = limits.actor_first_sign
         self._folder = folder
         self._order = {site.name: number for number, site in enumerate(sites)}
         self._hosts = sum(site.role == "constructor" for site in sites)
-        self._group = _reserve(sites, folder.name)
+        self._group = _reserve(sites, folder.name, limits.ray_reserve)
         self._actor, self._bundle = ray.remote(concurrency_groups={"aside": ASIDE_THREADS})(Host), ray.put(bundle)
-        self._pids: dict[Any, tuple[str, int]] = {}
 
     def start(self, site: Site, generation: int) -> Peer:
-        """Start an actor: the first in the bundle that was reserved for it, its successors wherever there is room."""
+        """Start an actor: the first in the bundle that was reserved for it, its replacements wherever there is room."""
         if generation == 1:
             where: Any = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=self._order[site.name]
             )
-        else:  # nothing is reserved: a predecessor that hangs may hold on to what was
+        else:  # nothing is reserved: the actor that it replaces may hang, and hold on to what was
             where = NodeAffinitySchedulingStrategy(site.node.id, soft=True)
         handle = self._actor.options(
             name=f"{self._folder.name}/{site.name}/{generation}",
@@ -155,7 +149,7 @@ class RayEngine:
         return RayPeer(handle)
 
     def introduce(self, peer: Peer, book: Book) -> Pending:
-        """Tell an actor who is who."""
+        """Send an actor the book of peers."""
         assert isinstance(peer, RayPeer)
         handles = {name: one.handle for name, one in book.peers.items() if isinstance(one, RayPeer)}
         return RayAnswer(peer.handle.learn.remote(book.head(), handles))
@@ -190,7 +184,7 @@ class RayEngine:
         return dataclasses.replace(site, node=others[0])
 
     def describe(self, sites: Sequence[tuple[Site, int]]) -> dict[str, Any]:
-        """Return the cluster and who is where on it."""
+        """Return the cluster and where each role is on it."""
         nodes = [{"host": n["NodeManagerHostname"], "node": n["NodeID"], "resources": n["Resources"]}
                  for n in ray.nodes() if n["Alive"]]  # fmt: skip
         placement = [site.to_json() | {"pid": pid} for site, pid in sites]
@@ -211,7 +205,7 @@ def _lives(node: dict[str, Any]) -> bool:
     return True
 
 
-def _reserve(sites: Sequence[Site], name: str) -> Any:
+def _reserve(sites: Sequence[Site], name: str, limit_s: float) -> Any:
     """Reserve a bundle for every site, on the node it was placed on: all of them, or none."""
     group = placement_group(
         [{"CPU": site.cpus} for site in sites],
@@ -219,11 +213,11 @@ def _reserve(sites: Sequence[Site], name: str) -> Any:
         name=name,
         bundle_label_selector=[{"ray.io/node-id": site.node.id} for site in sites],
     )
-    if not group.wait(RESERVE_S):
+    if not group.wait(limit_s):
         remove_placement_group(group)
         wanted = ", ".join(f"{site.name} {site.cpus:g} on {site.node.name}" for site in sites)
         raise SpecError(
-            f"the cluster did not give the CPUs that the service needs within {RESERVE_S:g} s ({wanted}); another job "
+            f"the cluster did not give the CPUs that the service needs within {limit_s:g} s ({wanted}); another job "
             "took them. Wait for it, add hosts, or lower threads= or loader_hosts=."
         )
     return group
@@ -247,12 +241,12 @@ def nodes_of_cluster() -> list[Node]:
 
 
 def _check_reachable(address: str) -> None:
-    """Find out in seconds that nobody listens at an address: Ray itself tries for minutes."""
+    """Find out in seconds that nothing listens at an address: Ray itself tries for minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address:
         raise ValueError("it is one of Ray Client, and roles must be placed from a host of the cluster")
     if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=LIMITS.ray_reach).close()
 
 
 @contextlib.contextmanager
@@ -293,7 +287,8 @@ def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
             nodes_of_cluster(), options.cluster, world_size=options.mesh.world_size, num_sources=len(job.sources),
             loader_cpus=options.threads,
         )  # fmt: skip
-        with supervised(RayEngine(bundle, folder, sites), sites, options, folder, progress) as address:
+        engine = RayEngine(bundle, folder, sites, Limits(options.heartbeat_s))
+        with supervised(engine, sites, options, folder, progress) as address:
             yield address
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from overlord.errors import AnswerLost, OverlordError, Superseded
 from overlord.runtimes.hosts.cluster_roles import ROLES, ClusterRole
 from overlord.runtimes.hosts.peers import Blobs
+from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.service_main import settle_in
 from overlord.runtimes.transport.frames import Frame, error_frame, frame_of
 from overlord.runtimes.transport.shared_memory import few_arenas
@@ -21,11 +22,6 @@ from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, Sender,
 
 logger = logging.getLogger("overlord")
 
-LEASE_S = 30.0
-LEASE_BEATS = 6
-"""A role that is asked for no beat for so many heartbeats, and at least LEASE_S, is cut off from the service and
-ends: it has a successor by now. The supervisor waits for one heartbeat before it replaces a role, the launcher for two
-before it replaces a supervisor that hangs, so a lease must be longer than both."""
 BEAT_S = 0.5
 """How long a beat is held before it is answered: there is always one under way, so a death is seen at once."""
 PROGRESS_S = 0.1
@@ -75,7 +71,7 @@ class RoleHost:
             del self._running[number]
 
     def _watch_lease(self) -> None:
-        lease_s = lease(self._role.heartbeat_s if self._role is not None else 0.0)
+        lease_s = Limits(self._role.heartbeat_s).lease if self._role is not None else LIMITS.lease
         while time.monotonic() - self._beaten < lease_s:
             time.sleep(1.0)
         self._end()
@@ -100,16 +96,6 @@ class RoleHost:
         busy_s = 0.0 if oldest is None else time.monotonic() - oldest
         rewound = self._failed is None and self._role is not None and self._role.rewound
         return frame_of({"version": self.board.version, "busy_s": busy_s, "rewound": rewound, **progress})
-
-
-def lease(heartbeat_s: float) -> float:
-    """Return how long a role may be without a beat before it ends itself.
-
-    Example:
-        >>> lease(5.0), lease(40.0)
-        (30.0, 240.0)
-    """
-    return max(LEASE_S, LEASE_BEATS * heartbeat_s)
 
 
 def answer_of(role: Any, method: str, frame: Frame, blob: Any = None) -> Frame:

@@ -17,15 +17,16 @@ from typing import Any, Protocol
 
 from overlord.errors import AnswerLost, ServiceLost, Succeeded, Superseded
 from overlord.roles.assignment import Assignment
+from overlord.runtimes.supervision.child import LIMITS
 from overlord.runtimes.transport.frames import Frame, error_in
 
 logger = logging.getLogger("overlord")
 
 SLICE_S = 0.25
 """How often a waiting call looks whether somebody else answers by now."""
-REPEAT_S = 30.0
+REPEAT_S = LIMITS.repeat_call
 """A message without an answer for so long may be lost, and is sent again."""
-SUCCESSOR_S = 300.0
+SUCCESSOR_S = LIMITS.replacement
 """How long the successor of a lost host may take before a call to it fails."""
 
 Sender = tuple[str, int]

@@ -17,7 +17,7 @@ from overlord.core.samples import Cursor, Part
 from overlord.errors import OverlordError
 from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.runtimes.hosts.loader_host import LoaderFleet
-from overlord.runtimes.hosts.prefetch import CrewWorkers, Hands, ThreadLanes
+from overlord.runtimes.hosts.prefetch import Executors, SourceWorkers, ThreadPriorityExecutor
 from overlord.runtimes.launching.deployment import make_fleet, open_files, prepare
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.stores.journal import Journal
@@ -46,12 +46,12 @@ class Slow:
 
 @pytest.fixture
 def hands():
-    hands = Hands.of_threads(2, 32)
+    hands = Executors.of_threads(2, 32)
     yield hands
     hands.close()
 
 
-def fleet_of(folder: Path, slow: Slow, hands: Hands, workers: int, rows: int = 400) -> LoaderFleet:
+def fleet_of(folder: Path, slow: Slow, hands: Executors, workers: int, rows: int = 400) -> LoaderFleet:
     for number in range(4 if not (folder / "a").exists() else 0):
         write_ids(folder / "a" / f"{number}.jsonl", np.full(rows // 4, 5), number * 1000)
     sample = ol.Custom(slow, columns=["ids"], process=False, name="slow", code_digest="1")
@@ -82,7 +82,7 @@ def test_as_many_work_at_once_as_there_are_and_the_samples_are_the_same(tmp_path
     slow = Slow()
     found = walk(fleet_of(tmp_path, slow, hands, workers), 400)
     assert slow.most == workers
-    alone = walk(fleet_of(tmp_path, Slow(0.0), Hands.of_caller(), 1), 400)
+    alone = walk(fleet_of(tmp_path, Slow(0.0), Executors.of_caller(), 1), 400)
     assert found.tobytes() == alone.tobytes()
 
 
@@ -103,7 +103,7 @@ def test_workers_come_and_go_while_rows_are_asked_for(tmp_path: Path, hands) -> 
 
     found = walk(fleet, 600, between=change)
     assert seen[1] == 1 and 2 < seen[6] <= 6 and seen[2] <= 2
-    alone = walk(fleet_of(tmp_path, Slow(0.0), Hands.of_caller(), 1), 600)
+    alone = walk(fleet_of(tmp_path, Slow(0.0), Executors.of_caller(), 1), 600)
     assert found.tobytes() == alone.tobytes()
 
 
@@ -122,7 +122,7 @@ def test_what_fails_ahead_is_met_by_whoever_needs_it_and_nothing_hangs(tmp_path:
     with pytest.raises((OSError, OverlordError), match="the disk is gone"):
         walk(fleet, 400)
     broken.clear()
-    alone = walk(fleet_of(tmp_path, Slow(0.0), Hands.of_caller(), 1), 400)
+    alone = walk(fleet_of(tmp_path, Slow(0.0), Executors.of_caller(), 1), 400)
     assert walk(fleet, 400).tobytes() == alone.tobytes()
 
 
@@ -141,7 +141,7 @@ def test_a_source_that_rests_holds_nothing_and_works_on_nothing(tmp_path: Path, 
 def test_a_part_of_the_groups_is_prepared_and_any_row_can_be_asked_for(tmp_path: Path, hands) -> None:
     fleet = fleet_of(tmp_path, Slow(0.0), hands, 4)
     fleet.resize({0: 4}, {0: Part(1, 3)})
-    alone = walk(fleet_of(tmp_path, Slow(0.0), Hands.of_caller(), 1), 400)
+    alone = walk(fleet_of(tmp_path, Slow(0.0), Executors.of_caller(), 1), 400)
     assert walk(fleet, 400).tobytes() == alone.tobytes()
 
 
@@ -155,8 +155,8 @@ def test_what_was_done_is_counted(tmp_path: Path, hands) -> None:
 
 
 def test_leaf_work_is_shared_and_what_fails_there_is_raised() -> None:
-    lanes = ThreadLanes(8, "test")
-    workers, slow = CrewWorkers(lanes), Slow()
+    executor = ThreadPriorityExecutor(8, "test")
+    workers, slow = SourceWorkers(executor), Slow()
     workers.count = 5
     assert workers.map(lambda n: (slow({"ids": [1]}), n)[1] * 2, range(40)) == [2 * n for n in range(40)]
     assert slow.most == 5
@@ -166,39 +166,39 @@ def test_leaf_work_is_shared_and_what_fails_there_is_raised() -> None:
 
     with pytest.raises(ValueError, match="number"):
         workers.map(fails, range(3))
-    lanes.close()
+    executor.close()
     assert workers.map(str, range(3)) == ["0", "1", "2"]
 
 
 def test_what_is_due_first_goes_first_and_what_is_waited_for_before_that() -> None:
-    lanes, gate, done = ThreadLanes(1, "test"), threading.Event(), list[str]()
-    lanes.submit(lambda: (gate.wait(5.0), None)[1])
-    calls = {name: lanes.submit(lambda name=name: done.append(name), due) for name, due in
+    executor, gate, done = ThreadPriorityExecutor(1, "test"), threading.Event(), list[str]()
+    executor.submit(lambda: (gate.wait(5.0), None)[1])
+    calls = {name: executor.submit(lambda name=name: done.append(name), due) for name, due in
              (("late", 9.0), ("soon", 2.0), ("latest", 20.0), ("now", 0.0), ("as soon", 2.0))}  # fmt: skip
-    lanes.hurry(calls["latest"])
-    lanes.hurry(calls["latest"])
+    executor.hurry(calls["latest"])
+    executor.hurry(calls["latest"])
     gate.set()
     calls["late"].result(5.0)
-    lanes.close()
+    executor.close()
     assert done == ["now", "latest", "soon", "as soon", "late"]
 
 
 def test_lanes_that_close_leave_nobody_waiting() -> None:
-    lanes, gate = ThreadLanes(1, "test"), threading.Event()
-    first = lanes.submit(lambda: (gate.wait(5.0), None)[1])
-    behind = lanes.submit(lambda: None)
+    executor, gate = ThreadPriorityExecutor(1, "test"), threading.Event()
+    first = executor.submit(lambda: (gate.wait(5.0), None)[1])
+    behind = executor.submit(lambda: None)
     threading.Timer(0.1, gate.set).start()
-    lanes.close()
+    executor.close()
     assert first.done() and behind.cancelled()
-    lanes.hurry(behind)
-    assert lanes.submit(lambda: None) is None
+    executor.hurry(behind)
+    assert executor.submit(lambda: None) is None
 
 
 def test_a_source_that_is_waited_for_does_not_stand_behind_those_that_read_ahead(tmp_path: Path) -> None:
-    hands = Hands.of_threads(2, 1)
+    hands = Executors.of_threads(2, 1)
     try:
         for _ in range(300):  # far ahead: due in an hour
-            hands.lanes.submit(lambda: time.sleep(0.05), time.perf_counter() + 3600)
+            hands.prefetch.submit(lambda: time.sleep(0.05), time.perf_counter() + 3600)
         fleet = fleet_of(tmp_path, Slow(0.001), hands, 2)
         began = time.perf_counter()
         assert len(walk(fleet, 200)) == 200
@@ -208,8 +208,8 @@ def test_a_source_that_is_waited_for_does_not_stand_behind_those_that_read_ahead
 
 
 def test_workers_are_called_for_work_and_not_for_nothing(tmp_path: Path, hands, monkeypatch) -> None:
-    calls, submit = [], hands.lanes.submit
-    monkeypatch.setattr(hands.lanes, "submit", lambda work, due=0.0: (calls.append(due), submit(work, due))[1])
+    calls, submit = [], hands.prefetch.submit
+    monkeypatch.setattr(hands.prefetch, "submit", lambda work, due=0.0: (calls.append(due), submit(work, due))[1])
     slow = Slow(0.004)
     fleet = fleet_of(tmp_path, slow, hands, 8)
     walk(fleet, 400)

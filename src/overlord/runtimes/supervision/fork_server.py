@@ -1,0 +1,295 @@
+"""A fork server: one process that has everything imported, and forks the workers, readers or roles of a host.
+
+How it works: `ForkServer` starts `python -m` of this file with the name of a module, which it imports; that module's
+`preload()`, if there is one, runs once. For every child, the server forks and calls the module's `serve(connection)` in
+it, where the connection is one end of a socket pair whose other end the caller of `fork()` has. A child is there within
+milliseconds, and shares the memory of the imported libraries. `multiprocessing`'s fork server would not do: a process
+can have only one, and it neither kills a child, nor tells its exit code, nor ends its children with a SIGKILL of the
+process that asked for them.
+
+Rules of this file:
+1. The server has one thread and runs no code of a user, so that a fork is safe.
+2. All of them end with the process that started the server, however it ends: its end of a pipe closes, and the kernel
+   signals the whole process group. A child that is stopped gets the SIGKILL that the kernel sends when the server ends.
+3. A server that was lost is replaced by the next fork; its children are lost with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from overlord.errors import ServiceLost
+from overlord.runtimes.supervision.child import LIMITS, ChildProcess, Limits, start_python
+from overlord.runtimes.transport.wire import receive, send
+
+
+class ForkedChild(ChildProcess):
+    """A child of a fork server, and a socket to it."""
+
+    def __init__(self, server: ForkServer, number: int, pid: int, connection: socket.socket) -> None:
+        super().__init__(pid)
+        self._server = server
+        self._number = number
+        self._ending = False
+        self.connection = connection
+
+    @property
+    def alive(self) -> bool:
+        """Whether it waits at the other end, for a child from which no answer is due."""
+        if self._ending or not self._server.runs(self._number):
+            return False
+        self.connection.setblocking(False)
+        try:
+            self.connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass  # its end was torn down, as a kill does
+        return False  # it closed the connection, or sends without being asked
+
+    def end(self, reason: str = "") -> None:
+        """Kill it if it lives, and wait for its end."""
+        if not self._ending:
+            self._ending = True
+            self.killed_for = self.killed_for or reason
+            self.connection.close()
+            self.note_end(self._server.reap(self._number, self.pid))
+
+
+class ForkServer:
+    """The process that forks children of one kind; it starts with the first of them.
+
+    Args:
+        module: What it imports; its `serve` runs in every child.
+        limits: How long it may take.
+    """
+
+    def __init__(self, module: str, limits: Limits = LIMITS) -> None:
+        self._module = module
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._number = 0
+        """How many servers there were."""
+        self._lost = False
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, which is also the id of the process group of its children; None before the first fork."""
+        return None if self._process is None else self._process.pid
+
+    def fork(self) -> ForkedChild:
+        """Start a child.
+
+        Raises:
+            ServiceLost: when the server is gone or closed, or the host lets it start no further process.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, self._lock:
+                self._check_running()
+                answer = self._ask({}, [theirs.fileno()])
+                number = self._number
+            if "error" in answer:
+                raise ServiceLost(f"it cannot be forked: {answer['error']}")
+        except BaseException:
+            ours.close()
+            raise
+        return ForkedChild(self, number, answer["pid"], ours)
+
+    def runs(self, number: int) -> bool:
+        """Whether this server, and no later one, is up."""
+        return number == self._number and not self._lost
+
+    def reap(self, number: int, pid: int) -> int | None:
+        """Kill a child if it lives, and return its exit code; None when its server is gone."""
+        with self._lock:
+            try:
+                return int(self._ask({"end": [pid]})["codes"][0]) if self.runs(number) else None
+            except ServiceLost:
+                return None
+
+    def close(self) -> None:
+        """Kill it and all its children, and wait for them."""
+        self._closed = True
+        if self._lock.acquire(timeout=self._limits.fork_close):  # else a caller waits for an answer that does not come
+            try:
+                # The server ends its children itself: whichever process inherits them may leave zombies.
+                if self._process is not None and not self._lost:
+                    assert self._control is not None
+                    self._control.settimeout(self._limits.fork_close)
+                    self._ask({"end": None})
+            except ServiceLost:
+                pass  # the whole group is killed below
+            finally:
+                self._lost = True
+                self._lock.release()
+        self._kill_group()
+        with self._lock:
+            self._dispose()
+
+    def _check_running(self) -> None:
+        if self._closed:
+            raise ServiceLost("the fork server is closed")
+        if self._process is None or self._lost:
+            self._dispose()
+            self._start()
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(self._limits.fork_first)
+        with theirs:
+            self._process = start_python(
+                ["-m", "overlord.runtimes.supervision.fork_server", self._module, str(theirs.fileno())],
+                # Each child has a core of its own: a library that starts a thread for each core would only crowd it.
+                {"OMP_NUM_THREADS": "1"},
+                [theirs.fileno()],
+                stdout=2,  # whatever a function prints goes to the log
+                process_group=0,
+            )
+        self._number += 1
+        self._lost = False
+
+    def _dispose(self) -> None:
+        if self._process is None:
+            return
+        self._kill_group()
+        assert self._control is not None and self._process.stdin is not None
+        self._control.close()
+        self._process.stdin.close()
+        self._process.wait()
+        self._process = None
+
+    def _kill_group(self) -> None:
+        try:
+            if self._process is not None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # the whole group has ended
+
+    def _ask(self, message: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
+        """Ask the server, with the lock held."""
+        assert self._control is not None
+        try:
+            send(self._control, message, fds)
+            answer = receive(self._control)[0]
+            self._control.settimeout(self._limits.fork)  # one that is stopped is as good as dead
+            return answer
+        except (ServiceLost, OSError) as error:
+            self._lost = True
+            raise ServiceLost(f"the fork server is gone: {error}") from error
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The process itself.
+
+Serve = Callable[[socket.socket], None]
+
+
+def run(control: socket.socket, serve: Serve) -> None:
+    """Fork and end children as the control socket says, until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's
+    hold_life_line()
+    faulthandler.enable()  # where a child crashed is worth a few lines in the log
+    children: set[int] = set()
+    gc.collect()
+    gc.freeze()  # a collection in a child would touch, and so copy, every page it shares with the server
+    while True:
+        try:
+            message, fds = receive(control)
+            send(control, _answer(control, message, fds, children, serve))
+        except ServiceLost:
+            return
+
+
+def hold_life_line() -> None:
+    """Let the kernel end this process group once no process holds the other end of standard input.
+
+    A thread that watches the pipe would not do: a function that never releases the interpreter would keep it waiting.
+    """
+    line = os.dup(0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # a function that reads standard input finds it empty
+    fcntl.fcntl(line, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
+    ended = select.poll()
+    ended.register(line, select.POLLHUP)
+    if ended.poll(0):  # the parent was gone before the kernel was asked to signal its end
+        sys.exit(1)
+
+
+def _answer(
+    control: socket.socket, message: dict[str, Any], fds: list[int], children: set[int], serve: Serve
+) -> dict[str, Any]:
+    if "end" in message:
+        return {"codes": [_end(pid, children) for pid in message["end"] or sorted(children)]}
+    try:
+        pid = os.fork()
+    except OSError as error:
+        os.close(fds[0])
+        return {"error": str(error.strerror or error)}
+    if pid == 0:
+        control.close()
+        os.set_inheritable(fds[0], False)  # a program that the function starts must not keep the connection open
+        _die_with_parent()
+        _live(socket.socket(fileno=fds[0]), serve)
+    os.close(fds[0])
+    children.add(pid)
+    return {"pid": pid}
+
+
+def _end(pid: int, children: set[int]) -> int:
+    # Killed first: a child that has closed its socket may be alive. One that is dead keeps its own status.
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    children.discard(pid)
+    return os.waitstatus_to_exitcode(status)
+
+
+_PR_SET_PDEATHSIG = 1
+"""Of linux/prctl.h."""
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the server ends: also one that is stopped, which no other signal ends."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _live(connection: socket.socket, serve: Serve) -> NoReturn:
+    """Be a child until its connection closes; never return into the server's loop."""
+    code = 1
+    try:
+        serve(connection)
+        code = 0
+    except SystemExit as end:  # the function called sys.exit
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        sys.stderr.write(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    served = importlib.import_module(sys.argv[1])
+    getattr(served, "preload", lambda: None)()
+    run(socket.socket(fileno=int(sys.argv[2])), served.serve)

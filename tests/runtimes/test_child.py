@@ -1,0 +1,115 @@
+"""What all supervisors share: limits that follow the heartbeat, liveness, restarts, and the fork server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import psutil
+import pytest
+
+from overlord.errors import ServiceLost
+from overlord.runtimes.supervision.child import HEARTBEAT_S, LIMITS, Backoff, Limits, Liveness, Restarts
+from overlord.runtimes.supervision.fork_server import ForkServer
+
+
+def serve(connection: socket.socket) -> None:
+    """What a child of these tests does: ends with the code that it is sent."""
+    os._exit(connection.recv(1)[0])
+
+
+@pytest.mark.parametrize("heartbeat", [0.2, 1.0, HEARTBEAT_S, 20.0, 40.0])
+def test_limits_follow_the_heartbeat(heartbeat):
+    limits = Limits(heartbeat)
+    assert limits.role_silence == heartbeat
+    assert limits.service_silence > limits.role_silence, "a service must be able to wait for a role that hangs"
+    assert limits.lease > limits.service_silence + limits.role_silence, "a role is replaced before its lease is over"
+    assert limits.role_first_sign >= limits.role_silence and limits.service_first_sign >= limits.service_silence
+    for name, limit in vars(limits).items():
+        if not name.endswith("silence"):
+            assert limit >= getattr(LIMITS, name), "a short heartbeat leaves the time that work takes"
+
+
+def test_a_longer_heartbeat_makes_no_limit_shorter():
+    short, long = vars(Limits(HEARTBEAT_S)), vars(Limits(60.0))
+    assert all(long[name] >= short[name] for name in short)
+    assert all(long[name] > short[name] for name in short if name != "damaged_file")
+
+
+def test_silence_counts_only_while_a_sign_of_life_is_due():
+    liveness = Liveness(first_s=60.0, silence_s=5.0, now=0.0)
+    assert not liveness.hangs(59.0) and liveness.hangs(61.0)
+    assert liveness.hangs(11.0, limit_s=10.0), "one that is known to be stopped gets less"
+    liveness.heard(61.0)
+    assert not liveness.hangs(66.0) and liveness.hangs(66.5)
+    liveness.excuse(100.0)  # the watching process was stopped itself
+    assert not liveness.hangs(104.0)
+    liveness.heard(104.0, expect=False)
+    assert liveness.silent_s(1e9) == 0.0
+    liveness.expect(200.0)
+    liveness.expect(204.0)
+    assert liveness.silent_s(204.0) == 4.0
+
+
+def test_failures_count_until_there_is_progress():
+    restarts = Restarts(most=2, steady_s=3.0)
+    restarts.failed("a", lived_s=1.0)
+    restarts.failed("b")
+    restarts.failed("c", progress=True)
+    assert restarts.failures == ["c"] and not restarts.exhausted
+    restarts.failed("d", lived_s=2.9)
+    restarts.failed("e")
+    assert restarts.exhausted and restarts.failures == ["c", "d", "e"]
+
+
+def test_pauses_grow_until_something_goes_well():
+    pauses: list[float] = []
+    backoff = Backoff(1.0, 3.0, sleep=pauses.append)
+    for _ in range(4):
+        backoff.pause()
+    backoff.reset()
+    backoff.pause()
+    assert pauses == [1.0, 2.0, 3.0, 3.0, 1.0]
+
+
+@pytest.fixture
+def server():
+    server = ForkServer(__name__)
+    yield server
+    server.close()
+
+
+def test_a_child_tells_how_it_ended_once(server):
+    assert server.pid is None, "it starts with its first child"
+    child = server.fork()
+    assert child.alive and child.ended is None
+    child.connection.sendall(bytes([7]))
+    while child.alive:
+        time.sleep(0.01)
+    child.end()
+    assert (child.code, child.ended) == (7, "ended with code 7")
+    again = server.fork()
+    again.kill("was killed by a test")
+    again.end()
+    assert (again.code, again.ended) == (-signal.SIGKILL, "was killed by a test")
+    again.note_end(3)
+    assert again.code == -signal.SIGKILL
+
+
+def test_a_lost_server_is_replaced_and_its_children_are_lost_with_it(server):
+    child = server.fork()
+    first = server.pid
+    psutil.Process(first).kill()
+    with pytest.raises(ServiceLost, match="the fork server is gone"):
+        server.fork()
+    other = server.fork()
+    assert server.pid != first and other.alive and not child.alive
+    child.end()
+    assert (child.code, child.ended) == (None, "was lost"), "a later server knows nothing of it"
+    server.close()
+    other.end()
+    assert not psutil.pid_exists(other.pid)
+    with pytest.raises(ServiceLost, match="closed"):
+        server.fork()
