@@ -75,7 +75,7 @@ class DataLoader:
         """Say what to read; nothing is started yet.
 
         Args:
-            job: What to read and how to mix it: an `ol.Job`, or the path of a job file, whose `launch` section gives
+            job: What to read and how to mix it: an `ol.Job`, or the path of a job file, with a `launch` section for
                 the defaults of all options. Or the address of a service that runs, or the file that `overlord serve
                 --address-file` wrote.
             mesh: The trainer's mesh: a ClientPlaceTree, text such as "dp=2,tp=2", or a DeviceMesh of all ranks with
