@@ -421,7 +421,7 @@ def test_the_graph_of_a_plan_has_its_places(strategy: Any) -> None:
         (["{job}", "--steps", "0"], 2, "--steps is 0"),
         (["{job}", "--step-time", "0"], 2, "--step-time is 0"),
         (["{job}", "--html", "/dev/null/x.html"], 2, "--html /dev/null/x.html: nothing can be written there"),
-        (["{job}", "--loaders", "0"], 2, "loaders_per_source is '0'"),
+        (["{job}", "--loaders", "0"], 2, "--loaders is '0': this must be a whole number of at least 1"),
     ],
 )
 def test_wrong_input_is_one_paragraph(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -14,6 +15,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from overlord.cli.output import Screen
+from overlord.errors import SpecError
 from overlord.job.launch_words import DEFAULT_CACHE
 from overlord.job.specs import Job
 from overlord.job_files import JobFile, load_job_file
@@ -148,7 +150,11 @@ def choose(loaded: JobFile, flags: Flags, cache: Path, cpus: int | None = None) 
         given["budget"] = (loaded.launch.budget or Budget()).model_dump() | {"cpus": cpus}
     if given.get("shadows") is not None:
         given["shadows"] = _shadows(given["shadows"])
-    return loaded.call(given, lambda loc: "--cpus" if loc[0] == "budget" else _name_of(loc[0]))
+    try:
+        return loaded.call(given, lambda loc: "--cpus" if loc[0] == "budget" else _name_of(loc[0]))
+    except SpecError as error:  # a flag stands for its option: "--loaders is '0'"
+        text = re.sub(r"^(--[a-z-]+): (?:budget\.cpus|\w+)", r"\1", str(error), flags=re.MULTILINE)
+        raise SpecError(text) from None
 
 
 def _name_of(option: str) -> str:
