@@ -25,28 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "AnswerLost",
-    "ClosedError",
-    "Fenced",
-    "NothingToDraw",
-    "OverlordError",
-    "PlanError",
-    "ReaderError",
-    "ReportMissing",
-    "Rewound",
-    "ServiceLost",
-    "SourceError",
-    "SpecError",
-    "StateError",
-    "StoreError",
-    "Succeeded",
-    "Superseded",
-    "ToleranceError",
-    "error_named",
-    "joined",
-]
-
 
 class OverlordError(Exception):
     """The root of all errors raised by overlord."""
@@ -140,7 +118,9 @@ def error_named(name: str, message: str, source: str | None = None) -> OverlordE
         >>> error_named("PlanError", "does not fit")
         PlanError('does not fit')
     """
-    kind = globals().get(name) if name in __all__ and name[0].isupper() else None
-    error: OverlordError = (kind or OverlordError)(message)
+    kind = globals().get(name)
+    if not (isinstance(kind, type) and issubclass(kind, OverlordError)):
+        kind = OverlordError
+    error: OverlordError = kind(message)
     error.source = source
     return error

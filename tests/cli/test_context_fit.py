@@ -23,7 +23,8 @@ from overlord.cli.demo_data import DemoFiles
 from overlord.cli.layout_options import layout_advice
 from overlord.cli.main import app
 from overlord.cli.summary import NARROW_SPACE
-from overlord.core.samples import BAD, SKIP, apply_overlength
+from overlord.core.draw import apply_overlength
+from overlord.core.samples import BAD, SKIP
 from overlord.job_files import LaunchOptions, dump_job_yaml
 from overlord.transforms.samples.per_sample import Measured
 

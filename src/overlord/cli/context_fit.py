@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from overlord.cli.sources import Opened, open_each
 from overlord.cli.summary import percent
+from overlord.core.draw import apply_overlength
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
-from overlord.core.samples import BAD, OVERLONG, SKIP, apply_overlength
+from overlord.core.samples import BAD, OVERLONG, SKIP
 from overlord.errors import OverlordError
 from overlord.job.specs import Custom, Interleaved, Job
 from overlord.roles.source_loader import media_items

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.ragged import expand_ranges, offsets_of
-from overlord.core.samples import MetaArray, SampleId
+from overlord.core.samples import OVERLONG, SKIP, MetaArray, SampleId
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -244,6 +244,49 @@ def context_pieces(buffer: Buffer) -> Pieces:
     tokens, most = buffer.meta["tokens"], buffer.limits.context_length
     long = len(tokens) and int(tokens.max()) > most
     return cut_pieces(tokens, most, buffer.draw.image_spans if long else None)
+
+
+def apply_overlength(
+    tokens: npt.NDArray[np.integer],
+    items: Pieces | None,
+    context_length: int,
+    policy: str,
+) -> tuple[Int32s, Int32s]:
+    """Return (delivered tokens, flags) of samples with these raw lengths.
+
+    An image, clip or sound is never cut. A sample with one longer than the context is skipped. Where the end of the
+    context would cut one, the sample ends before it.
+
+    Args:
+        tokens: Raw lengths.
+        items: Every image, clip and sound with the tokens that go with it; None where there are none.
+        context_length: Most tokens of a piece.
+        policy: "truncate", "split", "drop" or "error".
+
+    Example:
+        >>> apply_overlength(np.array([5, 12]), None, 8, "truncate")[0].tolist()
+        [5, 8]
+        >>> image = Pieces(np.array([0]), np.array([6]), np.array([4]))
+        >>> apply_overlength(np.array([12]), image, 8, "truncate")[0].tolist()
+        [6]
+    """
+    over = tokens > context_length
+    flags = np.zeros(len(tokens), np.int32)
+    delivered = tokens.astype(np.int64)
+    if policy == "truncate":
+        delivered = np.minimum(delivered, context_length)
+    elif policy == "drop":
+        flags[over] |= SKIP
+    if items is not None:
+        row, start, length = (column.astype(np.int64) for column in (items.sample, items.start, items.length))
+        flags[row[length > context_length]] |= SKIP
+        hit = (start < delivered[row]) & (delivered[row] < start + length)
+        np.minimum.at(delivered, row[hit], start[hit])
+        flags[delivered < 1] |= SKIP
+        delivered = np.maximum(delivered, 1)
+    if policy == "error":
+        flags = np.where(over, OVERLONG, 0).astype(np.int32)
+    return delivered.astype(np.int32), flags
 
 
 @numba.njit(nogil=True, cache=True)

@@ -459,15 +459,8 @@ def _modules_for(tree: ClientPlaceTree, world_size: int) -> dict[str, ClientPlac
 
 def _check_counts(tree: ClientPlaceTree) -> None:
     """Raise SpecError for a size that is not a positive whole number, or an order that does not name the axes."""
-    for axis in (*COUNTS, "microbatch_group"):
-        size: object = getattr(tree, axis)
-        if axis == "microbatch_group" and size is None:
-            continue
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise SpecError(
-                f"mesh: {axis} is {size!r}: an axis must be a whole number of at least 1, or there "
-                f"are no ranks to feed. Write {axis}=1 for an axis you do not use."
-            )
+    for axis in (*COUNTS, *(("microbatch_group",) if tree.microbatch_group is not None else ())):
+        _counted(getattr(tree, axis), axis, "mesh")
     if not isinstance(cast("object", tree.order), str) or sorted(tree.order.split("-")) != sorted(AXES):
         raise SpecError(
             f"mesh: order is {tree.order!r}: it must name each of {', '.join(AXES)} once, outermost "
@@ -673,10 +666,10 @@ def _dp_of(world_size: int, sizes: Mapping[str, int | None]) -> int:
     return world_size // rest
 
 
-def _counted(size: object, name: str) -> int:
+def _counted(size: object, name: str, what: str = "from_megatron") -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise SpecError(
-            f"from_megatron: {name} is {size!r}: it must be a whole number of at least 1, or there are no ranks to "
+            f"{what}: {name} is {size!r}: it must be a whole number of at least 1, or there are no ranks to "
             f"feed. Write {name}=1 for an axis you do not use."
         )
     return size

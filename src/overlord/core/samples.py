@@ -6,7 +6,7 @@ Metadata is one structured array per source or step, never an object per sample.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -107,69 +107,6 @@ def take_meta(meta: MetaArray, rows: npt.NDArray[np.integer]) -> MetaArray:
     """
     words = np.ascontiguousarray(meta).view(np.int64).reshape(len(meta), -1)
     return words.take(rows, axis=0).view(META).reshape(-1)
-
-
-class Spans(Protocol):
-    """Ranges of tokens inside samples; `core.draw.Pieces` is one."""
-
-    @property
-    def sample(self) -> npt.NDArray[np.int32]:
-        """The sample of each range."""
-        ...
-
-    @property
-    def start(self) -> npt.NDArray[np.int32]:
-        """Its first token."""
-        ...
-
-    @property
-    def length(self) -> npt.NDArray[np.int32]:
-        """Its tokens."""
-        ...
-
-
-def apply_overlength(
-    tokens: npt.NDArray[np.integer],
-    items: Spans | None,
-    context_length: int,
-    policy: str,
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return (delivered tokens, flags) of samples with these raw lengths.
-
-    An image, clip or sound is never cut. A sample with one longer than the context is skipped. Where the end of the
-    context would cut one, the sample ends before it.
-
-    Args:
-        tokens: Raw lengths.
-        items: Every image, clip and sound with the tokens that go with it; None where there are none.
-        context_length: Most tokens of a piece.
-        policy: "truncate", "split", "drop" or "error".
-
-    Example:
-        >>> apply_overlength(np.array([5, 12]), None, 8, "truncate")[0].tolist()
-        [5, 8]
-        >>> from overlord.core.draw import Pieces
-        >>> image = Pieces(np.array([0]), np.array([6]), np.array([4]))
-        >>> apply_overlength(np.array([12]), image, 8, "truncate")[0].tolist()
-        [6]
-    """
-    over = tokens > context_length
-    flags = np.zeros(len(tokens), np.int32)
-    delivered = tokens.astype(np.int64)
-    if policy == "truncate":
-        delivered = np.minimum(delivered, context_length)
-    elif policy == "drop":
-        flags[over] |= SKIP
-    if items is not None:
-        row, start, length = (column.astype(np.int64) for column in (items.sample, items.start, items.length))
-        flags[row[length > context_length]] |= SKIP
-        hit = (start < delivered[row]) & (delivered[row] < start + length)
-        np.minimum.at(delivered, row[hit], start[hit])
-        flags[delivered < 1] |= SKIP
-        delivered = np.maximum(delivered, 1)
-    if policy == "error":
-        flags = np.where(over, OVERLONG, 0).astype(np.int32)
-    return delivered.astype(np.int32), flags
 
 
 # Keys and permutations, the only source of randomness. numpy's generators may change between versions, so a

@@ -1,6 +1,6 @@
 """JSON lines: a block is a run of whole lines of about 1 MiB, or the whole of a compressed file.
 
-A line that is not UTF-8, not an object, or lacks a wanted column is a bad row; blank lines are none.
+A line that is not UTF-8, not an object, or lacks a wanted column is a bad row; blank lines are no rows.
 """
 
 from __future__ import annotations
@@ -26,204 +26,14 @@ from overlord.core.ragged import (
 from overlord.readers.filesystems import ByteStream, StoredFile, compression_of_name
 from overlord.readers.reader import BLOCK_BYTES, BlockIndex, Kind
 
-# --------------------------------------------------------------------------------------------------------------
-# From parsed JSON values to columns; shared by JSON lines and by the json members of tar shards.
-#
-# JSON has no schema. The kind of a column is decided once, from the head of a source, and a row that
-# does not fit it is bad: so all batches of a source have the same columns of the same type.
-
-
 HEAD_ROWS = 256
-"""How many rows of a file are looked at to decide what its columns hold."""
-
+"""Rows of a file that decide the kinds of its columns."""
 _INT64 = range(-(1 << 63), 1 << 63)
-
-
-def parse_object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line of UTF-8, or None if there is none.
-
-    Example:
-        >>> parse_object(b'{"a": 1}'), parse_object(b"[1]"), parse_object(b"{oops")
-        ({'a': 1}, None, None)
-    """
-    try:
-        value = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def reach(value: Any, column: str) -> Any:
-    """Return what a column name finds in an object, None if nothing; a dot reaches into objects.
-
-    Example:
-        >>> reach({"meta": {"lang": "en"}}, "meta.lang")
-        'en'
-    """
-    if not isinstance(value, dict):
-        return None
-    if column in value:
-        return value[column]
-    head, dot, rest = column.partition(".")
-    return reach(value.get(head), rest) if dot else None
-
-
-def kind_of_value(value: Any) -> Kind | None:
-    """Return the kind of one value; None if it does not tell (null or an empty list)."""
-    match value:
-        case None | []:
-            return None
-        case bool() | int():
-            return "int"
-        case float():
-            return "float"
-        case str() | bytes():
-            return "bytes"
-        case list() if all(type(item) is int for item in value):
-            return "int_list"
-        case list() if all(type(item) in (int, float) for item in value):
-            return "float_list"
-        case _:
-            return "json"
-
-
-def kind_of_values(values: Iterable[Any]) -> Kind | None:
-    """Return the kind of a column: that of its first telling value, widened to float if one is.
-
-    Example:
-        >>> kind_of_values([None, 1, 0.5])
-        'float'
-    """
-    kinds: list[Kind] = [kind for kind in map(kind_of_value, values) if kind is not None]
-    if not kinds:
-        return None
-    wider: dict[Kind, Kind] = {"int": "float", "int_list": "float_list"}
-    return wider[kinds[0]] if wider.get(kinds[0]) in kinds else kinds[0]
-
-
-class RowBuilder:
-    """Collects rows of Python values into a batch of columns.
-
-    Example:
-        >>> builder = RowBuilder({"text": "bytes", "stars": "int"})
-        >>> builder.append(["good", 5])
-        >>> builder.append(["no stars", None])
-        >>> builder.finish()["__bad__"].tolist() == [0, no_value(1)]
-        True
-    """
-
-    def __init__(self, columns: Mapping[str, Kind]) -> None:
-        self._kinds = dict(columns)
-        self._cells: list[list[Any]] = [[] for _ in columns]
-        self._marks: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._marks)
-
-    def append(self, values: Sequence[Any]) -> None:
-        """Add a row, one value a column; a None or a value of another kind makes it a bad row."""
-        encoded = [_encode(value, kind) for value, kind in zip(values, self._kinds.values(), strict=True)]
-        for cells, cell, kind in zip(self._cells, encoded, self._kinds.values(), strict=True):
-            cells.append(_EMPTY[kind] if cell is None else cell)
-        wrong = next((at for at, cell in enumerate(encoded) if cell is None), None)
-        self._marks.append(0 if wrong is None else no_value(wrong) if values[wrong] is None else other_kind(wrong))
-
-    def append_bad(self) -> None:
-        """Add a row of which nothing could be read."""
-        self.append([None] * len(self._kinds))
-        self._marks[-1] = NOT_PARSED
-
-    def finish(self) -> RowBatch:
-        """Return the batch and begin the next one."""
-        batch: RowBatch = {}
-        for (name, kind), cells in zip(self._kinds.items(), self._cells, strict=True):
-            if kind == "bytes_list":
-                batch[name] = _column("bytes", [b"".join(cell) for cell in cells])
-                batch[sizes_column(name)] = _column("int_list", [[len(item) for item in cell] for cell in cells])
-            else:
-                batch[name] = _column(kind, cells)
-        batch[BAD_COLUMN] = np.array(self._marks, np.int16)
-        self._cells = [[] for _ in self._kinds]
-        self._marks = []
-        return batch
-
-
-_EMPTY: dict[Kind, Any] = {
-    "bytes": b"",
-    "json": b"",
-    "int": 0,
-    "float": 0.0,
-    "int_list": (),
-    "float_list": (),
-    "bytes_list": (),
-}
-
-
-def _column(kind: Kind, cells: list[Any]) -> Any:
-    if kind in ("bytes", "json"):
-        values = np.frombuffer(b"".join(cells), np.uint8)
-        return Ragged(values, offsets_of([len(cell) for cell in cells]))
-    dtype = np.int64 if kind.startswith("int") else np.float64
-    if kind in ("int", "float"):
-        return np.array(cells, dtype)
-    flat = np.fromiter((item for cell in cells for item in cell), dtype)
-    return Ragged(flat, offsets_of([len(cell) for cell in cells]))
-
-
-def _encode(value: Any, kind: Kind) -> Any:
-    """Return a cell of this kind, or None if the value is of another."""
-    match kind:
-        case "bytes":
-            return value if isinstance(value, bytes) else _utf8(value)
-        case "json":
-            ok = isinstance(value, dict | list)
-            return _utf8(json.dumps(value, ensure_ascii=False, separators=(",", ":"))) if ok else None
-        case "int":
-            return _int64(value)
-        case "float":
-            return _float64(value)
-        case "bytes_list":  # of members of an archive; JSON has no bytes
-            return value if isinstance(value, list) else None
-        case "int_list" | "float_list":
-            if not isinstance(value, list):
-                return None
-            one = _int64 if kind == "int_list" else _float64
-            cells = [one(item) for item in value]
-            return None if any(cell is None for cell in cells) else cells
-
-
-def _utf8(value: Any) -> bytes | None:
-    if not isinstance(value, str):
-        return None
-    try:
-        return value.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell and UTF-8 cannot
-        return None
-
-
-def _int64(value: Any) -> int | None:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return int(value) if isinstance(value, int) and value in _INT64 else None
-
-
-def _float64(value: Any) -> float | None:
-    if not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
 _LOCAL_CHUNK_BYTES = 64 << 10
 _REMOTE_CHUNK_BYTES = 256 << 10
 _INDEX_CHUNK_BYTES = 1 << 20
 _HEAD_BYTES = 4 << 20
-"""How far into a file its head may reach; a line longer than that is still read whole."""
+"""The head of a file, at most; a longer first line is still read completely."""
 _BLANKS = bytes(range(33))
 
 
@@ -276,11 +86,11 @@ class JsonlReader:
             yield builder.finish()
 
     def divides(self, file: StoredFile) -> bool:
-        """Tell whether a file is compressed: then it is one block."""
+        """Return whether a file is compressed: then it is one block."""
         return compression_of_name(file.path) is not None
 
     def seeks(self, file: StoredFile) -> bool:
-        """Tell that rows before a part have to be read."""
+        """Return False: the rows before a part have to be read."""
         return False
 
     def columns(self, file: StoredFile) -> list[str]:
@@ -288,7 +98,7 @@ class JsonlReader:
         return list(dict.fromkeys(key for row in _head(file) for key in row))
 
     def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
-        """Return what the wanted columns hold, by the head of the file."""
+        """Return the kinds of the wanted columns, by the head of the file."""
         head = _head(file)
         found: dict[str, Kind | None] = {}
         for column in columns:
@@ -299,7 +109,7 @@ class JsonlReader:
 
 
 def why_no_row(file: StoredFile) -> str | None:
-    """Return why no line of a file's head is a row; None where all lines are blank."""
+    """Return why the first lines of a file are not rows; None if all lines are blank."""
     first = next(_lines(file, 0, None), None)
     if first is None:
         return None
@@ -337,7 +147,7 @@ def _lines(file: StoredFile, start: int, stop: int | None) -> Iterator[bytes]:
                 continue
             lines = [b"".join(parts), *rest.split(b"\n")]
             parts = [lines.pop()]
-            del chunk, head, rest  # lines wait here to be asked for: once is enough
+            del chunk, head, rest  # the generator may be suspended here for long: keep the lines only once
             yield from (line for line in lines if line.strip(_BLANKS))
         last = b"".join(parts)
         if last.strip(_BLANKS):
@@ -357,7 +167,7 @@ def _open(file: StoredFile, start: int) -> Iterator[ByteStream]:
 
 
 def _line_lengths(native: ByteStream) -> Iterator[tuple[int, bool]]:
-    """Yield (bytes with the newline, whether it is blank) of every line, without holding a line."""
+    """Yield (bytes with the newline, whether it is blank) of every line, without keeping a line in memory."""
     length, blank = 0, True
     while chunk := native.read(_INDEX_CHUNK_BYTES):
         lines = chunk.split(b"\n")
@@ -368,3 +178,185 @@ def _line_lengths(native: ByteStream) -> Iterator[tuple[int, bool]]:
         blank = blank and not lines[-1].strip(_BLANKS)
     if length:
         yield length, blank
+
+
+# From parsed JSON values to columns; also used for the json members of tar shards. JSON has no schema: the kind of a
+# column is decided once, from the head of a source, and a row that does not fit it is bad. So all batches of a source
+# have the same columns of the same types.
+
+
+def parse_object(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a line of UTF-8, or None if there is none.
+
+    Example:
+        >>> parse_object(b'{"a": 1}'), parse_object(b"[1]"), parse_object(b"{oops")
+        ({'a': 1}, None, None)
+    """
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def reach(value: Any, column: str) -> Any:
+    """Return the value of a column in an object, or None; a dot reaches into nested objects.
+
+    Example:
+        >>> reach({"meta": {"lang": "en"}}, "meta.lang")
+        'en'
+    """
+    if not isinstance(value, dict):
+        return None
+    if column in value:
+        return value[column]
+    head, dot, rest = column.partition(".")
+    return reach(value.get(head), rest) if dot else None
+
+
+def kind_of_value(value: Any) -> Kind | None:
+    """Return the kind of one value; None for null and an empty list."""
+    match value:
+        case None | []:
+            return None
+        case bool() | int():
+            return "int"
+        case float():
+            return "float"
+        case str() | bytes():
+            return "bytes"
+        case list() if all(type(item) is int for item in value):
+            return "int_list"
+        case list() if all(type(item) in (int, float) for item in value):
+            return "float_list"
+        case _:
+            return "json"
+
+
+def kind_of_values(values: Iterable[Any]) -> Kind | None:
+    """Return the kind of a column: that of its first value with a kind, widened to float if a later one is.
+
+    Example:
+        >>> kind_of_values([None, 1, 0.5])
+        'float'
+    """
+    kinds: list[Kind] = [kind for kind in map(kind_of_value, values) if kind is not None]
+    if not kinds:
+        return None
+    wider: dict[Kind, Kind] = {"int": "float", "int_list": "float_list"}
+    return wider[kinds[0]] if wider.get(kinds[0]) in kinds else kinds[0]
+
+
+class RowBuilder:
+    """Collects rows of Python values into a batch of columns.
+
+    Example:
+        >>> builder = RowBuilder({"text": "bytes", "stars": "int"})
+        >>> builder.append(["good", 5])
+        >>> builder.append(["no stars", None])
+        >>> builder.finish()["__bad__"].tolist() == [0, no_value(1)]
+        True
+    """
+
+    def __init__(self, columns: Mapping[str, Kind]) -> None:
+        self._kinds = dict(columns)
+        self._cells: list[list[Any]] = [[] for _ in columns]
+        self._marks: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def append(self, values: Sequence[Any]) -> None:
+        """Add a row, one value per column; None or a value of another kind makes it a bad row."""
+        encoded = [_encode(value, kind) for value, kind in zip(values, self._kinds.values(), strict=True)]
+        for cells, cell, kind in zip(self._cells, encoded, self._kinds.values(), strict=True):
+            cells.append(_EMPTY[kind] if cell is None else cell)
+        wrong = next((at for at, cell in enumerate(encoded) if cell is None), None)
+        self._marks.append(0 if wrong is None else no_value(wrong) if values[wrong] is None else other_kind(wrong))
+
+    def append_bad(self) -> None:
+        """Add a row that could not be parsed."""
+        self.append([None] * len(self._kinds))
+        self._marks[-1] = NOT_PARSED
+
+    def finish(self) -> RowBatch:
+        """Return the batch and begin the next one."""
+        batch: RowBatch = {}
+        for (name, kind), cells in zip(self._kinds.items(), self._cells, strict=True):
+            if kind == "bytes_list":
+                batch[name] = _column("bytes", [b"".join(cell) for cell in cells])
+                batch[sizes_column(name)] = _column("int_list", [[len(item) for item in cell] for cell in cells])
+            else:
+                batch[name] = _column(kind, cells)
+        batch[BAD_COLUMN] = np.array(self._marks, np.int16)
+        self._cells = [[] for _ in self._kinds]
+        self._marks = []
+        return batch
+
+
+_EMPTY: dict[Kind, Any] = {
+    "bytes": b"",
+    "json": b"",
+    "int": 0,
+    "float": 0.0,
+    "int_list": (),
+    "float_list": (),
+    "bytes_list": (),
+}
+
+
+def _column(kind: Kind, cells: list[Any]) -> Any:
+    if kind in ("bytes", "json"):
+        values = np.frombuffer(b"".join(cells), np.uint8)
+        return Ragged(values, offsets_of([len(cell) for cell in cells]))
+    dtype = np.int64 if kind.startswith("int") else np.float64
+    if kind in ("int", "float"):
+        return np.array(cells, dtype)
+    flat = np.fromiter((item for cell in cells for item in cell), dtype)
+    return Ragged(flat, offsets_of([len(cell) for cell in cells]))
+
+
+def _encode(value: Any, kind: Kind) -> Any:
+    """Return a cell of this kind, or None if the value is of another."""
+    match kind:
+        case "bytes":
+            return value if isinstance(value, bytes) else _utf8(value)
+        case "json":
+            ok = isinstance(value, dict | list)
+            return _utf8(json.dumps(value, ensure_ascii=False, separators=(",", ":"))) if ok else None
+        case "int":
+            return _int64(value)
+        case "float":
+            return _float64(value)
+        case "bytes_list":  # members of an archive; JSON has no bytes
+            return value if isinstance(value, list) else None
+        case "int_list" | "float_list":
+            if not isinstance(value, list):
+                return None
+            one = _int64 if kind == "int_list" else _float64
+            cells = [one(item) for item in value]
+            return None if any(cell is None for cell in cells) else cells
+
+
+def _utf8(value: Any) -> bytes | None:
+    if not isinstance(value, str):
+        return None
+    try:
+        return value.encode()
+    except UnicodeEncodeError:  # half a surrogate pair: possible in JSON, not in UTF-8
+        return None
+
+
+def _int64(value: Any) -> int | None:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return int(value) if isinstance(value, int) and value in _INT64 else None
+
+
+def _float64(value: Any) -> float | None:
+    if not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
