@@ -1,4 +1,4 @@
-"""ClientPlaceTree: the trainer's mesh as a tree, and where each rank stands in it (paper, Sec. 4.1).
+"""ClientPlaceTree: the trainer's mesh as a tree, and the place of each rank in it (paper, Sec. 4.1).
 
 A *bucket* holds the samples that one node of the tree consumes, as `distribute` makes them: all ranks of one dp
 coordinate consume the same samples. torch is not imported: a DeviceMesh is read by its names and its grid of ranks.
@@ -702,7 +702,7 @@ def _fields_from_device_mesh(mesh: Any) -> dict[str, Any]:
     batch = [names[dim] for dim in outer if _AXIS_OF_NAME[names[dim]] == "dp"]
     if len(set(runs)) != len(runs) or "dp_replicate" in batch[1:]:
         raise SpecError(
-            f"device mesh ({_described(names, grid)}): dimensions of one axis must stand together, dp_replicate "
+            f"device mesh ({_described(names, grid)}): dimensions of one axis must be adjacent, dp_replicate "
             f"outside dp_shard, or ranks would get the data of others. Outermost first they are now "
             f"{', '.join(names[dim] for dim in outer)}; order them as pp, dp_replicate, dp_shard, cp, tp."
         )

@@ -462,7 +462,7 @@ class Routing:
     microbatch: Int32s
     """The backbone microbatch that needs the tokens."""
     position: Int32s
-    """Where the first token of the run stands in the receiver's sequence of that microbatch."""
+    """The position of the first token of the run in the receiver's sequence of that microbatch."""
     length: Int32s
     """Tokens of the run."""
     sample: Int32s
@@ -526,7 +526,7 @@ class Routing:
         return expand_ranges(self.row[mine].astype(np.int64), self.length[mine].astype(np.int64))
 
     def arrivals(self, rank: int, microbatch: int) -> tuple[Int64s, Int64s]:
-        """Return where a microbatch's image tokens stand in the rank's sequence, and their rows among all it received.
+        """Return the positions of a microbatch's image tokens in the rank's sequence, and their rows as received.
 
         So `embeddings[positions] = received[rows]` puts every image in its place.
         """

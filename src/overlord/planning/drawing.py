@@ -139,12 +139,12 @@ def integer_weights(weights: Sequence[float], active: npt.NDArray[np.bool_]) -> 
 #
 # 1. `_begin` puts every source with weight into the ring `waiting`, in the slot from which on it is owed something.
 # 2. `_choose` first moves the sources that have become due (`_release`): into the heap `near` if their next sample
-#    finishes within the horizon, else into the ring `later`; sources without a drawable row at hand are `blocked` and
+#    finishes within the horizon, else into the ring `later`; sources without a drawable row are `blocked` and
 #    looked at by number, which may end the call. When the heap is empty, `_advance` moves the horizon to the next slot
 #    of `later` that holds a source. The top of the heap is drawn.
 # 3. `_take` passes the row and puts the source back into `waiting`, due when the drawn sample would have finished.
 # 4. At the end, and whenever the charges approach the range of int64, times are settled into `tally.deficit`. A call
-#    that goes on from there draws the same samples as one that never stopped.
+#    that continues from there draws the same samples as one that never stopped.
 #
 # A ring has a fixed number of slots, each a linked list; a source more than a round ahead stays in its list until its
 # round comes. So drawing a sample costs O(1) on average, plus the heap of the sources that finish in one slot.
@@ -292,7 +292,7 @@ def _choose(supply: Supply, queue: _Queue, time: int) -> tuple[int, int]:
 
 @_inline
 def _release(supply: Supply, queue: _Queue, time: int) -> None:
-    """Schedule the sources that are due by their finish; set those aside that have no drawable row at hand."""
+    """Schedule the sources that are due by their finish; set those aside that have no drawable row."""
     now = time >> queue.slot_bits
     slot = max(queue.counts[_SEEN], now - _SLOTS + 1)
     blocked = 0

@@ -588,8 +588,7 @@ def check_least(costs: Sequence[SourceCost], resources: Resources, group_tiny: b
                 f"{written_bytes(limit)}: {written_bytes(need - limit)} are missing. Raise bytes_per_actor, or lower "
                 "the source's read buffer."
             )
-    none = [0.0] * len(costs)
-    draft = draft_fleet(0.0, none, costs, resources, float(max(resources.per_actor // 2, 1)) if group_tiny else 0.0)
+    draft = draft_fleet(0.0, [0.0] * len(costs), costs, resources, _groupings(resources, group_tiny)[-1])
     if draft.bytes > resources.loader_bytes:
         raise _bytes_missing(draft.bytes, "every source open once, with one worker", costs, draft.workers, resources)
 
@@ -607,7 +606,7 @@ def check_rate(
     what = f"{asked:g} samples/s"
     workers = [whole_workers(asked * load) for load in loads]
     most = max(range(len(costs)), key=lambda s: (workers[s], -s))
-    at_best = f"At most {reached:,.4g} samples/s can be had."
+    at_best = f"At most {reached:,.4g} samples/s are possible."
     if workers[most] > resources.per_source:
         raise SpecError(
             f"{what} need {workers[most]} workers of source {costs[most].name!r} "
@@ -629,8 +628,7 @@ def check_rate(
             f"{resources.loader_cpus:g}: {missing:.3g} are missing; source {costs[most].name!r} alone needs "
             f"{workers[most]} workers. {at_best} Give {math.ceil(needed + paid - 1e-9)} CPUs, or ask for less."
         )
-    below = float(max(resources.per_actor // 2, 1)) if group_tiny else 0.0
-    draft = draft_fleet(asked, loads, costs, resources, below)
+    draft = draft_fleet(asked, loads, costs, resources, _groupings(resources, group_tiny)[-1])
     raise _bytes_missing(draft.bytes, what, costs, draft.workers, resources, at_best)
 
 

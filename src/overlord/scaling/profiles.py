@@ -76,7 +76,7 @@ class Entry:
     what: str
     """ "measured", or "refreshed at step N"."""
     samples: int
-    """Samples that the line stands for."""
+    """Samples that were measured."""
     transform_s: float
     """P that came of it."""
 
@@ -200,7 +200,7 @@ class Profile:
         raise SpecError(f"source {name!r} is not in the profile; its cost is unknown. {_REMEDY}.")
 
     def joined(self, newer: Profile) -> Profile:
-        """Return the profile updated by a newer one; the journal of a source goes on if it is unchanged."""
+        """Return the profile updated by a newer one; the journal of an unchanged source is continued."""
         known = {one.name: one for one in self.sources}
         for one in newer.sources:
             before = known.get(one.name)
@@ -273,7 +273,7 @@ class Profile:
         """Read what `to_json` returned.
 
         Args:
-            text: What stands in the file.
+            text: The content of the file.
             file: Its name, for messages.
 
         Raises:

@@ -182,7 +182,7 @@ def _last_point(job: Job) -> int:
     mixture = job.mixture
     if mixture.stage_weights is not None:
         starts = [start for start, _ in mixture.stage_weights]
-        # The last stage goes on; it counts for as long as the ones before it.
+        # The last stage has no end; it counts for as long as the ones before it.
         return math.ceil(2 * max(starts)) if max(starts) else 1
     curves = (mixture.linear_points or mixture.step_points or {}).values()
     return math.ceil(max((float(at) for points in curves for at in points), default=0.0))

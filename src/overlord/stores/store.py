@@ -59,8 +59,8 @@ class FoundLineage:
     @property
     def horizon(self) -> int:
         """The first step that was certainly not handed out."""
-        told = [record["step"] for record in self.records if record["kind"] == "horizon"]
-        return max([*told, *(snapshot.horizon for snapshot in self.snapshots)])
+        horizons = [record["step"] for record in self.records if record["kind"] == "horizon"]
+        return max([*horizons, *(snapshot.horizon for snapshot in self.snapshots)])
 
     @property
     def reached(self) -> int:

@@ -20,6 +20,7 @@ from overlord.core.spec_errors import show
 from overlord.errors import OverlordError, PlanError, SpecError
 from overlord.planning.balancing.greedy import (
     NO_LIMIT,
+    Int64s,
     Queue,
     balance_greedy,
     fill,
@@ -34,7 +35,6 @@ from overlord.planning.balancing.zigzag import balance_zigzag
 
 __all__ = ["Level", "Method", "Objective", "balance", "balance_greedy", "place"]
 
-Int64s = npt.NDArray[np.int64]
 Method = Literal["greedy", "karmarkar_karp", "zigzag"] | Callable[..., npt.ArrayLike]
 """How items are assigned to bins: a name, or a function fn(costs, num_bins, sizes, capacity) -> bin of each item."""
 Objective = Literal["sum", "lockstep", "pipeline"]

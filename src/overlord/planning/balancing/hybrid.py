@@ -15,6 +15,7 @@ import numpy.typing as npt
 from overlord.errors import SpecError
 from overlord.planning.balancing.greedy import (
     NO_LIMIT,
+    Int64s,
     Queue,
     balance_greedy,
     fill,
@@ -25,7 +26,6 @@ from overlord.planning.balancing.greedy import (
 )
 from overlord.planning.balancing.lockstep import fill_slabs
 
-Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
 

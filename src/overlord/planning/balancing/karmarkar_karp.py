@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
-from overlord.planning.balancing.greedy import balance_greedy, fits_at_all, largest_first, place_rest
-
-Int64s = npt.NDArray[np.int64]
+from overlord.planning.balancing.greedy import Int64s, balance_greedy, fits_at_all, largest_first, place_rest
 
 
 def balance_karmarkar_karp(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:

@@ -11,11 +11,8 @@ from collections.abc import Callable
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
-from overlord.planning.balancing.greedy import NO_LIMIT, Queue, balance_greedy, fill, fits_at_all, loads
-
-Int64s = npt.NDArray[np.int64]
+from overlord.planning.balancing.greedy import NO_LIMIT, Int64s, Queue, balance_greedy, fill, fits_at_all, loads
 
 _EVENLY, _BY_SLAB, _SPREAD = 0, 1, 2
 """Once no item exceeds the even share: fill all remaining slabs together; one by one; leave them to another method."""

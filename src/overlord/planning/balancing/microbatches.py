@@ -13,13 +13,11 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import pad_lengths
 from overlord.errors import PlanError
 from overlord.planning.balancing.balance import Level, Method, Objective, place
-from overlord.planning.balancing.greedy import loads
+from overlord.planning.balancing.greedy import Int64s, loads
 from overlord.planning.balancing.hybrid import hybrid_microbatches, ranks_needed
 
 SLACK = 0.95
 """The number of microbatches leaves 5 % free: without slack a balancer could only fill bins."""
-
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +49,13 @@ def least_labels(buffer: Buffer, items: Pieces) -> Int64s:
     meta = buffer.meta
     if len(items) == len(meta) and bool((items.start == 0).all()):
         return meta["loss_tokens"][items.sample].astype(np.int64)
-    tokens, labels = (np.ascontiguousarray(meta[name])[items.sample].astype(np.int64) for name in _COUNTS)
+    tokens, labels = (
+        np.ascontiguousarray(meta[name])[items.sample].astype(np.int64) for name in ("tokens", "loss_tokens")
+    )
     parts = np.bincount(items.sample, minlength=len(meta))[items.sample]
     length = items.length.astype(np.int64)
     elsewhere = tokens - length - (parts - 1)
     return np.clip(labels - elsewhere, 0, np.maximum(length - 1, 0))
-
-
-_COUNTS = ("tokens", "loss_tokens")
 
 
 def without_labels(places: Int64s, labels: Int64s, num_bins: int) -> Int64s:

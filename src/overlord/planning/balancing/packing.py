@@ -18,13 +18,12 @@ from overlord.core.samples import PLAIN
 from overlord.core.spec_errors import did_you_mean, is_whole, show
 from overlord.errors import SpecError
 from overlord.job.layout_specs import bin_multiple
-from overlord.planning.balancing.greedy import NO_LIMIT, largest_first, loads
+from overlord.planning.balancing.greedy import NO_LIMIT, Int64s, largest_first, loads
 from overlord.planning.balancing.lockstep import deal_slabs
 from overlord.planning.balancing.microbatches import Placement, least_labels, no_room, spread_labels
 
 __all__ = ["PackMethod", "concat_split", "fill_bins", "pack", "place_bins"]
 
-Int64s = npt.NDArray[np.int64]
 PackMethod = Literal["best_fit", "first_fit", "concat"]
 """How bins are filled: the longest item first into the fullest bin that takes it, every item into the first bin that
 takes it, or all items end to end, cut where a bin is full."""
@@ -41,10 +40,10 @@ def pack(lengths: npt.ArrayLike, capacity: int, method: PackMethod = "best_fit")
         capacity: The most a bin holds.
         method: "best_fit": longest item first, into the fullest bin that still takes it; at most 11/9 of the fewest
             bins there can be, and 1. "first_fit": items as they come, into the first bin that takes them. ("concat"
-            cuts items, which then lie in several bins: see `concat_split`.)
+            cuts items, which are then in several bins: see `concat_split`.)
 
     Raises:
-        SpecError: An argument makes no sense, or an item is longer than a bin.
+        SpecError: An argument is invalid, or an item is longer than a bin.
 
     Example:
         >>> pack([5, 3, 6, 4, 2], 10).tolist()
@@ -55,7 +54,7 @@ def pack(lengths: npt.ArrayLike, capacity: int, method: PackMethod = "best_fit")
     sizes, room = _lengths("pack", lengths), _capacity("pack", capacity)
     if method == "concat":
         raise SpecError(
-            "pack: method is 'concat', which cuts items; one that lies in several bins has no bin of its own. Use "
+            "pack: method is 'concat', which cuts items; one that is in several bins has no bin of its own. Use "
             "concat_split for the pieces, or 'best_fit' or 'first_fit'."
         )
     if method not in get_args(PackMethod):
@@ -101,7 +100,7 @@ def concat_split(
         longest: The most that a piece of an item that may be cut is long; by default as long as a bin.
 
     Raises:
-        SpecError: An argument makes no sense, or an item that is never cut is longer than a bin.
+        SpecError: An argument is invalid, or an item that is never cut is longer than a bin.
 
     Example:
         >>> [column.tolist() for column in concat_split([6, 7, 3], 8)]

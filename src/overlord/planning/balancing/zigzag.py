@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
-from overlord.planning.balancing.greedy import fits_at_all, largest_first, place_rest
+from overlord.planning.balancing.greedy import Int64s, fits_at_all, largest_first, place_rest
 
-Int64s = npt.NDArray[np.int64]
 _SKIPS = 32
 
 

@@ -374,7 +374,7 @@ class FunctionRule(Learner):
         try:
             given = list(found)
             weights = [] if any(isinstance(weight, str | bytes) for weight in given) else [float(w) for w in given]
-        except Exception:  # whatever the user's objects raise, it is no list of weights
+        except Exception:  # objects of the user may raise anything
             weights = []
         if isinstance(found, str | bytes) or len(weights) != self.num_sources:
             raise SpecError(
