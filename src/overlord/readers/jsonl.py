@@ -137,6 +137,7 @@ def _lines(file: StoredFile, start: int, stop: int | None) -> Iterator[bytes]:
     compression = compression_of_name(file.path)
     chunk_bytes = _LOCAL_CHUNK_BYTES if file.is_local or compression else _REMOTE_CHUNK_BYTES
     with _open(file, start) as native:
+        # A line may span several chunks: `parts` collects the beginning of a line until its newline comes.
         left = stop - start if stop is not None else file.size
         parts: list[bytes] = []
         while chunk := native.read(chunk_bytes if compression else min(chunk_bytes, left)):

@@ -175,6 +175,8 @@ class SourceFiles:
         """
         file, index = self.files[file_number], self._index(file_number)
         end = int(index.rows[block]) if stop is None else stop
+        # `at` is the next row; every batch moves it on and resets the attempts, so that a retry begins where the stream
+        # was, and only failures without any progress between them add up.
         at, attempt = skip, 0
         while at < end:
             try:

@@ -207,6 +207,8 @@ def _wish(before: int, need: _Need, fleet: Fleet, settings: Scaling) -> tuple[in
         return max(
             before, sized(need.coming)
         ), f"the schedule comes to {need.coming:.3g} busy workers within the lookahead"
+    # Past demand needs `patience` intervals that agree: above `up` to add workers, below `down` to remove some, and
+    # then only if neither the present nor the schedule needs them.
     held = len(need.past) >= settings.patience
     if held and all(busy > settings.up * before for busy in need.past):
         busy = need.past[-1]

@@ -406,6 +406,7 @@ def draft_fleet(
     apart = set(grouped)
     if lone is not None:
         grouped = []
+    # Actors are numbered as they are made: first the shared ones, then those of a single source.
     members, most = _share_actors(grouped, busy, costs, workers, resources, grouped_below)
     places: list[tuple[tuple[int, int], ...]] = [()] * len(costs)
     for actor, sources in enumerate(members):
@@ -414,6 +415,7 @@ def draft_fleet(
     for source, cost in enumerate(costs):
         if source in apart:
             continue
+        # Data parallel: as many actors as the workers need, with about the same number in each.
         degree = math.ceil(workers[source] / max(1, room_of(cost, resources)))
         each = [workers[source] // degree + (number < workers[source] % degree) for number in range(degree)]
         places[source] = tuple((len(members) + number, there) for number, there in enumerate(each))

@@ -182,6 +182,8 @@ class Journal:
             self._file = None
 
     def _write(self, lines: list[tuple[int, bytes]], *, force: bool = False) -> None:
+        # Buffered plan records go first, in the order in which they were appended. If the write fails they return to
+        # the front of the buffer; the durable lines do not, their caller gets the error and may append them again.
         with self._adding:
             waiting, self._waiting = self._waiting, []
         chosen = waiting + lines if waiting else lines

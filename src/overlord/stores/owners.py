@@ -125,6 +125,9 @@ def claim(place: Place, service: str) -> Claim:
         ...
         overlord.errors.Succeeded: a successor has taken over the store ...
     """
+    # Read the newest record, refuse if its owner is alive, and try to create the next number. If another process
+    # created it first, begin again. After the creation the mark is written before older records go: a predecessor that
+    # finds its own mark gone then always finds a newer record.
     for _ in range(TRIES):
         newest = _newest(place)
         number, found = newest if newest is not None else (0, [])
