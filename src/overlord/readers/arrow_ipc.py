@@ -7,7 +7,7 @@ batch that is compressed or remote can only be read as a whole: a large one is s
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,10 +17,8 @@ from pyarrow import ipc
 from overlord.core.ragged import RowBatch
 from overlord.readers.arrow_columns import SchemaReader, require_columns, select, to_rows, validate_columns
 from overlord.readers.filesystems import MappedFile, StoredFile
-from overlord.readers.reader import BlockIndex, Kind
+from overlord.readers.reader import BlockIndex, Kind, Rows
 from overlord.readers.spill import RELEASE_BYTES, SpillPlace, is_too_much, spill_rows, spilled
-
-Rows = Generator[RowBatch, None, None]
 
 _FILE_MAGIC = b"ARROW1"
 _FILE_HEAD_BYTES = 8

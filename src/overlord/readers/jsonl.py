@@ -24,7 +24,7 @@ from overlord.core.ragged import (
     sizes_column,
 )
 from overlord.readers.filesystems import ByteStream, StoredFile, compression_of_name
-from overlord.readers.reader import BLOCK_BYTES, BlockIndex, Kind
+from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader, Kind
 
 HEAD_ROWS = 256
 """Rows of a file that decide the kinds of its columns."""
@@ -37,7 +37,7 @@ _HEAD_BYTES = 4 << 20
 _BLANKS = bytes(range(33))
 
 
-class JsonlReader:
+class JsonlReader(CompressibleReader):
     """Reads JSON lines. In its index, start and stop are offsets in the decompressed bytes."""
 
     name = "jsonl"
@@ -84,14 +84,6 @@ class JsonlReader:
                 yield builder.finish()
         if len(builder):
             yield builder.finish()
-
-    def divides(self, file: StoredFile) -> bool:
-        """Return whether a file is compressed: then it is one block."""
-        return compression_of_name(file.path) is not None
-
-    def seeks(self, file: StoredFile) -> bool:
-        """Return False: the rows before a part have to be read."""
-        return False
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the keys of the objects in the head of the file, in the order they appear."""

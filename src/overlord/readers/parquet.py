@@ -7,7 +7,7 @@ for which that would take much memory is spilled to disk.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,10 +17,8 @@ from overlord.core.ragged import RowBatch
 from overlord.readers.arrow_columns import SchemaReader, require_columns, to_rows
 from overlord.readers.filesystems import MappedFile, StoredFile
 from overlord.readers.parquet_footer import read_block_metadata, read_footer
-from overlord.readers.reader import BlockIndex, DamagedFile, Kind
+from overlord.readers.reader import BlockIndex, DamagedFile, Kind, Rows
 from overlord.readers.spill import RELEASE_BYTES, SpillPlace, is_too_much, spill_rows, spilled
-
-Rows = Generator[RowBatch, None, None]
 
 _REMOTE_BUFFER_BYTES = 64 << 10
 _ROW_GROUPS_AT_A_TIME = 16

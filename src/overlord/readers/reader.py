@@ -6,7 +6,7 @@ There is one module per format; the table of formats is `source_files.FORMATS`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -16,11 +16,13 @@ import numpy.typing as npt
 
 from overlord.core.ragged import RowBatch
 from overlord.errors import SourceError
-from overlord.readers.filesystems import StoredFile
+from overlord.readers.filesystems import StoredFile, compression_of_name
 
 BLOCK_BYTES = 1 << 20
 """Size of the blocks in formats that have none of their own."""
 
+Rows = Generator[RowBatch, None, None]
+"""Rows of a block, a batch at a time."""
 Kind = Literal["bytes", "json", "int", "float", "int_list", "float_list", "bytes_list"]
 """The kind of a column. Bytes (or text) and json text are Ragged uint8, lists are Ragged, the rest arrays.
 
@@ -120,6 +122,18 @@ class Reader(Protocol):
         A column that the head does not name is left out.
         """
         ...
+
+
+class CompressibleReader:
+    """What readers of JSON lines and tar shards share: a compressed file is one block, read from its beginning."""
+
+    def divides(self, file: StoredFile) -> bool:
+        """Return whether a file is compressed: then it is one block."""
+        return compression_of_name(file.path) is not None
+
+    def seeks(self, file: StoredFile) -> bool:
+        """Return False: the rows before a part have to be read."""
+        return False
 
 
 def reason_of(error: BaseException) -> str:

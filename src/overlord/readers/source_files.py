@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from overlord.readers.index import IndexCache, build_indices, read_array, write_
 from overlord.readers.jsonl import JsonlReader, why_no_row
 from overlord.readers.listing import list_files
 from overlord.readers.parquet import ParquetReader
-from overlord.readers.reader import BlockIndex, Kind, Reader, missing_column, reason_of, unreadable
+from overlord.readers.reader import BlockIndex, Kind, Reader, Rows, missing_column, reason_of, unreadable
 from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows
 from overlord.readers.tar_shards import TarReader
 from overlord.storage import StorageOptions
@@ -41,7 +41,6 @@ FORMATS: dict[str, Reader] = {
     "arrow": ArrowReader(),
 }
 """Every format that a source may have."""
-Rows = Generator[RowBatch, None, None]
 _ATTEMPTS = 4
 """One attempt and three retries."""
 _FIRST_PAUSE_S = 0.25

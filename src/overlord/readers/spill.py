@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from pyarrow import ipc
 from overlord.core.order import MAX_STREAMS, SPAN_BYTES
 from overlord.core.ragged import Ragged, RowBatch, num_bytes, slice_rows
 from overlord.errors import ReaderError
-from overlord.readers.reader import reason_of
+from overlord.readers.reader import Rows, reason_of
 
 BATCH_BYTES = 256 << 10
 """About how many bytes are decoded at a time while a block is written."""
@@ -74,7 +74,7 @@ def spill_rows(row_bytes: float) -> int:
     return max(1, int(BATCH_BYTES / max(row_bytes, 1.0)))
 
 
-def spilled(batches: Generator[RowBatch, None, None], place: SpillPlace, batch_rows: int) -> Iterator[RowBatch]:
+def spilled(batches: Rows, place: SpillPlace, batch_rows: int) -> Iterator[RowBatch]:
     """Yield the same rows; all of them are written to disk before the first is yielded.
 
     Args:
@@ -165,9 +165,7 @@ class SpilledBlocks:
                 self._blocks.move_to_end(key)
             return self._blocks.get(key)
 
-    def add(
-        self, key: Hashable, decode: Callable[[], Generator[RowBatch, None, None]], place: SpillPlace
-    ) -> SpilledBlock | None:
+    def add(self, key: Hashable, decode: Callable[[], Rows], place: SpillPlace) -> SpilledBlock | None:
         """Decode a block and keep it, unless another thread has done so; None if it has no rows.
 
         Raises:
@@ -206,7 +204,7 @@ def most_kept(total: int, largest: int) -> int:
     return min(total, max(2 * SPAN_BYTES, _KEPT_BLOCKS * largest))
 
 
-def _write(batches: Generator[RowBatch, None, None], place: SpillPlace) -> SpilledBlock | None:
+def _write(batches: Rows, place: SpillPlace) -> SpilledBlock | None:
     """Write all rows of a block; the caller holds `_ONE_AT_A_TIME`."""
     with contextlib.closing(batches):
         block = _write_batches(batches, place)

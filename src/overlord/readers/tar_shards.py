@@ -21,7 +21,7 @@ import pyarrow as pa
 from overlord.core.ragged import RowBatch
 from overlord.readers.filesystems import ByteStream, StoredFile, compression_of_name
 from overlord.readers.jsonl import HEAD_ROWS, RowBuilder, kind_of_values, parse_object, reach
-from overlord.readers.reader import BLOCK_BYTES, BlockIndex, DamagedFile, Kind, missing_column
+from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader, DamagedFile, Kind, missing_column
 
 KEY_COLUMN = "__key__"
 _LOCAL_WINDOW_BYTES = 4 << 10
@@ -30,7 +30,7 @@ _HEAD_BYTES = 64 << 20
 """The head of a shard, at most."""
 
 
-class TarReader:
+class TarReader(CompressibleReader):
     """Reads tar shards. In its index, start and stop are byte offsets in the archive."""
 
     name = "tar"
@@ -78,14 +78,6 @@ class TarReader:
                     yield builder.finish()
         if len(builder):
             yield builder.finish()
-
-    def divides(self, file: StoredFile) -> bool:
-        """Return whether a file is compressed: then it is one block."""
-        return compression_of_name(file.path) is not None
-
-    def seeks(self, file: StoredFile) -> bool:
-        """Return False: the rows before a part have to be read."""
-        return False
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the extensions in the head of the shard, and the key."""
