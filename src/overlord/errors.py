@@ -5,17 +5,17 @@
     |   |-- SourceError   a source is missing, empty or unreadable before the run starts
     |   `-- StateError    a saved state belongs to another job or another version
     |-- PlanError         a step cannot be planned as the job asks
-    |   |-- NothingToDraw all sources that are left are parked
-    |   `-- ReportMissing a step follows a report of the trainer that has not come
-    |-- ReaderError       a file that worked before cannot be read any more
+    |   |-- NothingToDraw all remaining sources are parked
+    |   `-- ReportMissing a step depends on a report of the trainer that has not arrived
+    |-- ReaderError       a file that was readable before cannot be read
     |-- ToleranceError    a source has more bad samples than its tolerance allows
     |-- StoreError        the journal or a snapshot cannot be written or read
-    |   `-- Fenced        another service has taken the store over; this one can promise nothing any more
-    |       `-- Succeeded   it was a later incarnation of this one
+    |   `-- Fenced        another service owns the store now; this one must not write to it
+    |       `-- Succeeded   the new owner is a later incarnation of the same service
     |-- ServiceLost       the service process is gone or does not answer
-    |   |-- AnswerLost    an answer will not come from who was asked; it can be asked for again
-    |   |-- Rewound       the service goes back to an earlier step and is started again there; ask it again
-    |   `-- Superseded    a message came from an incarnation of a role that has a successor
+    |   |-- AnswerLost    the reply to a request is lost; the request can be repeated
+    |   |-- Rewound       the service restarts at an earlier step; repeat the request
+    |   `-- Superseded    a message came from an incarnation of a role that has been replaced
     `-- ClosedError       a service or client was used after it was closed
 
 A message says what is wrong (with the value found), what it would cause, and what to do.
@@ -25,34 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "AnswerLost",
-    "ClosedError",
-    "Fenced",
-    "NothingToDraw",
-    "OverlordError",
-    "PlanError",
-    "ReaderError",
-    "ReportMissing",
-    "Rewound",
-    "ServiceLost",
-    "SourceError",
-    "SpecError",
-    "StateError",
-    "StoreError",
-    "Succeeded",
-    "Superseded",
-    "ToleranceError",
-    "error_named",
-    "joined",
-]
-
 
 class OverlordError(Exception):
     """The root of all errors raised by overlord."""
 
     source: str | None = None
-    """The source that cannot be read, where that is what failed: a launch may park it and go on."""
+    """The source that could not be read, if that is the cause: a launch may park it and continue."""
 
 
 class SpecError(OverlordError):
@@ -72,11 +50,11 @@ class PlanError(OverlordError):
 
 
 class NothingToDraw(PlanError):
-    """All sources that are left in the mixture are parked: a step waits until one returns."""
+    """All remaining sources of the mixture are parked: a step waits until one returns."""
 
 
 class ReportMissing(PlanError):
-    """A step's mixture follows the report of an earlier step, and nobody has reported it."""
+    """A step's mixture depends on the report of an earlier step, which has not arrived."""
 
 
 class ReaderError(OverlordError):
@@ -88,31 +66,31 @@ class ToleranceError(OverlordError):
 
 
 class StoreError(OverlordError):
-    """The store failed; what it promised is still there."""
+    """The store failed; what was durable before is still there."""
 
 
 class Fenced(StoreError):
-    """Another service, or a later incarnation of this one, has taken the store over."""
+    """Another service, or a later incarnation of this one, owns the store now."""
 
 
 class Succeeded(Fenced):
-    """A later incarnation of this very service owns the store, and goes on there."""
+    """A later incarnation of the same service owns the store and continues there."""
 
 
 class ServiceLost(OverlordError):
-    """The service process died, hung or was closed by somebody else."""
+    """The service process died, hung or was closed by another process."""
 
 
 class AnswerLost(ServiceLost):
-    """An answer will not come, though who was asked may live: it can be asked again."""
+    """The reply to a request is lost, though the peer may be alive: the request can be repeated."""
 
 
 class Rewound(ServiceLost):
-    """All ranks have asked for an earlier step: the service is being started again there, and can be asked again."""
+    """All ranks asked for an earlier step: the service restarts there; repeat the request."""
 
 
 class Superseded(ServiceLost):
-    """A message came from an incarnation of a role that has a successor."""
+    """A message came from an incarnation of a role that has been replaced."""
 
 
 class ClosedError(OverlordError):
@@ -120,7 +98,7 @@ class ClosedError(OverlordError):
 
 
 def joined(errors: Sequence[OverlordError]) -> OverlordError:
-    r"""Return one error for several, a line of the message for each; one alone stays as it is.
+    r"""Return one error for several, with one line of the message for each; a single error is returned as it is.
 
     Example:
         >>> joined([SpecError("a is wrong"), SourceError("b is gone")])
@@ -140,7 +118,9 @@ def error_named(name: str, message: str, source: str | None = None) -> OverlordE
         >>> error_named("PlanError", "does not fit")
         PlanError('does not fit')
     """
-    kind = globals().get(name) if name in __all__ and name[0].isupper() else None
-    error: OverlordError = (kind or OverlordError)(message)
+    kind = globals().get(name)
+    if not (isinstance(kind, type) and issubclass(kind, OverlordError)):
+        kind = OverlordError
+    error: OverlordError = kind(message)
     error.source = source
     return error

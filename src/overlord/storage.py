@@ -1,6 +1,6 @@
-"""Which filesystem a path or a URL is on: local disks, S3, Google Cloud Storage and HDFS through pyarrow.
+"""The filesystem of a path or a URL: local disks, S3, Google Cloud Storage and HDFS through pyarrow.
 
-Sources are read and stores are written through it, so it lies below both.
+Readers of sources and stores both use it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyarrow import fs
 from overlord.errors import SourceError, SpecError
 
 StorageOptions = Mapping[str, str | int | float | bool]
-"""Credentials and the like, as pyarrow's filesystems name them."""
+"""Credentials and other options, under the names of pyarrow's filesystems."""
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield scratch
         scratch.replace(path)
     finally:
-        scratch.unlink(missing_ok=True)  # half a file on a full disk is room that is needed
+        scratch.unlink(missing_ok=True)  # a partial file on a full disk takes space that is needed
 
 
 def filesystem_of(url: str, options: StorageOptions, *, attempts: int | None = None) -> tuple[fs.FileSystem, str, str]:
@@ -43,8 +43,8 @@ def filesystem_of(url: str, options: StorageOptions, *, attempts: int | None = N
 
     Args:
         url: A path of this host, or a URL.
-        options: Credentials and the like.
-        attempts: How often S3 is asked before a request counts as failed; by default as often as pyarrow likes.
+        options: Credentials and other options.
+        attempts: How often an S3 request is tried before it fails; pyarrow's default if None.
 
     Raises:
         SpecError: The scheme or a storage option is unknown.
@@ -126,11 +126,11 @@ def _open_s3(url: str, scheme: str, rest: str, options: StorageOptions, attempts
     if endpoint is not None:
         if "://" in endpoint:
             chosen["scheme"], chosen["endpoint_override"] = endpoint.rstrip("/").split("://", 1)
-        # Without a region the client asks a metadata server that other stores do not have.
+        # Without a region the client queries a metadata server, which stores other than S3 do not have.
         chosen.setdefault("region", "us-east-1")
     if attempts is not None:
         chosen["retry_strategy"] = fs.AwsStandardS3RetryStrategy(max_attempts=attempts)
-        chosen.setdefault("allow_delayed_open", True)  # a small object is one request then, not three
+        chosen.setdefault("allow_delayed_open", True)  # a small object then takes one request, not three
     return _connect(url, lambda: fs.S3FileSystem(**chosen)), rest, f"{scheme}://"
 
 

@@ -22,7 +22,8 @@ import overlord as ol
 from overlord.cli.layout_options import layout_advice
 from overlord.cli.main import app
 from overlord.cli.sources import ContextFit, context_words
-from overlord.core.samples import BAD, SKIP, apply_overlength
+from overlord.core.draw import apply_overlength
+from overlord.core.samples import BAD, SKIP
 from overlord.job_files import LaunchOptions, dump_job_yaml
 from overlord.reports.summary import NARROW_SPACE
 from overlord.transforms.samples.per_sample import Measured

@@ -261,7 +261,7 @@ def test_what_a_python_job_prints_stays_out_of_the_result(ids_job: ol.Job, tmp_p
     ("arguments", "message"),
     [
         (["run", "{folder}/none.yaml"], "there is no such file"),
-        (["run", "{job}", "--mesh", "dp=0"], "dp is 0: an axis must be a whole number"),
+        (["run", "{job}", "--mesh", "dp=0"], "dp is 0: it must be a whole number"),
         (["run", "{job}", "--mesh", "dq=2"], "unknown axis 'dq'"),
         (["run", "{job}", "--mesh", "dp=300"], "holds all of them in one process"),
         (["run", "{job}", "--mesh", "cp=3"], "not a multiple of 6"),

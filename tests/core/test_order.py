@@ -22,7 +22,7 @@ from overlord.core.order import (
 
 
 def make(blocks_per_file, rows, row_bytes, shuffle_bytes, seed=0, divisible=False):
-    """An order over files whose blocks all have the given rows; also returns the set of indexed files."""
+    """An order over files with blocks of the given rows; also returns the set of indexed files."""
     reached: set[int] = set()
 
     def index(file: int) -> FileBlocks:
@@ -134,7 +134,7 @@ def test_blocks_of_a_group_come_from_different_files_where_possible():
 
 
 @given(shapes)
-def test_a_source_whose_blocks_fit_is_never_cut(shape):
+def test_a_source_with_blocks_that_fit_is_never_cut(shape):
     blocks, rows, row_bytes, _ = shape
     fits = max(rows) * row_bytes
     assert list(walk(make(blocks, rows, row_bytes, fits, divisible=True)[0], 1)) == list(

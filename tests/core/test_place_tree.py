@@ -137,8 +137,8 @@ def test_world_size() -> None:
     with pytest.raises(SpecError) as caught:
         tree.check_world_size(8)
     assert str(caught.value) == (
-        "mesh pp=1 dp=4 cp=2 tp=2 has 16 ranks but the world has 8; some buckets would have nobody to "
-        "consume them and the others would wait. Make pp*dp*cp*tp equal to the number of ranks; "
+        "mesh pp=1 dp=4 cp=2 tp=2 has 16 ranks but the world has 8; no rank would consume some of "
+        "the buckets, and the other ranks would wait. Make pp*dp*cp*tp equal to the number of ranks; "
         "dp=2 would fit."
     )
     with pytest.raises(SpecError, match="world has 18; ranks beyond the mesh would get no data"):
@@ -236,7 +236,7 @@ def test_broadcasts_reach_every_rank(tree: ClientPlaceTree, axis: str, broadcast
         assert tree.fetched_buckets(axis, rank, broadcast) == sorted({tree.bucket_of(axis, r) for r in group})
 
 
-def test_who_fetches() -> None:
+def test_fetching_ranks() -> None:
     tree = ClientPlaceTree(pp=2, dp=2, cp=2, tp=2)
     assert tree.fetchers() == list(range(0, 16, 2))
     assert tree.fetchers(broadcast=("TP", "CP")) == [0, 4, 8, 12]
@@ -305,7 +305,7 @@ def test_what_does_not_go_together(fields: dict[str, Any], words: list[str]) -> 
         (lambda tree: tree.buckets_of(None), ["axis None"]),
         (lambda tree: tree.bucket_of("DP", 99), ["rank 99 is not in the mesh"]),
         (lambda tree: tree.bucket_of("DP", "x"), ["rank is 'x', not a whole number"]),
-        (lambda tree: tree.consumers("CP", 4), ["bucket 4", "CP buckets 0 to 3", "nobody would consume"]),
+        (lambda tree: tree.consumers("CP", 4), ["bucket 4", "CP buckets 0 to 3", "no rank would consume"]),
         (lambda tree: tree.head(2), ["dp=2 is not in the mesh"]),
         (lambda tree: tree.fetchers("XP"), ["axis 'XP'"]),
         (lambda tree: tree.fetchers(broadcast=("WORLD",)), ["axis 'WORLD'"]),
@@ -325,7 +325,7 @@ def test_what_does_not_go_together(fields: dict[str, Any], words: list[str]) -> 
         (lambda tree: tree.from_sizes([1]), ["mesh is [1], not a mapping", "{dp: 2, tp: 2}"]),
         (lambda tree: tree.from_sizes("dp=2", what="job.yaml"), ["job.yaml is 'dp=2', not a mapping"]),
         (lambda tree: tree.from_sizes({5: 2}), ["unknown axis 5"]),
-        (lambda tree: tree.module([]), ["module [] is not in the mesh", "nobody would consume"]),
+        (lambda tree: tree.module([]), ["module [] is not in the mesh", "no rank would consume"]),
         (lambda tree: tree.check_world_size(None), ["world_size is None", "8 ranks", "Give the number of ranks"]),
         (lambda tree: tree.check_world_size("x"), ["world_size is 'x'"]),
         (lambda tree: tree.check_world_size([]), ["world_size is []"]),

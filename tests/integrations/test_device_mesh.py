@@ -79,7 +79,7 @@ def test_the_order_of_ranks_is_seen() -> None:
         (
             torch.arange(8).view(2, 2, 2),
             ("dp_replicate", "cp", "dp_shard"),
-            ["must stand together", "dp_replicate, cp"],
+            ["must be adjacent", "dp_replicate, cp"],
         ),
         (torch.arange(4).view(2, 2), ("dp_shard", "dp_replicate"), ["dp_replicate outside dp_shard"]),
     ],

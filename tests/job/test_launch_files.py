@@ -72,7 +72,7 @@ def test_a_python_file_is_launched_with_its_own_strategy(job_file: Path, tmp_pat
     ("given", "message"),
     [
         ({"mesh": "dq=2"}, "launch: mesh: mesh 'dq=2': unknown axis 'dq'"),
-        ({"mesh": {"dp": 0}}, "dp is 0: an axis must be a whole number"),
+        ({"mesh": {"dp": 0}}, "dp is 0: it must be a whole number"),
         ({"mesh": 2}, "launch: mesh is 2: this must give the size of each axis"),
         ({"strategy": "paked"}, "launch: strategy: there is no strategy 'paked'.* Did you mean 'packed'"),
         ({"strategy": {"packed": {"methd": 1}}}, "launch: strategy.packed.methd: unknown key.* Did you mean 'method'"),

@@ -75,7 +75,7 @@ def test_windowed_pairs_are_counted(length, window):
     assert CostModel(1.0, 0.0, window=window)([length]).tolist() == [2 * pairs - length]
 
 
-def test_a_window_nobody_reaches_changes_nothing():
+def test_a_window_longer_than_every_segment_changes_nothing():
     assert (costs.causal_lm(32, 4096, window=8192)([8192, 5]) == costs.causal_lm(32, 4096)([8192, 5])).all()
 
 

@@ -89,10 +89,10 @@ def test_every_primitive_returns_a_new_graph():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda g: g.balance(), r"balance: it is not known who consumes.*distribute"),
+        (lambda g: g.balance(), r"balance: it is not known which ranks consume.*distribute"),
         (lambda g: g.distribute("DP").balance(), r"balance: it is not known what a sample costs.*cost\(\.\.\)"),
         (lambda g: g.distribute("DP").cost(ol.costs.tokens).plan(), r"no place yet.*balance"),
-        (lambda g: g.plan(), "who consumes"),
+        (lambda g: g.plan(), "which ranks consume"),
         (lambda g: g.distribute("XP"), "axis"),
         (lambda g: g.distribute("PP"), "Use 'DP', 'CP' or 'WORLD'"),
         (lambda g: g.distribute("WORLD"), "need the same tokens"),

@@ -93,7 +93,7 @@ def test_changing_weights_stay_close():
         np.add.at(got, source, 1)
         target += weights / weights.sum() * 64
         worst = max(worst, np.abs(got - target).max())
-    # Nobody can promise one sample when the future weights are unknown; two is what is seen.
+    # With unknown future weights a bound of one sample cannot be guaranteed; two is what is measured.
     assert worst <= 2.0
 
 
@@ -140,7 +140,7 @@ class Outcome:
 
 
 def draw_by_definition(case: Case) -> Outcome:
-    """Draw as the law says it: look at everybody each time, and compare exact fractions."""
+    """The specification of the draw: look at all sources each time, and compare exact fractions."""
     num = len(case.weights)
     out, deficit, taken, skipped, left = Outcome(), [0] * num, [0] * num, [0] * num, set()
 
@@ -153,7 +153,7 @@ def draw_by_definition(case: Case) -> Outcome:
         return "dry" if taken[i] == len(case.tokens[i]) else ""
 
     def pick(weights: list[int], owed: bool) -> tuple[str, int]:
-        """Return (what happened, the source): nothing happened and -1 where nobody is in this round."""
+        """Return (what happened, the source); (nothing, -1) where no source is in this round."""
         best, best_finish = -1, Fraction(0)
         for i in range(num):
             if weights[i] <= 0 or (owed and not case.sequential and deficit[i] < 0):
@@ -247,7 +247,7 @@ def cases(draw) -> Case:
     num = draw(st.integers(1, 8))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sequential = draw(st.sampled_from([False, False, False, True]))
-    # In sequence nobody is owed anything: what is counted grows without bounds, and nothing follows from it.
+    # In sequence deficits have no meaning: they grow without bounds, and nothing depends on them.
     longest = 500 if sequential else draw(st.sampled_from([3, 500, 1 << 23]))
     rows = draw(st.integers(1, 60))
     odd = draw(st.sampled_from([0.0, 0.1, 0.6]))
@@ -336,7 +336,7 @@ def test_hundreds_of_sources_draw_by_definition():
 
 
 def test_sources_that_left_in_debt_let_the_others_go_ahead():
-    # What the leavers were owed is gone, so that most of the time nobody is owed anything.
+    # The deficits of the sources that left are gone, so that most of the time no source is owed anything.
     num, rows = 40, 60
     flags = [[0] * 4 + [ENDS_EPOCH] + [0] * (rows - 5) if i % 2 else [0] * rows for i in range(num)]
     case = Case(
@@ -350,7 +350,7 @@ def test_sources_that_left_in_debt_let_the_others_go_ahead():
     assert draw_in_pieces(case, lambda _: rows) == draw_by_definition(case) == draw_in_pieces(case, lambda _: 2)
 
 
-def test_nobody_with_weight_is_dry():
+def test_no_source_with_weight_is_dry():
     pause, which, source, _ = draw_more(
         supply_of([np.ones(3)]),
         np.zeros(1, np.int64),

@@ -240,7 +240,7 @@ def test_exp3_by_its_formula():
 
 
 @pytest.mark.parametrize("smoothing", [None, 0.9])
-def test_odm_moves_to_the_source_whose_loss_stays_high(smoothing):
+def test_odm_moves_to_the_source_with_the_higher_loss(smoothing):
     rule = ODM([1, 1], smoothing=smoothing)
     for step in range(300):
         report(rule, step, [1.0 + 3.0 / (1 + step), 4.0], [100, 100])

@@ -220,7 +220,7 @@ def test_metrics_that_are_no_numbers_are_refused():
 
 
 class Locked:
-    """A function whose object cannot be copied."""
+    """A function object that cannot be copied."""
 
     def __init__(self):
         self.lock = threading.Lock()

@@ -220,7 +220,7 @@ def test_plans_are_right_and_have_no_more_microbatches_than_bins_need(method, bu
         graph = ol.DGraph.from_buffer(buffer, tree).distribute("DP")
         needed = max(naive(graph.padded.tolist(), buffer.limits.microbatch_tokens)) + 1
         assert plan.num_microbatches * tree.dp == -(-needed // each) * each
-        assert filled == needed or (tree.dp == 1 and filled > needed), "one rank alone keeps in step with nobody"
+        assert filled == needed or (tree.dp == 1 and filled > needed), "a single rank needs no bins for equal counts"
 
 
 ALONE = {

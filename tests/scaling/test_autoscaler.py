@@ -98,7 +98,7 @@ def test_too_few_cpus_for_all_are_not_handed_around():
 
 
 @pytest.mark.parametrize("down", [False, True])
-def test_a_step_that_nobody_foresaw_settles_within_window_and_patience(down):
+def test_an_unscheduled_step_settles_within_window_and_patience(down):
     costs = costs_of(40, 40)
     first, second = ([0.9, 0.1], [0.1, 0.9]) if down else ([0.1, 0.9], [0.9, 0.1])
     shares = [first] * 20 + [second] * 100

@@ -1,4 +1,4 @@
-"""Dealing workers to hosts: everybody placed, capacities kept, nothing moved without need."""
+"""Dealing workers to hosts: all placed, capacities kept, no unnecessary moves."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_was_dealt_stays(table):
 
 @given(tables())
 def test_a_source_comes_only_to_hosts_it_needs(table):
-    """Where the hosts that have the sources have room for all of them, nobody comes to another host."""
+    """Where the hosts that have the sources have room for all of them, no source comes to another host."""
     workers, now, hosts, per_actor = table
     now = [[host for host in one if host in hosts] for one in now]
     roomy = {host: 14 * len(workers) for host in hosts}

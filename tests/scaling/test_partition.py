@@ -163,13 +163,13 @@ def test_work_that_waits_is_bounded_by_workers_not_by_cpus():
     assert "20 workers busy, 5 % of the time with a CPU (1 in all)" in found.allotments[0].why
 
 
-def test_who_takes_the_cpus_is_named_and_not_who_waits():
+def test_the_limit_names_the_source_that_needs_cpus_not_one_that_waits():
     costs = [cost("remote", 100, cpu_share=0.01), cost("video", 50)]
     with pytest.raises(SpecError, match="source 'video' alone needs 10 workers"):
         partition(costs, [1, 1], plenty(8, per_source=64), samples_per_s=400)
 
 
-def test_who_only_waits_is_not_what_does_not_fit_the_cpus():
+def test_a_source_that_only_waits_is_not_limited_by_cpus():
     costs = [cost("remote", 20, cpu_share=0.02), cost("local", 2)]
     assert "one more worker for 'local' does not fit the 4 CPUs" in partition(costs, [1, 1], plenty(2)).limit
     assert "a whole worker for 'local' does not fit the 3 CPUs" in partition(costs, [1, 1], plenty(1)).limit

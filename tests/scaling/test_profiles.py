@@ -154,7 +154,7 @@ def test_a_digest_follows_what_decides_the_cost() -> None:
 def test_a_changed_source_is_refused_with_what_changed(now: str, words: str) -> None:
     profile = Profile((source("web"), source("code")))
     profile.check({"web": "how:files:tokens", "code": "how:files:tokens"})
-    profile.check({"code": "how:files:tokens"})  # a source that is gone harms nobody
+    profile.check({"code": "how:files:tokens"})  # a source that is gone does not matter
     with pytest.raises(ol.SpecError, match=f"source 'code' is not what was profiled: .*{words}.*overlord profile"):
         profile.check({"web": "how:files:tokens", "code": now})
 

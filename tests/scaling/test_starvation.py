@@ -23,7 +23,7 @@ def test_a_demand_that_is_underestimated_is_seen_by_the_wait():
     assert found is not None and found.needs == 8
 
 
-def test_nobody_is_blamed_where_trainers_do_not_wait():
+def test_no_bottleneck_where_trainers_do_not_wait():
     assert find_bottleneck([waited("a", 5.0)], 10.0, 0.0) is None
 
 

@@ -53,7 +53,7 @@ class Host:
 
 @pytest.fixture
 def syncs(monkeypatch):
-    """Who waits for the disk: the names of threads."""
+    """The names of the threads that wait for the disk."""
     found: list[str] = []
     for name in ("fsync", "fdatasync"):
         real = getattr(os, name)
@@ -105,7 +105,7 @@ def test_a_store_that_is_away_pauses_planning(ids_job, cache, tmp_path, caplog):
     assert [(r["step"], r["metrics"]) for r in reports] == [(17, {"loss": 1.0})]
 
 
-def test_who_has_lost_the_store_ends(ids_job, cache, tmp_path):
+def test_a_service_that_lost_its_store_ends(ids_job, cache, tmp_path):
     with Host(ids_job, tmp_path, cache) as host:
         host.plan(0)
         claim(open_place(str(tmp_path)), "it")
@@ -235,5 +235,5 @@ def test_a_successor_does_not_run_ahead_of_ranks_it_has_not_heard(ids_job, cache
     with Host(ids_job, tmp_path, cache, mesh=mesh, recover=True) as host:
         monkeypatch.setattr("overlord.runtimes.hosts.planner_host.RETURN_S", 0.0)
         host.host.tell(HostNews({0: 39}, {0: 39}), 0)
-        assert host.roles.planner.checkpoints.passed == 39, "nobody waits for ever for a rank that never was"
+        assert host.roles.planner.checkpoints.passed == 39, "no rank that never attached is waited for"
     first.host.close()

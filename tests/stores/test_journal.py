@@ -208,7 +208,7 @@ def test_a_damaged_snapshot_falls_back_to_the_one_before_and_its_journal(place, 
     found = newest_lineage(place)
     assert found.newest.step == 16
     assert [r["step"] for r in found.records if r["kind"] == "plan"] == list(range(40))
-    assert "is damaged and was passed over" in caplog.text
+    assert "is damaged and was skipped" in caplog.text
 
 
 def test_a_report_that_comes_while_a_snapshot_is_taken_is_behind_it(place):

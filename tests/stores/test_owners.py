@@ -1,4 +1,4 @@
-"""One owner at a time: claims, fencing, refusals, and who counts as alive."""
+"""One owner at a time: claims, fencing, refusals, and which owners count as alive."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_of_many_that_claim_at_once_all_get_another_number(place):
         thread.join()
     numbers = [one.number for one in claims]
     assert len(set(numbers)) == len(numbers) == 8 - len(overtaken)
-    assert [one.number for one in claims if owns(one)] == [max(numbers)], "nobody overtakes the last one"
+    assert [one.number for one in claims if owns(one)] == [max(numbers)], "no owner comes after the last one"
 
 
 def test_records_of_owners_do_not_grow_for_ever(place, tmp_path):
@@ -139,7 +139,7 @@ def test_a_damaged_record_is_nobodys(place):
     assert claim(place, "b").number == 8
 
 
-def test_who_stood_still_while_records_went_owns_nothing(place, monkeypatch):
+def test_a_process_suspended_while_records_were_removed_owns_nothing(place, monkeypatch):
     """It saw owner 1, and creates the record of owner 2 when that one came and went."""
     claim(place, "a")
     create = place.create
@@ -160,8 +160,8 @@ def test_who_stood_still_while_records_went_owns_nothing(place, monkeypatch):
     assert kept == [f"owner-{newest.number:06d}"]
 
 
-def test_a_number_that_is_given_twice_wakes_nobody_up(place, monkeypatch):
-    """Owner 2 was stopped and replaced; somebody who had seen only owner 1 creates the record of owner 2 again."""
+def test_a_number_that_is_given_twice_revives_no_owner(place, monkeypatch):
+    """Owner 2 was stopped and replaced; a process that had seen only owner 1 creates the record of owner 2 again."""
     claim(place, "a")
     create, stopped = place.create, []
 
@@ -180,7 +180,7 @@ def test_a_number_that_is_given_twice_wakes_nobody_up(place, monkeypatch):
         stopped[0].check()
 
 
-def test_an_owner_whose_record_is_gone_writes_none(place):
+def test_an_owner_without_its_record_writes_none(place):
     first = claim(place, "a")
     for _ in range(2):
         newest = claim(place, "a")

@@ -30,7 +30,7 @@ def attach(service, rank, step):
 
 
 class Run:
-    """A stream whose process dies now and then: the service is left as it is, and another one takes its store."""
+    """A stream with a process that dies now and then: the service is abandoned, and another one takes its store."""
 
     def __init__(self, job, options):
         self.job, self.options = job, options

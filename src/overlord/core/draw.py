@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.ragged import expand_ranges, offsets_of
-from overlord.core.samples import MetaArray, SampleId
+from overlord.core.samples import OVERLONG, SKIP, MetaArray, SampleId
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -19,7 +19,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every plan of a job must respect, whatever the mesh."""
+    """Limits of every plan of a job, independent of the mesh."""
 
     context_length: int
     microbatch_tokens: int
@@ -31,11 +31,11 @@ class Limits:
     slicing: str = "zigzag"
     """How context-parallel ranks share a sequence: "zigzag" (of every segment), "whole_zigzag" or "contiguous"."""
     rank_multiple: int = 1
-    """What the tokens of a microbatch on one rank are a multiple of: sequence parallelism, low-precision blocks."""
+    """The tokens of a microbatch on one rank are a multiple of this: sequence parallelism, low-precision blocks."""
     row_tokens: int = 0
     """Tokens of a row where every piece is a padded row of its own; 0 where pieces are packed."""
     full_rows: bool = False
-    """Whether rows are that long always, and not just as long as the longest of their microbatch."""
+    """Whether rows always have that length; otherwise they are as long as the longest of their microbatch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +48,12 @@ class Draw:
     source: Int32s
     meta: MetaArray
     weights: tuple[float, ...]
-    """The mixture that was in force (at the beginning of the step)."""
+    """The weights of the mixture at the beginning of the step."""
     mixture_version: int = 0
-    """Which mixture that was: it grows with every report that counted and every live change."""
+    """The version of that mixture: it grows with every report that took effect and every live change."""
     items: Int32s | None = None
-    """[images, 4]: first token, tokens, and tokens before and behind that go with it, of the images of samples that do
-    not just begin with one."""
+    """[images, 4]: first token, number of tokens, and how many tokens before and after it may not be cut off from it.
+    Only for samples with several images, or with one that is not at the beginning."""
 
     def __post_init__(self) -> None:
         # A strategy sees the draw and must not change it: the order would then depend on the strategy.
@@ -68,7 +68,7 @@ class Draw:
 
     @cached_property
     def digest(self) -> str:
-        """The order digest of the step. A source that nothing is drawn from leaves no trace: it may be left out."""
+        """The order digest of the step. It does not depend on sources from which nothing is drawn."""
         digest = hashlib.blake2b(digest_size=16)
         drawn = np.bincount(self.source, minlength=len(self.names)) > 0
         names, source = self.names, self.source
@@ -98,7 +98,7 @@ class Draw:
 
     @property
     def image_spans(self) -> Pieces:
-        """Every image with the tokens around it that are never cut off from it."""
+        """Every image with the tokens around it that may not be cut off from it."""
         images = self.images
         if self.items is None:
             return images
@@ -112,7 +112,7 @@ class Draw:
 
     @cached_property
     def _image_keys(self) -> tuple[Int64s, Int64s]:
-        """Where each image begins among the image tokens of its sample, and that as a key which rises over images."""
+        """Where each image begins among the image tokens of its sample; and (sample, that) as a sorted 64-bit key."""
         images = self.images
         length = images.length.astype(np.int64)
         before = np.cumsum(length) - length
@@ -123,7 +123,7 @@ class Draw:
 
     @property
     def image_runs(self) -> Pieces:
-        """Every image as plans of images count it: by its place among the image tokens of its sample."""
+        """Every image by its position among the image tokens of its sample, as plans of images count it."""
         return Pieces(self.images.sample, self._image_keys[0].astype(np.int32), self.images.length)
 
     def image_at(self, sample: Int32s, start: Int32s) -> tuple[Int64s, Int64s]:
@@ -144,7 +144,7 @@ class Draw:
     def by_source(self) -> tuple[Int32s, Int64s]:
         """The samples sorted by source (drawing order inside), and where each source begins."""
         narrow = self.source.astype(np.uint16) if len(self.names) < 1 << 16 else self.source
-        order = np.argsort(narrow, kind="stable")  # 16 bits wide, numpy sorts by radix: ten times as fast
+        order = np.argsort(narrow, kind="stable")  # numpy sorts 16-bit keys by radix, ten times as fast
         offsets = np.zeros(len(self.names) + 1, np.int64)
         np.cumsum(np.bincount(self.source, minlength=len(self.names)), out=offsets[1:])
         return order.astype(np.int32), offsets
@@ -157,7 +157,7 @@ class Draw:
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """What a strategy sees: exactly one step's draw with its metadata, and the job's limits."""
+    """The input of a strategy: one step's draw with its metadata, and the job's limits."""
 
     draw: Draw
     limits: Limits
@@ -246,9 +246,55 @@ def context_pieces(buffer: Buffer) -> Pieces:
     return cut_pieces(tokens, most, buffer.draw.image_spans if long else None)
 
 
+def apply_overlength(
+    tokens: npt.NDArray[np.integer],
+    items: Pieces | None,
+    context_length: int,
+    policy: str,
+) -> tuple[Int32s, Int32s]:
+    """Return (delivered tokens, flags) of samples with these raw lengths.
+
+    An image, clip or sound is never cut. A sample with one longer than the context is skipped. Where the end of the
+    context would cut one, the sample ends before it.
+
+    Args:
+        tokens: Raw lengths.
+        items: Every image, clip and sound with the tokens that go with it; None where there are none.
+        context_length: Most tokens of a piece.
+        policy: "truncate", "split", "drop" or "error".
+
+    Example:
+        >>> apply_overlength(np.array([5, 12]), None, 8, "truncate")[0].tolist()
+        [5, 8]
+        >>> image = Pieces(np.array([0]), np.array([6]), np.array([4]))
+        >>> apply_overlength(np.array([12]), image, 8, "truncate")[0].tolist()
+        [6]
+    """
+    over = tokens > context_length
+    flags = np.zeros(len(tokens), np.int32)
+    delivered = tokens.astype(np.int64)
+    if policy == "truncate":
+        delivered = np.minimum(delivered, context_length)
+    elif policy == "drop":
+        flags[over] |= SKIP
+    if items is not None:
+        row, start, length = (column.astype(np.int64) for column in (items.sample, items.start, items.length))
+        flags[row[length > context_length]] |= SKIP
+        hit = (start < delivered[row]) & (delivered[row] < start + length)
+        np.minimum.at(delivered, row[hit], start[hit])
+        flags[delivered < 1] |= SKIP
+        delivered = np.maximum(delivered, 1)
+    if policy == "error":
+        flags = np.where(over, OVERLONG, 0).astype(np.int32)
+    return delivered.astype(np.int32), flags
+
+
 @numba.njit(nogil=True, cache=True)
 def _cut_around(tokens: Int64s, most: int, begin: Int64s, start: Int32s, length: Int32s, out: Int32s) -> int:
-    """Write (sample, start, length) of every piece if there is room for them, and return how many there are."""
+    """Return the number of pieces; write (sample, start, length) of each where `out` is not empty."""
+    # Called twice: with an empty `out` to count, then with one of that size. A piece is `most` tokens long, unless its
+    # end would lie inside an image (`start`, `length`; `begin` has the first image of each sample): then it ends before
+    # the image. `image` moves past the images that the piece holds completely.
     count = 0
     for sample in range(len(tokens)):
         at = 0
@@ -257,7 +303,7 @@ def _cut_around(tokens: Int64s, most: int, begin: Int64s, start: Int32s, length:
             end = min(at + most, tokens[sample])
             while image < begin[sample + 1] and start[image] + length[image] <= end:
                 image += 1
-            # The image that the end would cut goes to the next piece; one longer than a piece is none we deliver.
+            # An image at the very beginning of a piece cannot move on; one longer than a piece is never delivered.
             if image < begin[sample + 1] and at < start[image] < end:
                 end = start[image]
             if len(out):

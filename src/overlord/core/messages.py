@@ -1,4 +1,4 @@
-"""What roles say to one another: small frozen messages around columns. No behaviour lives here."""
+"""Messages between roles: small frozen records around columns, without behaviour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class MetaRequest:
-    """Planner to SourceLoader: tell me about the samples from here on."""
+    """Planner to SourceLoader: return the metadata of the samples from a cursor on."""
 
     source: int
     cursor: Cursor
@@ -27,15 +27,14 @@ class MetaRequest:
 
 @dataclass(frozen=True, slots=True)
 class MetaDelta:
-    """SourceLoader to Planner: what is known of the asked samples."""
+    """SourceLoader to Planner: the metadata of the requested samples."""
 
     source: int
     meta: MetaArray
     next_cursor: Cursor
     """Where the next request begins: the same group, the next one, or the next epoch."""
     items: Int32s | None = None
-    """[images, 4]: first token, tokens, and the tokens before and behind it that go with it, of every image of samples
-    whose `items` is not 0, sample after sample."""
+    """[images, 4], as in `Draw.items`: a row for each image of the samples with a nonzero `items`, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +44,16 @@ class LoaderOrder:
     step: int
     source: int
     meta: MetaArray
-    """The planned metadata of the samples, in the source's order; their lengths are promises."""
+    """The planned metadata of the samples, in the source's order; the payload has exactly these lengths."""
     end: Cursor
-    """The step leaves the source here: what lies before is not needed by a later step."""
+    """The source's cursor after the step: no later step needs a row before it."""
     open_media: bool = False
-    """Whether media are decoded before the hand-over wherever else they would be: several hosts must know which do."""
+    """Whether media are decoded by the loader in any case, because several hosts must know which ones are bad."""
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """Images, clips or sounds of some samples: one entry an item, sample after sample."""
+    """Images, clips or sounds of some samples: one entry per item, sample after sample."""
 
     kind: str
     """ "image", "video" or "audio"."""
@@ -69,11 +68,11 @@ class Media:
     seconds: npt.NDArray[np.float32]
     """Seconds between two temporal patches of a clip; 0 for images."""
     seeds: npt.NDArray[np.uint64]
-    """What an item's augmentations are drawn from."""
+    """The seed of each item's augmentations."""
     bad: npt.NDArray[np.bool_]
     """Items that are stand-ins: zeros once decoded."""
     values: npt.NDArray[np.uint8]
-    """Bytes of all items: as they were read while `encoded`, else as a batch takes them."""
+    """Bytes of all items: as read from the file while `encoded`, else decoded as a batch takes them."""
     begin: Int64s
     """Where each item begins in `values`."""
     nbytes_of: Int64s
@@ -91,17 +90,14 @@ class Media:
         return memoryview(self.values[begin : begin + int(self.nbytes_of[item])])  # type: ignore[arg-type]
 
     def take(self, samples: Int64s, with_bytes: npt.NDArray[np.bool_]) -> Media:
-        """Return the media of some samples; those of samples that are told by shape alone have no bytes."""
+        """Return the media of some samples; without bytes where `with_bytes` is False (shapes and bad marks only)."""
         counts = np.diff(self.rows)[samples]
         items = expand_ranges(self.rows[samples], counts)
         sizes = np.where(np.repeat(with_bytes, counts), self.nbytes_of[items], 0)
         offsets = offsets_of(sizes)
         values = gather_runs(self.values, self.begin[items], sizes)
         columns = {name: getattr(self, name)[items] for name in ("start", "length", "grids", "seconds", "seeds", "bad")}
-        return Media(
-            self.kind, offsets_of(counts), **columns, values=values, begin=offsets[:-1], nbytes_of=sizes,
-            encoded=self.encoded,
-        )  # fmt: skip
+        return replace(self, rows=offsets_of(counts), values=values, begin=offsets[:-1], nbytes_of=sizes, **columns)
 
     @staticmethod
     def concat(parts: Sequence[Media]) -> Media:
@@ -116,7 +112,7 @@ class Media:
             kind=parts[0].kind,
             rows=offsets_of(counts),
             begin=np.concatenate([part.begin + at for part, at in zip(parts, lead, strict=False)]),
-            encoded=any(part.encoded for part in parts if len(part.start)),  # a run without items tells nothing
+            encoded=any(part.encoded for part in parts if len(part.start)),  # a part without items does not count
             **columns,
         )
 
@@ -136,10 +132,10 @@ class Payload:
     chosen: Int64s | None = None
     """Which of the step's samples of the source these are, counted in drawing order; None: all."""
     labels: int = 0
-    """Labels of all samples that its loader has of the step, also of those that go to other hosts: without those of
-    bad samples and of what is missing at the end of short ones, and with those whose media are still encoded."""
+    """Labels of all samples that its loader has of the step, also of those that go to other hosts. Bad samples, and the
+    padding of samples that turned out short, have none; samples with media that are still encoded count as good."""
     late: bool = False
-    """Whether some of these media are: their labels count only once a constructor host has decoded them."""
+    """Whether some media are still encoded: a constructor host decodes them, and only then are the labels final."""
 
     def take(self, samples: Int64s, with_bytes: npt.NDArray[np.bool_]) -> Payload:
         """Return some of the samples, with the bytes of the media of some of them."""
@@ -149,7 +145,7 @@ class Payload:
 
     @staticmethod
     def joined(parts: Sequence[Payload]) -> Payload:
-        """Join what several loaders of one source have of a step; each says which samples it has."""
+        """Join the payloads of several loaders of one source and step; `chosen` says which samples each has."""
         if len(parts) == 1:
             return parts[0]
         media = [part.media for part in parts if part.media is not None]

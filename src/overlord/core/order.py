@@ -7,11 +7,15 @@ Rules of this file (the law, "Order"):
    so that neighbours come from different files where possible, and taken in groups.
 3. A group that fits `shuffle_bytes` is permuted row by row. A larger one is k streams, read front
    to back, merged by a keyed permutation; k follows from `shuffle_bytes` and the mean row size.
-4. A block that is larger than `shuffle_bytes` (a Parquet row group as writers make it by default, a compressed
-   file) would be one stream, not shuffled. A window with such a block is cut: its blocks are cut into parts, ranges
-   of rows; parts from all over some blocks are taken in groups that fit `shuffle_bytes`, permuted row by row.
+4. A block that is larger than `shuffle_bytes` (a Parquet row group of the default size, a compressed file) would be a
+   single stream, not shuffled. In a window with such a block all blocks are cut into parts (ranges of rows), and a
+   group takes parts of several blocks that together fit `shuffle_bytes`, permuted row by row.
 5. Nothing crosses an epoch. Groups are numbered window << 24 | number in the window, with bit 23 set in a window
    that is cut: a cursor made before such windows were cut (or with another `shuffle_bytes`) names no group of it.
+
+How a cursor is resolved: `windows` needs only the sizes of the files. The group number names a window; the files of
+that window are indexed, their blocks permuted and grouped (`_make_groups`), and the group number selects a group.
+`Group.locate` then maps offsets in the group to rows. Only one epoch's windows and one window's groups are kept.
 """
 
 from __future__ import annotations
@@ -28,18 +32,19 @@ WINDOW_FILES = 16
 WINDOW_BYTES = 256 << 20
 WINDOW_MAX_FILES = 1024
 ROUND_ROWS = 4096
-"""Rows merged at a time in a streamed group: bounds the memory of its permutation."""
+"""Rows merged at a time in a streamed group; bounds the memory of its permutation."""
 MAX_STREAMS = 32
 MIN_STREAMS = 2
 SPAN_BYTES = 256 << 20
-"""Most that blocks read side by side hold, if they are more than two: some formats unpack a block to reach a row."""
+"""Bytes of the blocks that are read concurrently, at most, if they are more than two: some formats decompress a whole
+block to reach a row."""
 WHOLE_BLOCKS = 64
-"""Blocks, or parts of blocks, held in memory at once at most: each costs an open."""
+"""Blocks, or parts of blocks, of a group in memory, at most: each costs an open."""
 ROW_COST = 16
-"""What a row costs beside its bytes when its group is permuted in memory: a place in two arrays."""
+"""Bytes of a row beside its own when its group is permuted in memory: an entry in two arrays."""
 NO_GROUP = -1
 BEGIN = -2
-"""Stands in a cursor for the first group of an epoch, so that a source that is not drawn is not indexed."""
+"""In a cursor: the first group of an epoch. A source that is not drawn keeps it, so that nothing is indexed."""
 _GROUP_BITS = 24
 _CUT = 1 << (_GROUP_BITS - 1)
 
@@ -48,7 +53,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One file of a source, as a listing tells it: nothing of its inside is known yet."""
+    """One file of a source as it was listed; its content is not known yet."""
 
     path: str
     size: int
@@ -56,14 +61,14 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class FileBlocks:
-    """What the order needs to know of an indexed file."""
+    """The index of a file, as far as the order needs it."""
 
     rows: Int64s
     """Rows of each block."""
     bytes: Int64s
     """Bytes of each block, decompressed, in the columns that are read."""
     divisible: bool = False
-    """Whether blocks may have any size, and are cut into parts where they are too large for a shuffle."""
+    """Whether blocks can be read in parts, and so may be cut where they are too large for a shuffle."""
 
     def has_large(self, shuffle_bytes: int) -> bool:
         """Whether a block cannot be shuffled within so many bytes unless it is cut."""
@@ -76,13 +81,13 @@ def rows_per_read(row_bytes: float) -> int:
 
 
 def stream_bytes(row_bytes: float) -> int:
-    """Estimate what one open stream holds: its rows, once as read and once as decoded."""
+    """Estimate the bytes that one open stream holds: its rows, once as read and once as decoded."""
     return int(2 * rows_per_read(row_bytes) * row_bytes) + (64 << 10)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Blocks whose rows are mixed with one another."""
+    """Blocks that are shuffled together."""
 
     key: int
     files: Int64s
@@ -90,11 +95,11 @@ class Group:
     blocks: Int64s
     """Block inside its file."""
     first: Int64s
-    """Row of its block at which each begins: 0, but for parts."""
+    """First row of each inside its block: 0, except for parts."""
     rows: Int64s
     """Rows of each block, or of its part."""
     is_part: npt.NDArray[np.bool_]
-    """Where only a part of the block is read here, and the other parts in other groups."""
+    """Whether this is a part of a block; the other parts are in other groups."""
     whole: bool
     """True: held in memory and permuted row by row. False: k streams merged by a permutation."""
     shuffled: bool
@@ -113,6 +118,9 @@ class Group:
                 at = self._whole_permutation()[start:stop]
             slots = np.searchsorted(base, at, side="right") - 1
             return slots, at - base[slots]
+        # Streams: the group is cut into rounds of about ROUND_ROWS rows. In every round each block advances in
+        # proportion to its rows, and the round's rows are merged by a permutation of its own. So a round can be
+        # computed alone, and no block is read ahead of the others by more than a round.
         parts: list[tuple[Int64s, Int64s]] = []
         number = self._round_of(start)
         while start < stop:
@@ -137,7 +145,7 @@ class Group:
         return max(1, -(-self.num_rows // ROUND_ROWS))
 
     def _taken(self, number: int) -> Int64s:
-        """Rows of each block that lie before a round: every block progresses in proportion."""
+        """Rows of each block that precede a round."""
         return self.rows * number // self._num_rounds
 
     def _round_start(self, number: int) -> int:
@@ -154,13 +162,14 @@ class Group:
         if number not in self._cache:
             begin, end = self._taken(number), self._taken(number + 1)
             counts = end - begin
+            # Permute the block numbers, then number the rows of each block front to back: blocks stay streams.
             labels = np.repeat(np.arange(len(counts)), counts)
             slots = labels[permutation(derive(self.key, number), len(labels))]
             rows = np.empty(len(slots), np.int64)
             rows[np.argsort(slots, kind="stable")] = np.concatenate(
                 [np.arange(b, e) for b, e in zip(begin, end, strict=True)]
             )
-            self._cache.clear()  # rounds are walked front to back; one is enough
+            self._cache.clear()  # rounds are read front to back: one is enough
             self._cache[number] = (slots, rows)
         return self._cache[number]
 
@@ -194,8 +203,8 @@ class SourceOrder:
             source: The source's name.
             files: Its files, sorted.
             shuffle_bytes: The memory a shuffle may hold; 0 keeps the order of the files.
-            index: Gives the blocks of a file; asked when the file's window is reached.
-            prepare: Told the files of a window before they are asked for one by one, to index them side by side.
+            index: Returns the blocks of a file; called when the file's window is reached.
+            prepare: Called with the files of a window before `index` is called for each, to index them in parallel.
         """
         self._key = derive(seed, "order", source)
         self._files = files
@@ -215,7 +224,7 @@ class SourceOrder:
         return self._windows[1]
 
     def forget(self) -> None:
-        """Drop what was computed; it is computed again when asked for."""
+        """Drop the cached windows and groups; they are computed again when needed."""
         self._windows = self._groups = None
 
     def first_group(self, epoch: int) -> int:
@@ -241,7 +250,7 @@ class SourceOrder:
         return self._first_group_from(epoch, window + 1)
 
     def files_of(self, epoch: int, group: int, *, ahead: int = 0) -> Int64s:
-        """Return the files whose index this group (or the window `ahead` of it) needs."""
+        """Return the files that must be indexed for this group (or for the window `ahead` of it)."""
         windows = self.windows(epoch)
         number = (group >> _GROUP_BITS) + ahead
         return windows[number] if number < len(windows) else np.empty(0, np.int64)
@@ -317,14 +326,16 @@ class _Blocks:
 
 
 class _CutGroups(Sequence[Group]):
-    """The groups of a window whose blocks are cut into parts, made when they are asked for.
+    """The groups of a window with blocks that are cut into parts; a group is computed when it is accessed.
 
-    The blocks, which are permuted already, are taken in spans: some blocks one behind the other that a reader can
-    keep at hand at once, at least two, up to `SPAN_BYTES`. All parts of a span are permuted and dealt evenly to
-    its groups, so a block is needed for as long as its span lasts, and then no more. A group is half of
-    `shuffle_bytes`, since its parts are held twice while they are put together; it has `WHOLE_BLOCKS` parts, or fewer
-    of one row each.
-    How many groups a span has follows from its blocks alone; only the parts of the span in use are in memory.
+    1. The blocks, already permuted, are taken in spans: consecutive blocks that a reader can keep decoded at the same
+       time, at least two, up to `SPAN_BYTES`.
+    2. Every block is cut into equal ranges of rows, so that `WHOLE_BLOCKS` parts cost half of `shuffle_bytes`: the
+       parts of a group are in memory twice while they are joined. A part has at least one row.
+    3. All parts of a span are permuted and divided evenly among its groups. So a block is needed only during its span.
+
+    The number of groups of a span follows from its blocks alone, so that `len` and a lookup of the span need no parts;
+    only the permuted parts of the span in use are kept.
     """
 
     def __init__(self, key: int, blocks: _Blocks, shuffle_bytes: int) -> None:
@@ -340,7 +351,7 @@ class _CutGroups(Sequence[Group]):
         wanted = -(-np.add.reduceat(cost, self._spans[:-1]) // budget)
         groups = np.minimum(np.maximum(wanted, -(-parts_of // WHOLE_BLOCKS)), parts_of)
         self._groups = np.concatenate([[0], np.cumsum(groups)])
-        """The number of the first group of each span, and behind the last one."""
+        """The first group of each span, and the number of all groups."""
         self._span: tuple[int, Int64s, Int64s] | None = None
 
     def __len__(self) -> int:
@@ -356,7 +367,7 @@ class _CutGroups(Sequence[Group]):
         begin, end = int(self._groups[span]), int(self._groups[span + 1])
         low, high = ((number - begin + i) * len(block) // (end - begin) for i in (0, 1))
         block, part = block[low:high], part[low:high]
-        order = np.lexsort((part, block))  # rows are permuted anyway, and parts are read front to back
+        order = np.lexsort((part, block))  # parts are read front to back; the rows of the group are permuted anyway
         block, part = block[order], part[order]
         of, rows = self._parts[block], self._blocks.rows[block]
         first, stop = rows * part // of, rows * (part + 1) // of
@@ -374,7 +385,7 @@ class _CutGroups(Sequence[Group]):
         )
 
     def _permuted_parts(self, span: int) -> tuple[Int64s, Int64s]:
-        """Return (block, part of it) of every part of a span, in the order in which groups take them."""
+        """Return the block and the number in its block of every part of a span, in the order of its groups."""
         low, high = int(self._spans[span]), int(self._spans[span + 1])
         counts = self._parts[low:high]
         block = np.repeat(np.arange(low, high), counts)
@@ -384,6 +395,7 @@ class _CutGroups(Sequence[Group]):
 
 
 def _cut_spans(size: Int64s) -> list[int]:
+    """Return where each span begins, and the number of blocks: see `_CutGroups`."""
     bounds, total = [0], 0
     for at, one in enumerate(size.tolist()):
         count = at - bounds[-1]
@@ -400,6 +412,7 @@ def _number(group: int) -> int:
 
 
 def _cut_windows(order: Int64s, sizes: Int64s) -> list[Int64s]:
+    """Cut the permuted files into windows: enough files and bytes to shuffle, and never too many to index."""
     windows: list[Int64s] = []
     start, total = 0, 0
     for at, file in enumerate(order):
@@ -416,11 +429,11 @@ def _cut_windows(order: Int64s, sizes: Int64s) -> list[Int64s]:
 def _spread(key: int, file_of: Int64s, counts: Int64s) -> Int64s:
     """Permute blocks so that each file's blocks are spread evenly over the window."""
     noise = hash64(key, np.arange(len(file_of)))
-    inside = np.lexsort((noise, file_of))  # a random order inside each file ..
+    inside = np.lexsort((noise, file_of))  # a random order inside each file,
     place = np.empty(len(file_of), np.int64)
     place[inside] = np.concatenate([np.arange(c) for c in counts]) if len(counts) else 0
     jitter = (noise >> np.uint64(32)).astype(np.int64)
-    # .. and block j of n goes near (j + jitter) / n of the window.
+    # and block j of n of a file goes to about (j + jitter) / n of the window.
     position = ((place << 32) + jitter) // np.maximum(counts[file_of], 1)
     return np.lexsort((noise, position))
 
@@ -431,6 +444,7 @@ def _cut_groups(size: Int64s, shuffle_bytes: int, row_bytes: float) -> tuple[lis
         return list(range(len(size) + 1)), False
     if len(size) == 0:
         return [0], True
+    # Blocks that all fit, or are small, are read whole: as many per group as fit.
     if size.sum() <= shuffle_bytes or size.max() <= shuffle_bytes // 8:
         bounds, total = [0], 0
         for at, one in enumerate(size.tolist()):
@@ -439,6 +453,7 @@ def _cut_groups(size: Int64s, shuffle_bytes: int, row_bytes: float) -> tuple[lis
                 total = 0
             total += one
         return [*bounds, len(size)], True
+    # Otherwise a group is as many streams as fit.
     span = SPAN_BYTES // max(int(size.mean()), 1)
     streams = max(MIN_STREAMS, min(MAX_STREAMS, span, shuffle_bytes // stream_bytes(row_bytes)))
     return [*range(0, len(size), streams), len(size)], False

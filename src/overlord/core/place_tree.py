@@ -1,7 +1,7 @@
-"""ClientPlaceTree: the trainer's mesh as a tree, and where each rank stands in it (paper, Sec. 4.1).
+"""ClientPlaceTree: the trainer's mesh as a tree, and the place of each rank in it (paper, Sec. 4.1).
 
-A *bucket* is what one node of the tree consumes, as `distribute` makes them: all ranks of one dp
-coordinate consume the same samples. Other frameworks' meshes are read in place_layouts.
+A *bucket* holds the samples that one node of the tree consumes, as `distribute` makes them: all ranks of one dp
+coordinate consume the same samples. torch is not imported: a DeviceMesh is read by its names and its grid of ranks.
 """
 
 from __future__ import annotations
@@ -19,348 +19,20 @@ import numpy.typing as npt
 from overlord.core.spec_errors import did_you_mean, show
 from overlord.errors import SpecError
 
-# --------------------------------------------------------------------------------------------------------------
-# How a mesh is written down: short text, mappings, Megatron's settings, torch's DeviceMesh.
-#
-# Everything here returns the fields of a ClientPlaceTree, which does the last checks itself. Nothing of
-# torch is imported: a DeviceMesh is known by its names and its grid of ranks.
-
-
+Int32s = npt.NDArray[np.int32]
 AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in tp."""
-
 COUNTS = (*AXES, "dp_replicate", "ep", "vpp")
 """Every size a tree has."""
-
-_MEGATRON = ("tp", "cp", "ep", "dp", "pp")
-_AXIS_OF_NAME = {
-    "pp": "pp",
-    "dp": "dp",
-    "batch": "dp",
-    "dp_replicate": "dp",
-    "dp_shard": "dp",
-    "fsdp": "dp",
-    "ep": "dp",  # experts are spread over ranks that each have samples of their own
-    "cp": "cp",
-    "ulysses": "cp",
-    "sp": "cp",
-    "tp": "tp",
-}
-
-
-def sizes_from_text(text: str) -> dict[str, Any]:
-    """Return the fields of a short form; those of a module stand under "modules".
-
-    Example:
-        >>> sizes_from_text("dp=4,encoder.dp=8")
-        {'dp': '4', 'modules': {'encoder': {'dp': '8'}}}
-    """
-    if not isinstance(cast("object", text), str):
-        raise SpecError(f"mesh is {show(text)}, not text; the ranks cannot be counted. Write it as 'dp=2,cp=2,tp=2'.")
-    sizes: dict[str, Any] = {}
-    modules: dict[str, dict[str, Any]] = {}
-    for part in text.replace(",", " ").split():
-        name, equals, size = part.partition("=")
-        module, dot, axis = name.rpartition(".")
-        if not equals or axis == "modules":
-            raise SpecError(f"mesh {text!r}: {part!r} is not axis=size. Write it as in 'dp=2,cp=2,tp=2'.")
-        into = modules.setdefault(module, {}) if dot else sizes
-        if axis in into:
-            raise SpecError(f"mesh {text!r}: {name} is given twice; one would be lost. Give it once.")
-        into[axis] = size
-    return sizes | {"modules": modules} if modules else sizes
-
-
-def values_from_sizes(sizes: Mapping[str, Any], known: Sequence[str], what: str) -> dict[str, Any]:
-    """Return fields with their sizes as whole numbers; meshes of modules stay as they were written."""
-    if not isinstance(cast("object", sizes), Mapping):
-        raise SpecError(
-            f"{what} is {show(sizes)}, not a mapping of axes to sizes; the ranks cannot be counted. Write it as in "
-            "{dp: 2, tp: 2}."
-        )
-    values: dict[str, Any] = {}
-    for axis, size in sizes.items():
-        if axis not in known:
-            raise SpecError(
-                f"{what}: unknown axis {axis!r}; its ranks would get no data."
-                f"{did_you_mean(axis, known)} Known axes: {', '.join(COUNTS)}."
-            )
-        if axis == "modules" and not isinstance(size, Mapping):
-            raise SpecError(
-                f"{what}: modules is {show(size)}, not a mapping of names to meshes; no module would be found. "
-                "Write it as in {encoder: {dp: 8}}."
-            )
-        values[axis] = size if axis in ("modules", "order") else _whole(axis, size, what)
-    return values
-
-
-def flat_sizes(sizes: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return sizes as the short form has them: of a module only the axes it uses."""
-    flat = [(name, size) for name, size in sizes.items() if name != "modules"]
-    for module, inner in sizes.get("modules", {}).items():
-        flat += [(f"{module}.{name}", size) for name, size in inner.items() if size != 1 or name == "dp"]
-    return flat
-
-
-def _whole(axis: str, size: Any, what: str) -> int:
-    try:
-        if isinstance(size, (bool, float)):
-            raise ValueError
-        return int(size)
-    except (TypeError, ValueError):
-        raise SpecError(
-            f"{what}: {axis} is {size!r}, not a whole number; the ranks cannot be counted. Write it as in {axis}=2."
-        ) from None
-
-
-def fields_from_megatron(order: str, sizes: Mapping[str, int | None], world_size: int | None) -> dict[str, Any]:
-    """Return the fields for Megatron's order and sizes; a dp of None follows from the world size."""
-    names = order.lower().split("-") if isinstance(cast("object", order), str) else []
-    missing = [name for name in _MEGATRON if name not in names]
-    if not names or not set(names) <= set(_MEGATRON) or len(set(names)) != len(names):
-        raise SpecError(
-            f"from_megatron: order is {show(order)}: it must name {', '.join(_MEGATRON)}, each once, the one that "
-            "varies fastest first, or ranks would get the data of others. Write 'tp-cp-ep-dp-pp'."
-        )
-    for name in missing:
-        if sizes[name] not in (1, None) or (name == "dp" and world_size is not None):
-            raise SpecError(
-                f"from_megatron: order is {order!r}, without {name}, but {name} is {sizes[name] or 'to be found'}; "
-                f"where its ranks stand is not known. Name {name} in order."
-            )
-    fields: dict[str, Any] = dict(sizes)
-    if fields["dp"] is None:
-        fields["dp"] = 1 if world_size is None else _dp_of(world_size, sizes)
-    ranks = prod(_counted(fields[axis], axis) for axis in AXES)
-    if world_size is not None and ranks != world_size:
-        raise SpecError(
-            f"from_megatron: dp is {fields['dp']}, so pp*dp*cp*tp is {ranks}, but world_size is {world_size}; some "
-            "ranks would get no data, or some data no rank. Leave dp out, and it follows from world_size."
-        )
-    return fields | {"order": _whole_order([name for name in reversed(names) if name != "ep"])}
-
-
-def _dp_of(world_size: int, sizes: Mapping[str, int | None]) -> int:
-    rest = prod(_counted(sizes[axis], axis) for axis in ("tp", "cp", "pp"))
-    if _counted(world_size, "world_size") % rest:
-        raise SpecError(
-            f"from_megatron: world_size is {world_size}, not a multiple of tp*cp*pp = {sizes['tp']}*{sizes['cp']}*"
-            f"{sizes['pp']} = {rest}; some ranks would get no data. Use a multiple of {rest} ranks, or smaller axes."
-        )
-    return world_size // rest
-
-
-def _counted(size: object, name: str) -> int:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise SpecError(
-            f"from_megatron: {name} is {size!r}: it must be a whole number of at least 1, or there are no ranks to "
-            f"feed. Write {name}=1 for an axis you do not use."
-        )
-    return size
-
-
-def _whole_order(axes: Sequence[str]) -> str:
-    """Return an order of all axes; those not named have one rank, so any place is right for them."""
-    if [axis for axis in AXES if axis in axes] == list(axes):
-        return "-".join(AXES)
-    return "-".join([*(axis for axis in AXES if axis not in axes), *axes])
-
-
-def fields_from_device_mesh(mesh: Any) -> dict[str, Any]:
-    """Return the fields for a DeviceMesh, with the order that its grid of ranks shows."""
-    names, grid = _names_and_grid(mesh)
-    wide = [dim for dim in range(grid.ndim) if grid.shape[dim] > 1]
-    corner = (0,) * grid.ndim
-    step = {dim: int(grid[(*corner[:dim], 1, *corner[dim + 1 :])]) - int(grid[corner]) for dim in wide}
-    outer = sorted(wide, key=lambda dim: -step[dim])
-    flat = grid.squeeze().transpose([wide.index(dim) for dim in outer]).ravel()
-    if not np.array_equal(flat, np.arange(grid.size)):
-        first = int(np.flatnonzero(flat != np.arange(grid.size))[0])
-        raise SpecError(
-            f"device mesh ({_described(names, grid)}): its place {first} holds rank {int(flat[first])}; a tree of the "
-            f"same sizes has rank {first} there, so ranks would get the data of others. Give the mesh of all ranks, "
-            f"0 to {grid.size - 1}, laid out axis by axis, not a part of it."
-        )
-    axes = [_AXIS_OF_NAME[names[dim]] for dim in outer]
-    runs = [axis for i, axis in enumerate(axes) if i == 0 or axes[i - 1] != axis]
-    batch = [names[dim] for dim in outer if _AXIS_OF_NAME[names[dim]] == "dp"]
-    if len(set(runs)) != len(runs) or "dp_replicate" in batch[1:]:
-        raise SpecError(
-            f"device mesh ({_described(names, grid)}): dimensions of one axis must stand together, dp_replicate "
-            f"outside dp_shard, or ranks would get the data of others. Outermost first they are now "
-            f"{', '.join(names[dim] for dim in outer)}; order them as pp, dp_replicate, dp_shard, cp, tp."
-        )
-    sizes = dict.fromkeys(AXES, 1)
-    for dim in wide:
-        sizes[_AXIS_OF_NAME[names[dim]]] *= grid.shape[dim]
-    of_name = dict(zip(names, grid.shape, strict=True))
-    extras = {name: int(of_name.get(name, 1)) for name in ("dp_replicate", "ep")}
-    return {**sizes, **extras, "order": _whole_order(runs)}
-
-
-def _names_and_grid(mesh: Any) -> tuple[list[str], npt.NDArray[np.int64]]:
-    inner: Any = getattr(mesh, "mesh", None)
-    named = getattr(mesh, "mesh_dim_names", None)
-    if not hasattr(inner, "tolist"):
-        raise SpecError(
-            f"from_device_mesh: {show(mesh)} is not a DeviceMesh: it has no grid of ranks, so nobody could be fed. "
-            "Give torch.distributed.device_mesh.init_device_mesh(...), or write ClientPlaceTree(dp=..., tp=...)."
-        )
-    grid = np.asarray(inner.tolist(), dtype=np.int64)
-    if not named or len(named) != grid.ndim or len(set(named)) != len(named):
-        raise SpecError(
-            f"device mesh of shape {grid.shape}: mesh_dim_names is {named!r}: each of the {grid.ndim} dimensions needs "
-            "a name of its own, or it is not known which ranks share samples. Give mesh_dim_names=('dp', 'tp')."
-        )
-    for name in named:
-        if name not in _AXIS_OF_NAME:
-            raise SpecError(
-                f"device mesh: unknown dimension {name!r}; it is not known whether its ranks share samples."
-                f"{did_you_mean(name, _AXIS_OF_NAME)} Known dimensions: {', '.join(_AXIS_OF_NAME)}."
-            )
-    return list(named), grid
-
-
-def _described(names: Sequence[str], grid: npt.NDArray[np.int64]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in zip(names, grid.shape, strict=True))
-
-
-# --------------------------------------------------------------------------------------------------------------
-# What is said about a mesh that cannot be, and about axes and numbers that are not in it.
-
-
 COORDINATES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Directions a rank has a coordinate in."""
-
-
-def check_counts(tree: ClientPlaceTree) -> None:
-    """Raise SpecError for a size that is no count of ranks, or an order that is not of the axes."""
-    for axis in (*COUNTS, "microbatch_group"):
-        size: object = getattr(tree, axis)
-        if axis == "microbatch_group" and size is None:
-            continue
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise SpecError(
-                f"mesh: {axis} is {size!r}: an axis must be a whole number of at least 1, or there "
-                f"are no ranks to feed. Write {axis}=1 for an axis you do not use."
-            )
-    if not isinstance(cast("object", tree.order), str) or sorted(tree.order.split("-")) != sorted(AXES):
-        raise SpecError(
-            f"mesh: order is {tree.order!r}: it must name each of {', '.join(AXES)} once, outermost "
-            f"first, or ranks would get the data of others. Write order={'-'.join(AXES)!r} or leave it out."
-        )
-
-
-def check_fit(tree: ClientPlaceTree) -> None:
-    """Raise SpecError for sizes that do not go together."""
-    if tree.dp % tree.dp_replicate:
-        raise SpecError(
-            f"mesh: dp_replicate is {tree.dp_replicate}, but dp is {tree.dp}, not a multiple of it; dp counts all "
-            f"replicas, so some would lack ranks. Write dp={tree.dp_replicate} times the ranks of one replica."
-        )
-    if tree.dp * tree.cp % tree.ep:
-        raise SpecError(
-            f"mesh: ep is {tree.ep}, but dp*cp is {tree.dp * tree.cp}, not a multiple of it; experts are spread over "
-            "dp and cp ranks, so some would have no place. Give an ep that divides dp*cp."
-        )
-    if tree.vpp > 1 and tree.pp == 1:
-        raise SpecError(
-            f"mesh: vpp is {tree.vpp}, but pp is 1; there is no pipeline whose stages could hold several chunks. "
-            "Leave vpp out, or give pp=2 or more."
-        )
-    if tree.microbatch_group is not None and tree.vpp == 1:
-        raise SpecError(
-            f"mesh: microbatch_group is {tree.microbatch_group}, but vpp is 1; it would change nothing, as there are "
-            "no chunks to take turns. Leave it out, or give vpp=2 or more."
-        )
-
-
-def check_world_size(tree: ClientPlaceTree, world_size: int) -> None:
-    """Raise SpecError if the trainer has another number of ranks than the mesh."""
-    if isinstance(world_size, bool) or not isinstance(cast("object", world_size), int | np.integer):
-        raise SpecError(
-            f"world_size is {show(world_size)}, which counts no ranks; it cannot be told whether all {tree.world_size} "
-            f"ranks of the mesh {tree} are there. Give the number of ranks of the trainer."
-        )
-    if world_size == tree.world_size:
-        return
-    rest = tree.pp * tree.cp * tree.tp
-    fits = f"; dp={world_size // rest} would fit" if world_size > 0 and world_size % rest == 0 else ""
-    effect = (
-        "ranks beyond the mesh would get no data"
-        if world_size > tree.world_size
-        else ("some buckets would have nobody to consume them and the others would wait")
-    )
-    raise SpecError(
-        f"mesh {tree} has {tree.world_size} ranks but the world has {world_size}; {effect}. "
-        f"Make pp*dp*cp*tp equal to the number of ranks{fits}."
-    )
-
-
-def resized(tree: ClientPlaceTree, axis: str, by: int, sign: int) -> dict[str, Any]:
-    """Return an axis with its new size; `sign` is 1 to grow and -1 to shrink."""
-    name, verb = axis_named(axis, COUNTS), "grow" if sign > 0 else "shrink"
-    size: int = getattr(tree, name)
-    if isinstance(by, bool) or as_index("by", by) < 1:
-        raise SpecError(f"mesh {tree}: {verb} {name} by {by!r}: nothing would change. Give a by of 1 or more.")
-    if size + sign * by < 1:
-        raise SpecError(
-            f"mesh {tree}: shrink {name} by {by} would leave {name}={size - by}; an axis below 1 has no ranks to feed. "
-            + (f"Shrink it by {size - 1} at most." if size > 1 else f"{name} cannot shrink any more.")
-        )
-    return {name: size + sign * by}
-
-
-def as_index(what: str, value: object) -> int:
-    """Return a number that counts ranks or buckets, or raise SpecError."""
-    try:
-        return operator.index(cast("int", value))
-    except TypeError:
-        raise SpecError(
-            f"{what} is {show(value)}, not a whole number; it stands nowhere in the mesh. Give a number such as 0."
-        ) from None
-
-
-def axis_named(axis: str, known: Collection[str]) -> str:
-    """Return an axis in lower case if it is known here, or raise SpecError."""
-    name = axis.lower() if isinstance(cast("object", axis), str) else ""
-    if name in known:
-        return name
-    names = [word.upper() for word in known]
-    why = "it has no data of its own" if name in ("ep", "vpp") else "no rank stands along it"
-    raise SpecError(
-        f"axis {axis!r} cannot be used here: {why}.{did_you_mean(str(axis).upper(), names)} "
-        f"Known axes: {', '.join(names)}."
-    )
-
-
-def broadcast_axes(broadcast: Collection[str]) -> list[str]:
-    """Return the directions in which the trainer broadcasts; one axis may be given as plain text."""
-    given = (broadcast,) if isinstance(broadcast, str) else broadcast
-    if not isinstance(cast("object", given), Collection):
-        raise SpecError(
-            f"broadcast is {show(given)}, not a collection of axes; nobody knows who fetches. Write ('TP',) or ()."
-        )
-    return [axis_named(axis, COORDINATES) for axis in given]
-
-
-def parts_of(axes: Collection[str]) -> set[str]:
-    """Return axes with dp as its two parts."""
-    return {part for axis in axes for part in (("dp_replicate", "dp_shard") if axis == "dp" else (axis,))}
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
-Int32s = npt.NDArray[np.int32]
-
+"""Axes along which a rank has a coordinate; dp also as its two parts."""
 _ORDER = "-".join(AXES)
 _LEVELS = (*COORDINATES, "world")
 
 
 @dataclass(frozen=True, slots=True)
 class Coords:
-    """Where one rank stands along every axis."""
+    """The coordinates of one rank."""
 
     pp: int
     dp: int
@@ -408,8 +80,8 @@ class ClientPlaceTree:
     """Meshes of modules on the same ranks. Give a mapping; it is kept as sorted pairs, to be hashable."""
 
     def __post_init__(self) -> None:
-        check_counts(self)
-        check_fit(self)
+        _check_counts(self)
+        _check_fit(self)
         object.__setattr__(self, "modules", _checked_modules(self))
 
     @classmethod
@@ -422,22 +94,30 @@ class ClientPlaceTree:
             >>> print(ClientPlaceTree.parse("dp=4,cp=2,ep=2,encoder.dp=8").module("encoder"))
             pp=1 dp=8 cp=1 tp=1
         """
-        return cls.from_sizes(sizes_from_text(text), what=f"mesh {text!r}")
+        return cls.from_sizes(_sizes_from_text(text), what=f"mesh {text!r}")
 
     @classmethod
     def from_sizes(cls, sizes: Mapping[str, Any], *, what: str = "mesh") -> ClientPlaceTree:
         """Build from a mapping of fields, as `sizes` returns it; `what` begins the message if it is wrong."""
-        values = values_from_sizes(sizes, [f.name for f in fields(cls)], what)
+        values = _values_from_sizes(sizes, [f.name for f in fields(cls)], what)
         if "modules" in values:
             values["modules"] = {name: _as_module(name, mesh, what) for name, mesh in values["modules"].items()}
         return cls(**values)
 
     @classmethod
     def from_megatron(
-        cls, order: str = "tp-cp-ep-dp-pp", *, world_size: int | None = None,
-        tp: int = 1, cp: int = 1, ep: int = 1, dp: int | None = None, pp: int = 1, vpp: int | None = None,
-    ) -> ClientPlaceTree:  # fmt: skip
-        """Build from Megatron's settings, whose order names the axis that varies fastest first.
+        cls,
+        order: str = "tp-cp-ep-dp-pp",
+        *,
+        world_size: int | None = None,
+        tp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        dp: int | None = None,
+        pp: int = 1,
+        vpp: int | None = None,
+    ) -> ClientPlaceTree:
+        """Build from Megatron's settings; its order names the axis that varies fastest first.
 
         dp follows from world_size where that is given. "tp-cp-ep-pp-dp" is --use-tp-pp-dp-mapping.
 
@@ -446,7 +126,7 @@ class ClientPlaceTree:
             pp=4 dp=2 cp=1 tp=2 order=dp-pp-cp-tp
         """
         sizes = {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "pp": pp, "vpp": 1 if vpp is None else vpp}
-        return cls(**fields_from_megatron(order, sizes, world_size))
+        return cls(**_fields_from_megatron(order, sizes, world_size))
 
     @classmethod
     def from_device_mesh(cls, mesh: Any) -> ClientPlaceTree:
@@ -455,7 +135,7 @@ class ClientPlaceTree:
         Give the mesh that loads data, such as ("pp", "batch", "cp", "tp"): in one where cp is folded
         into "fsdp", cp cannot be seen and counts as dp.
         """
-        return cls(**fields_from_device_mesh(mesh))
+        return cls(**_fields_from_device_mesh(mesh))
 
     @property
     def world_size(self) -> int:
@@ -490,14 +170,15 @@ class ClientPlaceTree:
         if not isinstance(cast("object", name), str) or (name not in given and name != "encoder"):
             known = ["backbone", *sorted({"encoder", *given})]
             raise SpecError(
-                f"module {name!r} is not in the mesh {self}; nobody would consume its data.{did_you_mean(name, known)} "
-                f"Known modules: {', '.join(known)}. Add it with modules={{{name!r}: ClientPlaceTree(...)}}."
+                f"module {name!r} is not in the mesh {self}; no rank would consume its data."
+                f"{did_you_mean(name, known)} Known modules: {', '.join(known)}. "
+                f"Add it with modules={{{name!r}: ClientPlaceTree(...)}}."
             )
         return given[name] if name in given else ClientPlaceTree(dp=self.world_size)
 
     def coords(self, rank: int) -> Coords:
-        """Return where a rank stands."""
-        if not 0 <= as_index("rank", rank) < self.world_size:
+        """Return the coordinates of a rank."""
+        if not 0 <= _as_index("rank", rank) < self.world_size:
             raise SpecError(
                 f"rank {rank} is not in the mesh {self}, which has ranks 0 to {self.world_size - 1}; it "
                 "would get no data. Give the rank of this process, or a larger mesh."
@@ -508,12 +189,12 @@ class ClientPlaceTree:
         return Coords(**at)
 
     def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Return the rank that stands at these coordinates."""
+        """Return the rank at these coordinates."""
         at = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
         rank = 0
         for axis in self.order.split("-"):
             size = getattr(self, axis)
-            if not 0 <= as_index(axis, at[axis]) < size:
+            if not 0 <= _as_index(axis, at[axis]) < size:
                 raise SpecError(
                     f"{axis}={at[axis]} is not in the mesh {self}: {axis} goes from 0 to {size - 1}. "
                     "Give a coordinate of the mesh."
@@ -522,7 +203,7 @@ class ClientPlaceTree:
         return rank
 
     def head(self, bucket: int) -> int:
-        """Return the rank of a dp bucket that stands at pp 0, cp 0, tp 0."""
+        """Return the rank of a dp bucket at pp 0, cp 0, tp 0."""
         return self.rank(dp=bucket)
 
     def grid(self) -> Int32s:
@@ -547,7 +228,7 @@ class ClientPlaceTree:
         numbered cp + CP * dp. PP has one for each stage, WORLD one for each rank.
         """
         batch = self.dp * self.cp
-        level = axis_named(axis, _LEVELS)
+        level = _axis_named(axis, _LEVELS)
         nodes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "cp": batch, "tp": batch * self.tp}
         return nodes.get(level, self.world_size if level == "world" else self.dp)
 
@@ -558,9 +239,9 @@ class ClientPlaceTree:
     def consumers(self, axis: str, bucket: int) -> list[int]:
         """Return the ranks that consume one bucket of an axis, in rank order."""
         count = self.num_buckets(axis)
-        if not 0 <= as_index(f"{axis} bucket", bucket) < count:
+        if not 0 <= _as_index(f"{axis} bucket", bucket) < count:
             raise SpecError(
-                f"bucket {bucket} is not among the {axis} buckets 0 to {count - 1} of the mesh {self}; nobody "
+                f"bucket {bucket} is not among the {axis} buckets 0 to {count - 1} of the mesh {self}; no rank "
                 "would consume it. Give a bucket of the mesh, or a larger mesh."
             )
         return cast("list[int]", self._node_ranks(axis)[bucket].tolist())
@@ -578,13 +259,13 @@ class ClientPlaceTree:
 
     def bucket_of(self, axis: str, rank: int) -> int:
         """Return the bucket of an axis that a rank consumes."""
-        at, level = self.coords(rank), axis_named(axis, _LEVELS)
+        at, level = self.coords(rank), _axis_named(axis, _LEVELS)
         cp = at.cp + self.cp * at.dp
         nodes = {"pp": at.pp, "dp_replicate": at.dp // self.dp_shard, "cp": cp, "tp": at.tp + self.tp * cp}
         return nodes.get(level, rank if level == "world" else at.dp)
 
     def _node_ranks(self, axis: str) -> Int32s:
-        level = axis_named(axis, _LEVELS)
+        level = _axis_named(axis, _LEVELS)
         if level == "world":
             return np.arange(self.world_size, dtype=np.int32)[:, None]
         if level == "pp":
@@ -604,26 +285,26 @@ class ClientPlaceTree:
             >>> ClientPlaceTree(dp=2, cp=2, tp=2).fetchers(broadcast=("TP", "CP"))
             [0, 4]
         """
-        axis_named(axis, _LEVELS)
+        _axis_named(axis, _LEVELS)
         at = self.coordinates()
         fetch = np.ones(self.world_size, dtype=np.bool_)
-        for name in broadcast_axes(broadcast):
+        for name in _broadcast_axes(broadcast):
             fetch &= at[name] == 0
         return cast("list[int]", np.flatnonzero(fetch).tolist())
 
     def fetches(self, rank: int, broadcast: Collection[str] = ("TP",)) -> bool:
         """Return whether a rank still fetches when the trainer broadcasts along some axes."""
         at = self._coordinates_of(rank)
-        return all(at[name] == 0 for name in broadcast_axes(broadcast))
+        return all(at[name] == 0 for name in _broadcast_axes(broadcast))
 
     def fetched_buckets(self, axis: str, rank: int, broadcast: Collection[str] = ("TP",)) -> list[int]:
         """Return the buckets of an axis that a rank fetches for its broadcast group: none if it does not fetch."""
-        shared = broadcast_axes(broadcast)
+        shared = _broadcast_axes(broadcast)
         if not self.fetches(rank, broadcast):
             return []
         at, here = self.coordinates(), self._coordinates_of(rank)
         alike = np.ones(self.world_size, dtype=np.bool_)
-        for name in {"pp", "dp_replicate", "dp_shard", "cp", "tp"} - parts_of(shared):
+        for name in {"pp", "dp_replicate", "dp_shard", "cp", "tp"} - _parts_of(shared):
             alike &= at[name] == here[name]
         return cast("list[int]", np.unique(self.buckets_of(axis)[alike]).tolist())
 
@@ -641,31 +322,48 @@ class ClientPlaceTree:
             >>> print(ClientPlaceTree(dp=2, tp=2).with_axis(dp=4))
             pp=1 dp=4 cp=1 tp=2
         """
-        named: dict[str, Any] = {axis_named(axis, (*COUNTS, "microbatch_group")): size for axis, size in sizes.items()}
+        named: dict[str, Any] = {_axis_named(axis, (*COUNTS, "microbatch_group")): size for axis, size in sizes.items()}
         edited = replace(self, modules=(), **named)
-        return replace(edited, modules=_follow(self, edited.world_size) if modules is None else modules)
+        return replace(edited, modules=_modules_for(self, edited.world_size) if modules is None else modules)
 
     def grow(self, axis: str, by: int = 1) -> ClientPlaceTree:
         """Return a tree with an axis made larger."""
-        return self.with_axis(**resized(self, axis, by, 1))
+        return self.with_axis(**_resized(self, axis, by, 1))
 
     def shrink(self, axis: str, by: int = 1) -> ClientPlaceTree:
         """Return a tree with an axis made smaller."""
-        return self.with_axis(**resized(self, axis, by, -1))
+        return self.with_axis(**_resized(self, axis, by, -1))
 
     def check_world_size(self, world_size: int) -> None:
         """Raise SpecError if the trainer has another number of ranks than the mesh."""
-        check_world_size(self, world_size)
+        if isinstance(world_size, bool) or not isinstance(cast("object", world_size), int | np.integer):
+            raise SpecError(
+                f"world_size is {show(world_size)}, not a number of ranks; it cannot be compared with the "
+                f"{self.world_size} ranks of the mesh {self}. Give the number of ranks of the trainer."
+            )
+        if world_size == self.world_size:
+            return
+        rest = self.pp * self.cp * self.tp
+        fits = f"; dp={world_size // rest} would fit" if world_size > 0 and world_size % rest == 0 else ""
+        effect = (
+            "ranks beyond the mesh would get no data"
+            if world_size > self.world_size
+            else "no rank would consume some of the buckets, and the other ranks would wait"
+        )
+        raise SpecError(
+            f"mesh {self} has {self.world_size} ranks but the world has {world_size}; {effect}. "
+            f"Make pp*dp*cp*tp equal to the number of ranks{fits}."
+        )
 
     def sizes(self) -> dict[str, Any]:
-        """Return what `from_sizes` builds this tree from: the four axes, and all else that is not as by default."""
+        """Return the mapping that `from_sizes` reads: the four axes, and fields that differ from their default."""
         plain = {f.name: f.default for f in fields(self)} | dict.fromkeys(AXES)
         extras = ("dp_replicate", "ep", "vpp", "microbatch_group", "order")
         sizes = {name: getattr(self, name) for name in (*AXES, *extras) if getattr(self, name) != plain[name]}
         return sizes | ({"modules": {name: mesh.sizes() for name, mesh in _pairs(self)}} if self.modules else {})
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={size}" for name, size in flat_sizes(self.sizes()))
+        return " ".join(f"{name}={size}" for name, size in _flat_sizes(self.sizes()))
 
     def draw(self) -> str:
         """Return the mesh as a small text tree; ranks of one line see identical data.
@@ -695,6 +393,20 @@ class ClientPlaceTree:
     _repr_svg_ = to_svg
 
 
+def ranks_of_host(number: int, hosts: int, world_size: int) -> range:
+    """Return the ranks of one of several trainer hosts: consecutive ranks, the same number on every host but the last.
+
+    Example:
+        >>> [ranks_of_host(number, 3, 8) for number in range(3)]
+        [range(0, 3), range(3, 6), range(6, 8)]
+    """
+    per_host = -(-world_size // hosts)
+    return range(min(number * per_host, world_size), min((number + 1) * per_host, world_size))
+
+
+# Meshes of modules, such as an encoder's.
+
+
 def _pairs(tree: ClientPlaceTree) -> tuple[tuple[str, ClientPlaceTree], ...]:
     return cast("tuple[tuple[str, ClientPlaceTree], ...]", tree.modules)
 
@@ -715,13 +427,13 @@ def _checked_modules(tree: ClientPlaceTree) -> tuple[tuple[str, ClientPlaceTree]
             )
         if not isinstance(mesh, ClientPlaceTree) or mesh.modules:
             raise SpecError(
-                f"mesh: modules[{name!r}] is {show(mesh)}: it must be a mesh without modules of its own; nobody would "
+                f"mesh: modules[{name!r}] is {show(mesh)}: it must be a mesh without modules of its own; no rank would "
                 "consume its data. Write it as in modules={'encoder': ClientPlaceTree(dp=8)}."
             )
         if mesh.world_size != tree.world_size:
             raise SpecError(
                 f"mesh: modules[{name!r}] is {mesh} with {mesh.world_size} ranks, but the mesh has {tree.world_size}; "
-                f"both stand on the same ranks, so some would get no data. Give it {tree.world_size} ranks, such as "
+                f"both use the same ranks, so some would get no data. Give it {tree.world_size} ranks, such as "
                 f"ClientPlaceTree(dp={tree.world_size})."
             )
     return tuple(sorted(cast("dict[str, ClientPlaceTree]", given).items()))
@@ -735,8 +447,8 @@ def _as_module(name: object, mesh: object, what: str) -> object:
     return mesh
 
 
-def _follow(tree: ClientPlaceTree, world_size: int) -> dict[str, ClientPlaceTree]:
-    """Return the meshes of the modules after the number of ranks has changed."""
+def _modules_for(tree: ClientPlaceTree, world_size: int) -> dict[str, ClientPlaceTree]:
+    """Return the meshes of the modules for another number of ranks: one that uses only dp is resized."""
     meshes: dict[str, ClientPlaceTree] = {}
     for name, mesh in _pairs(tree):
         if mesh.world_size != world_size and mesh.world_size != mesh.dp:
@@ -752,15 +464,292 @@ def _follow(tree: ClientPlaceTree, world_size: int) -> dict[str, ClientPlaceTree
     return meshes
 
 
-def ranks_of_host(number: int, hosts: int, world_size: int) -> range:
-    """Return the ranks of one of several trainer hosts: neighbours, and as many on each as it takes.
+# Checks of sizes, axes and ranks; each raises SpecError.
+
+
+def _check_counts(tree: ClientPlaceTree) -> None:
+    """Raise SpecError for a size that is not a positive whole number, or an order that does not name the axes."""
+    for axis in (*COUNTS, *(("microbatch_group",) if tree.microbatch_group is not None else ())):
+        _counted(getattr(tree, axis), axis, "mesh")
+    if not isinstance(cast("object", tree.order), str) or sorted(tree.order.split("-")) != sorted(AXES):
+        raise SpecError(
+            f"mesh: order is {tree.order!r}: it must name each of {', '.join(AXES)} once, outermost "
+            f"first, or ranks would get the data of others. Write order={'-'.join(AXES)!r} or leave it out."
+        )
+
+
+def _check_fit(tree: ClientPlaceTree) -> None:
+    """Raise SpecError for sizes that contradict each other."""
+    if tree.dp % tree.dp_replicate:
+        raise SpecError(
+            f"mesh: dp_replicate is {tree.dp_replicate}, but dp is {tree.dp}, not a multiple of it; dp counts all "
+            f"replicas, so some would lack ranks. Write dp={tree.dp_replicate} times the ranks of one replica."
+        )
+    if tree.dp * tree.cp % tree.ep:
+        raise SpecError(
+            f"mesh: ep is {tree.ep}, but dp*cp is {tree.dp * tree.cp}, not a multiple of it; experts are spread over "
+            "dp and cp ranks, so some would have no place. Give an ep that divides dp*cp."
+        )
+    if tree.vpp > 1 and tree.pp == 1:
+        raise SpecError(
+            f"mesh: vpp is {tree.vpp}, but pp is 1; there are no pipeline stages to hold several chunks. "
+            "Leave vpp out, or give pp=2 or more."
+        )
+    if tree.microbatch_group is not None and tree.vpp == 1:
+        raise SpecError(
+            f"mesh: microbatch_group is {tree.microbatch_group}, but vpp is 1; it would change nothing, as there are "
+            "no chunks to take turns. Leave it out, or give vpp=2 or more."
+        )
+
+
+def _resized(tree: ClientPlaceTree, axis: str, by: int, sign: int) -> dict[str, Any]:
+    """Return {axis: new size}; `sign` is 1 to grow and -1 to shrink."""
+    name, verb = _axis_named(axis, COUNTS), "grow" if sign > 0 else "shrink"
+    size: int = getattr(tree, name)
+    if isinstance(by, bool) or _as_index("by", by) < 1:
+        raise SpecError(f"mesh {tree}: {verb} {name} by {by!r}: nothing would change. Give a by of 1 or more.")
+    if size + sign * by < 1:
+        raise SpecError(
+            f"mesh {tree}: shrink {name} by {by} would leave {name}={size - by}; an axis below 1 has no ranks to feed. "
+            + (f"Shrink it by {size - 1} at most." if size > 1 else f"{name} cannot shrink any more.")
+        )
+    return {name: size + sign * by}
+
+
+def _as_index(what: str, value: object) -> int:
+    """Return the number of a rank or bucket as an int, or raise SpecError."""
+    try:
+        return operator.index(cast("int", value))
+    except TypeError:
+        raise SpecError(
+            f"{what} is {show(value)}, not a whole number, so it is not in the mesh. Give a number such as 0."
+        ) from None
+
+
+def _axis_named(axis: str, known: Collection[str]) -> str:
+    """Return an axis in lower case if it is known here, or raise SpecError."""
+    name = axis.lower() if isinstance(cast("object", axis), str) else ""
+    if name in known:
+        return name
+    names = [word.upper() for word in known]
+    why = "it has no data of its own" if name in ("ep", "vpp") else "it is not an axis of the mesh"
+    raise SpecError(
+        f"axis {axis!r} cannot be used here: {why}.{did_you_mean(str(axis).upper(), names)} "
+        f"Known axes: {', '.join(names)}."
+    )
+
+
+def _broadcast_axes(broadcast: Collection[str]) -> list[str]:
+    """Return the axes along which the trainer broadcasts; a single axis may be given as text."""
+    given = (broadcast,) if isinstance(broadcast, str) else broadcast
+    if not isinstance(cast("object", given), Collection):
+        raise SpecError(
+            f"broadcast is {show(given)}, not a collection of axes; which ranks fetch is unknown. Write ('TP',) or ()."
+        )
+    return [_axis_named(axis, COORDINATES) for axis in given]
+
+
+def _parts_of(axes: Collection[str]) -> set[str]:
+    """Return the axes, with dp replaced by dp_replicate and dp_shard."""
+    return {part for axis in axes for part in (("dp_replicate", "dp_shard") if axis == "dp" else (axis,))}
+
+
+# Conversions from text, mappings, Megatron's settings and torch's DeviceMesh. They return the fields of a
+# ClientPlaceTree; its constructor does the remaining checks.
+
+
+_MEGATRON = ("tp", "cp", "ep", "dp", "pp")
+_AXIS_OF_NAME = {
+    "pp": "pp",
+    "dp": "dp",
+    "batch": "dp",
+    "dp_replicate": "dp",
+    "dp_shard": "dp",
+    "fsdp": "dp",
+    "ep": "dp",  # experts are spread over ranks that each have samples of their own
+    "cp": "cp",
+    "ulysses": "cp",
+    "sp": "cp",
+    "tp": "tp",
+}
+
+
+def _sizes_from_text(text: str) -> dict[str, Any]:
+    """Return the fields of a short form; those of a module are under "modules".
 
     Example:
-        >>> [ranks_of_host(number, 3, 8) for number in range(3)]
-        [range(0, 3), range(3, 6), range(6, 8)]
+        >>> _sizes_from_text("dp=4,encoder.dp=8")
+        {'dp': '4', 'modules': {'encoder': {'dp': '8'}}}
     """
-    per_host = -(-world_size // hosts)
-    return range(min(number * per_host, world_size), min((number + 1) * per_host, world_size))
+    if not isinstance(cast("object", text), str):
+        raise SpecError(f"mesh is {show(text)}, not text; the ranks cannot be counted. Write it as 'dp=2,cp=2,tp=2'.")
+    sizes: dict[str, Any] = {}
+    modules: dict[str, dict[str, Any]] = {}
+    for part in text.replace(",", " ").split():
+        name, equals, size = part.partition("=")
+        module, dot, axis = name.rpartition(".")
+        if not equals or axis == "modules":
+            raise SpecError(f"mesh {text!r}: {part!r} is not axis=size. Write it as in 'dp=2,cp=2,tp=2'.")
+        into = modules.setdefault(module, {}) if dot else sizes
+        if axis in into:
+            raise SpecError(f"mesh {text!r}: {name} is given twice; one would be lost. Give it once.")
+        into[axis] = size
+    return sizes | {"modules": modules} if modules else sizes
+
+
+def _values_from_sizes(sizes: Mapping[str, Any], known: Sequence[str], what: str) -> dict[str, Any]:
+    """Return fields with their sizes as whole numbers; meshes of modules stay as they were written."""
+    if not isinstance(cast("object", sizes), Mapping):
+        raise SpecError(
+            f"{what} is {show(sizes)}, not a mapping of axes to sizes; the ranks cannot be counted. Write it as in "
+            "{dp: 2, tp: 2}."
+        )
+    values: dict[str, Any] = {}
+    for axis, size in sizes.items():
+        if axis not in known:
+            raise SpecError(
+                f"{what}: unknown axis {axis!r}; its ranks would get no data."
+                f"{did_you_mean(axis, known)} Known axes: {', '.join(COUNTS)}."
+            )
+        if axis == "modules" and not isinstance(size, Mapping):
+            raise SpecError(
+                f"{what}: modules is {show(size)}, not a mapping of names to meshes; no module would be found. "
+                "Write it as in {encoder: {dp: 8}}."
+            )
+        values[axis] = size if axis in ("modules", "order") else _size_of(axis, size, what)
+    return values
+
+
+def _flat_sizes(sizes: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return (name, size) pairs as the short form writes them; for a module only the axes it uses."""
+    flat = [(name, size) for name, size in sizes.items() if name != "modules"]
+    for module, inner in sizes.get("modules", {}).items():
+        flat += [(f"{module}.{name}", size) for name, size in inner.items() if size != 1 or name == "dp"]
+    return flat
+
+
+def _size_of(axis: str, size: Any, what: str) -> int:
+    try:
+        if isinstance(size, (bool, float)):
+            raise ValueError
+        return int(size)
+    except (TypeError, ValueError):
+        raise SpecError(
+            f"{what}: {axis} is {size!r}, not a whole number; the ranks cannot be counted. Write it as in {axis}=2."
+        ) from None
+
+
+def _fields_from_megatron(order: str, sizes: Mapping[str, int | None], world_size: int | None) -> dict[str, Any]:
+    """Return the fields for Megatron's order and sizes; a dp of None follows from the world size."""
+    names = order.lower().split("-") if isinstance(cast("object", order), str) else []
+    missing = [name for name in _MEGATRON if name not in names]
+    if not names or not set(names) <= set(_MEGATRON) or len(set(names)) != len(names):
+        raise SpecError(
+            f"from_megatron: order is {show(order)}: it must name {', '.join(_MEGATRON)}, each once, the one that "
+            "varies fastest first, or ranks would get the data of others. Write 'tp-cp-ep-dp-pp'."
+        )
+    for name in missing:
+        if sizes[name] not in (1, None) or (name == "dp" and world_size is not None):
+            raise SpecError(
+                f"from_megatron: order is {order!r}, without {name}, but {name} is {sizes[name] or 'to be found'}; "
+                f"the places of its ranks are unknown. Name {name} in order."
+            )
+    fields: dict[str, Any] = dict(sizes)
+    if fields["dp"] is None:
+        fields["dp"] = 1 if world_size is None else _dp_of(world_size, sizes)
+    ranks = prod(_counted(fields[axis], axis) for axis in AXES)
+    if world_size is not None and ranks != world_size:
+        raise SpecError(
+            f"from_megatron: dp is {fields['dp']}, so pp*dp*cp*tp is {ranks}, but world_size is {world_size}; some "
+            "ranks would get no data, or some data no rank. Leave dp out, and it follows from world_size."
+        )
+    return fields | {"order": _whole_order([name for name in reversed(names) if name != "ep"])}
+
+
+def _dp_of(world_size: int, sizes: Mapping[str, int | None]) -> int:
+    rest = prod(_counted(sizes[axis], axis) for axis in ("tp", "cp", "pp"))
+    if _counted(world_size, "world_size") % rest:
+        raise SpecError(
+            f"from_megatron: world_size is {world_size}, not a multiple of tp*cp*pp = {sizes['tp']}*{sizes['cp']}*"
+            f"{sizes['pp']} = {rest}; some ranks would get no data. Use a multiple of {rest} ranks, or smaller axes."
+        )
+    return world_size // rest
+
+
+def _counted(size: object, name: str, what: str = "from_megatron") -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise SpecError(
+            f"{what}: {name} is {size!r}: it must be a whole number of at least 1, or there are no ranks to "
+            f"feed. Write {name}=1 for an axis you do not use."
+        )
+    return size
+
+
+def _whole_order(axes: Sequence[str]) -> str:
+    """Return an order of all axes; an axis that is not named has size 1, so its position does not matter."""
+    if [axis for axis in AXES if axis in axes] == list(axes):
+        return "-".join(AXES)
+    return "-".join([*(axis for axis in AXES if axis not in axes), *axes])
+
+
+def _fields_from_device_mesh(mesh: Any) -> dict[str, Any]:
+    """Return the fields for a DeviceMesh, with the order that its grid of ranks shows."""
+    names, grid = _names_and_grid(mesh)
+    wide = [dim for dim in range(grid.ndim) if grid.shape[dim] > 1]
+    corner = (0,) * grid.ndim
+    step = {dim: int(grid[(*corner[:dim], 1, *corner[dim + 1 :])]) - int(grid[corner]) for dim in wide}
+    outer = sorted(wide, key=lambda dim: -step[dim])
+    flat = grid.squeeze().transpose([wide.index(dim) for dim in outer]).ravel()
+    if not np.array_equal(flat, np.arange(grid.size)):
+        first = int(np.flatnonzero(flat != np.arange(grid.size))[0])
+        raise SpecError(
+            f"device mesh ({_described(names, grid)}): its place {first} holds rank {int(flat[first])}; a tree of the "
+            f"same sizes has rank {first} there, so ranks would get the data of others. Give the mesh of all ranks, "
+            f"0 to {grid.size - 1}, laid out axis by axis, not a part of it."
+        )
+    axes = [_AXIS_OF_NAME[names[dim]] for dim in outer]
+    runs = [axis for i, axis in enumerate(axes) if i == 0 or axes[i - 1] != axis]
+    batch = [names[dim] for dim in outer if _AXIS_OF_NAME[names[dim]] == "dp"]
+    if len(set(runs)) != len(runs) or "dp_replicate" in batch[1:]:
+        raise SpecError(
+            f"device mesh ({_described(names, grid)}): dimensions of one axis must be adjacent, dp_replicate "
+            f"outside dp_shard, or ranks would get the data of others. Outermost first they are now "
+            f"{', '.join(names[dim] for dim in outer)}; order them as pp, dp_replicate, dp_shard, cp, tp."
+        )
+    sizes = dict.fromkeys(AXES, 1)
+    for dim in wide:
+        sizes[_AXIS_OF_NAME[names[dim]]] *= grid.shape[dim]
+    of_name = dict(zip(names, grid.shape, strict=True))
+    extras = {name: int(of_name.get(name, 1)) for name in ("dp_replicate", "ep")}
+    return {**sizes, **extras, "order": _whole_order(runs)}
+
+
+def _names_and_grid(mesh: Any) -> tuple[list[str], npt.NDArray[np.int64]]:
+    inner: Any = getattr(mesh, "mesh", None)
+    named = getattr(mesh, "mesh_dim_names", None)
+    if not hasattr(inner, "tolist"):
+        raise SpecError(
+            f"from_device_mesh: {show(mesh)} is not a DeviceMesh: it has no grid of ranks, so no rank can be "
+            "assigned data. Give torch.distributed.device_mesh.init_device_mesh(...), or write "
+            "ClientPlaceTree(dp=..., tp=...)."
+        )
+    grid = np.asarray(inner.tolist(), dtype=np.int64)
+    if not named or len(named) != grid.ndim or len(set(named)) != len(named):
+        raise SpecError(
+            f"device mesh of shape {grid.shape}: mesh_dim_names is {named!r}: each of the {grid.ndim} dimensions needs "
+            "a name of its own, or it is not known which ranks share samples. Give mesh_dim_names=('dp', 'tp')."
+        )
+    for name in named:
+        if name not in _AXIS_OF_NAME:
+            raise SpecError(
+                f"device mesh: unknown dimension {name!r}; it is not known whether its ranks share samples."
+                f"{did_you_mean(name, _AXIS_OF_NAME)} Known dimensions: {', '.join(_AXIS_OF_NAME)}."
+            )
+    return list(named), grid
+
+
+def _described(names: Sequence[str], grid: npt.NDArray[np.int64]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in zip(names, grid.shape, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------------------

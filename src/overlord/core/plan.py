@@ -1,13 +1,15 @@
 """The loading plan of one step: which samples were drawn, and where each piece of them goes.
 
-A plan is a struct of arrays with a canonical form and two digests: `order` (which samples, in which
-order: mesh and strategy do not matter) and `plan` (where every piece goes).
+`LoadingPlan` is a struct of arrays with a canonical form and two digests: `order` (which samples, in which order: mesh
+and strategy do not matter) and `plan` (where every piece goes). `Share` is the part of a plan that one host needs,
+`Routing` says how encoded images reach the ranks of their tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +56,7 @@ class LoadingPlan:
     cp_sizes: Int32s | None = None
     """Hybrid data parallelism: over how many ranks each piece is spread (uniform inside a microbatch)."""
     first_ranks: Int32s | None = None
-    """The first bucket of the aligned block that shares each piece."""
+    """The first bucket of the aligned block of ranks that shares each piece."""
     counts: Int32s | None = None
     """Microbatches of each bucket where they differ; otherwise all have `num_microbatches`."""
     encoder: LoadingPlan | None = None
@@ -69,7 +72,7 @@ class LoadingPlan:
     row_tokens: int = 0
     """Tokens of a row where every piece is a row of its own; 0 where pieces are packed."""
     context_cuts: int | None = None
-    """Set where a strategy cuts samples elsewhere than at the context: how many cuts that one would have made."""
+    """Set where a strategy cuts samples elsewhere than at the context length: how many cuts the context makes."""
     tree: ClientPlaceTree | None = None
     """The mesh of the step, set when the plan is checked; see `mesh`."""
 
@@ -84,9 +87,9 @@ class LoadingPlan:
 
     @property
     def mesh(self) -> ClientPlaceTree:
-        """The mesh the plan was made for: whoever follows a plan looks at this one, for another step has another."""
+        """The mesh the plan was made for. The mesh may change between steps: use this one, not that of the launch."""
         if self.tree is None:
-            raise ValueError("this plan does not say for which mesh it was made; take it from a planner")
+            raise ValueError("this plan has no mesh; take it from a planner, or call plan.on(mesh)")
         return self.tree
 
     @property
@@ -96,12 +99,12 @@ class LoadingPlan:
 
     @cached_property
     def global_loss_tokens(self) -> int:
-        """Labels of the whole step as its samples were measured; `labels_of` counts those that are delivered."""
+        """Labels of the whole step, by the measured metadata; `labels_of` counts those that are delivered."""
         meta = self.draw.meta
         labels = int(meta["loss_tokens"].sum(dtype=np.int64))
         if self.context_cuts is None:
             return labels
-        # The draw counted the cuts that the context makes; a strategy that cuts elsewhere pays a label for each more.
+        # The metadata accounts for the cuts at the context length; every further cut of a strategy costs one label.
         return labels - (int((self._once("start") > 0).sum()) - self.context_cuts)
 
     @cached_property
@@ -113,7 +116,7 @@ class LoadingPlan:
         return found.take(np.argsort(found.sample, kind="stable"))
 
     def labels_of(self, samples: Int64s, loss: Ragged) -> Int64s:
-        """Return how many labels each of some drawn samples has where it goes, whatever was measured of it.
+        """Return how many labels each of some drawn samples has as delivered, whatever its metadata says.
 
         The first token of a piece predicts nothing, so every cut of a sample costs a label where that token counts.
 
@@ -164,7 +167,7 @@ class LoadingPlan:
 
     @cached_property
     def padded(self) -> Int64s:
-        """The length of each piece with its padding; the last of a microbatch takes what fills that up."""
+        """The length of each piece with its padding; the last piece of a microbatch also fills up `bin_multiple`."""
         if self.row_tokens:
             return np.full(len(self.pieces), self.row_tokens, np.int64)
         if self.cp_sizes is None:
@@ -227,7 +230,7 @@ class LoadingPlan:
         digest.update(f"{shape} {' '.join(self.broadcast)}".encode())
         if (self.slicing, self.bin_multiple, self.row_tokens) != ("zigzag", 1, 0):
             digest.update(f"{self.slicing} {self.bin_multiple} {self.row_tokens}".encode())
-        # Most samples are one piece, whose start and length follow from the draw; only the others are told.
+        # Most samples are one piece; its start and length follow from the draw, so only the other pieces are hashed.
         cut = np.flatnonzero((self.pieces.start > 0) | (self.pieces.length != self.drawn_lengths))
         columns = (self.pieces.sample, self.bin_offsets, cut, self.pieces.start[cut], self.pieces.length[cut])
         optional = (self.cp_sizes, self.first_ranks, self.counts)
@@ -264,21 +267,17 @@ class LoadingPlan:
         return self._revised(("buckets", "drawn_lengths", "padded"), tree=tree)
 
     def _revised(self, kept: tuple[str, ...], **changes: Any) -> LoadingPlan:
-        # What is known of 300,000 pieces is not worked out again because a scalar has changed.
+        # Derived columns (up to 300,000 pieces) stay valid when a scalar changes: keep them instead of computing again.
         plan = dataclasses.replace(self, **changes)
         plan.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
         return plan
 
     def then(self, other: LoadingPlan) -> LoadingPlan:
-        """Return the plan whose microbatches are this plan's, followed by another's for the same buckets."""
-        if (self.num_buckets, self.axis, self.pad_multiple, self.modality) != (
-            other.num_buckets,
-            other.axis,
-            other.pad_multiple,
-            other.modality,
-        ):
+        """Return a plan with the microbatches of this plan followed by those of another one for the same buckets."""
+        kind = operator.attrgetter("num_buckets", "axis", "pad_multiple", "modality")
+        if kind(self) != kind(other):
             raise PlanError(
-                f"a plan of {self.num_buckets} buckets over {self.axis} cannot go on with one of another "
+                f"a plan of {self.num_buckets} buckets over {self.axis} cannot be followed by one of another "
                 "kind; ranks would get different numbers of microbatches. Join plans of one mesh and axis."
             )
         both, counts = (self, other), (self.num_microbatches, other.num_microbatches)
@@ -313,7 +312,7 @@ def order_in_bins(places: Int64s, priority: Int64s | None = None) -> Int64s:
 
 @numba.njit(nogil=True, cache=True)
 def _count_out(places: Int64s) -> Int64s:
-    """Sort stably by counting: one pass to count, one to place, however many bins there are."""
+    """Return the stable sort order by counting sort: one pass to count, one to place, for any number of bins."""
     begin = np.zeros((places.max() if len(places) else 0) + 2, np.int64)
     for place in places:
         begin[place + 1] += 1
@@ -345,7 +344,7 @@ def lay_out(
     laid = pieces.take(order_in_bins(places) if order is None else order)
     plan = LoadingPlan(draw, laid, offsets, num_buckets, num_microbatches, pad_multiple)
     if len(pieces) == len(draw) and np.array_equal(pieces.length, draw.meta["tokens"]):
-        plan.__dict__["drawn_lengths"] = laid.length  # no sample is cut: looking each up again costs a sort's time
+        plan.__dict__["drawn_lengths"] = laid.length  # no sample is cut: a lookup would take as long as the sort
     return plan
 
 
@@ -370,11 +369,7 @@ def chain_digest(digests: Sequence[str]) -> str:
     return hashlib.blake2b("\n".join(digests).encode(), digest_size=16).hexdigest()
 
 
-# --------------------------------------------------------------------------------------------------------------
-# What one host needs of a step: the samples its ranks train on or encode, and whose media it must see.
-
-
-Bools = npt.NDArray[np.bool_]
+# The part of a step that one host needs: the samples that its ranks train on or encode.
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -382,11 +377,11 @@ class Share:
     """One host's part of a step."""
 
     samples: Bools
-    """Drawn samples whose tokens or media the host needs."""
+    """Drawn samples of which the host needs tokens or media."""
     media: Bools
-    """Those whose images and clips it needs byte by byte; of the others it learns shapes and faults."""
+    """Drawn samples of which the host needs the bytes of images and clips; of the others only shapes and bad marks."""
     whole: bool
-    """Whether all ranks are there, so that nothing need be left out."""
+    """Whether the host has all ranks, so that it needs every sample."""
 
     @classmethod
     def of(cls, plan: LoadingPlan, ranks: Collection[int]) -> Share:
@@ -420,19 +415,9 @@ class Share:
         mine = plan.draw.samples_of(payload.source)
         mine = mine if payload.chosen is None else mine[payload.chosen]
         chosen = np.flatnonzero(self.samples[mine])
-        heard = payload.media is not None and payload.media.kind == "audio"  # sounds stay with their tokens
-        part = payload.take(chosen, np.ones(len(chosen), np.bool_) if heard else self.media[mine[chosen]])
+        audio = payload.media is not None and payload.media.kind == "audio"  # sounds stay with their tokens
+        part = payload.take(chosen, np.ones(len(chosen), np.bool_) if audio else self.media[mine[chosen]])
         return part if payload.chosen is None else replace(part, chosen=payload.chosen[chosen])
-
-
-def with_labels(plan: LoadingPlan, payload: Payload) -> Payload:
-    """Return a payload as it leaves its loader, with the labels that its samples have by the plan."""
-    mine = plan.draw.samples_of(payload.source).astype(np.int64)
-    labels = plan.labels_of(mine if payload.chosen is None else mine[payload.chosen], payload.loss)
-    if payload.media is not None:  # a medium that does not decode silences all of its sample
-        labels[np.repeat(np.arange(len(labels)), np.diff(payload.media.rows))[payload.media.bad]] = 0
-    late = payload.media is not None and payload.media.encoded and len(payload.media.start) > 0
-    return replace(payload, labels=int(labels.sum()), late=late)
 
 
 def _of_bucket(plan: LoadingPlan, bucket: int) -> npt.NDArray[np.int32]:
@@ -440,23 +425,31 @@ def _of_bucket(plan: LoadingPlan, bucket: int) -> npt.NDArray[np.int32]:
     return plan.pieces.sample[int(first) : int(stop)]
 
 
-def known_early(plan: LoadingPlan) -> Bools:
-    """Return the drawn samples of which it must be known at once whether their media decode.
+def with_labels(plan: LoadingPlan, payload: Payload) -> Payload:
+    """Return a payload as it leaves its loader, with the labels that its samples have by the plan."""
+    mine = plan.draw.samples_of(payload.source).astype(np.int64)
+    labels = plan.labels_of(mine if payload.chosen is None else mine[payload.chosen], payload.loss)
+    if payload.media is not None:  # an item that cannot be decoded masks its whole sample
+        labels[np.repeat(np.arange(len(labels)), np.diff(payload.media.rows))[payload.media.bad]] = 0
+    late = payload.media is not None and payload.media.encoded and len(payload.media.start) > 0
+    return replace(payload, labels=int(labels.sum()), late=late)
 
-    That is where images are encoded elsewhere than where their tokens are, and where a sample is cut into pieces: a
-    broken image must silence all of its sample, wherever that goes. Other media can be opened when they are packed.
+
+def known_early(plan: LoadingPlan) -> Bools:
+    """Return the drawn samples of which the loader must decode the media to know whether they are bad.
+
+    A bad image masks the loss of its whole sample. Where images are encoded on other ranks than their tokens, or a
+    sample is cut into pieces, several hosts must know that. Other media are decoded when they are packed.
     """
     early = np.full(len(plan.draw), plan.encoder is not None)
     early[plan.pieces.sample[plan.pieces.start > 0]] = True
     return early
 
 
-# --------------------------------------------------------------------------------------------------------------
-# How encoded images travel from the ranks that encode them to the ranks that hold their tokens.
-#
-# A route is a run of tokens of one image that goes from one rank to another in one piece. Routes are
-# columns sorted by (sender, receiver, microbatch, position): the order in which a sender concatenates
-# what it sends, and the same arithmetic on every rank. The backward pass swaps senders and receivers.
+# Routing: how encoded images get from the ranks that encode them to the ranks that hold their tokens. A route is a run
+# of tokens of one image that goes from one rank to another. Routes are columns sorted by (sender, receiver, microbatch,
+# position): the order in which a sender concatenates what it sends, computed the same way on every rank. The backward
+# pass swaps senders and receivers.
 
 
 @dataclass(frozen=True, eq=False)
@@ -469,7 +462,7 @@ class Routing:
     microbatch: Int32s
     """The backbone microbatch that needs the tokens."""
     position: Int32s
-    """Where the first token of the run stands in the receiver's sequence of that microbatch."""
+    """The position of the first token of the run in the receiver's sequence of that microbatch."""
     length: Int32s
     """Tokens of the run."""
     sample: Int32s
@@ -481,7 +474,7 @@ class Routing:
     heads: Int64s
     """[bucket, cp]: the ranks of the first pipeline stage that hold the tokens (the first of each TP group)."""
     images: tuple[Int64s, Int64s]
-    """Patches of all images (or runs of one) in the order in which ranks encode them, and where each rank begins."""
+    """Patches of each image (or run of one) in encoding order, and the first image of each rank."""
 
     @cached_property
     def _sender_offsets(self) -> Int64s:
@@ -533,7 +526,7 @@ class Routing:
         return expand_ranges(self.row[mine].astype(np.int64), self.length[mine].astype(np.int64))
 
     def arrivals(self, rank: int, microbatch: int) -> tuple[Int64s, Int64s]:
-        """Return where a microbatch's image tokens stand in the rank's sequence, and their rows among all it received.
+        """Return the positions of a microbatch's image tokens in the rank's sequence, and their rows as received.
 
         So `embeddings[positions] = received[rows]` puts every image in its place.
         """

@@ -1,7 +1,7 @@
-"""A plan as one block of bytes: made once a step, from which every role cuts its part without copying.
+"""Plans as bytes: encoded once per step; every role reads its part without copying.
 
-The block is a JSON head (names, numbers, where each column lies) and the columns behind it. Reading it
-back makes views into the block, so a loader or a constructor pays for the part it looks at.
+A block is a JSON header (names, numbers, the offset of each column) followed by the aligned columns. Decoding makes
+views into the block, so a loader or a constructor touches only the part it uses.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def plan_from_bytes(blob: bytes | memoryview) -> LoadingPlan:
         scalars["mixture_version"],
         arrays.get("items"),
     )
-    # What was computed once is not computed again: the parts must cost what they hold.
+    # Digests and indices travel with the plan: a role that needs only a part must not compute them again.
     draw.__dict__.update(digest=scalars["order_digest"], by_source=(arrays["by_source"], arrays["source_offsets"]))
     plan = _plan_of(draw, scalars["plan"], "", arrays)
     if "encoder" in scalars:
@@ -127,7 +127,7 @@ def _write(scalars: dict[str, Any], arrays: Arrays) -> memoryview:
     head = json.dumps({"version": BLOB_VERSION, "arrays": table, **scalars}).encode()
     lead = MAGIC + struct.pack("<Q", len(head)) + head
     begin = -(-len(lead) // _ALIGN) * _ALIGN
-    # numpy's memory comes in huge pages: joining into a fresh `bytes` spends four times the copy on page faults.
+    # numpy allocates in huge pages; joining into a new `bytes` spends four times the copy on page faults.
     blob = np.empty(begin + at, np.uint8)
     blob[: len(lead)] = np.frombuffer(lead, np.uint8)
     for name, array in arrays.items():

@@ -108,7 +108,7 @@ class Ragged:
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
         """Join ragged arrays of one dtype row-wise."""
-        # What came from another host is read-only, for which kernels would have to be compiled again.
+        # Arrays from another host are read-only; numba would compile the kernels a second time for them.
         if len(parts) == 1 and parts[0].offsets[0] == 0 and parts[0].values.flags.writeable:
             return parts[0]
         values = [p.values[p.offsets[0] : p.offsets[-1]] for p in parts]
@@ -143,18 +143,18 @@ def expand_ranges(starts: npt.NDArray[np.integer], lengths: npt.NDArray[np.integ
 
 
 BAD_COLUMN = "__bad__"
-"""An int16 column that every reader adds: 0 for a sound row, else why its bytes make no sense: `NOT_PARSED`,
-`no_value(k)` or `other_kind(k)`, where k counts the columns that were asked for."""
+"""An int16 column that every reader adds: 0 for a good row, else why it is bad: `NOT_PARSED`, `no_value(k)` or
+`other_kind(k)`, where k counts the requested columns."""
 NOT_PARSED = 1
 
 
 def no_value(column: int) -> int:
-    """Return the mark in `BAD_COLUMN` of a row whose k-th column is missing or null."""
+    """Return the mark in `BAD_COLUMN` of a row where the k-th column is missing or null."""
     return 2 + 2 * column
 
 
 def other_kind(column: int) -> int:
-    """Return the mark in `BAD_COLUMN` of a row whose k-th column does not hold what the column of the source holds."""
+    """Return the mark in `BAD_COLUMN` of a row where the k-th column has another type than the source's column."""
     return 3 + 2 * column
 
 

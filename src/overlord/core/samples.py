@@ -1,4 +1,4 @@
-"""Samples: who they are (SampleId), what is known of them before they are decoded (META), where they lie (Cursor).
+"""Samples: their ids (SampleId), their metadata before decoding (META), positions in a source (Cursor, Part), seeds.
 
 Metadata is one structured array per source or step, never an object per sample.
 """
@@ -6,16 +6,111 @@ Metadata is one structured array per source or step, never an object per sample.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-# --------------------------------------------------------------------------------------------------------------
-# The only source of randomness: keys derived from the job's seed, and permutations under a key.
-#
-# numpy's generators may change between versions, so the stream does not depend on them: a
-# permutation is the sort order of a bijective 64-bit hash, the same on every machine for ever.
+FILE_SHIFT = 32
+"""A row number is file << 32 | row in the file: unique in its source, and the plain row for one file."""
+META = np.dtype(
+    [
+        ("epoch", "<i4"),
+        ("flags", "<i4"),
+        ("group", "<i8"),
+        ("offset", "<i8"),
+        ("row", "<i8"),
+        ("tokens", "<i4"),  # delivered tokens, after the overlength policy
+        ("loss_tokens", "<i4"),
+        ("image_tokens", "<i4"),
+        ("images", "<i4"),
+        ("bytes", "<i8"),
+        ("items", "<i8"),  # 1 + the first row of its images in `Draw.items`; 0: at most one image, at the beginning
+    ]
+)
+MetaArray = npt.NDArray[Any]
+"""A one-dimensional array of dtype META."""
+BAD = 1
+"""Its bytes were read and cannot be decoded: a stand-in is delivered."""
+ENDS_EPOCH = 2
+"""The last row of its source in this epoch."""
+SKIP = 4
+"""Never drawn: filtered out, or dropped by the overlength policy."""
+OVERLONG = 8
+"""Longer than the context under overlength="error"."""
+PLAIN = 16
+"""Every token but the first of a piece counts in the loss, so that a cut costs exactly one label."""
+
+
+class SampleId(NamedTuple):
+    """One sample of one epoch.
+
+    Example:
+        >>> str(SampleId("web", (2 << 32) + 7, 0))
+        'web:2:7@0'
+    """
+
+    source: str
+    row: int
+    epoch: int
+
+    @property
+    def file(self) -> int:
+        """Which file of the source (in sorted order) holds the row."""
+        return self.row >> FILE_SHIFT
+
+    @property
+    def row_in_file(self) -> int:
+        """The row inside its file."""
+        return self.row & ((1 << FILE_SHIFT) - 1)
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.file}:{self.row_in_file}@{self.epoch}"
+
+
+class Cursor(NamedTuple):
+    """A position in a source's order; the sample at it has not been taken yet."""
+
+    epoch: int
+    group: int
+    offset: int
+
+
+class Part(NamedTuple):
+    """The groups of a source's order that one of several loader hosts owns: every `of`-th, from the `number`-th on."""
+
+    number: int = 0
+    of: int = 1
+
+    def has(self, group: int) -> bool:
+        """Whether a group is among them.
+
+        Example:
+            >>> [group for group in range(7) if Part(1, 3).has(group)]
+            [1, 4]
+        """
+        return max(group, 0) % self.of == self.number
+
+    def rows(self, meta: MetaArray) -> npt.NDArray[np.int64]:
+        """Return which of some samples are in these groups."""
+        return np.flatnonzero(np.maximum(meta["group"], 0) % self.of == self.number)
+
+
+WHOLE = Part()
+"""All of a source."""
+
+
+def take_meta(meta: MetaArray, rows: npt.NDArray[np.integer]) -> MetaArray:
+    """Return some rows of an array of dtype META.
+
+    Rows are moved as whole words: numpy's own indexing copies a record field by field, several times as slow.
+    """
+    words = np.ascontiguousarray(meta).view(np.int64).reshape(len(meta), -1)
+    return words.take(rows, axis=0).view(META).reshape(-1)
+
+
+# Keys and permutations, the only source of randomness. numpy's generators may change between versions, so a
+# permutation is the sort order of a bijective 64-bit hash of its key: the same on every machine and version.
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -53,174 +148,3 @@ def permutation(key: int, count: int) -> npt.NDArray[np.int64]:
         [0, 1, 2, 3]
     """
     return np.argsort(hash64(key, np.arange(count)), kind="stable")
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
-FILE_SHIFT = 32
-"""A row number is file << 32 | row in the file: unique in its source, and the plain row for one file."""
-
-META = np.dtype(
-    [
-        ("epoch", "<i4"),
-        ("flags", "<i4"),
-        ("group", "<i8"),
-        ("offset", "<i8"),
-        ("row", "<i8"),
-        ("tokens", "<i4"),  # delivered tokens, after the overlength policy
-        ("loss_tokens", "<i4"),
-        ("image_tokens", "<i4"),
-        ("images", "<i4"),
-        ("bytes", "<i8"),
-        ("items", "<i8"),  # its images, as 1 + their first row in the table beside the metadata; 0: one image, in front
-    ]
-)
-
-MetaArray = npt.NDArray[Any]
-"""A one-dimensional array of dtype META."""
-
-BAD = 1
-"""Bytes were read and make no sense: a stand-in is delivered."""
-ENDS_EPOCH = 2
-"""The last row of its source in this epoch."""
-SKIP = 4
-"""Never drawn: filtered out, or dropped by the overlength policy."""
-OVERLONG = 8
-"""Longer than the context under overlength="error"."""
-PLAIN = 16
-"""Every token but the first of a piece counts in the loss, so that a cut costs exactly one label."""
-
-
-def take_meta(meta: MetaArray, rows: npt.NDArray[np.integer]) -> MetaArray:
-    """Return some rows of an array of dtype META.
-
-    Rows are moved as whole words: numpy's own indexing copies a record field by field, several times as slow.
-    """
-    words = np.ascontiguousarray(meta).view(np.int64).reshape(len(meta), -1)
-    return words.take(rows, axis=0).view(META).reshape(-1)
-
-
-class SampleId(NamedTuple):
-    """One sample of one epoch.
-
-    Example:
-        >>> str(SampleId("web", (2 << 32) + 7, 0))
-        'web:2:7@0'
-    """
-
-    source: str
-    row: int
-    epoch: int
-
-    @property
-    def file(self) -> int:
-        """Which file of the source (in sorted order) holds the row."""
-        return self.row >> FILE_SHIFT
-
-    @property
-    def row_in_file(self) -> int:
-        """The row inside its file."""
-        return self.row & ((1 << FILE_SHIFT) - 1)
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.file}:{self.row_in_file}@{self.epoch}"
-
-
-class Cursor(NamedTuple):
-    """A position in a source's order; the sample at it has not been taken yet."""
-
-    epoch: int
-    group: int
-    offset: int
-
-
-class Spans(Protocol):
-    """Stretches of tokens inside samples."""
-
-    @property
-    def sample(self) -> npt.NDArray[np.int32]:
-        """The sample of each."""
-        ...
-
-    @property
-    def start(self) -> npt.NDArray[np.int32]:
-        """Its first token."""
-        ...
-
-    @property
-    def length(self) -> npt.NDArray[np.int32]:
-        """Its tokens."""
-        ...
-
-
-def apply_overlength(
-    tokens: npt.NDArray[np.integer],
-    items: Spans | None,
-    context_length: int,
-    policy: str,
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return (delivered tokens, flags) of samples with these raw lengths.
-
-    An image, clip or sound is never cut: a sample with one longer than the context is skipped, and one that would be
-    cut in the middle is left out with all that follows it.
-
-    Args:
-        tokens: Raw lengths.
-        items: Every image, clip and sound with the tokens that go with it; None where there are none.
-        context_length: Most tokens of a piece.
-        policy: "truncate", "split", "drop" or "error".
-
-    Example:
-        >>> apply_overlength(np.array([5, 12]), None, 8, "truncate")[0].tolist()
-        [5, 8]
-        >>> from overlord.core.draw import Pieces
-        >>> image = Pieces(np.array([0]), np.array([6]), np.array([4]))
-        >>> apply_overlength(np.array([12]), image, 8, "truncate")[0].tolist()
-        [6]
-    """
-    over = tokens > context_length
-    flags = np.zeros(len(tokens), np.int32)
-    delivered = tokens.astype(np.int64)
-    if policy == "truncate":
-        delivered = np.minimum(delivered, context_length)
-    elif policy == "drop":
-        flags[over] |= SKIP
-    if items is not None:
-        row, start, length = (column.astype(np.int64) for column in (items.sample, items.start, items.length))
-        flags[row[length > context_length]] |= SKIP
-        hit = (start < delivered[row]) & (delivered[row] < start + length)
-        np.minimum.at(delivered, row[hit], start[hit])
-        flags[delivered < 1] |= SKIP
-        delivered = np.maximum(delivered, 1)
-    if policy == "error":
-        flags = np.where(over, OVERLONG, 0).astype(np.int32)
-    return delivered.astype(np.int32), flags
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Data parallelism of loaders: the groups of a source's order, dealt to several loader hosts.
-
-
-class Part(NamedTuple):
-    """The groups of a source's order that one of several hosts has: each `of`-th, from the `number`-th on."""
-
-    number: int = 0
-    of: int = 1
-
-    def has(self, group: int) -> bool:
-        """Whether a group is among them.
-
-        Example:
-            >>> [group for group in range(7) if Part(1, 3).has(group)]
-            [1, 4]
-        """
-        return max(group, 0) % self.of == self.number
-
-    def rows(self, meta: MetaArray) -> npt.NDArray[np.int64]:
-        """Return which of some samples are in these groups."""
-        return np.flatnonzero(np.maximum(meta["group"], 0) % self.of == self.number)
-
-
-WHOLE = Part()
-"""All of a source."""

@@ -1,6 +1,6 @@
-"""How a wrong job is told to the user: a line for each mistake, the field first, never a pydantic dump.
+"""Error messages for a wrong job: one line per mistake, the field first, never a pydantic dump.
 
-No pydantic here: `explain` takes the plain list of problems that pydantic's errors() returns.
+pydantic is not imported: `explain` takes the list of problems that pydantic's errors() returns.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from numbers import Integral
 from typing import Any, TypeGuard, cast
 
 Loc = tuple[Any, ...]
-"""Where a value stands: keys and list positions from the outermost mapping inwards."""
+"""The path of a value: keys and list positions from the outermost mapping inwards."""
 
 Locate = Callable[[Loc], str]
-"""Tells where in a file a value stands, such as 'job.yaml:12'."""
+"""Returns the file and line of a value, such as 'job.yaml:12'."""
 
 _SECRET_FIELDS = {"storage_options", "store_options"}  # their values may be passwords: never shown in a message
 
 MOST_PROBLEMS = 20
-"""Problems of one spec that are told at once."""
+"""Problems of one spec that are shown, at most."""
 
 _PLAIN_TEXT = {
     "string_type": "this must be text; put it in quotes",
@@ -51,7 +51,7 @@ class Fault(ValueError):
 
 
 def conflict(text: str, *at: Any) -> Fault:
-    """Return a fault of fields that do not go together; the text itself names the values."""
+    """Return a fault for fields that contradict each other; the text itself names the values."""
     return Fault(text, at=at, show_value=False)
 
 
@@ -87,7 +87,7 @@ def list_some(words: Sequence[str], limit: int = 12) -> str:
 
 
 def path_of(loc: Loc) -> str:
-    """Return a location the way one writes it in Python.
+    """Return a location as a Python expression.
 
     Example:
         >>> path_of(("sources", 3, "weight"))
@@ -111,8 +111,8 @@ def explain(problems: Sequence[Mapping[str, Any]], data: object, *, title: str, 
     Args:
         problems: What pydantic's errors() returned.
         data: What the user gave; a source is named from it.
-        title: What stands before the first field when there is no file, such as "Job".
-        locate: Where in a file a field stands.
+        title: The prefix of a line when there is no file, such as "Job".
+        locate: Returns the file and line of a field.
     """
     lines: dict[str, None] = {}
     for problem in problems:
@@ -157,7 +157,7 @@ def _plain_text(problem: Mapping[str, Any]) -> str:
 
 
 def _source_of(loc: Loc, data: object) -> str:
-    """Name the source a problem is in: nobody counts to sources[217]."""
+    """Return the name of the source with the problem: an index such as sources[217] is hard to find in a file."""
     if len(loc) < 2 or loc[0] != "sources":
         return ""
     source = follow(data, loc[:2])

@@ -1,6 +1,6 @@
 """Which keys of a batch a pipeline stage needs: the first embeds, the last computes the loss.
 
-Apart from `transforms.per_rank`, because a trainer's process asks this too, and loads no kernels for it.
+Separate from `transforms.per_rank` because trainer processes import it, and must not load numba.
 """
 
 from __future__ import annotations

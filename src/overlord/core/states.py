@@ -1,11 +1,11 @@
 """The state of a stream: what a checkpoint holds. Small, JSON, versioned, keyed by source name, no rank in it.
 
 Rules of this file:
-1. A state says where the stream stands before a step; nothing in it depends on ranks, loaders or time.
+1. A state describes the stream before a step; nothing in it depends on ranks, loaders or time.
 2. A state carries the parts of its stream fingerprint, so that a refusal can say what differs.
 3. A source keeps its number for as long as its stream lives: numbers decide ties in the draw.
-4. A state carries a checksum of its content. It is checked where a state is given to a launch; inside, states are
-   changed (reconciled with another job, say), and nothing looks at it.
+4. A state carries a checksum of its content. It is checked when a state is given to a launch. Inside the service
+   states are edited (for example reconciled with another job) and the checksum is ignored.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _RANGES = {"epoch": (0, (1 << 31) - 1), "group": (BEGIN, _MOST), "deficit": (-_M
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """Where every source stands before `step`: parallel arrays over the job's sources."""
+    """The position of every source before `step`: parallel arrays over the job's sources."""
 
     step: int
     epoch: Int64s
     group: Int64s
     offset: Int64s
     deficit: Int64s
-    """Fixed-point share that the source is owed (drawing.SCALE is one sample or token)."""
+    """What the source is owed, in fixed point (drawing.SCALE is one sample or token)."""
     samples: Int64s
     """Drawn since the beginning."""
     tokens: Int64s
     skipped: Int64s
-    """Passed over since the beginning: filters and overlength drops."""
+    """Rows skipped since the beginning by filters and overlength drops."""
     passed: Int64s
     """Rows passed in the current epoch, drawn or skipped."""
     epoch_rows: Int64s
@@ -59,7 +59,7 @@ class StreamState:
     finished: Int64s
     """1 when the source has left the mixture."""
     mixer: Mapping[str, Any] | None = None
-    """What a mixture that learns, or was changed, has come to; JSON."""
+    """The state of a mixture that learns, or was changed while running; JSON."""
 
     @classmethod
     def begin(cls, num_sources: int) -> StreamState:
@@ -79,11 +79,11 @@ class StreamState:
         return _COLUMNS
 
     def cursor(self, source: int) -> Cursor:
-        """Return where one source stands."""
+        """Return the cursor of one source."""
         return Cursor(int(self.epoch[source]), int(self.group[source]), int(self.offset[source]))
 
     def grown(self, num_sources: int) -> StreamState:
-        """Return the state with rows of further sources behind its own: they stand at their beginning, owed nothing."""
+        """Return the state extended by further sources, each at its beginning and owed nothing."""
         more = num_sources - len(self.epoch)
         if not more:
             return self
@@ -92,7 +92,7 @@ class StreamState:
         return StreamState.of(self.step, columns, self.mixer)
 
     def copy(self) -> StreamState:
-        """Return a copy whose arrays may be changed."""
+        """Return a copy with writable arrays of its own."""
         return StreamState.of(self.step, [getattr(self, name).copy() for name in _COLUMNS], self.mixer)
 
     def to_json(
@@ -105,7 +105,7 @@ class StreamState:
     ) -> dict[str, Any]:
         """Return the state as a JSON-able dictionary.
 
-        Most streams have no verdicts, and their sources are numbered by name: then it has no word of either.
+        "verdicts" is left out when there are none, "order" when the sources are numbered by name.
         """
         table = np.stack([getattr(self, name) for name in _COLUMNS], axis=1).tolist()
         state = {
@@ -119,7 +119,7 @@ class StreamState:
             "mixer": self.mixer,
         }
         if list(names) != sorted(names):
-            state["order"] = list(names)  # whoever writes the state may sort its keys
+            state["order"] = list(names)  # a JSON writer may sort the keys of "sources"
         return sealed({**state, "verdicts": dict(verdicts)} if verdicts else state)
 
     @classmethod
@@ -158,7 +158,7 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_seal(state: Mapping[str, Any]) -> None:
-    """Raise StateError for what is not a state as a stream wrote it: of another version, or edited."""
+    """Raise StateError for anything but an unedited state of this version."""
     _check_version(state)
     if "checksum" not in state:
         raise _no_state("checksum")
@@ -173,7 +173,7 @@ def check_seal(state: Mapping[str, Any]) -> None:
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
-    # There and back first: keys that are numbers become text, and are sorted as text.
+    # A round trip first: keys that are numbers become strings, and must be sorted as strings.
     plain = json.loads(json.dumps({key: value for key, value in state.items() if key != "checksum"}))
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -190,7 +190,7 @@ def _check_version(state: Mapping[str, Any]) -> None:
 
 
 def check_form(state: Mapping[str, Any]) -> None:
-    """Raise StateError for what is not a state of this version, whichever job it is of."""
+    """Raise StateError for anything that is not a well-formed state of this version, of any job."""
     _check_version(state)
     for key in ("step", "fingerprint", "sources", "reports", "changes", "mixer"):
         if key not in state:
@@ -227,7 +227,7 @@ def names_of(state: Mapping[str, Any]) -> list[str]:
 
 
 def restricted_parts(parts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the parts of a fingerprint as they are of some of the sources alone."""
+    """Return a fingerprint restricted to some of the sources."""
     known = set(names)
     found = {**parts, **{key: {n: v for n, v in parts[key].items() if n in known} for key in ("weights", "sources")}}
     if "sequence" in parts["mixture"]:
@@ -263,7 +263,7 @@ def _damaged(what: str) -> StateError:
 
 
 def describe_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Say in words what differs between two fingerprints.
+    """Describe the differences between two fingerprints.
 
     Example:
         >>> describe_differences({"seed": 0}, {"seed": 1})

@@ -10,8 +10,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from overlord.core.spec_errors import list_some
 from overlord.core.states import StreamState, check_form, names_of
@@ -38,6 +38,41 @@ def number_names(names: Sequence[str], state: Mapping[str, Any] | None, *, keep_
     known = [name for name in (names_of(state) if state is not None else ()) if name in names]
     new = [name for name in names if name not in known]
     return known + (new if keep_order else sorted(new))
+
+
+class Joining(NamedTuple):
+    """A source that joins the mixture in force."""
+
+    name: str
+    weight: float | None
+    """Against the weights of the others; None for the mean of those that have one."""
+    others: Sequence[str]
+    """The sources that are in the mixture at that step."""
+
+
+def mixtures_over(
+    own: Mixture, changes: Iterable[tuple[int, Mixture | Joining]], base: Mapping[str, float]
+) -> list[tuple[int, Mixture]]:
+    """Return from which step on each mixture is in force, in order; the first one, from -1 on, is the job's own.
+
+    Args:
+        own: The job's mixture.
+        changes: (step, a mixture that is set or a source that joins), in the order of the calls. At one step mixtures
+            take effect before sources that join.
+        base: The weights given with the sources.
+    """
+    found = [(-1, own)]
+    for at, change in sorted(changes, key=_turn):
+        if isinstance(change, Joining):
+            change = found[-1][1].with_source(change.name, change.weight, at, change.others, base)
+        if found[-1][0] == at:
+            found.pop()
+        found.append((at, change))
+    return found
+
+
+def _turn(change: tuple[int, Mixture | Joining]) -> tuple[int, bool]:
+    return change[0], isinstance(change[1], Joining)
 
 
 def reconcile_state(state: Mapping[str, Any], parts: Mapping[str, Any], how: Reconcile) -> Mapping[str, Any]:
@@ -143,31 +178,29 @@ def _in_force(state: Mapping[str, Any], old: Mapping[str, Any]) -> Mixture | Non
         StateError: The log of changes is damaged.
     """
     due = [change for change in state["changes"] if change["at"] <= state["step"]]
-    moving = [change for change in due if "mixture" in change or ("add" in change and change.get("joins", True))]
-    if not moving:
-        return None
-    known, fresh = names_of(state), {change["add"].get("name") for change in due if "add" in change}
-    there = [name for name in known if name not in fresh]
-    beside = old.get("weights") or dict.fromkeys(known, 1.0)
+    known, added = names_of(state), {change["add"].get("name") for change in due if "add" in change}
+    before = [name for name in known if name not in added]
+    changes: list[tuple[int, Mixture | Joining]] = []
     try:
-        now: Mixture | None = None
-        for change in sorted(moving, key=lambda change: (change["at"], "add" in change)):
-            if "mixture" in change:
-                now = Mixture.from_mapping(change["mixture"])
-                continue
-            if now is None:
-                own = {key: value for key, value in old.get("mixture", {}).items() if key != "sequence"}
-                now = Mixture.from_mapping({key: value for key, value in own.items() if value is not None})
+        changes += [(change["at"], Mixture.from_mapping(change["mixture"])) for change in due if "mixture" in change]
+        joining = [change for change in due if "add" in change and change.get("joins", True)]
+        for change in sorted(joining, key=lambda change: change["at"]):
             gone = {one.get("remove") for one in due if one["at"] <= change["at"]}
-            others = [name for name in there if name not in gone]
-            now = now.with_source(change["add"]["name"], change["weight"], change["at"], others, beside)
-            there.append(change["add"]["name"])
+            others = [name for name in before if name not in gone]
+            changes.append((change["at"], Joining(change["add"]["name"], change["weight"], others)))
+            before.append(change["add"]["name"])
+        if not changes:
+            return None
+        own = Mixture()
+        if isinstance(min(changes, key=_turn)[1], Joining):  # only then does the job's own mixture matter
+            given = {key: value for key, value in old.get("mixture", {}).items() if key != "sequence"}
+            own = Mixture.from_mapping({key: value for key, value in given.items() if value is not None})
+        return mixtures_over(own, changes, old.get("weights") or dict.fromkeys(known, 1.0))[-1][1]
     except (SpecError, KeyError, TypeError, ValueError) as error:
         raise StateError(
             f"the state is damaged: the mixture that it set cannot be read ({error}); the weights would go on "
             "differently. Use an undamaged state, as client.state_dict() returned it."
         ) from None
-    return now
 
 
 def _without(change: Mapping[str, Any], gone: Collection[str]) -> Mapping[str, Any] | None:

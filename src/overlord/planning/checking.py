@@ -1,4 +1,4 @@
-"""Holds a plan against its draw: nothing lost, nothing doubled, nothing too large. For every plan, whoever made it."""
+"""Checks a plan against its draw: nothing lost, duplicated or too large. Every plan is checked, of any strategy."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class _Wrong(Exception):
 
 
 def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
-    """Call a strategy, check what it returns, and say in it which mesh it is for.
+    """Call a strategy, check the plan that it returns, and set the plan's mesh.
 
     Raises:
-        PlanError: when the strategy fails, or loses, doubles or overfills something.
+        PlanError: when the strategy fails, or its plan loses, duplicates or overfills something.
     """
     name = getattr(strategy, "__name__", type(strategy).__name__)
     try:
@@ -44,9 +44,9 @@ def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> L
         plan = _counted(_joined(made, name, tree, buffer.limits.patches_per_token), buffer)
     except OverlordError:
         raise
-    except (Exception, SystemExit) as error:  # the border to the user's code
+    except (Exception, SystemExit) as error:  # code of the user may raise anything
         raise PlanError(
-            f"the strategy {name} failed at step {buffer.step}: {type(error).__name__}: {error}{_where(error)}. Mend "
+            f"the strategy {name} failed at step {buffer.step}: {type(error).__name__}: {error}{_where(error)}. Fix "
             "it (runtime='inline' shows the whole traceback), or launch with one of ol.strategies."
         ) from error
     check_plan(plan, buffer, tree, name)
@@ -54,7 +54,7 @@ def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> L
 
 
 def _counted(plan: LoadingPlan, buffer: Buffer) -> LoadingPlan:
-    """Let a plan that cuts samples know how many cuts the draw has counted on: each further one costs a label."""
+    """Set `context_cuts` in a plan that cuts samples: the metadata accounts for these, a further cut costs a label."""
     if not isinstance(plan.pieces, Pieces) or not len(plan.pieces) or not plan.pieces.start.any():
         return plan
     return dataclasses.replace(plan, context_cuts=len(context_pieces(buffer)) - len(buffer))
@@ -107,7 +107,7 @@ def _joined(made: Any, name: str, tree: ClientPlaceTree, patches: int) -> Loadin
 
 
 def _check_form(plan: LoadingPlan) -> None:
-    """Types, shapes and offsets: what a kernel would trip over."""
+    """Check types, shapes and offsets, so that no kernel reads outside its arrays."""
     remedy = "Make plans by graph.plan() or ol.plan_raw()"
     for number in (plan.num_buckets, plan.num_microbatches, plan.pad_multiple):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -147,8 +147,10 @@ def _check_mesh(plan: LoadingPlan, tree: ClientPlaceTree, limits: Limits) -> Non
             raise _Wrong(f"broadcast along {axis!r} would leave ranks without their samples", "Broadcast along TP")
     shape = {"slicing": "zigzag", "bin_multiple": 1, "row_tokens": 0} | shape_of(limits, tree, plan.axis)
     if {name: getattr(plan, name) for name in shape} != shape:
-        raise _Wrong("its microbatches have another shape than the layout asks for", "Make plans by graph.plan() or "
-                     "ol.plan_raw()")  # fmt: skip
+        raise _Wrong(
+            "its microbatches have another shape than the layout asks for",
+            "Make plans by graph.plan() or ol.plan_raw()",
+        )
     zigzag = plan.slicing == "zigzag" and not plan.row_tokens
     if zigzag and plan.axis != "CP" and tree.cp > 1 and plan.pad_multiple % (2 * tree.cp):
         raise _Wrong(
@@ -163,8 +165,10 @@ def _check_mesh(plan: LoadingPlan, tree: ClientPlaceTree, limits: Limits) -> Non
             f"Use a multiple of {multiple}",
         )
     if tree.is_lockstep and plan.counts is not None and len(set(plan.counts.tolist())) > 1:
-        raise _Wrong("its ranks have different numbers of microbatches, and expert parallelism waits for all",
-                     "Use equal_counts=True")  # fmt: skip
+        raise _Wrong(
+            "its ranks have different numbers of microbatches, and expert parallelism waits for all",
+            "Use equal_counts=True",
+        )
 
 
 def _check_pieces(plan: LoadingPlan, wanted: Any, buffer: Buffer) -> None:
@@ -181,8 +185,8 @@ def _check_pieces(plan: LoadingPlan, wanted: Any, buffer: Buffer) -> None:
             "Cut samples as DGraph.from_buffer does",
         )
     if len(plan.pieces) == len(wanted) and _each_once(plan):
-        return  # no sample is cut, as in most steps: much cheaper to see
-    # Sums give away every loss and double; pieces that overlap and still sum up are found by sorting.
+        return  # no sample is cut, as in most steps: this check is much cheaper
+    # Sums of lengths show lost and duplicated tokens. Pieces that overlap and still sum up are found by sorting.
     got = np.bincount(sample, length, len(wanted)).astype(np.int64)
     differing = np.flatnonzero(got != wanted)
     if len(differing):
@@ -205,7 +209,7 @@ def _check_pieces(plan: LoadingPlan, wanted: Any, buffer: Buffer) -> None:
 
 
 def _check_cuts(sample: Any, start: Any, buffer: Buffer) -> None:
-    """Refuse cuts elsewhere than at the context, but for samples where every cut costs exactly one label."""
+    """Refuse cuts elsewhere than at the context length, except in PLAIN samples: there a cut costs one label."""
     cut = start > 0
     if not cut.any():
         return
@@ -216,8 +220,8 @@ def _check_cuts(sample: Any, start: Any, buffer: Buffer) -> None:
     if len(wrong):
         raise _Wrong(
             f"it cuts {buffer.draw.sample_id(int(wrong[0]))} elsewhere than at the context length, and that sample has "
-            "images or a loss mask, so that nobody knows how many labels are left",
-            "Cut only samples whose meta['flags'] have PLAIN",
+            "images or a loss mask, so that the number of labels left is unknown",
+            "Cut only samples that have PLAIN in meta['flags']",
         )
 
 
@@ -228,7 +232,7 @@ def _each_once(plan: LoadingPlan) -> bool:
 
 
 def _check_blocks(plan: LoadingPlan) -> None:
-    """Hybrid data parallelism: aligned blocks of 1, 2, 4, .. ranks that all list the same pieces."""
+    """Check hybrid data parallelism: aligned blocks of 1, 2, 4, .. ranks, all with the same pieces."""
     remedy = "Make such plans by distribute(axis='CP') and balance()"
     if plan.axis != "CP" or plan.cp_sizes is None or plan.first_ranks is None:
         raise _Wrong("cp_sizes and first_ranks belong together, and to a plan over CP", remedy)
@@ -241,7 +245,7 @@ def _check_blocks(plan: LoadingPlan) -> None:
     begin = plan.bin_offsets[bins]
     if bool((size != size[begin]).any() or (first != first[begin]).any()):
         raise _Wrong("a microbatch mixes blocks", remedy)
-    # The k-th bin content of every rank of a block must be that of its first rank.
+    # Every rank of a block must have the same pieces in its k-th bin as the first rank of the block.
     microbatch, place = bins % plan.num_microbatches, np.arange(len(bins)) - begin
     leader = plan.bin_offsets[first * plan.num_microbatches + microbatch] + place
     sizes = np.diff(plan.bin_offsets)

@@ -1,9 +1,9 @@
 """DGraph: the paper's dataflow graph (section 4). Samples of one step, from their sources to the ranks.
 
 Rules of this file:
-1. A graph is never changed: every primitive returns a new one, and `edges` tells how it came about.
+1. A graph is immutable: every primitive returns a new one, and `edges` lists the primitives that made it.
 2. It is columnar: a state of all samples is one array; there is no object per sample.
-3. It sees metadata of one step's draw and nothing else. `mix` does not see the tree.
+3. It sees the metadata of one step's draw and nothing else. `mix` does not see the tree.
 """
 
 from __future__ import annotations
@@ -32,190 +32,10 @@ from overlord.planning.checking import SPLIT_AXES
 from overlord.planning.costs import as_costs
 from overlord.planning.encoder import Scope, place_images, split_images
 
-# --------------------------------------------------------------------------------------------------------------
-# What the primitives of a DGraph refuse: each check names the primitive, what is wrong, and what to do.
-
-
 Int64s = npt.NDArray[np.int64]
-
-
-def checked_axis(axis: str, tree: ClientPlaceTree, modality: str, *, rows: bool = False) -> str:
-    """Return the name of an axis that samples can be distributed over, or raise SpecError."""
-    name = axis.upper()
-    if name not in ("DP", "CP", "WORLD"):
-        raise SpecError(f"distribute: axis is {axis!r}; its ranks share samples. Use 'DP', 'CP' or 'WORLD'.")
-    if modality == "tokens" and name == "WORLD" and tree.num_buckets(axis) != tree.dp:
-        raise SpecError(
-            f"distribute: the mesh {tree} has pp, cp or tp above 1, whose ranks need the same tokens; over "
-            "WORLD they would train on different ones. Use axis='DP' (or 'CP') for tokens, 'WORLD' for images."
-        )
-    if modality == "tokens" and name == "CP" and rows:
-        raise SpecError(
-            "distribute: over CP short sequences are packed on one rank and long ones spread over several, which "
-            "rows of one length cannot follow. Use axis='DP' (not hdp), or the layout rows='packed'."
-        )
-    if modality == "tokens" and name == "CP" and tree.pp > 1:
-        raise SpecError(
-            f"distribute: over CP every rank gets its own number of microbatches, which {tree.pp} pipeline "
-            "stages cannot follow. Use axis='DP' with pp > 1."
-        )
-    return name
-
-
-def checked_places(places: npt.ArrayLike, count: int, num_buckets: int, num_microbatches: int) -> Int64s:
-    """Return a place for each of so many items as int64, or raise SpecError where one does not exist."""
-    given = np.asarray(places)
-    if not is_whole(num_microbatches) or num_microbatches < 1:
-        raise SpecError(f"placed: num_microbatches is {num_microbatches!r:.80}; use a whole number of at least 1.")
-    most = num_buckets * num_microbatches
-    if given.shape != (count,) or given.dtype.kind not in "iu":
-        raise SpecError(
-            f"placed: {given.shape} places of type {given.dtype} for {count} items; some would be lost. "
-            "Give a whole number for each item."
-        )
-    if len(given) and not (int(given.min()) >= 0 and int(given.max()) < most):
-        raise SpecError(f"placed: places go from {int(given.min())} to {int(given.max())}; there are bins 0 to "
-                        f"{most - 1}. Use bucket * num_microbatches + microbatch.")  # fmt: skip
-    return given.astype(np.int64)
-
-
-def check_packing(graph: DGraph, method: PackMethod) -> None:
-    """Raise SpecError where a graph cannot be packed by a method."""
-    if method not in get_args(PackMethod):
-        known = get_args(PackMethod)
-        raise SpecError(
-            f"pack: method is {method!r:.80}, which is unknown; no microbatch would be filled."
-            f"{did_you_mean(method, known)} Use one of {', '.join(known)}."
-        )
-    if graph.modality != "tokens" or graph.axis != "DP":
-        raise SpecError(
-            f"pack: the graph is of {graph.modality} over {graph.axis}; microbatches are filled with tokens of "
-            "data-parallel groups. Use modality='tokens' and distribute('DP'), or balance()."
-        )
-    if method == "concat" and graph.buffer.limits.row_tokens:
-        raise SpecError(
-            "pack: method is 'concat' and the layout gives every piece a row of its own; cutting pieces would fill no "
-            "row. Use rows='packed', or method='best_fit'."
-        )
-    if graph.group_size is not None:
-        raise SpecError(
-            f"pack: group_size is {graph.group_size}, and microbatches are dealt to all groups alike; it would be "
-            "ignored. Leave it out, or use balance()."
-        )
-
-
-def check_owner(graph: DGraph, backbone: LoadingPlan, scope: str) -> None:
-    """Raise SpecError where the items of a graph cannot follow a plan of tokens."""
-    known = isinstance(backbone, LoadingPlan) and backbone.modality == "tokens"
-    if not known or backbone.draw is not graph.buffer.draw:
-        raise SpecError("toward: the backbone is no plan of this step's tokens; images would have no destination.")
-    if graph.modality != "images" or scope not in ("world", "group"):
-        raise SpecError(
-            f"toward: modality is {graph.modality!r} and scope {scope!r}; only images have an owner. Use it on a "
-            "graph of images, with scope 'world' or 'group'."
-        )
-
-
-# --------------------------------------------------------------------------------------------------------------
-# The states of one sample in a DGraph, from its source to the ranks that consume it.
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """One state of a sample."""
-
-    name: str
-    """The primitive that led to it, or "source"."""
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """The states of one sample, in order."""
-
-    sample: SampleId
-    states: tuple[State, ...]
-
-    def __str__(self) -> str:
-        width = max(len(state.name) for state in self.states)
-        return "\n".join([str(self.sample), *(f"  {s.name:<{width}}  {s.detail}" for s in self.states)])
-
-
-def parse_sample_id(text: str) -> SampleId:
-    """Read the form that `str(sample_id)` writes.
-
-    Example:
-        >>> parse_sample_id("web:2:7@0") == SampleId("web", (2 << 32) + 7, 0)
-        True
-    """
-    try:
-        place, epoch = text.rsplit("@", 1)
-        source, file, row = place.rsplit(":", 2)
-        return SampleId(source, (int(file) << FILE_SHIFT) + int(row), int(epoch))
-    except ValueError:
-        raise SpecError(
-            f"sample {text!r} is not a sample id; nothing could be found. Write source:file:row@epoch, as batches and "
-            "logs show it."
-        ) from None
-
-
-def trace_sample(graph: DGraph, sample: SampleId | str) -> Trace:
-    """Tell the states of a sample, as far as the graph has come."""
-    if not isinstance(sample, (str, SampleId)):
-        raise SpecError(f"trace: {sample!r:.80} is not a sample id. Give one of `batch.meta.sample_ids`, or its text.")
-    wanted = parse_sample_id(sample) if isinstance(sample, str) else sample
-    draw = graph.buffer.draw
-    source = draw.names.index(wanted.source) if wanted.source in draw.names else -1
-    found = np.flatnonzero(
-        (draw.source == source) & (draw.meta["row"] == wanted.row) & (draw.meta["epoch"] == wanted.epoch)
-    )
-    if not len(found):
-        raise SpecError(
-            f"trace: sample {wanted} is not in step {draw.step}; it was drawn in another step, or not at all. Take an "
-            "id from `batch.meta.sample_ids` of this step."
-        )
-    at = int(found[0])
-    meta = draw.meta[at]
-    states = [
-        State("source", f"{wanted.source}, row {wanted.row_in_file} of file {wanted.file}, epoch {wanted.epoch}"),
-        State("from_buffer", f"number {at} of {len(draw)} in step {draw.step}: {int(meta['tokens'])} tokens"),
-    ]
-    items = np.flatnonzero(graph.items.sample == at)
-    for edge in graph.edges[1:]:
-        detail = edge.detail
-        if edge.primitive == "cost" and graph.costs is not None:
-            detail = f"{', '.join(f'{int(c):,}' for c in graph.costs[items])} ({edge.detail})"
-        if edge.primitive in ("balance", "pack") and graph.places is not None:
-            detail = "; ".join(_place(graph, int(item)) for item in items)
-        states.append(State(edge.primitive, detail if len(items) else f"not in this graph ({edge.detail})"))
-    if graph.places is not None and len(items):
-        states.append(State("consumers", "; ".join(_consumers(graph, int(item)) for item in items)))
-    return Trace(wanted, tuple(states))
-
-
-def _place(graph: DGraph, item: int) -> str:
-    assert graph.places is not None
-    bucket, microbatch = divmod(int(graph.places[item]), graph.num_microbatches)
-    start, length = int(graph.items.start[item]), int(graph.items.length[item])
-    return f"{graph.modality} {start} to {start + length - 1}: bucket {bucket}, microbatch {microbatch}"
-
-
-def _consumers(graph: DGraph, item: int) -> str:
-    assert graph.places is not None
-    axis, first = graph.axis or "DP", int(graph.places[item]) // graph.num_microbatches
-    width = int(graph.cp_sizes[item]) if graph.cp_sizes is not None else 1
-    ranks = [rank for bucket in range(first, first + width) for rank in graph.tree.consumers(axis, bucket)]
-    fetching = [rank for rank in ranks if graph.tree.fetches(rank, graph.broadcast)]
-    named = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"ranks {named}" + ("" if len(fetching) == len(ranks) else f", fetched by {', '.join(map(str, fetching))}")
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
 Modality = Literal["tokens", "images"]
 CostFn = Callable[[Int64s], npt.ArrayLike]
-"""Lengths (tokens with padding, or patches of images) in, what each costs out."""
+"""Lengths (tokens with padding, or patches of images) -> cost of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,12 +148,18 @@ class DGraph:
             group_size: Balance inside groups of so many buckets only, which is cheaper in very large clusters.
         """
         buckets = self.tree.num_buckets(axis)
-        name = checked_axis(axis, self.tree, self.modality, rows=self.buffer.limits.row_tokens > 0)
+        name = _checked_axis(axis, self.tree, self.modality, rows=self.buffer.limits.row_tokens > 0)
         if group_size is not None and (not is_whole(group_size) or group_size < 1):
             raise SpecError(f"distribute: group_size is {group_size!r}; no group could be made. Use 1 or more.")
         groups = "" if group_size is None else f" in groups of {group_size}"
-        fresh = self._with("distribute", f"{buckets} buckets over {name}{groups}", axis=name, group_size=group_size,
-                           places=None, cp_sizes=None)  # fmt: skip
+        fresh = self._with(
+            "distribute",
+            f"{buckets} buckets over {name}{groups}",
+            axis=name,
+            group_size=group_size,
+            places=None,
+            cp_sizes=None,
+        )
         return fresh if self.cost_fn is None else fresh._costed(self.cost_fn)
 
     def cost(self, fn: CostFn) -> DGraph:
@@ -367,7 +193,7 @@ class DGraph:
             scope: "world": any rank, the owner's ranks where their load is within 2 % of the least loaded.
                 "group": only ranks of the owning data-parallel group, so that nothing crosses groups.
         """
-        check_owner(self, backbone, scope)
+        _check_owner(self, backbone, scope)
         return self._with("toward", f"within the {scope}", owner=backbone, scope=scope, places=None)
 
     def balance(
@@ -398,13 +224,26 @@ class DGraph:
             placed = place_hybrid(self.buffer, self.items, self.costs, self.tree, equal_counts=equal_counts)
         else:
             placed = place_tokens(
-                self.buffer, self.items, self.costs, self.padded, self.tree, self.num_buckets,
-                method=method, objective=objective, level=level, group_size=self.group_size,
-            )  # fmt: skip
+                self.buffer,
+                self.items,
+                self.costs,
+                self.padded,
+                self.tree,
+                self.num_buckets,
+                method=method,
+                objective=objective,
+                level=level,
+                group_size=self.group_size,
+            )
         return self._with(
-            "balance", f"{_name(method)}, {placed.detail}", reorder=reorder, places=placed.places,
-            num_microbatches=placed.count, cp_sizes=placed.cp_sizes, counts=placed.counts,
-        )  # fmt: skip
+            "balance",
+            f"{_name(method)}, {placed.detail}",
+            reorder=reorder,
+            places=placed.places,
+            num_microbatches=placed.count,
+            cp_sizes=placed.cp_sizes,
+            counts=placed.counts,
+        )
 
     def pack(self, method: PackMethod = "best_fit") -> DGraph:
         """Fill microbatches as full as they go, then give every bucket as many of them, those of like cost together.
@@ -418,28 +257,35 @@ class DGraph:
                 microbatch is full; what has images or a loss mask of its own is never cut.
         """
         self._need("pack", axis=True, costs=True)
-        check_packing(self, method)
+        _check_packing(self, method)
         assert self.cost_fn is not None
         items, bins = fill_bins(self.buffer, self.items, self.padded, self.tree, self.pad_multiple, method)
         graph = self if items is self.items else dataclasses.replace(self, items=items)._costed(self.cost_fn)
         assert graph.costs is not None
         placed = place_bins(self.buffer, items, bins, graph.costs, graph.padded, self.tree)
         return graph._with(
-            "pack", f"{method}: {placed.detail}", reorder=False, places=placed.places, num_microbatches=placed.count,
-            cp_sizes=None, counts=None,
-        )  # fmt: skip
+            "pack",
+            f"{method}: {placed.detail}",
+            reorder=False,
+            places=placed.places,
+            num_microbatches=placed.count,
+            cp_sizes=None,
+            counts=None,
+        )
 
     def placed(self, places: npt.ArrayLike, num_microbatches: int, detail: str = "by hand") -> DGraph:
         """Place every item yourself: `places` is bucket * num_microbatches + microbatch of each."""
         self._need("placed", axis=True)
-        wide = checked_places(places, len(self.items), self.num_buckets, num_microbatches)
+        wide = _checked_places(places, len(self.items), self.num_buckets, num_microbatches)
         return self._with("placed", detail, places=wide, num_microbatches=num_microbatches, reorder=False)
 
     def broadcast_at(self, axis: str) -> DGraph:
         """Say that the trainer broadcasts along an axis ("TP", "CP" or "DP"): only its first rank fetches."""
         name = str(axis).upper()
         if name not in ("TP", "CP", "DP"):
-            raise SpecError(f"broadcast_at: axis is {axis!r}; nobody broadcasts along it. Use 'TP', 'CP' or 'DP'.")
+            raise SpecError(
+                f"broadcast_at: axis is {axis!r}; the trainer cannot broadcast along it. Use 'TP', 'CP' or 'DP'."
+            )
         self._refuse_broadcast(name)
         return self._with("broadcast_at", name, broadcast=tuple(sorted({*self.broadcast, name})))
 
@@ -458,12 +304,20 @@ class DGraph:
         if self.cp_sizes is not None:
             shared = index[order]
             firsts = self.places[shared] // self.num_microbatches
-            extra |= {"counts": self.counts, "cp_sizes": self.cp_sizes[shared].astype(np.int32),
-                     "first_ranks": firsts.astype(np.int32)}  # fmt: skip
+            extra |= {
+                "counts": self.counts,
+                "cp_sizes": self.cp_sizes[shared].astype(np.int32),
+                "first_ranks": firsts.astype(np.int32),
+            }
         plan = lay_out(
-            self.buffer.draw, items, places, self.num_buckets, self.num_microbatches,
-            order=order, pad_multiple=self.pad_multiple,
-        )  # fmt: skip
+            self.buffer.draw,
+            items,
+            places,
+            self.num_buckets,
+            self.num_microbatches,
+            order=order,
+            pad_multiple=self.pad_multiple,
+        )
         plan = plan.with_kind(self.axis, self.modality, self.broadcast)
         return dataclasses.replace(plan, **extra) if extra else plan
 
@@ -471,11 +325,11 @@ class DGraph:
         done = " > ".join(edge.primitive for edge in self.edges)
         return f"DGraph(step={self.buffer.step}, {len(self.items)} items of {self.modality}: {done})"
 
-    # -- looking at it -------------------------------------------------------------------------
+    # -- inspection ----------------------------------------------------------------------------
 
     def trace(self, sample: SampleId | str) -> Trace:
-        """Tell the states of one sample, from its source to the ranks that consume it."""
-        return trace_sample(self, sample)
+        """Return the states of one sample, from its source to the ranks that consume it."""
+        return _trace_sample(self, sample)
 
     def visualize(self, format: Literal["html", "mermaid", "dot"] = "html") -> str:
         """Return a picture of the graph: a self-contained HTML page, Mermaid or DOT."""
@@ -488,7 +342,7 @@ class DGraph:
 
     @property
     def pad_multiple(self) -> int:
-        """What the length of every item is rounded up to: zigzag slices need two chunks a rank."""
+        """Every length is rounded up to a multiple of this: zigzag slices need two chunks per rank."""
         limits = self.buffer.limits
         if self.modality != "tokens" or self.axis == "CP" or limits.row_tokens:
             return 1
@@ -503,7 +357,7 @@ class DGraph:
 
     @cached_property
     def loads(self) -> Int64s:
-        """The cost of every bin: [bucket, microbatch]; what a block of ranks shares counts once on each."""
+        """The cost of every bin [bucket, microbatch]; a shared item counts with its part on each rank of its block."""
         self._need("loads", axis=True, costs=True, places=True)
         assert self.places is not None and self.costs is not None
         width = self.cp_sizes if self.cp_sizes is not None else np.ones(len(self.items), np.int64)
@@ -511,19 +365,19 @@ class DGraph:
         sums = loads_of((self.costs // width)[index], places, self.num_buckets * self.num_microbatches)
         return sums.reshape(self.num_buckets, self.num_microbatches)
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- private -------------------------------------------------------------------------------
 
     def _with(self, primitive: str, detail: str, **changes: Any) -> DGraph:
         return dataclasses.replace(self, edges=(*self.edges, Edge(primitive, detail)), **changes)
 
     def _costed(self, fn: CostFn) -> DGraph:
         per_item = self.buffer.limits.patches_per_token if self.modality == "images" else 1
-        lengths = pad_lengths(self.items.length, self.pad_multiple)  # a row's padding costs nobody attention
+        lengths = pad_lengths(self.items.length, self.pad_multiple)  # padding to a full row costs no attention
         return dataclasses.replace(self, costs=as_costs(fn, lengths * per_item, "cost"))
 
     def _need(self, primitive: str, *, axis: bool = False, costs: bool = False, places: bool = False) -> None:
         missing = [
-            (axis and self.axis is None, "distribute(axis=..)", "it is not known who consumes the samples"),
+            (axis and self.axis is None, "distribute(axis=..)", "it is not known which ranks consume the samples"),
             (costs and self.costs is None, "cost(..)", "it is not known what a sample costs"),
             (places and self.places is None, "balance(..)", "the samples have no place yet"),
         ]
@@ -546,6 +400,181 @@ class DGraph:
         return self._with("balance", detail, places=places, num_microbatches=1, reorder=reorder)
 
 
+# The states of one sample, from its source to the ranks that consume it.
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One state of a sample."""
+
+    name: str
+    """The primitive that led to it, or "source"."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The states of one sample, in order."""
+
+    sample: SampleId
+    states: tuple[State, ...]
+
+    def __str__(self) -> str:
+        width = max(len(state.name) for state in self.states)
+        return "\n".join([str(self.sample), *(f"  {s.name:<{width}}  {s.detail}" for s in self.states)])
+
+
+def _trace_sample(graph: DGraph, sample: SampleId | str) -> Trace:
+    """Return the states of a sample, as far as the graph goes."""
+    if not isinstance(sample, (str, SampleId)):
+        raise SpecError(f"trace: {sample!r:.80} is not a sample id. Give one of `batch.meta.sample_ids`, or its text.")
+    wanted = _parse_sample_id(sample) if isinstance(sample, str) else sample
+    draw = graph.buffer.draw
+    source = draw.names.index(wanted.source) if wanted.source in draw.names else -1
+    found = np.flatnonzero(
+        (draw.source == source) & (draw.meta["row"] == wanted.row) & (draw.meta["epoch"] == wanted.epoch)
+    )
+    if not len(found):
+        raise SpecError(
+            f"trace: sample {wanted} is not in step {draw.step}; it was drawn in another step, or not at all. Take an "
+            "id from `batch.meta.sample_ids` of this step."
+        )
+    at = int(found[0])
+    meta = draw.meta[at]
+    states = [
+        State("source", f"{wanted.source}, row {wanted.row_in_file} of file {wanted.file}, epoch {wanted.epoch}"),
+        State("from_buffer", f"number {at} of {len(draw)} in step {draw.step}: {int(meta['tokens'])} tokens"),
+    ]
+    items = np.flatnonzero(graph.items.sample == at)
+    for edge in graph.edges[1:]:
+        detail = edge.detail
+        if edge.primitive == "cost" and graph.costs is not None:
+            detail = f"{', '.join(f'{int(c):,}' for c in graph.costs[items])} ({edge.detail})"
+        if edge.primitive in ("balance", "pack") and graph.places is not None:
+            detail = "; ".join(_place(graph, int(item)) for item in items)
+        states.append(State(edge.primitive, detail if len(items) else f"not in this graph ({edge.detail})"))
+    if graph.places is not None and len(items):
+        states.append(State("consumers", "; ".join(_consumers(graph, int(item)) for item in items)))
+    return Trace(wanted, tuple(states))
+
+
+def _parse_sample_id(text: str) -> SampleId:
+    """Read the form that `str(sample_id)` writes.
+
+    Example:
+        >>> _parse_sample_id("web:2:7@0") == SampleId("web", (2 << 32) + 7, 0)
+        True
+    """
+    try:
+        place, epoch = text.rsplit("@", 1)
+        source, file, row = place.rsplit(":", 2)
+        return SampleId(source, (int(file) << FILE_SHIFT) + int(row), int(epoch))
+    except ValueError:
+        raise SpecError(
+            f"sample {text!r} is not a sample id; nothing could be found. Write source:file:row@epoch, as batches and "
+            "logs show it."
+        ) from None
+
+
+def _place(graph: DGraph, item: int) -> str:
+    assert graph.places is not None
+    bucket, microbatch = divmod(int(graph.places[item]), graph.num_microbatches)
+    start, length = int(graph.items.start[item]), int(graph.items.length[item])
+    return f"{graph.modality} {start} to {start + length - 1}: bucket {bucket}, microbatch {microbatch}"
+
+
+def _consumers(graph: DGraph, item: int) -> str:
+    assert graph.places is not None
+    axis, first = graph.axis or "DP", int(graph.places[item]) // graph.num_microbatches
+    width = int(graph.cp_sizes[item]) if graph.cp_sizes is not None else 1
+    ranks = [rank for bucket in range(first, first + width) for rank in graph.tree.consumers(axis, bucket)]
+    fetching = [rank for rank in ranks if graph.tree.fetches(rank, graph.broadcast)]
+    named = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"ranks {named}" + ("" if len(fetching) == len(ranks) else f", fetched by {', '.join(map(str, fetching))}")
+
+
+# Checks of the primitives: each names the primitive, what is wrong, and what to do.
+
+
+def _checked_axis(axis: str, tree: ClientPlaceTree, modality: str, *, rows: bool = False) -> str:
+    """Return the name of an axis that samples can be distributed over, or raise SpecError."""
+    name = axis.upper()
+    if name not in ("DP", "CP", "WORLD"):
+        raise SpecError(f"distribute: axis is {axis!r}; its ranks share samples. Use 'DP', 'CP' or 'WORLD'.")
+    if modality == "tokens" and name == "WORLD" and tree.num_buckets(axis) != tree.dp:
+        raise SpecError(
+            f"distribute: the mesh {tree} has pp, cp or tp above 1, and their ranks need the same tokens; "
+            "over WORLD they would train on different ones. Use axis='DP' (or 'CP') for tokens, 'WORLD' for images."
+        )
+    if modality == "tokens" and name == "CP" and rows:
+        raise SpecError(
+            "distribute: over CP short sequences are packed on one rank and long ones spread over several, which "
+            "rows of one length cannot follow. Use axis='DP' (not hdp), or the layout rows='packed'."
+        )
+    if modality == "tokens" and name == "CP" and tree.pp > 1:
+        raise SpecError(
+            f"distribute: over CP every rank gets its own number of microbatches, which {tree.pp} pipeline "
+            "stages cannot follow. Use axis='DP' with pp > 1."
+        )
+    return name
+
+
+def _checked_places(places: npt.ArrayLike, count: int, num_buckets: int, num_microbatches: int) -> Int64s:
+    """Return the given places as int64, or raise SpecError where one does not exist."""
+    given = np.asarray(places)
+    if not is_whole(num_microbatches) or num_microbatches < 1:
+        raise SpecError(f"placed: num_microbatches is {num_microbatches!r:.80}; use a whole number of at least 1.")
+    most = num_buckets * num_microbatches
+    if given.shape != (count,) or given.dtype.kind not in "iu":
+        raise SpecError(
+            f"placed: {given.shape} places of type {given.dtype} for {count} items; some would be lost. "
+            "Give a whole number for each item."
+        )
+    if len(given) and not (int(given.min()) >= 0 and int(given.max()) < most):
+        raise SpecError(
+            f"placed: places go from {int(given.min())} to {int(given.max())}; there are bins 0 to "
+            f"{most - 1}. Use bucket * num_microbatches + microbatch."
+        )
+    return given.astype(np.int64)
+
+
+def _check_packing(graph: DGraph, method: PackMethod) -> None:
+    """Raise SpecError where a graph cannot be packed by a method."""
+    if method not in get_args(PackMethod):
+        known = get_args(PackMethod)
+        raise SpecError(
+            f"pack: method is {method!r:.80}, which is unknown; no microbatch would be filled."
+            f"{did_you_mean(method, known)} Use one of {', '.join(known)}."
+        )
+    if graph.modality != "tokens" or graph.axis != "DP":
+        raise SpecError(
+            f"pack: the graph is of {graph.modality} over {graph.axis}; microbatches are filled with tokens of "
+            "data-parallel groups. Use modality='tokens' and distribute('DP'), or balance()."
+        )
+    if method == "concat" and graph.buffer.limits.row_tokens:
+        raise SpecError(
+            "pack: method is 'concat' and the layout gives every piece a row of its own; cutting pieces would fill no "
+            "row. Use rows='packed', or method='best_fit'."
+        )
+    if graph.group_size is not None:
+        raise SpecError(
+            f"pack: group_size is {graph.group_size}, and microbatches are dealt to all groups alike; it would be "
+            "ignored. Leave it out, or use balance()."
+        )
+
+
+def _check_owner(graph: DGraph, backbone: LoadingPlan, scope: str) -> None:
+    """Raise SpecError where the items of a graph cannot follow a plan of tokens."""
+    known = isinstance(backbone, LoadingPlan) and backbone.modality == "tokens"
+    if not known or backbone.draw is not graph.buffer.draw:
+        raise SpecError("toward: the backbone is no plan of this step's tokens; images would have no destination.")
+    if graph.modality != "images" or scope not in ("world", "group"):
+        raise SpecError(
+            f"toward: modality is {graph.modality!r} and scope {scope!r}; only images have an owner. Use it on a "
+            "graph of images, with scope 'world' or 'group'."
+        )
+
+
 def _listed(what: str, values: object) -> Collection[str]:
     if not isinstance(values, Collection) or not all(isinstance(value, str) for value in values):
         raise SpecError(f"{what} is {values!r:.80}, not a list of names; nothing could be chosen. Give a list of text.")
@@ -553,5 +582,5 @@ def _listed(what: str, values: object) -> Collection[str]:
 
 
 def _name(fn: object) -> str:
-    """Return what a method or cost is called in a picture."""
+    """Return the name of a method or cost for pictures and traces."""
     return fn if isinstance(fn, str) else str(getattr(fn, "name", "") or getattr(fn, "__name__", type(fn).__name__))

@@ -1,15 +1,16 @@
 """The draw: which samples make global batch t (the law, "Draw").
 
 Sources are served like packets in worst-case fair queueing (WF2Q): among the sources that are owed
-something, the one whose next sample would finish first in the ideal fluid mixture goes next. That
+something, the next sample comes from the one that would finish it first in the ideal fluid mixture. That
 keeps every source within one sample (or one sample's tokens) of its schedule at every draw; simply
 taking the largest deficit strays by several samples when there are hundreds of sources.
 
 Rules of this file:
-1. Everything is exact: a draw may pause anywhere and go on later, and nothing shows where it paused.
-2. A draw costs the same however many sources there are. Time is counted in samples or tokens drawn. Sources
-   stand in rings of time slots: by when they are owed something, then by when their next sample would finish;
-   only those that finish next stand in a heap.
+1. Everything is exact (integers, and fractions compared without rounding). A draw may pause anywhere and be continued
+   later; the drawn samples do not depend on where it paused.
+2. The cost of a draw does not depend on the number of sources. Time is counted in samples or tokens drawn. Sources are
+   in rings of time slots, ordered by when they are owed something, then by when their next sample would finish; only
+   those that finish next are in a heap.
 """
 
 from __future__ import annotations
@@ -25,60 +26,22 @@ import numpy.typing as npt
 
 from overlord.core.samples import ENDS_EPOCH, SKIP
 
-# --------------------------------------------------------------------------------------------------------------
-# Mixture weights as exact integers: what the draw counts with.
-
-
-SCALE = 1 << 36
-"""Fixed-point one: the integer weights of a step sum to exactly this."""
-
-SUBSTEPS = 16
-"""A step is cut into this many parts where the mixture changes inside steps."""
-
-
-def integer_weights(weights: Sequence[float], active: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Scale the weights of the active sources to integers that sum to SCALE (largest remainder).
-
-    All zeros when no active source has weight.
-
-    Example:
-        >>> w = integer_weights([1.0, 2.0, 5.0], np.array([True, True, False]))
-        >>> int(w.sum()) == SCALE, int(w[2])
-        (True, 0)
-    """
-    chosen = np.where(active, np.asarray(weights, np.float64), 0.0)
-    largest = chosen.max(initial=0.0)
-    if largest <= 0:
-        return np.zeros(len(chosen), np.int64)
-    some = chosen[chosen > 0]
-    if largest > np.finfo(np.float64).max / len(some):
-        chosen, some = chosen / largest, some / largest  # only ratios count, and the sum of huge weights has none
-    total = some.sum()  # without the zeros: a source that is left out must not change how the sum is rounded
-    exact = chosen / total * SCALE
-    floor = np.floor(exact).astype(np.int64)
-    missing = SCALE - int(floor.sum())
-    # Ties go to the earlier source, so that every machine rounds alike.
-    order = np.lexsort((np.arange(len(chosen)), -(exact - floor)))
-    order = order[chosen[order] > 0]
-    floor[order[np.arange(abs(missing)) % len(order)]] += np.sign(missing)
-    return floor
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 UInt32s = npt.NDArray[np.uint32]
+SCALE = 1 << 36
+"""Fixed-point one: the integer weights of a step sum to exactly this."""
+SUBSTEPS = 16
+"""A step is divided into this many parts where the mixture changes inside steps."""
 
 
 class Pause(enum.IntEnum):
-    """Why the kernel came back."""
+    """Why the kernel returned."""
 
     FULL = 0
     """The budget is met."""
     STARVED = 1
-    """A source must be looked at and its metadata is not here yet."""
+    """The next row of a source is needed, and its metadata has not arrived."""
     ENDED = 2
     """A source passed the last row of an epoch."""
     DRY = 3
@@ -86,23 +49,23 @@ class Pause(enum.IntEnum):
 
 
 class Supply(NamedTuple):
-    """Metadata at hand, and how far each source has been drawn."""
+    """The metadata that has arrived, and how far each source has been drawn."""
 
     tokens: Int32s
     flags: Int32s
     base: Int64s
     """Where a source's rows begin in `tokens` and `flags`."""
     held: Int64s
-    """Rows at hand of each source."""
+    """Rows of each source that have arrived."""
     taken: Int64s
-    """Rows of them already passed."""
+    """How many of them were drawn or skipped."""
 
 
 class Tally(NamedTuple):
-    """What the draw keeps account of, source by source."""
+    """The counters of the draw, by source."""
 
     deficit: Int64s
-    """Fixed-point share that the source is owed."""
+    """What the source is owed, in fixed point."""
     samples: Int64s
     tokens: Int64s
     skipped: Int64s
@@ -121,12 +84,12 @@ class Budget:
 def draw_more(
     supply: Supply, weights: Int64s, tally: Tally, budget: Budget, *, by_tokens: bool, sequential: bool
 ) -> tuple[Pause, int, Int32s, Int64s]:
-    """Draw until the budget is met or something must be decided outside.
+    """Draw until the budget is met or the caller must act (see `Pause`).
 
     Changes `supply.taken`, the tally and the budget's counters.
 
     Returns:
-        Why it paused, the source concerned, and the drawn samples as (source, row in the supply).
+        Why it paused, the source that caused it, and the drawn samples as (source, row in the supply).
     """
     room, num = budget.max_samples - budget.samples, len(weights)
     rows = supply.held - supply.taken
@@ -144,55 +107,98 @@ def draw_more(
     return Pause(pause), int(which), out_source[:drawn], out_row[:drawn]
 
 
-_PLAIN, _STARVED, _ENDED, _DRY = (int(pause) for pause in Pause)  # plain: the next row is here and may be drawn
-_STRETCHED, _NOBODY = 4, -1
-_LAST = np.uint32(0xFFFFFFFF)  # ends the list of a slot; unsigned, so that no index is checked for its sign
+def integer_weights(weights: Sequence[float], active: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Scale the weights of the active sources to integers that sum to SCALE (largest remainder).
+
+    All zeros when no active source has weight.
+
+    Example:
+        >>> w = integer_weights([1.0, 2.0, 5.0], np.array([True, True, False]))
+        >>> int(w.sum()) == SCALE, int(w[2])
+        (True, 0)
+    """
+    chosen = np.where(active, np.asarray(weights, np.float64), 0.0)
+    largest = chosen.max(initial=0.0)
+    if largest <= 0:
+        return np.zeros(len(chosen), np.int64)
+    some = chosen[chosen > 0]
+    if largest > np.finfo(np.float64).max / len(some):
+        chosen, some = chosen / largest, some / largest  # only ratios count, and the sum would overflow
+    total = some.sum()  # without the zeros: a source that is left out must not change how the sum is rounded
+    exact = chosen / total * SCALE
+    floor = np.floor(exact).astype(np.int64)
+    missing = SCALE - int(floor.sum())
+    # Ties go to the earlier source, so that every machine rounds alike.
+    order = np.lexsort((np.arange(len(chosen)), -(exact - floor)))
+    order = order[chosen[order] > 0]
+    floor[order[np.arange(abs(missing)) % len(order)]] += np.sign(missing)
+    return floor
+
+
+# The kernels. One call of `_draw` runs as follows; times are charges (samples or tokens) since the last settling.
+#
+# 1. `_begin` puts every source with weight into the ring `waiting`, in the slot from which on it is owed something.
+# 2. `_choose` first moves the sources that have become due (`_release`): into the heap `near` if their next sample
+#    finishes within the horizon, else into the ring `later`; sources without a drawable row are `blocked` and
+#    looked at by number, which may end the call. When the heap is empty, `_advance` moves the horizon to the next slot
+#    of `later` that holds a source. The top of the heap is drawn.
+# 3. `_take` passes the row and puts the source back into `waiting`, due when the drawn sample would have finished.
+# 4. At the end, and whenever the charges approach the range of int64, times are settled into `tally.deficit`. A call
+#    that continues from there draws the same samples as one that never stopped.
+#
+# A ring has a fixed number of slots, each a linked list; a source more than a round ahead stays in its list until its
+# round comes. So drawing a sample costs O(1) on average, plus the heap of the sources that finish in one slot.
+
+
+_READY, _STARVED, _ENDED, _DRY = (int(pause) for pause in Pause)  # ready: the next row has arrived and may be drawn
+_SETTLE, _NONE = 4, -1
+_LAST = np.uint32(0xFFFFFFFF)  # ends the list of a slot; unsigned, so that numba does not check indices for their sign
 _LONGEST = 1 << 25
-"""Most charges between two settlings: times a weight (up to 2^36) they stay far from 2^63."""
+"""Charges between two settlings, at most: multiplied by a weight (up to 2^36) they stay far below 2^63."""
 _SLOTS = 4096
-"""Time slots of a ring; who stands more than a round ahead is passed over."""
+"""Time slots of a ring; sources more than a round ahead are skipped until their round."""
 _FRACTION, _FAR = 27, 1 << 35
-"""Bits after the point of a key: a remainder below 2^36 still fits; and the times from which on all keys are one."""
-_UNKNOWN = -(1 << 63)  # the key of a source whose next row has not been looked at
-_NEAR, _LATER, _ODD, _HORIZON, _SEEN = range(5)
-"""In `counts`: sources in near, later and odd, the last slot in the heap, the last slot that has been reached."""
+"""Fractional bits of a key (a remainder below 2^36 still fits), and the time from which on all keys are equal."""
+_UNKNOWN = -(1 << 63)  # the key of a source before its next row was looked at
+_NEAR, _LATER, _BLOCKED, _HORIZON, _SEEN = range(5)
+"""Fields of `counts`: sources in near, later and blocked, the last slot in the heap, the last slot released."""
 
 
 class _Queue(NamedTuple):
-    """Where every source stands; times are charges since the last settling."""
+    """The queues of the sources; times are charges since the last settling."""
 
     weights: Int64s
     tally: Tally
     by_tokens: bool
     sequential: bool
     slot_bits: int
-    """log2 of a time slot: about one sample. What is drawn does not depend on it."""
+    """log2 of the length of a time slot, about one sample. The draw does not depend on it."""
     counts: Int64s
     start: Int64s
     """The source is owed something from time start / weight on: its deficit is weight * time - start."""
     finish: Int64s
-    """Its next sample would finish at time finish / weight, and there its next but one starts."""
+    """Its next sample would finish at time finish / weight; there the sample after it starts."""
     key: Int64s
-    """finish / weight, rounded down to a fixed point: where keys differ, they order the exact fractions."""
+    """finish / weight, rounded down to fixed point: where keys differ, the exact fractions differ in the same way."""
     due: Int64s
     """start / weight, rounded up."""
     next_due: Int64s
     """finish / weight, rounded up."""
     near: UInt32s
-    """Heap: owed something, finishing up to the horizon."""
-    odd: UInt32s
-    """Just due, and the next row is not plain."""
+    """Heap of sources that are owed something and finish up to the horizon."""
+    blocked: UInt32s
+    """Sources that are due, but the next row has not arrived or must be skipped."""
     link: UInt32s
     """The next source in the same slot of a ring."""
     waiting: UInt32s
-    """Ring of those not owed anything yet, by `due`: the first source of each slot."""
+    """Ring of sources that are not owed anything yet, by `due`: the first source of each slot."""
     later: UInt32s
-    """Ring of those owed something, finishing beyond the horizon, by `key`."""
+    """Ring of sources that are owed something and finish beyond the horizon, by `key`."""
 
 
-# The kernels allocate nothing, so they do without reference counts, which would take half of their time.
+# The kernels allocate nothing, so reference counting is off: it would take half of their time.
 _kernel = numba.njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
-_part = numba.njit(nogil=True, cache=True, error_model="numpy", _nrt=False, forceinline=True)
+_inline = numba.njit(nogil=True, cache=True, error_model="numpy", _nrt=False, forceinline=True)
 
 
 @_kernel
@@ -202,10 +208,10 @@ def _draw(
     drawn, total = 0, 0
     while True:
         _begin(queue)
-        time, pause, which = 0, _PLAIN, _NOBODY
+        time, pause, which = 0, _READY, _NONE
         while drawn < room:
             pause, best = _choose(supply, queue, time)
-            if pause != _PLAIN:
+            if pause != _READY:
                 which = best
                 break
             row = supply.base[best] + supply.taken[best]
@@ -214,7 +220,7 @@ def _draw(
                 break
             charge = tokens if queue.by_tokens else 1
             if time > 0 and time + charge > _LONGEST:
-                pause = _STRETCHED
+                pause = _SETTLE
                 break
             begun = True
             out_source[drawn] = best
@@ -230,66 +236,66 @@ def _draw(
                 break
         for i in range(len(queue.weights)):
             queue.tally.deficit[i] = queue.weights[i] * time - queue.start[i]
-        if pause != _STRETCHED:
+        if pause != _SETTLE:
             return pause, which, drawn, total
 
 
-@_part
+@_inline
 def _begin(queue: _Queue) -> None:
-    """Let every source wait from time 0 on; those owed something are found due at once."""
+    """Put every source with weight into `waiting`; sequential draws only the first one. Times start at 0."""
     queue.counts[:] = 0
     queue.waiting[:] = _LAST
     queue.later[:] = _LAST
     queue.key[:] = _UNKNOWN
-    alone = _NOBODY
+    alone = _NONE
     for i in range(len(queue.weights)):
         queue.start[i] = -queue.tally.deficit[i]
         if queue.weights[i] > 0 and alone < 0:
-            alone = i if queue.sequential else _NOBODY
+            alone = i if queue.sequential else _NONE
             queue.due[i] = 0 if queue.sequential else max(-(queue.tally.deficit[i] // queue.weights[i]), 0)
             _wait(queue, i)
 
 
-@_part
+@_inline
 def _take(supply: Supply, queue: _Queue, best: int, time: int) -> None:
-    """Take the next row of the chosen source, and let the source wait for its next turn."""
+    """Pass the next row of the chosen source, and put the source back into `waiting`."""
     supply.taken[best] += 1
     queue.start[best] = queue.finish[best]
     queue.due[best] = time if queue.sequential else max(queue.next_due[best], time)
     queue.key[best] = _UNKNOWN
-    if queue.counts[_NEAR] > 0:  # a source that was chosen ahead of its time is waiting as it is
+    if queue.counts[_NEAR] > 0:  # a source that `_choose_ahead` chose is still in `waiting`
         _pop(queue)
         _wait(queue, best)
 
 
-@_part
+@_inline
 def _wait(queue: _Queue, i: int) -> None:
     slot = queue.due[i] >> queue.slot_bits & (_SLOTS - 1)
     queue.link[i] = queue.waiting[slot]
     queue.waiting[slot] = i
 
 
-@_part
+@_inline
 def _choose(supply: Supply, queue: _Queue, time: int) -> tuple[int, int]:
-    """Return (_PLAIN, the source that goes next), or (why there is none, the source concerned)."""
+    """Return (_READY, the next source), or (why there is none, the source that caused it)."""
     _release(supply, queue, time)
-    if queue.counts[_ODD] > 0:
-        pause, which = _look_at_odd(supply, queue)
-        if pause != _PLAIN:
+    if queue.counts[_BLOCKED] > 0:
+        pause, which = _check_blocked(supply, queue)
+        if pause != _READY:
             return pause, which
     if queue.counts[_NEAR] == 0 and queue.counts[_LATER] > 0:
         _advance(queue)
     if queue.counts[_NEAR] > 0:
-        return _PLAIN, queue.near[0]
+        return _READY, queue.near[0]
     return _choose_ahead(supply, queue)
 
 
-@_part
+@_inline
 def _release(supply: Supply, queue: _Queue, time: int) -> None:
-    """Let the sources that are due stand by their finish; set those aside whose next row is not plain."""
+    """Schedule the sources that are due by their finish; set those aside that have no drawable row."""
     now = time >> queue.slot_bits
     slot = max(queue.counts[_SEEN], now - _SLOTS + 1)
-    odd = 0
+    blocked = 0
     while slot <= now:
         i = queue.waiting[slot & (_SLOTS - 1)]
         queue.waiting[slot & (_SLOTS - 1)] = _LAST
@@ -298,18 +304,19 @@ def _release(supply: Supply, queue: _Queue, time: int) -> None:
             if queue.due[i] > time:
                 _wait(queue, i)
             elif supply.taken[i] < supply.held[i] and not supply.flags[supply.base[i] + supply.taken[i]] & SKIP:
-                _stand(supply, queue, i)
+                _schedule(supply, queue, i)
             else:
-                queue.odd[odd] = i
-                odd += 1
+                queue.blocked[blocked] = i
+                blocked += 1
             i = following
         slot += 1
     queue.counts[_SEEN] = now
-    queue.counts[_ODD] = odd
+    queue.counts[_BLOCKED] = blocked
 
 
-@_part
-def _stand(supply: Supply, queue: _Queue, i: int) -> None:
+@_inline
+def _schedule(supply: Supply, queue: _Queue, i: int) -> None:
+    """Put a source that is due into the heap, or into `later` if it finishes beyond the horizon."""
     _measure(supply, queue, i)
     when = queue.key[i] >> (queue.slot_bits + _FRACTION)
     if when <= queue.counts[_HORIZON]:
@@ -321,9 +328,9 @@ def _stand(supply: Supply, queue: _Queue, i: int) -> None:
         queue.counts[_LATER] += 1
 
 
-@_part
+@_inline
 def _measure(supply: Supply, queue: _Queue, i: int) -> None:
-    """Work out when the next sample of a source would finish."""
+    """Compute when the next sample of a source would finish."""
     if queue.key[i] != _UNKNOWN:
         return
     size = int(supply.tokens[supply.base[i] + supply.taken[i]]) if queue.by_tokens else 1
@@ -340,26 +347,26 @@ def _measure(supply: Supply, queue: _Queue, i: int) -> None:
 
 
 @_kernel
-def _look_at_odd(supply: Supply, queue: _Queue) -> tuple[int, int]:
-    """Look at those set aside in the order of the sources; a plain row may be looked at whenever it suits."""
-    odd = queue.odd[: queue.counts[_ODD]]
-    for k in range(len(odd)):
-        least = k + np.argmin(odd[k:])
-        odd[k], odd[least] = odd[least], odd[k]
-        pause = _look(supply, queue, odd[k])
-        if pause != _PLAIN:
-            return pause, odd[k]
-        _stand(supply, queue, odd[k])
-    return _PLAIN, _NOBODY
+def _check_blocked(supply: Supply, queue: _Queue) -> tuple[int, int]:
+    """Check the sources set aside, in the order of their numbers, so that pauses do not depend on arrival."""
+    blocked = queue.blocked[: queue.counts[_BLOCKED]]
+    for k in range(len(blocked)):
+        least = k + np.argmin(blocked[k:])
+        blocked[k], blocked[least] = blocked[least], blocked[k]
+        pause = _check_row(supply, queue, blocked[k])
+        if pause != _READY:
+            return pause, blocked[k]
+        _schedule(supply, queue, blocked[k])
+    return _READY, _NONE
 
 
-@_part
-def _look(supply: Supply, queue: _Queue, i: int) -> int:
-    """Look at the next row of a source that may be drawn; rows that are never drawn are passed here."""
+@_inline
+def _check_row(supply: Supply, queue: _Queue, i: int) -> int:
+    """Skip rows that are never drawn; return _READY if the next row may be drawn."""
     while supply.taken[i] < supply.held[i]:
         flags = supply.flags[supply.base[i] + supply.taken[i]]
         if not flags & SKIP:
-            return _PLAIN
+            return _READY
         supply.taken[i] += 1
         queue.tally.skipped[i] += 1
         if flags & ENDS_EPOCH:
@@ -367,9 +374,9 @@ def _look(supply: Supply, queue: _Queue, i: int) -> int:
     return _STARVED
 
 
-@_part
+@_inline
 def _advance(queue: _Queue) -> None:
-    """Move the horizon to where somebody finishes next, and whoever does into the heap."""
+    """Move the horizon to the next finish, and the sources that finish there into the heap."""
     counts, bits, walked = queue.counts, queue.slot_bits + _FRACTION, 0
     while counts[_NEAR] == 0:
         walked += 1
@@ -390,6 +397,7 @@ def _advance(queue: _Queue) -> None:
 
 @_kernel
 def _next_horizon(queue: _Queue, bits: int) -> int:
+    # A whole round of slots held no source of this round: the next one is far away, so look at all of them.
     horizon = _FAR
     for slot in range(_SLOTS):
         i = queue.later[slot]
@@ -401,24 +409,24 @@ def _next_horizon(queue: _Queue, bits: int) -> int:
 
 @_kernel
 def _choose_ahead(supply: Supply, queue: _Queue) -> tuple[int, int]:
-    """Choose among all sources: after one left the mixture it can be that nobody is owed anything."""
-    best = _NOBODY
+    """Choose among all sources where none is owed anything, which can happen after one left the mixture."""
+    best = _NONE
     for i in range(len(queue.weights)):
         if queue.weights[i] <= 0:
             continue
         if queue.key[i] == _UNKNOWN:
-            pause = _look(supply, queue, i)
-            if pause != _PLAIN:
+            pause = _check_row(supply, queue, i)
+            if pause != _READY:
                 return pause, i
             _measure(supply, queue, i)
         if best < 0 or _goes_before(queue, i, best):
             best = i
-    return (_PLAIN if best >= 0 else _DRY), best
+    return (_READY if best >= 0 else _DRY), best
 
 
-@_part
+@_inline
 def _goes_before(queue: _Queue, i: int, j: int) -> bool:
-    """Tell whether the next sample of i finishes before that of j; ties go to the earlier source."""
+    """Return whether the next sample of i finishes before that of j; ties go to the lower number."""
     if queue.key[i] != queue.key[j]:
         return bool(queue.key[i] < queue.key[j])
     if queue.weights[i] == queue.weights[j]:
@@ -430,11 +438,11 @@ def _goes_before(queue: _Queue, i: int, j: int) -> bool:
 
 @_kernel
 def _compare(above: int, below: int, other_above: int, other_below: int) -> int:
-    """Return less than 0, 0 or more as above / below is to the other fraction; exact."""
+    """Compare two fractions exactly: negative, 0 or positive."""
     whole, other_whole = above // below, other_above // other_below
     if whole != other_whole:
         return -1 if whole < other_whole else 1
-    # Products of remainders and denominators take 72 bits: the lowest 18 are held apart.
+    # Products of remainders and denominators take 72 bits: the lowest 18 are kept separately.
     rest, other_rest, mask = above - whole * below, other_above - other_whole * other_below, (1 << 18) - 1
     low, other_low = (rest & mask) * other_below, (other_rest & mask) * below
     high = (rest >> 18) * other_below + (low >> 18)
@@ -444,7 +452,7 @@ def _compare(above: int, below: int, other_above: int, other_below: int) -> int:
     return (low & mask) - (other_low & mask)
 
 
-@_part
+@_inline
 def _push(queue: _Queue, i: int) -> None:
     near, place = queue.near, queue.counts[_NEAR]
     queue.counts[_NEAR] += 1
@@ -457,7 +465,7 @@ def _push(queue: _Queue, i: int) -> None:
     near[place] = i
 
 
-@_part
+@_inline
 def _pop(queue: _Queue) -> None:
     near, last = queue.near, queue.counts[_NEAR] - 1
     queue.counts[_NEAR] = last

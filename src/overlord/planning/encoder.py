@@ -1,7 +1,7 @@
-"""Images over the ranks that encode them, and the routes of their tokens to the backbone.
+"""Placement of images on the ranks that encode them, and the routes of their tokens to the backbone.
 
-The backbone decides first (its cost includes image tokens); images then have a destination, and go to the
-least loaded rank, or to one near their destination where that costs next to nothing.
+The backbone is planned first (its cost includes image tokens), which gives every image a destination. An image then
+goes to the least loaded rank, or to a rank of its destination if that is hardly more loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from overlord.errors import PlanError, SpecError
 from overlord.planning.balancing.balance import Method, balance
 
 NEAR = 50
-"""A rank near the destination is taken when it is ahead of the least loaded by at most 1/50 of an even share."""
+"""A rank of the destination is taken if its load exceeds the least loaded rank by at most 1/50 of an even share."""
 
 Int64s = npt.NDArray[np.int64]
 Scope = Literal["world", "group"]
@@ -40,8 +40,8 @@ def place_images(
         return balance(costs, num_ranks, method=method)
     if method != "greedy" or num_ranks != tree.world_size:
         raise SpecError(
-            "balance: images are kept near their tokens by the greedy method over WORLD only; another one would not "
-            "look at where they belong. Use balance('greedy') after distribute(axis='WORLD'), or leave toward() out."
+            "balance: images are kept near their tokens by the greedy method over WORLD only; other methods "
+            "ignore the destination. Use balance('greedy') after distribute(axis='WORLD'), or leave toward() out."
         )
     bucket = _destinations(owner, items)["bucket"]
     group = tree.buckets_of("DP")
@@ -138,9 +138,10 @@ def route(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree, pa
 def _destinations(backbone: LoadingPlan, images: Pieces) -> dict[str, Int64s]:
     """Return where the tokens of images (or runs of them) go: bucket, microbatch and position in its sequence.
 
-    Also what the context-parallel ranks cut there: where the unit begins (a segment, a row, or the whole sequence), and
-    how long it is.
+    Also the unit that context-parallel ranks cut there (a segment, a row or the whole sequence): its begin and size.
     """
+    # Pieces are found by the sorted key (sample, first token): the last piece that begins at or before the first token
+    # of an image holds it, if it is of the same sample and reaches beyond that token.
     draw, pieces = backbone.draw, backbone.pieces
     image, first = draw.image_at(images.sample, images.start)
     token = draw.images.start[image] + images.start.astype(np.int64) - first if len(image) else image
@@ -154,7 +155,7 @@ def _destinations(backbone: LoadingPlan, images: Pieces) -> dict[str, Int64s]:
         lost = int(images.sample[np.argmin(held)])
         raise PlanError(
             f"step {backbone.step}: sample {draw.sample_id(lost)} has an image and no place in the backbone's plan; "
-            "its tokens would go nowhere. Let the plan of tokens hold every sample of the buffer."
+            "its tokens would be lost. Let the plan of tokens hold every sample of the buffer."
         )
     bins = np.repeat(np.arange(len(backbone.bin_offsets) - 1), np.diff(backbone.bin_offsets))
     room = backbone.in_batch
@@ -174,7 +175,10 @@ def _destinations(backbone: LoadingPlan, images: Pieces) -> dict[str, Int64s]:
 def _cut_for_slices(
     columns: dict[str, Int64s], unit: Int64s, size_of: Int64s, cp: int, *, mirrored: bool
 ) -> dict[str, Int64s]:
-    """Cut runs where the slices of the context-parallel ranks meet; positions become those in the slice."""
+    """Cut runs at the borders of the slices of context-parallel ranks; positions become positions in the slice.
+
+    Mirrored: a unit is 2 * cp chunks, and rank r holds chunks r and 2 * cp - 1 - r, the second behind the first.
+    """
     chunks = 2 * cp if mirrored else cp
     chunk = np.maximum(size_of // chunks, 1)
     begin = columns["position"] - unit
@@ -208,11 +212,14 @@ def _first_stage(tree: ClientPlaceTree) -> Int64s:
 def _near_owner(
     costs: Int64s, order: Int64s, bucket: Int64s, ranks: Int64s, offsets: Int64s, num_ranks: int, near: int
 ) -> Int64s:
-    """Largest first, into the least loaded rank; into the owner's where that is `near` (always, if negative)."""
+    """Place largest first: on the least loaded rank of the owner, or of all ranks if that has more than `near` less.
+
+    A negative `near` always takes a rank of the owner.
+    """
     width = 1
     while width < num_ranks:
         width *= 2
-    # A tournament over the ranks: the winner of the whole is the least loaded, the lower rank at a tie.
+    # A tournament tree over the ranks: the root is the least loaded one, the lower rank at a tie.
     winner = np.empty(2 * width, np.int64)
     load = np.zeros(num_ranks, np.int64)
     for i in range(width):

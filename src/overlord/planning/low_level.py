@@ -1,7 +1,7 @@
-"""The paper's low-level hooks as plain functions: what a DGraph does for you, done by hand.
+"""The paper's low-level hooks as plain functions, for plans without a DGraph.
 
-`summary_buffer` makes what a strategy sees, `plan_raw` a plan from your own placement; `loader_do_plan` and
-`constructor_do_plan` tell what a SourceLoader and a DataConstructor take from a plan. The roles have methods of
+`summary_buffer` makes the input of a strategy, `plan_raw` a plan from your own placement; `loader_do_plan` and
+`constructor_do_plan` return the part of a plan that a SourceLoader or a DataConstructor uses. The roles have methods of
 the same names.
 """
 
@@ -101,7 +101,7 @@ def plan_raw(
     pieces = context_pieces(buffer)
     buckets = _for_pieces("bucket", bucket, buffer, pieces, tree.num_buckets(axis))
     given = np.zeros(len(buffer), np.int64) if microbatch is None else microbatch
-    # More microbatches than pieces would be empty ones; as many as somebody mistyped would not fit memory.
+    # More microbatches than pieces would be empty, and a mistyped number would not fit into memory.
     microbatches = _for_pieces("microbatch", given, buffer, pieces, max(len(pieces), buffer.limits.microbatches or 1))
     count = buffer.limits.microbatches or int(microbatches.max(initial=0)) + 1
     if int(microbatches.max(initial=0)) >= count:
@@ -120,7 +120,7 @@ def plan_raw(
 
 
 def loader_do_plan(plan: LoadingPlan, source: str | int) -> LoaderOrder:
-    """Return what the loaders of one source take from a plan: its samples in their order, with planned lengths."""
+    """Return the part of a plan for the loaders of one source: its samples in order, with planned lengths."""
     names = plan.draw.names
     if isinstance(source, str) and source not in names:
         raise SpecError(
@@ -137,11 +137,11 @@ def loader_do_plan(plan: LoadingPlan, source: str | int) -> LoaderOrder:
 
 
 def constructor_do_plan(plan: LoadingPlan, bucket: int) -> list[Pieces]:
-    """Return what the constructor of one bucket takes from a plan: the pieces of each microbatch, in order."""
+    """Return the part of a plan for the constructor of one bucket: the pieces of each microbatch, in order."""
     if not isinstance(bucket, (int, np.integer)) or not 0 <= bucket < plan.num_buckets:
         raise SpecError(
             f"constructor_do_plan: bucket {bucket} is not in the plan of {plan.num_buckets} buckets over {plan.axis}; "
-            "nobody would consume it."
+            "no rank would consume it."
         )
     return [plan.bin(bucket, microbatch) for microbatch in range(int(plan.microbatch_counts[bucket]))]
 

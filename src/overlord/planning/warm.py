@@ -1,6 +1,6 @@
-"""Loads every planning kernel once, so that no step of a run waits for a compiler.
+"""Compiles or loads every planning kernel, so that no step of a run waits for the compiler.
 
-Numba keeps compiled kernels beside the package; after the first time this takes a fraction of a second.
+Numba caches compiled kernels beside the package; with the cache this takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ITEMS = np.array([9, 7, 5, 3, 3, 2, 1]), np.array([1, 7, 2, 3, 6, 2, 5])
 
 @functools.cache
 def warm_launch() -> None:
-    """Load what every run may need at any step: the draw, and the default balance with its ways out when room is tight.
+    """Load the kernels that any step may need: the draw, and the default balance with its fallbacks for tight bins.
 
-    What a strategy needs beyond that, the first plan loads, before a launch is over.
+    The other kernels of a strategy are loaded by the first plan, before a launch returns.
     """
     _draw()
     _balance("greedy", "lockstep")
@@ -60,7 +60,7 @@ def warm_kernels() -> None:
 
 
 def _balance(method: Method, objective: Objective) -> None:
-    for capacity in (7, 8, 32):  # what is tight takes the ways that are rarely needed
+    for capacity in (7, 8, 32):  # tight capacities run the fallbacks, too
         place(*_ITEMS, 2, 2, capacity, method=method, objective=objective)
 
 

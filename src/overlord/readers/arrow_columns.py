@@ -20,9 +20,29 @@ import pyarrow.types as pt
 
 from overlord.core.ragged import BAD_COLUMN, Array, Ragged, RowBatch, no_value, offsets_of, sizes_column
 from overlord.errors import ReaderError
+from overlord.readers.filesystems import StoredFile
 from overlord.readers.reader import Kind, missing_column
 
 Bools = npt.NDArray[np.bool_]
+
+
+class SchemaReader:
+    """What the readers of Arrow's formats share: a file has a schema, and blocks of any size."""
+
+    def divides(self, file: StoredFile) -> bool:
+        """Return True: blocks are as large as the writer made them."""
+        return True
+
+    def columns(self, file: StoredFile) -> list[str]:
+        """Return the names of the top-level fields."""
+        return self._schema(file).names
+
+    def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
+        """Return the kinds of the wanted columns, by the schema."""
+        return kinds_of_schema(self._schema(file), columns)
+
+    def _schema(self, file: StoredFile) -> pa.Schema:
+        raise NotImplementedError
 
 
 def column_path(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
@@ -67,7 +87,7 @@ def require_columns(schema: pa.Schema, columns: Sequence[str], path: str) -> dic
 
 
 def kinds_of_schema(schema: pa.Schema, columns: Sequence[str]) -> dict[str, Kind | None]:
-    """Return what the wanted columns of a schema hold; a column it does not have is left out."""
+    """Return the kinds of the wanted columns; a column that the schema does not have is left out."""
     kinds: dict[str, Kind | None] = {}
     for column in columns:
         fields = column_path(schema, column)
@@ -87,8 +107,8 @@ def select(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
 def validate_columns(batch: pa.RecordBatch, columns: Sequence[str], path: str) -> None:
     """Check every offset, index and length of the wanted columns against their buffers.
 
-    A record batch of an IPC file is what the file says it is: pyarrow and our kernels would follow an offset out of
-    its buffer. Text is checked as bytes: a row that is not UTF-8 is a bad sample, not a damaged file.
+    pyarrow does not check the offsets of an IPC file: pyarrow and our kernels would follow a damaged one out of its
+    buffer. Text is checked as bytes: a row that is not UTF-8 is a bad sample, not a damaged file.
 
     Raises:
         pa.ArrowInvalid: A column is damaged.
@@ -102,10 +122,10 @@ def validate_columns(batch: pa.RecordBatch, columns: Sequence[str], path: str) -
 
 
 def to_rows(batch: pa.RecordBatch, columns: Mapping[str, Kind], path: str) -> RowBatch:
-    """Return the wanted columns of a record batch and which of its rows have a null in them.
+    """Return the wanted columns of a record batch, with rows that have a null marked bad.
 
     Raises:
-        ReaderError: A column holds something else than in the other files of the source.
+        ReaderError: A column has another type than in the other files of the source.
     """
     rows: RowBatch = {}
     marks = np.zeros(batch.num_rows, np.int16)
@@ -167,7 +187,7 @@ def _list_column(array: pa.Array) -> tuple[Ragged, Bools]:
 def _bytes_list_column(array: pa.Array) -> tuple[Ragged, Ragged, Bools]:
     """Return the bytes of all items of each row, their sizes, and which rows have a null among them.
 
-    A row that is null has no items, which is no fault: a text without images is often written so.
+    A null row has no items, which is not an error: a text without images is often written so.
     """
     if pt.is_null(array.type):
         empty, none = np.zeros(len(array) + 1, np.int64), np.zeros(len(array), np.bool_)
@@ -239,7 +259,7 @@ def _nothing(kind: Kind, rows: int) -> Ragged | Array:
 
 
 def _blank(ragged: Ragged, nulls: Bools) -> Ragged:
-    """Make null rows empty: Arrow lets bytes lie under a null."""
+    """Make null rows empty: Arrow allows bytes under a null."""
     lengths = ragged.lengths
     if not lengths[nulls].any():
         return ragged
@@ -278,7 +298,7 @@ def _is_bytes(found: pa.DataType) -> bool:
 
 
 def _is_binary(found: pa.DataType) -> bool:
-    """Tell whether a type holds bytes that are no text, or is the image or audio feature of Hugging Face datasets."""
+    """Return whether a type is binary, not text, or an image or audio feature of Hugging Face datasets."""
     if pt.is_struct(found):
         inner = {field.name: _storage_type(field.type) for field in found.fields}
         return set(inner) <= {"bytes", "path"} and "bytes" in inner and _is_binary(inner["bytes"])

@@ -1,13 +1,13 @@
 """Arrow IPC: a block is a record batch, mapped from the disk without a copy.
 
 Both the file format and the stream format, which `save_to_disk` of Hugging Face datasets writes. A record
-batch that is compressed or remote can only be had whole: a large one is spilled to disk.
+batch that is compressed or remote can only be read as a whole: a large one is spilled to disk.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,19 +15,17 @@ import pyarrow.types as pt
 from pyarrow import ipc
 
 from overlord.core.ragged import RowBatch
-from overlord.readers.arrow_columns import kinds_of_schema, require_columns, select, to_rows, validate_columns
+from overlord.readers.arrow_columns import SchemaReader, require_columns, select, to_rows, validate_columns
 from overlord.readers.filesystems import MappedFile, StoredFile
-from overlord.readers.reader import BlockIndex, Kind
+from overlord.readers.reader import BlockIndex, Kind, Rows
 from overlord.readers.spill import RELEASE_BYTES, SpillPlace, is_too_much, spill_rows, spilled
-
-Rows = Generator[RowBatch, None, None]
 
 _FILE_MAGIC = b"ARROW1"
 _FILE_HEAD_BYTES = 8
 """The file format is this, the stream format, and a footer."""
 
 
-class ArrowReader:
+class ArrowReader(SchemaReader):
     """Reads Arrow IPC. In its index, start and stop are byte offsets (stream) or batch numbers (file)."""
 
     name = "arrow"
@@ -77,7 +75,7 @@ class ArrowReader:
         too_much = scratch is not None and is_too_much(size, row_bytes, batch_rows)
         spills = too_much and (mapped is None or _is_compressed(native))
         batch = _Batch(native, mapped, int(index.start[block]), block)
-        del mapped, native  # a spilled record batch lets go of the file
+        del mapped, native  # a spilled record batch closes the file
         if scratch is not None and spills:
             parts = batch.rows(columns, file.path, skip, spill_rows(row_bytes))
             del batch
@@ -86,22 +84,10 @@ class ArrowReader:
         else:
             yield from batch.rows(columns, file.path, skip, batch_rows)
 
-    def divides(self, file: StoredFile) -> bool:
-        """Tell that record batches are as large as the writer made them."""
-        return True
-
     def seeks(self, file: StoredFile) -> bool:
-        """Tell whether rows lie in a mapped file as they are."""
+        """Return whether the file can be mapped and is not compressed."""
         mapped = file.map()
         return mapped is not None and not _is_compressed(mapped.native)
-
-    def columns(self, file: StoredFile) -> list[str]:
-        """Return the names of the top-level fields."""
-        return self._schema(file).names
-
-    def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
-        """Return what the wanted columns hold, by the schema."""
-        return kinds_of_schema(self._schema(file), columns)
 
     def _schema(self, file: StoredFile) -> pa.Schema:
         native = file.open()
@@ -155,9 +141,9 @@ def _read_batch(native: pa.NativeFile, start: int, block: int) -> pa.RecordBatch
 
 
 def _is_compressed(native: pa.NativeFile) -> bool:
-    """Tell whether the record batches of a mapped file are compressed, by the header of the first one.
+    """Return whether the record batches of a mapped file are compressed, by the header of the first one.
 
-    pyarrow does not tell. A table of a flatbuffer begins with the distance back to a list of the places of its
+    pyarrow has no function for it. A table of a flatbuffer begins with the distance back to a list of the places of its
     fields; the header of a message is its third field, the compression of a record batch its fourth.
     """
     native.seek(_FILE_HEAD_BYTES if _is_file_format(native) else 0)

@@ -1,6 +1,6 @@
-"""Files of a source wherever they are: opened, mapped, streamed.
+"""Stored files of a source, local or remote: open, map, stream; and what their names say about their format.
 
-`listing` finds them; nothing here looks inside a file.
+`listing` finds them. The content of a file is not looked at here.
 """
 
 from __future__ import annotations
@@ -17,56 +17,6 @@ from pyarrow import fs
 
 from overlord.errors import ReaderError
 
-# --------------------------------------------------------------------------------------------------------------
-# Which file names belong to which format, and how they are compressed.
-
-
-Compression = Literal["gzip", "zstd"]
-
-SUFFIXES: dict[str, tuple[str, ...]] = {
-    "parquet": (".parquet", ".pq"),
-    "jsonl": tuple(name + end for name in (".jsonl", ".ndjson", ".json") for end in ("", ".gz", ".zst")),
-    "tar": (".tar", ".tar.gz", ".tgz"),
-    "arrow": (".arrow", ".feather", ".ipc"),
-}
-"""Format to the ends of its file names."""
-
-_NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-"""What Hugging Face datasets write beside the data."""
-
-
-def format_of_name(path: str) -> str | None:
-    """Return the format that a file's name tells, or None.
-
-    Example:
-        >>> format_of_name("web/00.jsonl.gz"), format_of_name("README.md")
-        ('jsonl', None)
-    """
-    name = path.lower()
-    return next((f for f, ends in SUFFIXES.items() if name.endswith(ends)), None)
-
-
-def compression_of_name(path: str) -> Compression | None:
-    """Return how a file is compressed as a whole, by its name, or None.
-
-    Example:
-        >>> compression_of_name("a.tgz"), compression_of_name("a.jsonl.zst"), compression_of_name("a.tar")
-        ('gzip', 'zstd', None)
-    """
-    name = path.lower()
-    if name.endswith((".gz", ".tgz")):
-        return "gzip"
-    return "zstd" if name.endswith(".zst") else None
-
-
-def is_data_file(path: str) -> bool:
-    """Return whether a file found in a folder is data rather than a note beside it."""
-    return format_of_name(path) is not None and path.rsplit("/", 1)[-1] not in _NOT_DATA
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
 _GZIP_BUFFER_BYTES = 64 << 10
 
 
@@ -79,10 +29,10 @@ class ByteStream(Protocol):
 
 
 class MappedFile:
-    """A local file mapped read-only, whose pages can be handed back while it is open.
+    """A local file mapped read-only; its pages can be released while it is open.
 
-    A mapping counts every page it ever touched as the process's memory; a stream that reads a large
-    file front to back gives the passed pages back, and loses nothing: they stay in the page cache.
+    Every touched page of a mapping counts as memory of the process. A stream that reads a large file front to back
+    releases the pages behind it, at no cost: they stay in the page cache.
     """
 
     def __init__(self, path: str) -> None:
@@ -91,7 +41,7 @@ class MappedFile:
         self.native: pa.NativeFile = pa.BufferReader(pa.py_buffer(self._map))
 
     def release_pages(self) -> None:
-        """Give the touched pages back; views of them stay valid and fault in again."""
+        """Release the touched pages; views of them stay valid and fault in again."""
         if hasattr(self._map, "madvise"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -101,7 +51,7 @@ class StoredFile:
     """One file of a source as its listing found it."""
 
     path: str
-    """What is shown to people: the local path or the URL."""
+    """The local path or the URL, for messages."""
     size: int
     mtime_ns: int
     filesystem: fs.FileSystem = field(repr=False, compare=False)
@@ -114,7 +64,7 @@ class StoredFile:
         return isinstance(self.filesystem, fs.LocalFileSystem)
 
     def open(self) -> pa.NativeFile:
-        """Open for random access; not mapped, so that what was read before costs no memory."""
+        """Open for random access; not mapped, so that what was read takes no memory."""
         return self.filesystem.open_input_file(self.location)
 
     def map(self) -> MappedFile | None:
@@ -139,7 +89,7 @@ class StoredFile:
 
 
 def verify_unchanged(file: StoredFile) -> None:
-    """Check that a file still is what its listing said.
+    """Check that a file has not changed since it was listed.
 
     Raises:
         ReaderError: It has another size or modification time, or is gone.
@@ -157,3 +107,47 @@ def verify_unchanged(file: StoredFile) -> None:
         f"{file.path} {found}; a file that changes under a running job would change the stream. "
         "Restore the file, or start a new run."
     )
+
+
+# Formats and compression by file name.
+
+
+Compression = Literal["gzip", "zstd"]
+SUFFIXES: dict[str, tuple[str, ...]] = {
+    "parquet": (".parquet", ".pq"),
+    "jsonl": tuple(name + end for name in (".jsonl", ".ndjson", ".json") for end in ("", ".gz", ".zst")),
+    "tar": (".tar", ".tar.gz", ".tgz"),
+    "arrow": (".arrow", ".feather", ".ipc"),
+}
+"""The suffixes of the file names of each format."""
+_NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+"""Files that Hugging Face datasets write beside the data."""
+
+
+def format_of_name(path: str) -> str | None:
+    """Return the format that a file's name implies, or None.
+
+    Example:
+        >>> format_of_name("web/00.jsonl.gz"), format_of_name("README.md")
+        ('jsonl', None)
+    """
+    name = path.lower()
+    return next((f for f, ends in SUFFIXES.items() if name.endswith(ends)), None)
+
+
+def compression_of_name(path: str) -> Compression | None:
+    """Return how a file is compressed as a whole, by its name, or None.
+
+    Example:
+        >>> compression_of_name("a.tgz"), compression_of_name("a.jsonl.zst"), compression_of_name("a.tar")
+        ('gzip', 'zstd', None)
+    """
+    name = path.lower()
+    if name.endswith((".gz", ".tgz")):
+        return "gzip"
+    return "zstd" if name.endswith(".zst") else None
+
+
+def is_data_file(path: str) -> bool:
+    """Return whether a file found in a folder is data, not metadata beside it."""
+    return format_of_name(path) is not None and path.rsplit("/", 1)[-1] not in _NOT_DATA

@@ -1,10 +1,10 @@
-"""The index cache: where the blocks of a file are, found once and kept on disk.
+"""The index cache: the blocks of a file, found once and kept on disk.
 
 Rules of this file:
-1. The name of an entry is a hash of all that it depends on (format, path, size, time, columns): the entry
-   of a file that has changed is never found, and nothing is ever updated in place.
-2. Entries appear whole or not at all, and a checksum covers them.
-3. An entry that is not as it was written, to the bit, is built again, not trusted.
+1. The name of an entry is a hash of all that it depends on (format, path, size, time, columns): the entry of a file
+   that has changed is never found, and nothing is updated in place.
+2. Entries are written to a scratch file and renamed: other processes see a complete one or none.
+3. A checksum covers every byte. An entry that does not fit is not used but built again; reading never raises.
 """
 
 from __future__ import annotations
@@ -30,92 +30,12 @@ from overlord.readers.filesystems import StoredFile, verify_unchanged
 from overlord.readers.reader import BlockIndex, DamagedFile, Reader, reason_of, unreadable
 from overlord.storage import replacing
 
-# --------------------------------------------------------------------------------------------------------------
-# Arrays on disk that are read back as written or not at all: a checksum covers every byte.
-#
-# Rules of this file:
-# 1. Files are written beside and renamed: other processes see a whole one or none.
-# 2. What does not look as written is None, never an exception and never another array.
-
-
-_MAGIC = b"ovlarr\x001"
-_SHAPE = struct.Struct("<8s8sqq")  # magic, dtype, rows, columns
-_CHECKSUM = struct.Struct("<Q")
-_HEAD_BYTES = _SHAPE.size + _CHECKSUM.size
-_CHUNK_BYTES = 1 << 20
-
-
-def write_array(path: Path, table: npt.NDArray[Any]) -> None:
-    """Write a table of two dimensions.
-
-    Raises:
-        OSError: It cannot be written; nothing is left behind.
-    """
-    shape = _SHAPE.pack(_MAGIC, table.dtype.str.encode(), *table.shape)
-    data = np.ascontiguousarray(table).tobytes()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as scratch, scratch.open("wb") as handle:
-        handle.write(shape + _CHECKSUM.pack(zlib.crc32(data, zlib.crc32(shape))) + data)
-
-
-def read_array(path: Path, dtype: npt.DTypeLike, *, map_from: int = 0) -> npt.NDArray[Any] | None:
-    """Return a table that cannot be written to, or None if there is none that can be trusted.
-
-    Args:
-        path: The file.
-        dtype: What its numbers must be.
-        map_from: A file of so many bytes is mapped; a smaller one is read, and holds no descriptor.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "array"
-        >>> write_array(path, np.array([[1, 2], [3, 4]]))
-        >>> read_array(path, np.int64).tolist()
-        [[1, 2], [3, 4]]
-        >>> damaged = bytearray(path.read_bytes())
-        >>> damaged[-3] ^= 1
-        >>> _ = path.write_bytes(damaged)
-        >>> read_array(path, np.int64) is None
-        True
-    """
-    kind = np.dtype(dtype)
-    try:
-        with path.open("rb") as handle:
-            head, size = handle.read(_HEAD_BYTES), os.fstat(handle.fileno()).st_size
-            if len(head) < _HEAD_BYTES:
-                return None
-            magic, name, rows, columns = _SHAPE.unpack_from(head)
-            if magic != _MAGIC or name.rstrip(b"\0") != kind.str.encode() or rows < 0 or columns < 0:
-                return None
-            if size != _HEAD_BYTES + rows * columns * kind.itemsize:
-                return None
-            checksum = zlib.crc32(head[: _SHAPE.size])
-            # Read, not mapped: the pages of a mapping that were looked at would count as this process's memory.
-            parts: list[bytes] = []
-            while chunk := handle.read(_CHUNK_BYTES):
-                checksum = zlib.crc32(chunk, checksum)
-                if size < map_from:
-                    parts.append(chunk)
-            if _CHECKSUM.pack(checksum) != head[_SHAPE.size :]:
-                return None
-            if size < map_from:
-                return np.frombuffer(b"".join(parts), kind).reshape(rows, columns)
-            mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-            return np.frombuffer(mapped, kind, offset=_HEAD_BYTES).reshape(rows, columns)
-    except (OSError, ValueError):
-        return None
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
 logger = logging.getLogger("overlord")
-
 _VERSION = 2
 _FIELDS = 5
 _NUM_LOCKS = 256
 _MAP_FROM_BYTES = 64 << 10
-"""A smaller entry is read: a mapping holds a file descriptor, and there are thousands of files."""
+"""Smaller entries are read, not mapped: a mapping holds a file descriptor, and there are thousands of files."""
 _REMOTE_ATTEMPTS = 3
 
 
@@ -123,14 +43,14 @@ class IndexCache:
     """Indices of files, kept in a folder; threads and processes may share it.
 
     Args:
-        folder: Where the entries are kept; made if missing. Removing it costs only time.
+        folder: The folder of the entries; created if missing. It can be removed at any time: it is built again.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.scratch = folder / "spill"
-        """Where streams may keep files while they are open; nothing in it has a name."""
-        # Two threads that ask for one file get the same lock; that some files share one does no harm.
+        """Folder for spilled blocks; its files are unnamed and vanish when they are closed."""
+        # Threads that want the same file get the same lock; files may share a lock.
         self._locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
 
     def index(self, file: StoredFile, reader: Reader, columns: Sequence[str]) -> BlockIndex:
@@ -138,14 +58,14 @@ class IndexCache:
 
         Raises:
             SourceError: The file cannot be read, or a column is missing.
-            ReaderError: The file is not what the listing found.
+            ReaderError: The file has changed since it was listed.
         """
         path = self._path(file, reader, columns)
         found = _load(path)
         if found is not None:
             return found
         with self._locks[int(path.stem[:8], 16) % _NUM_LOCKS]:
-            was_there = path.exists()  # before it is read: another process may write it in between
+            was_there = path.exists()  # before reading: another process may write it in between
             found = _load(path)
             if found is None:
                 if was_there:
@@ -160,7 +80,7 @@ class IndexCache:
         return found
 
     def find(self, file: StoredFile, reader: Reader, columns: Sequence[str]) -> BlockIndex | None:
-        """Return the index of a file if it is in the folder already."""
+        """Return the index of a file if it is in the folder, else None."""
         return _load(self._path(file, reader, columns))
 
     def _path(self, file: StoredFile, reader: Reader, columns: Sequence[str]) -> Path:
@@ -189,7 +109,7 @@ def build_indices(
     """Return the indices of many files, built in parallel.
 
     Args:
-        cache: Where they are kept.
+        cache: The cache.
         files: The files, all of one format.
         reader: The reader of that format.
         columns: The columns that will be read.
@@ -216,12 +136,12 @@ def _build(file: StoredFile, reader: Reader, columns: Sequence[str]) -> BlockInd
         try:
             verify_unchanged(file)
             index = reader.index(file, columns)
-            verify_unchanged(file)  # an entry made of two versions of a file would be found by neither
+            verify_unchanged(file)  # an index of a file that changed meanwhile would be wrong
             _check(index)
             return index
         except OverlordError:
             raise
-        except Exception as error:  # whatever a parser makes of bytes that are not what they should be
+        except Exception as error:  # a parser may raise anything on damaged bytes
             if not attempts:
                 raise unreadable(file, reason_of(error)) from error
 
@@ -236,13 +156,13 @@ def _entry_key(file: StoredFile, format: str, columns: Sequence[str]) -> str:
 
 
 def _load(path: Path) -> BlockIndex | None:
-    """Return an entry, or None if there is none that can be trusted."""
+    """Return an entry, or None if it is missing or damaged."""
     table = read_array(path, np.int64, map_from=_MAP_FROM_BYTES)
     return BlockIndex(*table) if table is not None and len(table) == _FIELDS else None
 
 
 def _check(index: BlockIndex) -> None:
-    """Refuse an index whose numbers a stream cannot be made from, whatever a damaged file says.
+    """Refuse an index with impossible numbers, which a damaged file may claim.
 
     Raises:
         DamagedFile: with what is wrong.
@@ -252,3 +172,74 @@ def _check(index: BlockIndex) -> None:
         raise DamagedFile(f"it claims {sum(rows)} rows, and a file has less than {1 << FILE_SHIFT}")
     if (index.bytes < 0).any() or (index.start < 0).any() or (index.stop < index.start).any():
         raise DamagedFile("it claims blocks of less than no bytes")
+
+
+# Arrays on disk, with a checksum over every byte; also used for length sidecars.
+
+
+_MAGIC = b"ovlarr\x001"
+_SHAPE = struct.Struct("<8s8sqq")  # magic, dtype, rows, columns
+_CHECKSUM = struct.Struct("<Q")
+_HEAD_BYTES = _SHAPE.size + _CHECKSUM.size
+_CHUNK_BYTES = 1 << 20
+
+
+def write_array(path: Path, table: npt.NDArray[Any]) -> None:
+    """Write a table of two dimensions.
+
+    Raises:
+        OSError: It cannot be written; no scratch file is left.
+    """
+    shape = _SHAPE.pack(_MAGIC, table.dtype.str.encode(), *table.shape)
+    data = np.ascontiguousarray(table).tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as scratch, scratch.open("wb") as handle:
+        handle.write(shape + _CHECKSUM.pack(zlib.crc32(data, zlib.crc32(shape))) + data)
+
+
+def read_array(path: Path, dtype: npt.DTypeLike, *, map_from: int = 0) -> npt.NDArray[Any] | None:
+    """Return a read-only table, or None if it is missing or damaged.
+
+    Args:
+        path: The file.
+        dtype: The required dtype.
+        map_from: A file of at least this many bytes is mapped; a smaller one is read, and holds no descriptor.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "array"
+        >>> write_array(path, np.array([[1, 2], [3, 4]]))
+        >>> read_array(path, np.int64).tolist()
+        [[1, 2], [3, 4]]
+        >>> damaged = bytearray(path.read_bytes())
+        >>> damaged[-3] ^= 1
+        >>> _ = path.write_bytes(damaged)
+        >>> read_array(path, np.int64) is None
+        True
+    """
+    kind = np.dtype(dtype)
+    try:
+        with path.open("rb") as handle:
+            head, size = handle.read(_HEAD_BYTES), os.fstat(handle.fileno()).st_size
+            if len(head) < _HEAD_BYTES:
+                return None
+            magic, name, rows, columns = _SHAPE.unpack_from(head)
+            if magic != _MAGIC or name.rstrip(b"\0") != kind.str.encode() or rows < 0 or columns < 0:
+                return None
+            if size != _HEAD_BYTES + rows * columns * kind.itemsize:
+                return None
+            checksum = zlib.crc32(head[: _SHAPE.size])
+            # The checksum is computed by reading: pages of a mapping would count as memory of this process.
+            parts: list[bytes] = []
+            while chunk := handle.read(_CHUNK_BYTES):
+                checksum = zlib.crc32(chunk, checksum)
+                if size < map_from:
+                    parts.append(chunk)
+            if _CHECKSUM.pack(checksum) != head[_SHAPE.size :]:
+                return None
+            if size < map_from:
+                return np.frombuffer(b"".join(parts), kind).reshape(rows, columns)
+            mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+            return np.frombuffer(mapped, kind, offset=_HEAD_BYTES).reshape(rows, columns)
+    except (OSError, ValueError):
+        return None

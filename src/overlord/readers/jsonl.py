@@ -1,6 +1,6 @@
 """JSON lines: a block is a run of whole lines of about 1 MiB, or the whole of a compressed file.
 
-A line that is not UTF-8, not an object, or lacks a wanted column is a bad row; blank lines are none.
+A line that is not UTF-8, not an object, or lacks a wanted column is a bad row; blank lines are no rows.
 """
 
 from __future__ import annotations
@@ -24,19 +24,158 @@ from overlord.core.ragged import (
     sizes_column,
 )
 from overlord.readers.filesystems import ByteStream, StoredFile, compression_of_name
-from overlord.readers.reader import BLOCK_BYTES, BlockIndex, Kind
-
-# --------------------------------------------------------------------------------------------------------------
-# From parsed JSON values to columns; shared by JSON lines and by the json members of tar shards.
-#
-# JSON has no schema. The kind of a column is decided once, from the head of a source, and a row that
-# does not fit it is bad: so all batches of a source have the same columns of the same type.
-
+from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader, Kind
 
 HEAD_ROWS = 256
-"""How many rows of a file are looked at to decide what its columns hold."""
-
+"""Rows of a file that decide the kinds of its columns."""
 _INT64 = range(-(1 << 63), 1 << 63)
+_LOCAL_CHUNK_BYTES = 64 << 10
+_REMOTE_CHUNK_BYTES = 256 << 10
+_INDEX_CHUNK_BYTES = 1 << 20
+_HEAD_BYTES = 4 << 20
+"""The head of a file, at most; a longer first line is still read completely."""
+_BLANKS = bytes(range(33))
+
+
+class JsonlReader(CompressibleReader):
+    """Reads JSON lines. In its index, start and stop are offsets in the decompressed bytes."""
+
+    name = "jsonl"
+
+    def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
+        """Find the blocks of a file; lines are counted, not parsed."""
+        whole = compression_of_name(file.path) is not None
+        blocks: list[tuple[int, int, int, int]] = []
+        start, at, rows = 0, 0, 0
+        with file.open_stream(compression_of_name(file.path)) as native:
+            for length, blank in _line_lengths(native):
+                at += length
+                rows += not blank
+                if at - start >= BLOCK_BYTES and not whole:
+                    blocks.append((rows, at - start, start, at))
+                    start, rows = at, 0
+        if rows:
+            blocks.append((rows, at - start, start, at))
+        return BlockIndex.of(blocks)
+
+    def stream(
+        self,
+        file: StoredFile,
+        index: BlockIndex,
+        block: int,
+        *,
+        columns: Mapping[str, Kind],
+        skip: int,
+        batch_rows: int,
+        scratch: Path | None,
+    ) -> Iterator[RowBatch]:
+        """Yield the rows of one block; skipped lines are not parsed."""
+        builder = RowBuilder(columns)
+        for line in _lines(file, int(index.start[block]), int(index.stop[block])):
+            if skip:
+                skip -= 1
+                continue
+            row = parse_object(line)
+            if row is None:
+                builder.append_bad()
+            else:
+                builder.append([reach(row, column) for column in columns])
+            if len(builder) == batch_rows:
+                yield builder.finish()
+        if len(builder):
+            yield builder.finish()
+
+    def columns(self, file: StoredFile) -> list[str]:
+        """Return the keys of the objects in the head of the file, in the order they appear."""
+        return list(dict.fromkeys(key for row in _head(file) for key in row))
+
+    def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
+        """Return the kinds of the wanted columns, by the head of the file."""
+        head = _head(file)
+        found: dict[str, Kind | None] = {}
+        for column in columns:
+            values = [reach(row, column) for row in head]
+            if any(value is not None for value in values) or any(column in row for row in head):
+                found[column] = kind_of_values(values)
+        return found
+
+
+def why_no_row(file: StoredFile) -> str | None:
+    """Return why the first lines of a file are not rows; None if all lines are blank."""
+    first = next(_lines(file, 0, None), None)
+    if first is None:
+        return None
+    text = first.decode("utf-8-sig", "replace").strip()
+    if text.startswith("["):
+        return "it holds a JSON array, and JSON lines are read: one object a line, without commas between them"
+    return f"none of its first lines is a JSON object (line 1 begins with {text[:40]!r})"
+
+
+def _head(file: StoredFile) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    read = 0
+    for line in _lines(file, 0, None):
+        row = parse_object(line)
+        if row is not None:
+            rows.append(row)
+        read += len(line)
+        if len(rows) == HEAD_ROWS or read >= _HEAD_BYTES:
+            break
+    return rows
+
+
+def _lines(file: StoredFile, start: int, stop: int | None) -> Iterator[bytes]:
+    """Yield the lines of a range that are not blank, without their ends."""
+    compression = compression_of_name(file.path)
+    chunk_bytes = _LOCAL_CHUNK_BYTES if file.is_local or compression else _REMOTE_CHUNK_BYTES
+    with _open(file, start) as native:
+        # A line may span several chunks: `parts` collects the beginning of a line until its newline comes.
+        left = stop - start if stop is not None else file.size
+        parts: list[bytes] = []
+        while chunk := native.read(chunk_bytes if compression else min(chunk_bytes, left)):
+            left -= len(chunk)
+            head, newline, rest = chunk.partition(b"\n")
+            parts.append(head)
+            if not newline:
+                continue
+            lines = [b"".join(parts), *rest.split(b"\n")]
+            parts = [lines.pop()]
+            del chunk, head, rest  # the generator may be suspended here for long: keep the lines only once
+            yield from (line for line in lines if line.strip(_BLANKS))
+        last = b"".join(parts)
+        if last.strip(_BLANKS):
+            yield last
+
+
+@contextlib.contextmanager
+def _open(file: StoredFile, start: int) -> Iterator[ByteStream]:
+    compression = compression_of_name(file.path)
+    if compression is not None:  # one block, which begins at 0
+        with file.open_stream(compression) as stream:
+            yield stream
+        return
+    with file.open() as native:
+        native.seek(start)
+        yield native
+
+
+def _line_lengths(native: ByteStream) -> Iterator[tuple[int, bool]]:
+    """Yield (bytes with the newline, whether it is blank) of every line, without keeping a line in memory."""
+    length, blank = 0, True
+    while chunk := native.read(_INDEX_CHUNK_BYTES):
+        lines = chunk.split(b"\n")
+        for line in lines[:-1]:
+            yield length + len(line) + 1, blank and not line.strip(_BLANKS)
+            length, blank = 0, True
+        length += len(lines[-1])
+        blank = blank and not lines[-1].strip(_BLANKS)
+    if length:
+        yield length, blank
+
+
+# From parsed JSON values to columns; also used for the json members of tar shards. JSON has no schema: the kind of a
+# column is decided once, from the head of a source, and a row that does not fit it is bad. So all batches of a source
+# have the same columns of the same types.
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
@@ -54,7 +193,7 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
 
 
 def reach(value: Any, column: str) -> Any:
-    """Return what a column name finds in an object, None if nothing; a dot reaches into objects.
+    """Return the value of a column in an object, or None; a dot reaches into nested objects.
 
     Example:
         >>> reach({"meta": {"lang": "en"}}, "meta.lang")
@@ -69,7 +208,7 @@ def reach(value: Any, column: str) -> Any:
 
 
 def kind_of_value(value: Any) -> Kind | None:
-    """Return the kind of one value; None if it does not tell (null or an empty list)."""
+    """Return the kind of one value; None for null and an empty list."""
     match value:
         case None | []:
             return None
@@ -88,7 +227,7 @@ def kind_of_value(value: Any) -> Kind | None:
 
 
 def kind_of_values(values: Iterable[Any]) -> Kind | None:
-    """Return the kind of a column: that of its first telling value, widened to float if one is.
+    """Return the kind of a column: that of its first value with a kind, widened to float if a later one is.
 
     Example:
         >>> kind_of_values([None, 1, 0.5])
@@ -121,7 +260,7 @@ class RowBuilder:
         return len(self._marks)
 
     def append(self, values: Sequence[Any]) -> None:
-        """Add a row, one value a column; a None or a value of another kind makes it a bad row."""
+        """Add a row, one value per column; None or a value of another kind makes it a bad row."""
         encoded = [_encode(value, kind) for value, kind in zip(values, self._kinds.values(), strict=True)]
         for cells, cell, kind in zip(self._cells, encoded, self._kinds.values(), strict=True):
             cells.append(_EMPTY[kind] if cell is None else cell)
@@ -129,7 +268,7 @@ class RowBuilder:
         self._marks.append(0 if wrong is None else no_value(wrong) if values[wrong] is None else other_kind(wrong))
 
     def append_bad(self) -> None:
-        """Add a row of which nothing could be read."""
+        """Add a row that could not be parsed."""
         self.append([None] * len(self._kinds))
         self._marks[-1] = NOT_PARSED
 
@@ -182,7 +321,7 @@ def _encode(value: Any, kind: Kind) -> Any:
             return _int64(value)
         case "float":
             return _float64(value)
-        case "bytes_list":  # of members of an archive; JSON has no bytes
+        case "bytes_list":  # members of an archive; JSON has no bytes
             return value if isinstance(value, list) else None
         case "int_list" | "float_list":
             if not isinstance(value, list):
@@ -197,7 +336,7 @@ def _utf8(value: Any) -> bytes | None:
         return None
     try:
         return value.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell and UTF-8 cannot
+    except UnicodeEncodeError:  # half a surrogate pair: possible in JSON, not in UTF-8
         return None
 
 
@@ -214,157 +353,3 @@ def _float64(value: Any) -> float | None:
         return float(value)
     except OverflowError:
         return None
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
-_LOCAL_CHUNK_BYTES = 64 << 10
-_REMOTE_CHUNK_BYTES = 256 << 10
-_INDEX_CHUNK_BYTES = 1 << 20
-_HEAD_BYTES = 4 << 20
-"""How far into a file its head may reach; a line longer than that is still read whole."""
-_BLANKS = bytes(range(33))
-
-
-class JsonlReader:
-    """Reads JSON lines. In its index, start and stop are offsets in the decompressed bytes."""
-
-    name = "jsonl"
-
-    def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
-        """Find the blocks of a file; lines are counted, not parsed."""
-        whole = compression_of_name(file.path) is not None
-        blocks: list[tuple[int, int, int, int]] = []
-        start, at, rows = 0, 0, 0
-        with file.open_stream(compression_of_name(file.path)) as native:
-            for length, blank in _line_lengths(native):
-                at += length
-                rows += not blank
-                if at - start >= BLOCK_BYTES and not whole:
-                    blocks.append((rows, at - start, start, at))
-                    start, rows = at, 0
-        if rows:
-            blocks.append((rows, at - start, start, at))
-        return BlockIndex.of(blocks)
-
-    def stream(
-        self,
-        file: StoredFile,
-        index: BlockIndex,
-        block: int,
-        *,
-        columns: Mapping[str, Kind],
-        skip: int,
-        batch_rows: int,
-        scratch: Path | None,
-    ) -> Iterator[RowBatch]:
-        """Yield the rows of one block; skipped lines are not parsed."""
-        builder = RowBuilder(columns)
-        for line in _lines(file, int(index.start[block]), int(index.stop[block])):
-            if skip:
-                skip -= 1
-                continue
-            row = parse_object(line)
-            if row is None:
-                builder.append_bad()
-            else:
-                builder.append([reach(row, column) for column in columns])
-            if len(builder) == batch_rows:
-                yield builder.finish()
-        if len(builder):
-            yield builder.finish()
-
-    def divides(self, file: StoredFile) -> bool:
-        """Tell whether a file is compressed: then it is one block."""
-        return compression_of_name(file.path) is not None
-
-    def seeks(self, file: StoredFile) -> bool:
-        """Tell that rows before a part have to be read."""
-        return False
-
-    def columns(self, file: StoredFile) -> list[str]:
-        """Return the keys of the objects in the head of the file, in the order they appear."""
-        return list(dict.fromkeys(key for row in _head(file) for key in row))
-
-    def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
-        """Return what the wanted columns hold, by the head of the file."""
-        head = _head(file)
-        found: dict[str, Kind | None] = {}
-        for column in columns:
-            values = [reach(row, column) for row in head]
-            if any(value is not None for value in values) or any(column in row for row in head):
-                found[column] = kind_of_values(values)
-        return found
-
-
-def why_no_row(file: StoredFile) -> str | None:
-    """Return why no line of a file's head is a row; None where all lines are blank."""
-    first = next(_lines(file, 0, None), None)
-    if first is None:
-        return None
-    text = first.decode("utf-8-sig", "replace").strip()
-    if text.startswith("["):
-        return "it holds a JSON array, and JSON lines are read: one object a line, without commas between them"
-    return f"none of its first lines is a JSON object (line 1 begins with {text[:40]!r})"
-
-
-def _head(file: StoredFile) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    read = 0
-    for line in _lines(file, 0, None):
-        row = parse_object(line)
-        if row is not None:
-            rows.append(row)
-        read += len(line)
-        if len(rows) == HEAD_ROWS or read >= _HEAD_BYTES:
-            break
-    return rows
-
-
-def _lines(file: StoredFile, start: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the lines of a range that are not blank, without their ends."""
-    compression = compression_of_name(file.path)
-    chunk_bytes = _LOCAL_CHUNK_BYTES if file.is_local or compression else _REMOTE_CHUNK_BYTES
-    with _open(file, start) as native:
-        left = stop - start if stop is not None else file.size
-        parts: list[bytes] = []
-        while chunk := native.read(chunk_bytes if compression else min(chunk_bytes, left)):
-            left -= len(chunk)
-            head, newline, rest = chunk.partition(b"\n")
-            parts.append(head)
-            if not newline:
-                continue
-            lines = [b"".join(parts), *rest.split(b"\n")]
-            parts = [lines.pop()]
-            del chunk, head, rest  # lines wait here to be asked for: once is enough
-            yield from (line for line in lines if line.strip(_BLANKS))
-        last = b"".join(parts)
-        if last.strip(_BLANKS):
-            yield last
-
-
-@contextlib.contextmanager
-def _open(file: StoredFile, start: int) -> Iterator[ByteStream]:
-    compression = compression_of_name(file.path)
-    if compression is not None:  # one block, which begins at 0
-        with file.open_stream(compression) as stream:
-            yield stream
-        return
-    with file.open() as native:
-        native.seek(start)
-        yield native
-
-
-def _line_lengths(native: ByteStream) -> Iterator[tuple[int, bool]]:
-    """Yield (bytes with the newline, whether it is blank) of every line, without holding a line."""
-    length, blank = 0, True
-    while chunk := native.read(_INDEX_CHUNK_BYTES):
-        lines = chunk.split(b"\n")
-        for line in lines[:-1]:
-            yield length + len(line) + 1, blank and not line.strip(_BLANKS)
-            length, blank = 0, True
-        length += len(lines[-1])
-        blank = blank and not lines[-1].strip(_BLANKS)
-    if length:
-        yield length, blank

@@ -15,7 +15,7 @@ from overlord.storage import StorageOptions, filesystem_of
 
 _WILDCARD = re.compile(r"[*?\[]")
 _TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-"""What people have and no reader reads."""
+"""Common table formats that no reader supports."""
 
 
 def list_files(
@@ -44,7 +44,7 @@ def list_files(
         found.update((file.path, file) for file in matches)
     if not found:
         raise SourceError("the source names no path; it would have no samples. Give at least one path.")
-    # The same file may be named twice, once by a relative and once by an absolute path.
+    # The same file may be listed twice, by a relative and by an absolute path.
     unique = {(file.filesystem.type_name, file.location): file for file in found.values()}
     files = [unique[key] for key in unique if unique[key].size > 0]
     if not files:
@@ -56,7 +56,7 @@ def list_files(
 
 
 def _no_file(path: str, beside: Sequence[str], format: str | None) -> SourceError:
-    """Return the error for a path that gives no file; `beside` are files that were found there and are not taken."""
+    """Return the error for a path without matching files; `beside` are files there that do not match."""
     if not beside:
         return SourceError(
             f"{path!r} matches no file; the source would have no samples. "
@@ -86,7 +86,7 @@ def _no_file(path: str, beside: Sequence[str], format: str | None) -> SourceErro
 
 
 def _list_one(path: str, options: StorageOptions, format: str | None) -> tuple[list[StoredFile], list[str]]:
-    """Return the files of one path, and if there are none the names of files that were found and not taken."""
+    """Return the files of one path, and the names of all files found there."""
     filesystem, location, prefix = filesystem_of(path, options)
     location = location.rstrip("/") or "/"
     try:
@@ -102,7 +102,7 @@ def _list_one(path: str, options: StorageOptions, format: str | None) -> tuple[l
         raise SourceError(
             f"cannot list {path!r}: {reason}; its files cannot be known. Check the path and the permission to read it."
         ) from error
-    # What the user wrote as a relative path is shown as one.
+    # A relative path of the user is shown as a relative one.
     relative = "://" not in path and not os.path.isabs(os.path.expanduser(path))
     here = os.getcwd()
     files = [
@@ -165,7 +165,7 @@ def glob_regex(pattern: str) -> re.Pattern[str]:
             continue
         char = pattern[at]
         if char in "*?[" and starts_name:
-            out += r"(?!\.)"  # as in a shell, a wildcard does not find hidden names
+            out += r"(?!\.)"  # as in a shell, a wildcard does not match hidden names
         close = pattern.find("]", at + 2) if char == "[" else -1
         if close > 0:
             body = pattern[at + 1 : close].replace("\\", r"\\")

@@ -1,37 +1,35 @@
 """Parquet: a block is a row group, read a few rows at a time.
 
-Local files are mapped, so pages that are not compressed are never copied whole. A compressed page and
-a dictionary page are decoded whole by pyarrow, whatever the number of rows asked for, and pyarrow writes
-at least 1,024 values to a page: a row group that would cost much memory for that is spilled to disk.
+Local files are mapped, so uncompressed pages are never copied as a whole. pyarrow decodes compressed pages and
+dictionary pages as a whole, however few rows are requested, and writes at least 1,024 values to a page: a row group
+for which that would take much memory is spilled to disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from overlord.core.ragged import RowBatch
-from overlord.readers.arrow_columns import kinds_of_schema, require_columns, to_rows
+from overlord.readers.arrow_columns import SchemaReader, require_columns, to_rows
 from overlord.readers.filesystems import MappedFile, StoredFile
 from overlord.readers.parquet_footer import read_block_metadata, read_footer
-from overlord.readers.reader import BlockIndex, DamagedFile, Kind
+from overlord.readers.reader import BlockIndex, DamagedFile, Kind, Rows
 from overlord.readers.spill import RELEASE_BYTES, SpillPlace, is_too_much, spill_rows, spilled
-
-Rows = Generator[RowBatch, None, None]
 
 _REMOTE_BUFFER_BYTES = 64 << 10
 _ROW_GROUPS_AT_A_TIME = 16
-"""How much of a footer is parsed at once: bounds the memory of indexing."""
+"""Row groups of a footer that are parsed at once; bounds the memory of indexing."""
 _PAGE_BYTES = 1 << 20
 _PAGE_VALUES = 1024
-"""Writers close a page at 1 MiB, but look at its size only after so many values."""
+"""Writers close a page at 1 MiB, but check its size only after this many values."""
 
 
-class ParquetReader:
-    """Reads Parquet. In its index, start and stop are where the row group is described in the footer."""
+class ParquetReader(SchemaReader):
+    """Reads Parquet. In its index, start and stop are the position of the row group in the footer."""
 
     name = "parquet"
 
@@ -76,28 +74,16 @@ class ParquetReader:
         rows = _RowGroup(native, mapped, metadata, paths.values()).rows(
             columns, file.path, skip, spill_rows(row_bytes) if spills else batch_rows
         )
-        del mapped, native  # a spilled row group lets go of the file
+        del mapped, native  # a spilled row group closes the file
         if scratch is not None and spills:
             size = int(row_bytes * max(0, int(index.rows[block]) - skip))
             yield from spilled(rows, SpillPlace(scratch, f"row group {block} of {file.path}", size), batch_rows)
         else:
             yield from rows
 
-    def divides(self, file: StoredFile) -> bool:
-        """Tell that row groups are as large as the writer made them."""
-        return True
-
     def seeks(self, file: StoredFile) -> bool:
-        """Tell that pyarrow decodes a row group from its beginning."""
+        """Return False: pyarrow decodes a row group from its beginning."""
         return False
-
-    def columns(self, file: StoredFile) -> list[str]:
-        """Return the names of the top-level fields."""
-        return self._schema(file).names
-
-    def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
-        """Return what the wanted columns hold, by the schema."""
-        return kinds_of_schema(self._schema(file), columns)
 
     def _schema(self, file: StoredFile) -> pa.Schema:
         with file.open() as native:
@@ -137,10 +123,10 @@ class _RowGroup:
 
 
 def held_bytes(metadata: pq.FileMetaData, leaves: Iterable[int], is_local: bool) -> int:
-    """Estimate what pyarrow holds while it reads the first row group a few rows at a time.
+    """Estimate the bytes that pyarrow holds while it reads the first row group a few rows at a time.
 
-    The values of a dictionary page stay until the end of the column chunk. One page more is held if it has to
-    be decompressed, and one if it has to be fetched; a page that is mapped as it is costs nothing.
+    The values of a dictionary page stay until the end of the column chunk. A page that has to be decompressed is held
+    once more, and once more if it is remote; an uncompressed page of a mapped file costs nothing.
     """
     held = 0.0
     for leaf in leaves:
@@ -152,13 +138,13 @@ def held_bytes(metadata: pq.FileMetaData, leaves: Iterable[int], is_local: bool)
             stored = chunk.data_page_offset - chunk.dictionary_page_offset
             dictionary = min(size, size * stored / max(1, chunk.total_compressed_size))
         elif any("DICTIONARY" in encoding for encoding in chunk.encodings):
-            dictionary = page  # some writers do not tell where it is
+            dictionary = page  # some writers do not record its position
         copies = (chunk.compression != "UNCOMPRESSED") + (not is_local)
         held += dictionary + copies * max(dictionary, min(page, size - dictionary))
     return int(held)
 
 
 def _leaves_of(schema: pq.ParquetSchema, paths: Iterable[Sequence[str]]) -> list[int]:
-    """Return the columns of the file that lie under any of the paths."""
+    """Return the leaf columns of the file under any of the paths."""
     wanted = tuple(f"{'.'.join(path)}." for path in paths)
     return [leaf for leaf in range(len(schema)) if f"{schema.column(leaf).path}.".startswith(wanted)]

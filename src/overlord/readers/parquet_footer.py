@@ -1,8 +1,8 @@
-"""Cuts the footer of a Parquet file down to the row groups that are needed.
+"""Cuts the footer of a Parquet file down to the row groups that are needed, before pyarrow parses it.
 
 A footer of 1,000 row groups and 20 columns is 2.3 MB on disk and 18 MB once pyarrow has parsed it, for
-every open stream. A footer is a list of row groups between a schema and some notes (Thrift, compact
-protocol), so a footer of one row group is three slices of it, and costs a few kilobytes.
+every open stream. A footer is a list of row groups between a schema and further fields (Thrift, compact
+protocol), so a footer of one row group is three slices of it, and takes a few kilobytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Int64s = npt.NDArray[np.int64]
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 64 << 10
-"""What is read from the end of a file at first: most footers are smaller."""
+"""Bytes that are read from the end of a file first: most footers are smaller."""
 _ROW_GROUPS_FIELD = 4
 _LIST_OF_STRUCTS = 0x0C
 _MAX_DEPTH = 64
@@ -73,7 +73,7 @@ def read_footer(native: pa.NativeFile, size: int) -> Footer:
 def read_block_metadata(
     native: pa.NativeFile, size: int, index_start: Int64s, index_stop: Int64s, block: int
 ) -> pq.FileMetaData:
-    """Return the metadata of one row group, whose place in the footer an index remembers."""
+    """Return the metadata of one row group from its position in the footer, which the index has."""
     tail, length = _tail(native, size)
     begin = size - 8 - length
     list_at = int(index_start[0]) - len(_list_header(len(index_start)))
@@ -133,7 +133,7 @@ def _list_header(count: int) -> bytes:
 
 @numba.njit(nogil=True, cache=True)
 def _varint(data, at):  # type: ignore[no-untyped-def]
-    """Return (value, position behind it); the position is -1 past the end of the data."""
+    """Return (value, position after it); the position is -1 past the end of the data."""
     value, shift = np.int64(0), 0
     while at < len(data) and shift < 63:
         byte = np.int64(data[at])
@@ -174,9 +174,9 @@ def _field(data, at, last):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _skip_leaf(data, at, kind, in_list):  # type: ignore[no-untyped-def]
-    """Return the position behind a value that holds no others, or -1."""
+    """Return the position after a value that is no container, or -1."""
     if kind == 1 or kind == 2:
-        at += 1 if in_list else 0  # a bool field lies in its type, a bool element in a byte
+        at += 1 if in_list else 0  # a bool field is in its type, a bool element is a byte
     elif kind == 3:
         at += 1
     elif kind == 4 or kind == 5 or kind == 6:
@@ -195,8 +195,10 @@ def _skip_leaf(data, at, kind, in_list):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _skip_struct(data, at):  # type: ignore[no-untyped-def]
-    """Return the position behind a struct whose first field is at `at`, or -1 if it is damaged."""
-    left = np.zeros(_MAX_DEPTH, np.int64)  # elements to come in a list; -1 for the fields of a struct
+    """Return the position after a struct with its first field at `at`, or -1 if it is damaged."""
+    # An explicit stack instead of recursion: a level is a list (elements left, their type) or a struct (-1). Every
+    # iteration reads one element or field header; containers push a level, leaves are skipped by their length.
+    left = np.zeros(_MAX_DEPTH, np.int64)
     kinds = np.zeros(_MAX_DEPTH, np.int64)
     depth = 0
     left[0] = -1

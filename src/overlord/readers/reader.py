@@ -1,12 +1,12 @@
-"""What a file format must be able to do, and the words all formats share.
+"""The interface of file formats, and types and errors that all of them share.
 
-One format a file; the table of formats is in `formats`.
+There is one module per format; the table of formats is `source_files.FORMATS`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -16,20 +16,22 @@ import numpy.typing as npt
 
 from overlord.core.ragged import RowBatch
 from overlord.errors import SourceError
-from overlord.readers.filesystems import StoredFile
+from overlord.readers.filesystems import StoredFile, compression_of_name
 
 BLOCK_BYTES = 1 << 20
-"""How large a block of a format without blocks of its own becomes."""
+"""Size of the blocks in formats that have none of their own."""
 
+Rows = Generator[RowBatch, None, None]
+"""Rows of a block, a batch at a time."""
 Kind = Literal["bytes", "json", "int", "float", "int_list", "float_list", "bytes_list"]
-"""What a column holds. Bytes (or text) and json text are Ragged uint8, lists are Ragged, the rest arrays.
+"""The kind of a column. Bytes (or text) and json text are Ragged uint8, lists are Ragged, the rest arrays.
 
-A list of byte strings (the images of a row) is two columns: its items one behind the other as Ragged uint8, and
+A list of byte strings (the images of a row) is two columns: the concatenated items as Ragged uint8, and
 under the name `sizes_column(column)` the bytes of each as Ragged int64."""
 
 
 class DamagedFile(OSError):
-    """The bytes of a file are not what its format asks for; the message completes "cannot read x: "."""
+    """The bytes of a file violate its format; the message completes "cannot read x: "."""
 
 
 Int64s = npt.NDArray[np.int64]
@@ -43,14 +45,14 @@ class BlockIndex:
     bytes: Int64s
     """Decompressed bytes in the columns that are read."""
     start: Int64s
-    """Where the block begins; what that means is the format's own affair."""
+    """Where the block begins; the meaning depends on the format."""
     stop: Int64s
     first_row: Int64s
     """Row of the file at which the block begins."""
 
     @classmethod
     def of(cls, blocks: Sequence[tuple[int, int, int, int]]) -> BlockIndex:
-        """Build from one (rows, bytes, start, stop) a block.
+        """Build from (rows, bytes, start, stop) of each block.
 
         Example:
             >>> BlockIndex.of([(3, 30, 0, 40), (2, 20, 40, 70)]).first_row.tolist()
@@ -90,10 +92,9 @@ class Reader(Protocol):
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block front to back after skipping `skip`, at most `batch_rows` at a time.
 
-        Every batch has the wanted columns and `BAD_COLUMN`: why the bytes of a row make no sense, 0 where they do.
-        The stream holds about twice what it yields at a time; what has to be decoded in larger pieces is
-        kept in `scratch`, a folder on a disk, which is made when it is needed. Without a folder it holds what it must:
-        the caller writes the rows to disk itself.
+        Every batch has the wanted columns and `BAD_COLUMN`: why a row is bad, 0 for a good one. The stream holds about
+        twice what it yields at a time; what has to be decoded in larger pieces is spilled to `scratch`, a folder that
+        is created when needed. Without a folder everything is held in memory: the caller writes the rows to disk.
 
         Raises:
             ReaderError: There is no room in `scratch`.
@@ -101,14 +102,14 @@ class Reader(Protocol):
         ...
 
     def divides(self, file: StoredFile) -> bool:
-        """Tell whether blocks of a file may have any size, so that a shuffle cuts large ones into parts.
+        """Return whether blocks of a file may have any size, so that a shuffle cuts large ones into parts.
 
-        Blocks that this package cuts itself have about `BLOCK_BYTES` and are not divided.
+        Blocks of about `BLOCK_BYTES` that the reader makes itself are not cut.
         """
         ...
 
     def seeks(self, file: StoredFile) -> bool:
-        """Tell whether a stream that skips rows is as cheap as one that begins there; else parts are spilled."""
+        """Return whether skipping rows of a block costs nothing; otherwise a block that is read in parts is spilled."""
         ...
 
     def columns(self, file: StoredFile) -> list[str]:
@@ -116,11 +117,23 @@ class Reader(Protocol):
         ...
 
     def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
-        """Return what the wanted columns hold, None where the file's head does not tell.
+        """Return the kinds of the wanted columns, None where the file's head has no value of a column.
 
-        A column that the head does not even name is left out.
+        A column that the head does not name is left out.
         """
         ...
+
+
+class CompressibleReader:
+    """What readers of JSON lines and tar shards share: a compressed file is one block, read from its beginning."""
+
+    def divides(self, file: StoredFile) -> bool:
+        """Return whether a file is compressed: then it is one block."""
+        return compression_of_name(file.path) is not None
+
+    def seeks(self, file: StoredFile) -> bool:
+        """Return False: the rows before a part have to be read."""
+        return False
 
 
 def reason_of(error: BaseException) -> str:
@@ -136,7 +149,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def unreadable(file: StoredFile, reason: str) -> SourceError:
-    """Return the error for a file that cannot be understood before it is streamed."""
+    """Return the error for a file that cannot be indexed or has no usable schema."""
     return SourceError(
         f"cannot read {file.path}: {reason}; no sample of this file can be used. "
         "Copy the file again, or leave it out of the source's paths."

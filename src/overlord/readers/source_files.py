@@ -1,4 +1,8 @@
-"""All files of one source: listed once, indexed when reached, streamed block by block."""
+"""The files of one source: listed once, indexed when reached, streamed block by block; and their length sidecars.
+
+An I/O error is retried from the row that was reached. A file that changed, or cannot be read, raises: it never changes
+the stream.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +28,12 @@ from overlord.readers.index import IndexCache, build_indices, read_array, write_
 from overlord.readers.jsonl import JsonlReader, why_no_row
 from overlord.readers.listing import list_files
 from overlord.readers.parquet import ParquetReader
-from overlord.readers.reader import BlockIndex, Kind, Reader, missing_column, reason_of, unreadable
+from overlord.readers.reader import BlockIndex, Kind, Reader, Rows, missing_column, reason_of, unreadable
 from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows
 from overlord.readers.tar_shards import TarReader
 from overlord.storage import StorageOptions
 
-# --------------------------------------------------------------------------------------------------------------
-# The table of formats, and which of them a source's files are.
-
-
+logger = logging.getLogger("overlord")
 FORMATS: dict[str, Reader] = {
     "parquet": ParquetReader(),
     "jsonl": JsonlReader(),
@@ -40,47 +41,11 @@ FORMATS: dict[str, Reader] = {
     "arrow": ArrowReader(),
 }
 """Every format that a source may have."""
-
-
-def format_of(files: Sequence[StoredFile], declared: str | None) -> str:
-    """Return the format of a source: what it declares, or what the names of its files say.
-
-    Raises:
-        SpecError: The declared format does not exist.
-        SourceError: The names say nothing, or not all the same.
-    """
-    choice = f"Set format= to one of {', '.join(map(repr, FORMATS))}"
-    if declared is not None:
-        if declared not in FORMATS:
-            raise SpecError(f"format={declared!r} is not a format; the files could not be read. {choice}.")
-        return declared
-    found = format_of_name(files[0].path)
-    if found is None:
-        tables = files[0].path.lower().endswith((".csv", ".tsv"))
-        raise SourceError(
-            f"the name of {files[0].path} does not say which format it has; it could not be read. "
-            + ("CSV and TSV are not read: write it as Parquet or JSON lines." if tables else f"{choice}.")
-        )
-    for file in files:
-        other = format_of_name(file.path)
-        if other != found:
-            raise SourceError(
-                f"{files[0].path} is {found} but {file.path} is {other or 'of no known format'}; a source "
-                f"has one format. {choice}, or narrow the source's paths with a glob."
-            )
-    return found
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
-Rows = Generator[RowBatch, None, None]
-
 _ATTEMPTS = 4
-"""A first one and three more."""
+"""One attempt and three retries."""
 _FIRST_PAUSE_S = 0.25
 _KINDS_FILES = 8
-"""How many files are asked what a column holds before it counts as missing."""
+"""How many files are searched for a column before it counts as missing."""
 _KEPT_INDICES = 16
 
 
@@ -94,8 +59,9 @@ class SourceFiles:
         columns: The columns to read; None for all.
         storage_options: How to reach a remote store.
         cache: Where the indices of the files are kept, and row groups too large to be held in memory.
-        isolate: Brings a reader into processes that a damaged file may end; None reads in the caller.
-        pause: What waits between attempts after an I/O error.
+        isolate: Wraps the reader so that it runs in other processes, which a damaged file may crash; None reads in
+            the caller.
+        pause: Sleeps between attempts after an I/O error.
 
     Raises:
         SpecError: A path, an option or the format is wrong.
@@ -138,13 +104,13 @@ class SourceFiles:
             return self._reader.columns(file)
         except OverlordError:
             raise
-        except Exception as error:  # whatever a parser makes of bytes that are not what they should be
+        except Exception as error:  # a parser may raise anything on damaged bytes
             raise unreadable(file, reason_of(error)) from error
 
     def kinds(self) -> dict[str, Kind]:
-        """Return what each column that is read holds: the same for every batch of every file.
+        """Return the kind of each column that is read: the same for every batch of every file.
 
-        JSON has no schema, so the first files are asked in turn; a column that is null or an empty list in
+        JSON has no schema, so the first files are searched in turn; a column that is null or an empty list in
         all of their heads counts as bytes.
 
         Raises:
@@ -156,16 +122,16 @@ class SourceFiles:
             return self._kinds
 
     def blocks(self, file_number: int) -> FileBlocks:
-        """Return the blocks of a file, indexing it now if it never was."""
+        """Return the blocks of a file; it is indexed now if it is not in the cache."""
         return self._file_blocks(file_number, self._index(file_number))
 
     def indexed(self, file_number: int) -> FileBlocks | None:
-        """Return the blocks of a file if it was indexed before; nothing is read now."""
+        """Return the blocks of a file if it is in the cache, else None; the file is not read."""
         index = self._cache.find(self.files[file_number], self._reader, list(self.kinds()))
         return None if index is None else self._file_blocks(file_number, index)
 
     def prepare(self, file_numbers: Sequence[int]) -> None:
-        """Index files side by side, where they are not indexed yet."""
+        """Index the files that are not in the cache, in parallel."""
         files = [self.files[number] for number in file_numbers]
         columns = list(self.kinds())
         missing = [file for file in files if self._cache.find(file, self._reader, columns) is None]
@@ -173,13 +139,13 @@ class SourceFiles:
             build_indices(self._cache, missing, self._reader, columns)
 
     def forget(self) -> None:
-        """Drop the indices held in memory, which stay in the cache folder, and blocks kept on disk for their parts."""
+        """Drop indices in memory (they stay in the cache folder) and spilled blocks."""
         with self._lock:
             self._indices.clear()
         self._spilled.forget()
 
     def spills_parts(self, file_number: int) -> bool:
-        """Tell whether a block of a file that is read in parts has to be unpacked to disk first."""
+        """Return whether a block of a file that is read in parts must first be spilled to disk."""
         file = self.files[file_number]
         return self._reader.divides(file) and not self._reader.seeks(file)
 
@@ -192,14 +158,14 @@ class SourceFiles:
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block front to back after skipping `skip`, at most `batch_rows` at a time.
 
-        An I/O error is retried from where the stream was; rows are never lost or doubled.
+        An I/O error is retried from the row that was reached; rows are never lost or duplicated.
 
         Args:
             file_number: The file.
             block: The block of the file.
             skip: The row of the block to begin at.
-            stop: The row to end before, where a block is read in parts: it is unpacked once for all of them, and kept
-                on disk. None reads to the end of the block.
+            stop: The row to end before, where a block is read in parts: it is decoded once for all of them and spilled
+                to disk. None reads to the end of the block.
             batch_rows: Rows to yield at a time at most.
 
         Raises:
@@ -208,6 +174,8 @@ class SourceFiles:
         """
         file, index = self.files[file_number], self._index(file_number)
         end = int(index.rows[block]) if stop is None else stop
+        # `at` is the next row; every batch moves it on and resets the attempts, so that a retry begins where the stream
+        # was, and only failures without any progress between them add up.
         at, attempt = skip, 0
         while at < end:
             try:
@@ -218,7 +186,7 @@ class SourceFiles:
                 break
             except OverlordError:
                 raise
-            except Exception as error:  # also what a parser makes of bytes that are not what they should be
+            except Exception as error:  # a parser may raise anything on damaged bytes
                 attempt += 1
                 if attempt == _ATTEMPTS:
                     raise self._lost(file, block, at, reason_of(error)) from error
@@ -229,7 +197,11 @@ class SourceFiles:
     def _attempt(
         self, file_number: int, block: int, start: int, stop: int | None, batch_rows: int
     ) -> Iterator[RowBatch]:
-        """Yield rows of a block until something fails."""
+        """Yield rows of a block until something fails.
+
+        A whole block, or a part of one in a format that can seek, is read directly. Otherwise the first part decodes
+        the block once into a spill, from which all parts are read.
+        """
         file, index, reader = self.files[file_number], self._index(file_number), self._reader
 
         def decode(rows: int, skip: int, scratch: Path | None) -> Rows:
@@ -253,9 +225,9 @@ class SourceFiles:
             yield from spilled.rows(start, stop or 0, batch_rows)
 
     def listing_digest(self) -> str:
-        """Return a hash of the names and sizes of the files: what the stream depends on.
+        """Return a hash of the names and sizes of the files, on which the stream depends.
 
-        Names count from the folder that all files share, so that a source may be moved; times do not count.
+        Names are relative to the folder that all files share, so that a source may be moved; times do not count.
         """
         parts = [file.location.strip("/").split("/") for file in self.files]
         shared = 0
@@ -305,7 +277,7 @@ class SourceFiles:
                 )
             raise SourceError(
                 f"source {self.name!r} has no rows in {self.files[0].path} or the files behind it; the mixture would "
-                "wait for it for ever. Remove the source or mend its path."
+                "wait for it for ever. Remove the source or correct its path."
             )
         missing = next((column for column in wanted if column not in seen), None)
         if missing is not None:
@@ -313,7 +285,7 @@ class SourceFiles:
         return {column: seen[column] or "bytes" for column in wanted}
 
     def _named_otherwise(self) -> str:
-        """Return the advice for files whose names tell another format than the one that was set."""
+        """Return the advice for files with names that imply another format than the one that was set."""
         named = format_of_name(self.files[0].path)
         return "" if named in (None, self.format) else f", or set format to {named!r}, as the name of the file says"
 
@@ -325,17 +297,8 @@ class SourceFiles:
         )
 
 
-def _first_rows(batches: Rows, count: int) -> Iterator[RowBatch]:
-    with contextlib.closing(batches):
-        for batch in batches:
-            yield slice_rows(batch, 0, min(count, num_rows(batch)))
-            count -= num_rows(batch)
-            if count <= 0:
-                break
-
-
 class NoFiles(SourceFiles):
-    """The files of a source that was removed for good: none. It keeps its number, and nothing is read of it."""
+    """The files of a source that was removed: none. The source keeps its number, and nothing is read."""
 
     def __init__(self, name: str, format: str | None, cache: IndexCache) -> None:
         self.name = name
@@ -348,17 +311,50 @@ class NoFiles(SourceFiles):
         self._spilled = SpilledBlocks()
 
     def listing_digest(self) -> str:
-        """Return what stands for the files, which may be gone."""
+        """Return a constant: the files may be gone."""
         return "removed"
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Length sidecars: token counts of a source's rows, written by a one-off pass and memory-mapped ever after.
-#
-# A sidecar belongs to one file as it was, one sample spec and one tokenizer: its name is the hash of all three.
+def format_of(files: Sequence[StoredFile], declared: str | None) -> str:
+    """Return the format of a source: the declared one, or the one that the names of its files imply.
+
+    Raises:
+        SpecError: The declared format does not exist.
+        SourceError: The names imply no format, or several.
+    """
+    choice = f"Set format= to one of {', '.join(map(repr, FORMATS))}"
+    if declared is not None:
+        if declared not in FORMATS:
+            raise SpecError(f"format={declared!r} is not a format; the files could not be read. {choice}.")
+        return declared
+    found = format_of_name(files[0].path)
+    if found is None:
+        tables = files[0].path.lower().endswith((".csv", ".tsv"))
+        raise SourceError(
+            f"the name of {files[0].path} does not say which format it has; it could not be read. "
+            + ("CSV and TSV are not read: write it as Parquet or JSON lines." if tables else f"{choice}.")
+        )
+    for file in files:
+        other = format_of_name(file.path)
+        if other != found:
+            raise SourceError(
+                f"{files[0].path} is {found} but {file.path} is {other or 'of no known format'}; a source "
+                f"has one format. {choice}, or narrow the source's paths with a glob."
+            )
+    return found
 
 
-logger = logging.getLogger("overlord")
+def _first_rows(batches: Rows, count: int) -> Iterator[RowBatch]:
+    with contextlib.closing(batches):
+        for batch in batches:
+            yield slice_rows(batch, 0, min(count, num_rows(batch)))
+            count -= num_rows(batch)
+            if count <= 0:
+                break
+
+
+# Length sidecars: token counts of a source's rows, written by a one-off pass and memory-mapped from then on. A sidecar
+# belongs to one version of a file, one sample spec and one tokenizer: its name is the hash of all three.
 
 
 class LengthSidecars:
@@ -370,7 +366,7 @@ class LengthSidecars:
     def open_all(self, source: Source, files: SourceFiles, tokenizer_digest: str) -> list[npt.NDArray[np.int32]]:
         """Return the lengths of every file of a source, memory-mapped."""
         paths = [self._path(source, files, number, tokenizer_digest) for number in range(len(files.files))]
-        were_there = [path.exists() for path in paths]  # before they are read: another process may write one in between
+        were_there = [path.exists() for path in paths]  # before reading: another process may write one in between
         tables = [read_array(path, np.int32) for path in paths]
         missing = [number for number, table in enumerate(tables) if table is None]
         damaged = [str(paths[number]) for number in missing if were_there[number]]
@@ -394,7 +390,7 @@ class LengthSidecars:
         tokenizer_digest: str,
         lengths: npt.NDArray[np.int32],
     ) -> None:
-        """Write the lengths of one file; they appear whole or not at all."""
+        """Write the lengths of one file; the sidecar appears completely or not at all."""
         write_array(self._path(source, files, number, tokenizer_digest), lengths.astype(np.int32)[None])
 
     def _path(self, source: Source, files: SourceFiles, number: int, tokenizer_digest: str) -> Path:

@@ -1,10 +1,15 @@
-"""Rows that a format can only decode in one large piece, kept on disk while they are read.
+"""Spills: blocks that a format can only decode in one large piece, kept on disk while they are read.
 
 Rules of this file:
-1. A spill is a file without a name: whatever happens to the process, nothing is left behind.
-2. One block is decoded at a time in a process: the peak is that of one block, not of every open stream.
-3. The rows are those that were put in, column by column and type by type.
+1. A spill is an unnamed file: nothing is left behind, however the process ends.
+2. A process decodes one block at a time: the peak of memory is that of one block, not of every open stream.
+3. The rows come back exactly as they were written, column by column and type by type.
 4. A block that is read in parts is decoded once for all of them.
+
+How it works: the rows of a block are written as consecutive Arrow IPC messages, one per record batch, into a temporary
+file, which is then mapped; closing the handle leaves only the mapping. Reading looks up the record batch of a row by
+bisection and yields views of the mapping. Pages are released on the way, so that a spill takes disk and page cache but
+hardly any memory of the process.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +32,12 @@ from pyarrow import ipc
 from overlord.core.order import MAX_STREAMS, SPAN_BYTES
 from overlord.core.ragged import Ragged, RowBatch, num_bytes, slice_rows
 from overlord.errors import ReaderError
-from overlord.readers.reader import reason_of
+from overlord.readers.reader import Rows, reason_of
 
 BATCH_BYTES = 256 << 10
-"""About how much is decoded at a time while a block is written."""
+"""About how many bytes are decoded at a time while a block is written."""
 RELEASE_BYTES = 128 << 10
-"""How many bytes are read before the pages behind them are handed back."""
+"""How many bytes are read before their pages are released."""
 
 _UNNOTICED_BYTES = 3 << 19
 _STREAM_BYTES = 64 << 10
@@ -42,7 +47,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class SpillPlace:
-    """Where a block goes, and what to say when there is no room for it."""
+    """The folder of a spill, and what an error says if there is no space for it."""
 
     folder: Path
     what: str
@@ -52,10 +57,10 @@ class SpillPlace:
 
 
 def is_too_much(held: int, row_bytes: float, batch_rows: int) -> bool:
-    """Tell whether a stream that holds so much would break the budget of a shuffle.
+    """Return whether a stream that holds so many bytes would exceed the budget of a shuffle.
 
-    The order counts a stream as its rows, once as read and once as decoded. Up to 1.5 MiB are let pass:
-    writing and reading a block again costs more than that is worth.
+    The order counts a stream as its rows, once as read and once as decoded. Up to 1.5 MiB are accepted:
+    writing and reading the block again would cost more than that memory is worth.
 
     Example:
         >>> is_too_much(64 << 20, 200e3, 1), is_too_much(64 << 20, 200e3, 256), is_too_much(1 << 20, 100, 1)
@@ -69,12 +74,12 @@ def spill_rows(row_bytes: float) -> int:
     return max(1, int(BATCH_BYTES / max(row_bytes, 1.0)))
 
 
-def spilled(batches: Generator[RowBatch, None, None], place: SpillPlace, batch_rows: int) -> Iterator[RowBatch]:
-    """Yield the same rows, all of them written to disk before the first is given.
+def spilled(batches: Rows, place: SpillPlace, batch_rows: int) -> Iterator[RowBatch]:
+    """Yield the same rows; all of them are written to disk before the first is yielded.
 
     Args:
-        batches: Decodes the block; closed when it is written, so that what it holds is freed.
-        place: Where the block goes.
+        batches: Decodes the block; closed once it is written, to free its memory.
+        place: Where the block is written.
         batch_rows: How many rows to yield at a time at most.
 
     Raises:
@@ -87,7 +92,7 @@ def spilled(batches: Generator[RowBatch, None, None], place: SpillPlace, batch_r
 
 
 class SpilledBlock:
-    """The rows of one block on disk, readable from any row on. Threads may share it.
+    """The rows of one block on disk, readable from any row. Threads may share it.
 
     Args:
         mapped: The file: record batches as messages of Arrow IPC.
@@ -116,7 +121,7 @@ class SpilledBlock:
     def rows(self, start: int, stop: int, batch_rows: int) -> Iterator[RowBatch]:
         """Yield rows start .. stop, at most `batch_rows` at a time: views of the file.
 
-        Its pages are handed back on the way and when the generator is closed; who copies the rows closes it after that.
+        Pages are released on the way and when the generator is closed: copy the rows before closing it.
         """
         passed = 0
         try:
@@ -142,11 +147,11 @@ class SpilledBlock:
 
 
 class SpilledBlocks:
-    """Blocks of one source of which parts are read: each is decoded once and kept on disk while parts are wanted.
+    """Spilled blocks of one source that are read in parts: each is decoded once and kept while its parts are needed.
 
-    The order of a source reads the parts of some blocks, at most `SPAN_BYTES` or two blocks, before it goes on to the
-    next blocks; workers that read ahead may be at two such spans at once. So the blocks used last are kept: up to twice
-    `SPAN_BYTES`, or four blocks. What is dropped while a thread reads it lives until that thread is done.
+    The order of a source reads all parts of a span of blocks (at most `SPAN_BYTES`, or two blocks) before it goes on to
+    the next span; workers that read ahead may be in two spans at once. So the most recently used blocks are kept: up to
+    twice `SPAN_BYTES`, or four blocks. A block that is dropped while a thread reads it lives until the thread is done.
     """
 
     def __init__(self) -> None:
@@ -160,10 +165,8 @@ class SpilledBlocks:
                 self._blocks.move_to_end(key)
             return self._blocks.get(key)
 
-    def add(
-        self, key: Hashable, decode: Callable[[], Generator[RowBatch, None, None]], place: SpillPlace
-    ) -> SpilledBlock | None:
-        """Decode a block and keep it, unless another thread did so meanwhile; None if it has no rows.
+    def add(self, key: Hashable, decode: Callable[[], Rows], place: SpillPlace) -> SpilledBlock | None:
+        """Decode a block and keep it, unless another thread has done so; None if it has no rows.
 
         Raises:
             ReaderError: The folder cannot be written, or its disk is full.
@@ -172,7 +175,7 @@ class SpilledBlocks:
             found = self.find(key)
             if found is not None:
                 return found
-            self._make_room(place.size)  # before it is written: the disk holds no more than it must
+            self._make_room(place.size)  # before writing, to use no more disk than necessary
             found = _write(decode(), place)
         if found is not None:
             with self._lock:
@@ -192,7 +195,7 @@ class SpilledBlocks:
 
 
 def most_kept(total: int, largest: int) -> int:
-    """Return how many bytes a source's blocks take on disk at most while parts of them are read.
+    """Return how many bytes the spilled blocks of a source take on disk, at most.
 
     Example:
         >>> most_kept(total=100 << 20, largest=60 << 20) >> 20, most_kept(total=10 << 30, largest=1 << 30) >> 20
@@ -201,11 +204,11 @@ def most_kept(total: int, largest: int) -> int:
     return min(total, max(2 * SPAN_BYTES, _KEPT_BLOCKS * largest))
 
 
-def _write(batches: Generator[RowBatch, None, None], place: SpillPlace) -> SpilledBlock | None:
+def _write(batches: Rows, place: SpillPlace) -> SpilledBlock | None:
     """Write all rows of a block; the caller holds `_ONE_AT_A_TIME`."""
     with contextlib.closing(batches):
         block = _write_batches(batches, place)
-    # The pool keeps what it freed; the next block would come on top of it in another thread's heap.
+    # The memory pool keeps freed memory; a block decoded by another thread would add to it.
     pa.default_memory_pool().release_unused()
     return block
 
@@ -217,7 +220,7 @@ def _write_batches(batches: Iterator[RowBatch], place: SpillPlace) -> SpilledBlo
         with _disk_errors(place):
             place.folder.mkdir(parents=True, exist_ok=True)
             handle = stack.enter_context(tempfile.TemporaryFile(dir=place.folder))
-        for batch in batches:  # an error of the decoder is not one of this disk
+        for batch in batches:  # errors of the decoder are not errors of the disk
             record = _to_arrow(batch)
             schema = record.schema
             message = record.serialize()

@@ -1,9 +1,9 @@
-"""Tar shards as WebDataset writes them: neighbouring members with one key are a sample.
+"""Tar shards as WebDataset writes them: consecutive members with the same key are a sample.
 
 The key is the path up to the first dot of the file's name, the column the rest: `dog/1.jpg` and
 `dog/1.json` are the columns `jpg` and `json` of `dog/1`. `json.caption` reaches into the json member, `*.jpg`
-is the list of all members that end so (`dog/1.0.jpg`, `dog/1.1.jpg`), in the order of the archive; it may be empty.
-A block is a run of whole samples of about 1 MiB, or the whole of a compressed archive.
+is the list of all members with such an extension (`dog/1.0.jpg`, `dog/1.1.jpg`), in the order of the archive; it may be
+empty. A block is a run of whole samples of about 1 MiB, or the whole of a compressed archive.
 """
 
 from __future__ import annotations
@@ -21,225 +21,22 @@ import pyarrow as pa
 from overlord.core.ragged import RowBatch
 from overlord.readers.filesystems import ByteStream, StoredFile, compression_of_name
 from overlord.readers.jsonl import HEAD_ROWS, RowBuilder, kind_of_values, parse_object, reach
-from overlord.readers.reader import BLOCK_BYTES, BlockIndex, DamagedFile, Kind, missing_column
-
-# --------------------------------------------------------------------------------------------------------------
-# Walks the headers of a tar archive (ustar, GNU and pax) without extracting anything.
-#
-# Python's `tarfile` ends quietly where an archive is cut between two headers and keeps every member in
-# memory; a loader must notice the first and cannot afford the second.
-
-
-_BLOCK = 512
-_NO_PAYLOAD = (
-    tarfile.LNKTYPE,
-    tarfile.SYMTYPE,
-    tarfile.CHRTYPE,
-    tarfile.BLKTYPE,
-    tarfile.DIRTYPE,
-    tarfile.FIFOTYPE,
-)
-_REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
-_EXTENSIONS = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME)
-_MAX_EXTENSION_BYTES = 1 << 20
-
-
-class RandomBytes:
-    """Bytes at any offset, read through a window: one request serves many small members."""
-
-    def __init__(self, native: pa.NativeFile, size: int, window_bytes: int) -> None:
-        self._native = native
-        self._size = size
-        self._window_bytes = window_bytes
-        self._window = b""
-        self._window_at = 0
-
-    def read(self, at: int, count: int) -> bytes:
-        """Return `count` bytes, fewer at the end of the file."""
-        if at > self._size:
-            raise _cut_short(self._size)
-        if not self._window_at <= at <= at + count <= self._window_at + len(self._window):
-            self._window = self._native.read_at(min(max(count, self._window_bytes), self._size - at), at)
-            self._window_at = at
-        return self._window[at - self._window_at :][:count]
-
-
-class ForwardBytes:
-    """Bytes of a stream that can only go forward (a compressed archive)."""
-
-    def __init__(self, native: ByteStream) -> None:
-        self._native = native
-        self._at = 0
-
-    def read(self, at: int, count: int) -> bytes:
-        """Return `count` bytes, fewer at the end; `at` never goes back."""
-        while self._at < at:
-            passed = self._native.read(min(at - self._at, 1 << 20))
-            if not passed:
-                raise _cut_short(self._at)
-            self._at += len(passed)
-        parts: list[bytes] = []
-        while count:
-            part = self._native.read(count)
-            if not part:
-                break
-            parts.append(part)
-            count -= len(part)
-            self._at += len(part)
-        return b"".join(parts)
-
-
-class ArchiveBytes(Protocol):
-    """Where the bytes of an archive come from."""
-
-    def read(self, at: int, count: int) -> bytes:
-        """Return `count` bytes at an offset, fewer at the end."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One regular file in an archive."""
-
-    name: str
-    start: int
-    """Where its first header is, those that only extend the next one included."""
-    data: int
-    size: int
-
-    @property
-    def stop(self) -> int:
-        """Where the next header is."""
-        return self.data + _padded(self.size)
-
-
-def walk_members(source: ArchiveBytes, start: int = 0, stop: int | None = None) -> Iterator[Member]:
-    """Yield the regular files of an archive; links, folders and devices are passed over.
-
-    Raises:
-        DamagedFile: The archive is cut short, or something that is no header is where one must be.
-    """
-    at, first = start, start
-    extended: dict[str, str] = {}
-    while stop is None or at < stop:
-        block = source.read(at, _BLOCK)
-        if not block and not extended:
-            return  # some writers leave out the two empty blocks that end an archive
-        if len(block) < _BLOCK:
-            raise _cut_short(at + len(block))
-        if not block.strip(b"\0"):
-            return
-        info = _parse_header(block, at)
-        data = at + _BLOCK
-        if info.type in _EXTENSIONS:
-            extended.update(_extension(info, source.read(data, min(info.size, _MAX_EXTENSION_BYTES)), data))
-            at = data + _padded(info.size)
-            continue
-        size = int(extended.get("size", info.size)) if info.type not in _NO_PAYLOAD else 0
-        member = Member(extended.get("path", info.name), first, data, size)
-        at = member.stop
-        if info.type in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
-            continue  # they say nothing of a regular file's name or size
-        if info.type in _REGULAR:
-            yield member
-        extended, first = {}, at
-
-
-def read_payload(source: ArchiveBytes, member: Member) -> bytes:
-    """Return the bytes of a member.
-
-    Raises:
-        DamagedFile: The archive ends before they do.
-    """
-    data = source.read(member.data, member.size)
-    if len(data) < member.size:
-        raise _cut_short(member.data + len(data))
-    return data
-
-
-def _cut_short(at: int) -> DamagedFile:
-    return DamagedFile(f"it is cut short at byte {at}")
-
-
-def _padded(size: int) -> int:
-    return -(-size // _BLOCK) * _BLOCK
-
-
-def _parse_header(block: bytes, at: int) -> tarfile.TarInfo:
-    try:
-        info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-    except tarfile.HeaderError as error:
-        raise DamagedFile(f"there is no tar header at byte {at}") from error
-    if info.size < 0:
-        raise DamagedFile(f"the tar header at byte {at} has the size {info.size}")
-    return info
-
-
-def _extension(info: tarfile.TarInfo, payload: bytes, at: int) -> dict[str, str]:
-    """Return the path and the size that an extended header gives to the member behind it."""
-    if len(payload) < info.size:
-        raise _cut_short(at + len(payload))
-    if info.type == tarfile.GNUTYPE_LONGNAME:
-        return {"path": payload.rstrip(b"\0").decode("utf-8", "surrogateescape")}
-    found: dict[str, str] = {}
-    while payload.strip(b"\0"):
-        length, space, _ = payload.partition(b" ")
-        if not space or not length.isdigit() or not len(length) < int(length) <= len(payload):
-            raise DamagedFile(f"the extended tar header at byte {at} is damaged")
-        key, _, value = payload[len(length) + 1 : int(length) - 1].partition(b"=")
-        if key in (b"path", b"size"):
-            found[key.decode()] = value.decode("utf-8", "surrogateescape")
-        payload = payload[int(length) :]
-    if not found.get("size", "0").isdigit():
-        raise DamagedFile(f"the extended tar header at byte {at} has the size {found['size']!r}")
-    return found
-
-
-# --------------------------------------------------------------------------------------------------------------
-
+from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader, DamagedFile, Kind, missing_column
 
 KEY_COLUMN = "__key__"
-
 _LOCAL_WINDOW_BYTES = 4 << 10
 _REMOTE_WINDOW_BYTES = 256 << 10
 _HEAD_BYTES = 64 << 20
-"""How far into a shard its head may reach."""
+"""The head of a shard, at most."""
 
 
-@dataclass(slots=True)
-class Sample:
-    """The members of one sample, by extension; of those that were asked for, the bytes."""
-
-    key: str
-    start: int
-    members: dict[str, Member] = field(default_factory=dict)
-    payloads: dict[str, bytes] = field(default_factory=dict)
-
-    @property
-    def stop(self) -> int:
-        """Where the next sample begins."""
-        return max(member.stop for member in self.members.values())
-
-
-def split_name(name: str) -> tuple[str, str] | None:
-    """Return (key, extension) of a member, None if its name has no extension.
-
-    Example:
-        >>> split_name("dog/1.seg.PNG"), split_name("dog/.hidden"), split_name("README")
-        (('dog/1', 'seg.png'), None, None)
-    """
-    folder, slash, base = name.rpartition("/")
-    stem, dot, extension = base.partition(".")
-    return (folder + slash + stem, extension.lower()) if stem and dot else None
-
-
-class TarReader:
+class TarReader(CompressibleReader):
     """Reads tar shards. In its index, start and stop are byte offsets in the archive."""
 
     name = "tar"
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
-        """Find the blocks of a shard by walking its headers; payloads are passed over."""
+        """Find the blocks of a shard by its headers; payloads are not read."""
         whole = compression_of_name(file.path) is not None
         wanted = _Wanted(columns)
         seen: dict[str, None] = {}
@@ -282,20 +79,12 @@ class TarReader:
         if len(builder):
             yield builder.finish()
 
-    def divides(self, file: StoredFile) -> bool:
-        """Tell whether a file is compressed: then it is one block."""
-        return compression_of_name(file.path) is not None
-
-    def seeks(self, file: StoredFile) -> bool:
-        """Tell that rows before a part have to be read."""
-        return False
-
     def columns(self, file: StoredFile) -> list[str]:
         """Return the extensions in the head of the shard, and the key."""
         return [*dict.fromkeys(e for sample in self._head(file, ()) for e in sample.members), KEY_COLUMN]
 
     def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
-        """Return what the wanted columns hold; all are bytes but what is inside a json member, and lists of members."""
+        """Return the kinds of the wanted columns: bytes, except values inside a json member and lists of members."""
         inside = [column for column in columns if json_path_of(column) is not None]
         head = self._head(file, inside)
         seen = {extension for sample in head for extension in sample.members}
@@ -321,25 +110,35 @@ class TarReader:
         return head
 
 
-class _Wanted:
-    """Which members some columns read."""
+@dataclass(slots=True)
+class Sample:
+    """The members of one sample by extension, and the bytes of the wanted ones."""
 
-    def __init__(self, columns: Iterable[str]) -> None:
-        names = [extension_of(column) for column in columns if column != KEY_COLUMN]
-        self._patterns = [name for name in names if is_pattern(name)]
-        self._names = frozenset(names).difference(self._patterns)
+    key: str
+    start: int
+    members: dict[str, Member] = field(default_factory=dict)
+    payloads: dict[str, bytes] = field(default_factory=dict)
 
-    def has(self, extension: str) -> bool:
-        """Tell whether a member is read."""
-        return extension in self._names or any(fnmatchcase(extension, pattern) for pattern in self._patterns)
+    @property
+    def stop(self) -> int:
+        """Where the next sample begins."""
+        return max(member.stop for member in self.members.values())
 
-    def any_of(self, extensions: Iterable[str]) -> bool:
-        """Tell whether any of these members is read."""
-        return any(map(self.has, extensions))
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """Return (key, extension) of a member, None if its name has no extension.
+
+    Example:
+        >>> split_name("dog/1.seg.PNG"), split_name("dog/.hidden"), split_name("README")
+        (('dog/1', 'seg.png'), None, None)
+    """
+    folder, slash, base = name.rpartition("/")
+    stem, dot, extension = base.partition(".")
+    return (folder + slash + stem, extension.lower()) if stem and dot else None
 
 
 def is_pattern(column: str) -> bool:
-    """Tell whether a column is the list of all members whose extension looks so.
+    """Return whether a column is a pattern: the list of all members with a matching extension.
 
     Example:
         >>> is_pattern("*.jpg"), is_pattern("0.jpg")
@@ -349,7 +148,7 @@ def is_pattern(column: str) -> bool:
 
 
 def json_path_of(column: str) -> str | None:
-    """Return what a column wants of a json member, None if it wants a member as it is.
+    """Return the path of a column inside a json member; None if the column is a member itself.
 
     Example:
         >>> json_path_of("json.meta.lang"), json_path_of("json"), json_path_of("seg.png")
@@ -365,6 +164,23 @@ def extension_of(column: str) -> str:
     return column if path is None else column[: -len(path) - 1]
 
 
+class _Wanted:
+    """The members that some columns read."""
+
+    def __init__(self, columns: Iterable[str]) -> None:
+        names = [extension_of(column) for column in columns if column != KEY_COLUMN]
+        self._patterns = [name for name in names if is_pattern(name)]
+        self._names = frozenset(names).difference(self._patterns)
+
+    def has(self, extension: str) -> bool:
+        """Return whether a member is read."""
+        return extension in self._names or any(fnmatchcase(extension, pattern) for pattern in self._patterns)
+
+    def any_of(self, extensions: Iterable[str]) -> bool:
+        """Return whether any of these members is read."""
+        return any(map(self.has, extensions))
+
+
 @contextlib.contextmanager
 def _open(file: StoredFile) -> Iterator[ArchiveBytes]:
     compression = compression_of_name(file.path)
@@ -377,14 +193,14 @@ def _open(file: StoredFile) -> Iterator[ArchiveBytes]:
 
 
 def _samples(source: ArchiveBytes, start: int, stop: int | None, wanted: _Wanted, skip: int = 0) -> Iterator[Sample]:
-    """Yield the samples of a range with the bytes of the wanted members, after passing over `skip`."""
+    """Yield the samples of a range, without the first `skip`, with the bytes of the wanted members."""
     current: Sample | None = None
     for member in walk_members(source, start, stop):
         names = split_name(member.name)
         if names is None:
             continue
         key, extension = names
-        # A second member of one name begins another sample that happens to have the same key.
+        # A second member of the same extension begins another sample with the same key.
         if current is None or current.key != key or extension in current.members:
             if current is not None and not skip:
                 yield current
@@ -417,3 +233,175 @@ def _values(sample: Sample, columns: Mapping[str, Kind] | Sequence[str]) -> list
         else:
             values.append(payload)
     return values
+
+
+# The members of an archive (ustar, GNU and pax), found by their headers without extracting anything. Python's `tarfile`
+# reports no error where an archive is cut between two headers, and keeps every member in memory; neither is acceptable.
+
+
+_BLOCK = 512
+_NO_PAYLOAD = (
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.DIRTYPE,
+    tarfile.FIFOTYPE,
+)
+_REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+_EXTENSIONS = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME)
+_MAX_EXTENSION_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One regular file in an archive."""
+
+    name: str
+    start: int
+    """Where its first header is; extended headers count."""
+    data: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        """Where the next header is."""
+        return self.data + _padded(self.size)
+
+
+class ArchiveBytes(Protocol):
+    """The bytes of an archive."""
+
+    def read(self, at: int, count: int) -> bytes:
+        """Return `count` bytes at an offset, fewer at the end."""
+        ...
+
+
+class RandomBytes:
+    """Bytes at any offset, read through a window: one request serves many small members."""
+
+    def __init__(self, native: pa.NativeFile, size: int, window_bytes: int) -> None:
+        self._native = native
+        self._size = size
+        self._window_bytes = window_bytes
+        self._window = b""
+        self._window_at = 0
+
+    def read(self, at: int, count: int) -> bytes:
+        """Return `count` bytes, fewer at the end of the file."""
+        if at > self._size:
+            raise _cut_short(self._size)
+        if not self._window_at <= at <= at + count <= self._window_at + len(self._window):
+            self._window = self._native.read_at(min(max(count, self._window_bytes), self._size - at), at)
+            self._window_at = at
+        return self._window[at - self._window_at :][:count]
+
+
+class ForwardBytes:
+    """Bytes of a stream that can only go forward (a compressed archive)."""
+
+    def __init__(self, native: ByteStream) -> None:
+        self._native = native
+        self._at = 0
+
+    def read(self, at: int, count: int) -> bytes:
+        """Return `count` bytes, fewer at the end; `at` must not decrease."""
+        while self._at < at:
+            passed = self._native.read(min(at - self._at, 1 << 20))
+            if not passed:
+                raise _cut_short(self._at)
+            self._at += len(passed)
+        parts: list[bytes] = []
+        while count:
+            part = self._native.read(count)
+            if not part:
+                break
+            parts.append(part)
+            count -= len(part)
+            self._at += len(part)
+        return b"".join(parts)
+
+
+def walk_members(source: ArchiveBytes, start: int = 0, stop: int | None = None) -> Iterator[Member]:
+    """Yield the regular files of an archive; links, folders and devices are skipped.
+
+    A member may have several headers: extended ones (pax, GNU long name) that give the next header another path or
+    size, then its own. `extended` collects them, `first` is where the first one is.
+
+    Raises:
+        DamagedFile: The archive is cut short, or there is no header where one must be.
+    """
+    at, first = start, start
+    extended: dict[str, str] = {}
+    while stop is None or at < stop:
+        block = source.read(at, _BLOCK)
+        if not block and not extended:
+            return  # some writers leave out the two empty blocks that end an archive
+        if len(block) < _BLOCK:
+            raise _cut_short(at + len(block))
+        if not block.strip(b"\0"):
+            return
+        info = _parse_header(block, at)
+        data = at + _BLOCK
+        if info.type in _EXTENSIONS:
+            extended.update(_extension(info, source.read(data, min(info.size, _MAX_EXTENSION_BYTES)), data))
+            at = data + _padded(info.size)
+            continue
+        size = int(extended.get("size", info.size)) if info.type not in _NO_PAYLOAD else 0
+        member = Member(extended.get("path", info.name), first, data, size)
+        at = member.stop
+        if info.type in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
+            continue  # they do not concern a regular file's name or size
+        if info.type in _REGULAR:
+            yield member
+        extended, first = {}, at
+
+
+def read_payload(source: ArchiveBytes, member: Member) -> bytes:
+    """Return the bytes of a member.
+
+    Raises:
+        DamagedFile: The archive ends before they do.
+    """
+    data = source.read(member.data, member.size)
+    if len(data) < member.size:
+        raise _cut_short(member.data + len(data))
+    return data
+
+
+def _cut_short(at: int) -> DamagedFile:
+    return DamagedFile(f"it is cut short at byte {at}")
+
+
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+def _parse_header(block: bytes, at: int) -> tarfile.TarInfo:
+    try:
+        info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError as error:
+        raise DamagedFile(f"there is no tar header at byte {at}") from error
+    if info.size < 0:
+        raise DamagedFile(f"the tar header at byte {at} has the size {info.size}")
+    return info
+
+
+def _extension(info: tarfile.TarInfo, payload: bytes, at: int) -> dict[str, str]:
+    """Return the path and the size that an extended header gives to the next member."""
+    if len(payload) < info.size:
+        raise _cut_short(at + len(payload))
+    if info.type == tarfile.GNUTYPE_LONGNAME:
+        return {"path": payload.rstrip(b"\0").decode("utf-8", "surrogateescape")}
+    found: dict[str, str] = {}
+    while payload.strip(b"\0"):
+        length, space, _ = payload.partition(b" ")
+        if not space or not length.isdigit() or not len(length) < int(length) <= len(payload):
+            raise DamagedFile(f"the extended tar header at byte {at} is damaged")
+        key, _, value = payload[len(length) + 1 : int(length) - 1].partition(b"=")
+        if key in (b"path", b"size"):
+            found[key.decode()] = value.decode("utf-8", "surrogateescape")
+        payload = payload[int(length) :]
+    if not found.get("size", "0").isdigit():
+        raise DamagedFile(f"the extended tar header at byte {at} has the size {found['size']!r}")
+    return found

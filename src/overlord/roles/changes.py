@@ -30,6 +30,7 @@ from typing import Any, Literal
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import did_you_mean, is_finite, list_some
 from overlord.errors import SpecError, StateError
+from overlord.job.reconcile import Joining, mixtures_over
 from overlord.job.specs import Custom, Job, Mixture, Source
 from overlord.stores.journal import Journal
 
@@ -469,20 +470,16 @@ def mixtures_of(
         changes: The log, in the order of the calls.
         base: The weights given with the sources.
     """
-    found = [(-1, own)]
-    moving = [change for change in changes if change.mixture is not None or (change.add is not None and change.joins)]
-    for change in sorted(moving, key=lambda change: (change.at, change.add is not None)):
-        mixture = change.mixture
-        if mixture is None:
-            assert change.add is not None
+    moving: list[tuple[int, Mixture | Joining]] = []
+    for change in changes:
+        if change.mixture is not None:
+            moving.append((change.at, change.mixture))
+        elif change.add is not None and change.joins:
             roster = roster_at(names, changes, change.at)
             number = roster.names.index(change.add.name)
             others = [name for i, name in enumerate(roster.names[:number]) if i not in roster.removed]
-            mixture = found[-1][1].with_source(change.add.name, change.weight, change.at, others, base)
-        if found[-1][0] == change.at:
-            found.pop()
-        found.append((change.at, mixture))
-    return found
+            moving.append((change.at, Joining(change.add.name, change.weight, others)))
+    return mixtures_over(own, moving, base)
 
 
 def check_timeline(

@@ -29,22 +29,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.draw import Pieces, cut_pieces
+from overlord.core.draw import Pieces, apply_overlength, cut_pieces
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
 from overlord.core.ragged import BAD_COLUMN, NOT_PARSED, RowBatch, expand_ranges, offsets_of
-from overlord.core.samples import (
-    BAD,
-    ENDS_EPOCH,
-    META,
-    PLAIN,
-    Cursor,
-    MetaArray,
-    SampleId,
-    apply_overlength,
-    derive,
-    hash64,
-)
+from overlord.core.samples import BAD, ENDS_EPOCH, META, PLAIN, Cursor, MetaArray, SampleId, derive, hash64
 from overlord.errors import ReaderError, SourceError, StateError, ToleranceError
 from overlord.job.launch_words import Placement
 from overlord.job.specs import Job, Source

@@ -1,25 +1,25 @@
 """Mixture-driven scaling (the paper's 5.2): how many workers each source should have, from how the mixture moves.
 
-`decide` is a pure function: weights of the past intervals, the schedule of the coming ones, measured costs and the
-fleet in; workers of each source and the reasons out. A supervisor asks it once an interval and acts.
+`decide` is a pure function of the weights of past intervals, the schedule of the coming ones, measured costs and the
+fleet; it returns the workers of each source and the reasons. The scaler calls it once per interval and applies it.
 
 Three things move a source's workers:
 
-- What was drawn. Its moving average asks for more workers than there are, in each of the last `patience` intervals: up.
-  For fewer than `down` of them, as long: down.
-- What is coming. The schedule is known, so what an interval within `lookahead` asks for is there before it comes, at
-  once and without patience; and nothing goes down that is needed again so soon.
-- What there is. CPUs and bytes are never exceeded. Where all wishes do not fit, what is idle is given back first, and
-  the rest goes to the largest shortfall: to what is needed next before what is needed later.
+- Past demand. If the moving average needs more workers than there are in each of the last `patience` intervals, the
+  source is scaled up. If it needs fewer than `down` of them for as long, it is scaled down.
+- Coming demand. The schedule is known, so workers for an interval within `lookahead` are added ahead of it, at once
+  and without patience; and a source that needs its workers again within `lookahead` is not scaled down.
+- Limits. CPUs and bytes are never exceeded. If all wishes do not fit, idle workers are given back first, and the rest
+  goes to the largest shortfall: to what is needed next before what is needed later.
 
 Rules of this file:
-- No flapping. A source goes up to `headroom` times its demand and goes up again only when the demand exceeds its
-  workers; it goes down only when `slack` times more demand than there is would still leave a worker idle. So constant
-  weights change a source at most once, however the measured costs wander by less than these margins.
+- No flapping. A source is scaled up to `headroom` times its demand, and again only when the demand exceeds its
+  workers. It is scaled down only when `slack` times its demand would still leave a worker idle. So constant weights
+  change a source at most once while the measured costs vary by less than these margins.
 - A source that is drawn, or will be within `lookahead`, keeps a worker. One that was not drawn in the window and is not
   coming is drained: no worker.
-- A source's only worker pays for the part of a CPU that it keeps busy, as in `partition`: hundreds of tiny sources take
-  turns on a few CPUs.
+- A source's only worker counts the part of a CPU that it keeps busy, as in `partition`: hundreds of tiny sources share
+  a few CPUs.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from overlord.scaling.source_costs import SourceCost, demand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What there is now, what trainers want of it, and how large it may become."""
+    """The current workers, the rate that trainers need, and the limits of the fleet."""
 
     workers: tuple[int, ...]
     """Of each source."""
     samples_per_s: float
-    """The rate trainers want, all sources together."""
+    """The rate that trainers need, all sources together."""
     cpus: int
-    """Workers at most. Where sources wait more than they compute there may be more of them than CPUs."""
+    """Workers at most; may exceed the number of CPUs where sources wait more than they compute."""
     bytes: int
-    """What files and buffers of all sources may take."""
+    """Bytes that files and buffers of all sources may take."""
     per_source: int = 16
     """Workers of one source at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """When workers are added and given back; the unit of time is the interval between two decisions."""
+    """When workers are added and removed; the unit of time is the interval between two decisions."""
 
     window: int = 4
     """Intervals of the moving average."""
@@ -68,7 +68,7 @@ class Scaling:
     lookahead: int = 4
     """Intervals of the schedule that are looked at."""
     slack: float = 1.1
-    """By how much the demand, or what a change would bring, must differ before it counts as different."""
+    """By what factor the demand, or the gain of a change, must differ to count."""
 
     interval_s: float = 1.0
     """Seconds between two decisions, in a running service."""
@@ -76,7 +76,9 @@ class Scaling:
     def __post_init__(self) -> None:
         """Refuse settings that would flap."""
         if not 0.01 <= self.interval_s < float("inf"):
-            raise SpecError(f"interval_s is {self.interval_s}; nobody could keep to it. Give seconds, 0.01 or more.")
+            raise SpecError(
+                f"interval_s is {self.interval_s}; decisions cannot be made so often. Give 0.01 seconds or more."
+            )
         for name in ("window", "patience"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name} is {getattr(self, name)}; no interval would be looked at. Give 1 or more.")
@@ -107,7 +109,7 @@ class Decision:
 
 
 class _Need(NamedTuple):
-    """What one source keeps busy."""
+    """The demand of one source, in busy workers."""
 
     past: tuple[float, ...]
     """Moving averages of the last `patience` intervals, the newest last."""
@@ -169,7 +171,7 @@ def _needs(
     fleet: Fleet,
     settings: Scaling,
 ) -> list[_Need]:
-    """Return what each source keeps busy, then, now and soon."""
+    """Return the past, present and coming demand of each source."""
     averages: list[list[float]] = []
     for end in range(max(len(history) - settings.patience, 0) + 1, len(history) + 1):
         window = history[max(end - settings.window, 0) : end]
@@ -184,14 +186,14 @@ def _needs(
         ahead = max((one[s] for one in soon), default=0.0)
         # Where the schedule is not known, the moving average is the best guess of what comes next.
         near = max(soon[0][s], now[s] if now else 0.0) if soon else (past[-1] if past else 0.0)
-        young = len(seen) < max(settings.window, settings.patience)  # too early to say that it is not drawn
+        young = len(seen) < max(settings.window, settings.patience)  # too early to call it undrawn
         alive = ahead > 0 or young or any(shares[s] > 0 for shares in seen)
         needs.append(_Need(past, near, max((near, ahead, *past)), ahead, alive))
     return needs
 
 
 def _wish(before: int, need: _Need, fleet: Fleet, settings: Scaling) -> tuple[int, str]:
-    """Return how many workers a source should have if nobody else wanted any, and why."""
+    """Return how many workers a source should have if it were alone, and why."""
     least = 1 if need.alive else 0
 
     def sized(busy: float) -> int:
@@ -205,6 +207,8 @@ def _wish(before: int, need: _Need, fleet: Fleet, settings: Scaling) -> tuple[in
         return max(
             before, sized(need.coming)
         ), f"the schedule comes to {need.coming:.3g} busy workers within the lookahead"
+    # Past demand needs `patience` intervals that agree: above `up` to add workers, below `down` to remove some, and
+    # then only if neither the present nor the schedule needs them.
     held = len(need.past) >= settings.patience
     if held and all(busy > settings.up * before for busy in need.past):
         busy = need.past[-1]
@@ -230,7 +234,7 @@ def _first_intervals(
 
 
 def cpus_used(workers: Sequence[int], busy: Sequence[float]) -> float:
-    """Return the CPUs of a fleet: one a worker; the only worker of a source counts for as much as it is busy.
+    """Return the CPUs of a fleet: one per worker; the only worker of a source counts as much as it is busy.
 
     Example:
         >>> cpus_used([3, 1, 1, 0], [2.5, 0.01, 1.7, 0.0])
@@ -240,7 +244,7 @@ def cpus_used(workers: Sequence[int], busy: Sequence[float]) -> float:
 
 
 def bytes_used(workers: Sequence[int], costs: Sequence[SourceCost]) -> int:
-    """Return what files and buffers of a fleet take; a source without workers has nothing open."""
+    """Return the bytes of files and buffers of a fleet; a source without workers has nothing open."""
     return sum(n * cost.buffer_bytes + (cost.file_bytes if n else 0) for n, cost in zip(workers, costs, strict=True))
 
 
@@ -257,18 +261,16 @@ def _fill(
     fleet: Fleet,
     settings: Scaling,
 ) -> tuple[list[int], list[str]]:
-    """Share out what there is, where all wishes do not fit: first what is needed next, then what is needed later.
+    """Divide the fleet where all wishes do not fit: first what is needed next, then what is needed later.
 
-    What is there stays as it is, if that is allowed and the slowest source would gain less than `slack` by dealing
-    anew: else sources that are all short would hand workers around for ever, as the measured costs wander. The next
-    choice is to take only what is idle.
+    Three candidates, in order of preference: keep the workers as they are; take away only idle ones; divide anew. The
+    first one is taken that is within the limits and lets the slowest source lose less than a factor of `slack` against
+    dividing anew. Otherwise sources that are all short would exchange workers for ever as measured costs vary.
     """
     least = [1 if need.alive else 0 for need in needs]
     sized = [whole_workers(need.near * settings.headroom) for need in needs]
     kept = [max(n, low) if low else 0 for n, low in zip(fleet.workers, least, strict=True)]
-    trimmed = [
-        min(n, fleet.per_source, most) for n, most in zip(kept, sized, strict=True)
-    ]  # what is idle is given back
+    trimmed = [min(n, fleet.per_source, most) for n, most in zip(kept, sized, strict=True)]  # without idle workers
     anew = _pour(least, needs, costs, fleet, settings)
     candidates = [one for one in (kept, trimmed) if _within(one, needs, costs, fleet) and max(one) <= fleet.per_source]
     candidates = [one if one is kept else _pour(one, needs, costs, fleet, settings) for one in candidates]
@@ -287,9 +289,9 @@ def _fill(
 def _pour(
     base: Sequence[int], needs: Sequence[_Need], costs: Sequence[SourceCost], fleet: Fleet, settings: Scaling
 ) -> list[int]:
-    """Add workers where the shortfall is largest, until everybody has enough or there is no more."""
+    """Add workers where the shortfall is largest, until every source has enough or the limits are reached."""
     found = list(base)
-    # Reserved a little more than is used, so that a cost that wanders does not make the fleet too large.
+    # Reserve a little more than is used, so that varying costs do not make the fleet too large.
     free_cpus = fleet.cpus - cpus_used(found, [need.far * settings.headroom for need in needs])
     free_bytes = fleet.bytes - bytes_used(found, costs)
     for busy in ([need.near for need in needs], [need.far for need in needs]):
@@ -298,7 +300,7 @@ def _pour(
         heapq.heapify(heap)
         while heap and free_cpus > 0:
             _, s = heapq.heappop(heap)
-            # The second worker makes both pay in full.
+            # From the second worker on, every worker of a source counts as a whole CPU.
             paid = 1.0 if found[s] > 1 else 2.0 - min(1.0, needs[s].far * settings.headroom)
             if paid > free_cpus or costs[s].buffer_bytes > free_bytes:
                 continue
@@ -311,7 +313,7 @@ def _pour(
 
 
 def _gain(other: Sequence[int], workers: Sequence[int], needs: Sequence[_Need]) -> float:
-    """Return how many times as much the slowest source could do with other workers, now or later."""
+    """Return the factor by which the slowest source is faster with other workers, now or later."""
     near, far = [need.near for need in needs], [need.far for need in needs]
     return max(_slowest(other, busy) / _slowest(workers, busy) for busy in (near, far))
 
@@ -321,21 +323,20 @@ def _slowest(workers: Sequence[int], busy: Sequence[float]) -> float:
     return min((min(1.0, n / load) for n, load in zip(workers, busy, strict=True) if load > 0), default=1.0) or 1e-9
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Who holds up the trainers: the source that constructors wait for most, and how many workers it needs.
+# The bottleneck: the source that constructors wait for most, and how many workers it needs.
 
 
 _WAITING = 0.02
-"""Share of an interval that trainers may wait without anybody being called a bottleneck."""
+"""Trainers that wait less than this share of an interval have no bottleneck."""
 _HARDLY = 0.01
-"""Share of an interval that a source must have been waited for, to be blamed."""
+"""A source that was waited for less than this share of an interval is not the bottleneck."""
 _MOST_WAITED = 0.9
-"""A source that was waited for all the time does not say how many workers it needs: ten times as many, at most."""
+"""Caps the share of waiting in the estimate: a source gets at most ten times its workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waited:
-    """How one source did in an interval."""
+    """How long one source was waited for in an interval."""
 
     source: str
     waited_s: float
@@ -364,13 +365,13 @@ class Bottleneck:
 def find_bottleneck(
     sources: Sequence[Waited], interval_s: float, trainer_wait: float, *, headroom: float = 1.2
 ) -> Bottleneck | None:
-    """Return the source that holds up the trainers, or None where nobody does.
+    """Return the source that holds up the trainers, or None.
 
     A source that was waited for a share f of the time delivered in the rest of it what was wanted in all of it, so it
     needs 1 / (1 - f) times its workers; its demand with headroom, if that is more; and one more than it has anyway.
 
     Args:
-        sources: How each source did.
+        sources: How long each source was waited for.
         interval_s: Seconds of the interval.
         trainer_wait: Share of the interval that trainers waited for their batches.
         headroom: Workers for each one that the demand keeps busy.
@@ -382,7 +383,7 @@ def find_bottleneck(
     """
     if trainer_wait < _WAITING or not sources:
         return None
-    worst = max(sources, key=lambda one: one.waited_s)  # the first of equals: the order of sources is the job's
+    worst = max(sources, key=lambda one: one.waited_s)  # the first of equals, in the order of the job
     waited = min(worst.waited_s / max(interval_s, 1e-9), 1.0)
     if waited < _HARDLY:
         return None  # trainers wait for something else: planning, hand-over, the network

@@ -1,13 +1,17 @@
-"""Which loader hosts hold each source, and how many of its workers: dealt with the fewest moves from what there is.
+"""Assigns sources and their workers to loader hosts, with few moves from the current assignment.
 
-A move costs: files are opened elsewhere, groups of the order change hands. So a source stays where it is while its
-hosts have room, gets a further host only where they have none (data parallel), and leaves one only where its workers
-fit into fewer.
+A move is expensive: another host opens the files and takes over groups of the order. So a source stays while its hosts
+have room, gets a further host only if they have none (data parallel), and leaves a host only if its workers fit into
+fewer.
+
+How it works: `_Table` first places sources of at most one worker, then one worker of every other source on its present
+hosts, then fills those hosts, then spreads the remaining workers over further hosts. Where a host is full, `_augment`
+looks for a chain of moves that frees a place on it: a breadth-first search over hosts, as in bipartite matching.
 
 Rules of this file:
-- Every source has a host, drained ones too: somebody must keep its place in the order.
+- Every source has a host, drained ones too: a host must keep its position in the order.
 - No host has more workers than its capacity, except where there is not enough of it in all.
-- The same question has the same answer, and what was dealt once is dealt the same way again.
+- Deterministic and stable: the same arguments give the same result, and dealing again changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Who holds what."""
+    """Which hosts hold which sources."""
 
     places: tuple[tuple[tuple[int, int], ...], ...]
     """Of each source: (host, workers there), by host."""
@@ -30,7 +34,7 @@ class Deal:
     leaves: tuple[tuple[int, int], ...]
     """(source, host): sources that leave a host."""
     drained: tuple[int, ...]
-    """Hosts that hold nothing and can go."""
+    """Hosts that hold nothing and can be shut down."""
     further: int
     """How many more hosts are needed for all the workers; those of this deal are placed as far as they fit."""
 
@@ -51,7 +55,7 @@ def deal(
 
     Args:
         workers: Workers of each source; 0 for one that is drained.
-        now: Hosts that have each source now; hosts that are gone are passed over.
+        now: Hosts that have each source now; hosts that are gone are ignored.
         hosts: Each host's number and its capacity in workers.
         per_actor: Workers of one source in one host at most (w_actor).
         loads: Workers that each source keeps busy: one with a single worker takes no more room than that, so that
@@ -66,7 +70,7 @@ def deal(
     table.place_firsts()
     table.fill_present_hosts()
     left, before_that = table.spread(), -1
-    while left != before_that:  # a host that one source has left may be what another lacks
+    while left != before_that:  # a place that one source left may serve another
         table.withdraw()
         left, before_that = table.spread(), left
     places = tuple(tuple(sorted(one.items())) for one in table.placed)
@@ -100,7 +104,7 @@ class _Table:
         self.per_actor = per_actor
         self.placed: list[dict[int, int]] = [{} for _ in workers]
         self.over = 0.0
-        """Workers that stand where there is no room for them."""
+        """Workers that were placed beyond the capacity of their host."""
 
     def place_singles(self) -> None:
         """Place sources of one worker or none: where they are, if there is room."""
@@ -113,7 +117,7 @@ class _Table:
         homeless = []
         for s in self._by_size(several=False):
             load = self.loads[s] if self.workers[s] else 0.0
-            # Of several hosts it keeps the one that will not empty otherwise.
+            # Of several hosts it stays on the one with the most sources, so that another may become empty.
             home = [host for host in self.now[s] if self.free[host] + _ROUNDING >= load]
             if home:
                 self._put(s, min(home, key=lambda host: (-counts[host], host)), load)
@@ -123,7 +127,7 @@ class _Table:
             self._settle(s, load)
 
     def place_firsts(self) -> None:
-        """Give each source of several workers a first one, so that no other takes its host away."""
+        """Place one worker of each source of several workers on its present hosts, so that it keeps them."""
         if not self.free:
             return
         homeless = []
@@ -137,13 +141,13 @@ class _Table:
             self._settle(s, 1.0)
 
     def fill_present_hosts(self) -> None:
-        """Deal further workers to hosts that have their sources; others make room where they can go elsewhere."""
+        """Place further workers on hosts that have their sources; workers of others are moved to make room."""
         for s in self._by_size(several=True):
             while self._missing(s) and self._augment(s):
                 pass
 
     def spread(self) -> int:
-        """Deal what is left to further hosts, the emptiest first, or where others can make room.
+        """Place the remaining workers on further hosts, the emptiest first, or where others can make room.
 
         Returns:
             How many workers found no host.
@@ -178,9 +182,9 @@ class _Table:
                     moving -= count
 
     def _augment(self, source: int, *, anywhere: bool = False) -> bool:
-        """Give a source one more worker on a host it is on, where need be by moving others' along theirs.
+        """Place one more worker of a source on a host it is on, if need be by moving workers of others between theirs.
 
-        With `anywhere` it, and they, may also come to hosts that they are not on.
+        With `anywhere` the source and the others may also come to hosts that they are not on.
         """
         came: dict[int, tuple[int, int | None]] = {}  # host: (source that takes a place there, host it comes from)
         queue: list[int] = []
@@ -193,7 +197,7 @@ class _Table:
                 self._shift(came, host)
                 return True
             for other, placed in enumerate(self.placed):
-                # Each keeps a worker where it is: else it would leave the host.
+                # A source keeps at least one worker on the host: otherwise it would leave it.
                 if other == source or placed.get(host, 0) <= 1:
                     continue
                 for further in self.free if anywhere else placed:
@@ -220,7 +224,7 @@ class _Table:
         return max(0, self.workers[source] - sum(self.placed[source].values())) if self.workers[source] > 1 else 0
 
     def _settle(self, source: int, load: float) -> None:
-        """Place a source that has no room where it is: on the emptiest host, or where it was if all are full."""
+        """Place a source that has no room on its hosts: on the emptiest host, or on its own if all are full."""
         host = max(self.free, key=lambda h: (self.free[h], -h))
         if self.free[host] + _ROUNDING < load:
             host = next(iter(self.now[source]), host)

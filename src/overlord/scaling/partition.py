@@ -1,27 +1,27 @@
-"""Auto-partition (the paper's 5.1): how many workers each source gets, and in how many actors they stand.
+"""Auto-partition (the paper's 5.1): the number of workers of each source, and the actors that hold them.
 
 Three stages, as in the paper:
 
-(1) Source clustering: sources sorted by P, the dearest first, in clusters of four.
-(2) Resource levels: the mean P of a cluster over that of the cheapest cluster says how many workers a source of it
-    needs for one of the cheapest; CPUs that planner and constructors leave, over all workers, are a worker's block.
-(3) Configuration: workers stand in actors, at most `per_actor` in each (data parallel beyond that); tiny sources share
-    actors; where the bytes do not suffice there are fewer workers, or fewer sources in an actor.
+(1) Source clustering: sources sorted by P (seconds per sample), the most expensive first, in clusters of four.
+(2) Resource levels: the ratio of a cluster's mean P to that of the cheapest cluster is the number of workers of its
+    sources per worker of a cheapest source. The CPUs that planner and constructors leave, divided by all workers, are
+    the resource block of a worker.
+(3) Configuration: workers are put into actors, at most `per_actor` in each (data parallel beyond that); tiny sources
+    share actors; if memory is short there are fewer workers, or fewer sources in an actor.
 
 Where this goes beyond the paper:
 
 - A source that is drawn rarely needs fewer workers than its cost says, so a level is weighted by the share of the
   mixture. Shares that are all the same give the paper's rule.
-- The workers of a cluster are dealt inside it by what each source costs itself, not four times the same: a cluster
-  whose sources differ tenfold would starve its dearest one and idle the others. Equal costs in a cluster give the
-  paper's rule.
-- The scale of the levels is chosen, not given: the largest feed rate that the resources pay for, or the smallest fleet
-  that reaches a rate.
-- A source that keeps less than half a worker busy has one worker that takes turns with those of others, and pays for
-  the part of a CPU that it uses: hundreds of sources fit a few CPUs and a few processes.
+- Inside a cluster workers are divided by the cost of each source, not equally: in a cluster with sources that differ
+  tenfold the most expensive one would starve and the others would idle. Equal costs give the paper's rule.
+- The scale of the levels is chosen: the largest feed rate that the resources allow, or the smallest fleet that reaches
+  a given rate.
+- A source that keeps less than half a worker busy has one worker that shares a CPU with those of other sources and
+  counts only the part that it uses: hundreds of sources fit on a few CPUs and in a few processes.
 
 Rules of this file:
-- Feed rate: min over sources of workers / (share x P), at most 1 / (mean T), CPUs and bytes as far as they reach.
+- Feed rate: min over sources of workers / (share x P), at most 1 / (mean T), within the CPUs and bytes available.
 - More of a resource never makes a feed slower: CPUs and bytes of a fleet only grow with its rate.
 """
 
@@ -36,355 +36,37 @@ from typing import Literal
 from overlord.errors import SpecError
 from overlord.scaling.source_costs import TINY, Resources, SourceCost
 
-# --------------------------------------------------------------------------------------------------------------
-# What a feed rate takes: the workers of each source, the actors they stand in, and what all of it costs.
-#
-# The ground of `partition`: a fleet is drafted for a rate, its CPUs and bytes are counted, and the caller looks for
-# the
-# largest rate whose fleet it can pay for. Both only grow with the rate, so that search is a bisection.
-
-
-_ROUNDING = 1e-9
-"""A demand that lies this little above a whole number of workers is that number."""
-
-
-def whole_workers(busy: float) -> int:
-    """Return how many workers a source needs that keeps so many busy; at least one.
-
-    Example:
-        >>> [whole_workers(busy) for busy in (0.0, 1.0, 1.0000000001, 1.1)]
-        [1, 1, 1, 2]
-    """
-    return max(1, math.ceil(busy - _ROUNDING))
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A fleet for one rate, before anybody has said whether it can be paid for."""
-
-    rate: float
-    workers: tuple[int, ...]
-    """Of each source."""
-    places: tuple[tuple[tuple[int, int], ...], ...]
-    """Of each source: (actor, workers there)."""
-    actor_sources: tuple[tuple[int, ...], ...]
-    """Of each actor: its sources."""
-    actor_workers: tuple[int, ...]
-    """Of each actor: how many of its workers are busy at once at most; tiny sources take turns."""
-    actor_bytes: tuple[int, ...]
-    source_cpus: tuple[float, ...]
-    """Of each source: CPUs that its workers take; a tiny one takes what it keeps busy."""
-
-    @property
-    def cpus(self) -> float:
-        """CPUs of all workers."""
-        return sum(self.source_cpus)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all actors."""
-        return sum(self.actor_bytes)
-
-
-def cpus_of(rate: float, loads: Sequence[float], costs: Sequence[SourceCost], group_tiny: bool) -> float:
-    """Return the CPUs that the workers of all sources take; a tiny source takes what it keeps busy."""
-    return sum(
-        cost.cpu_share * (rate * load if group_tiny and rate * load < TINY else whole_workers(rate * load))
-        for load, cost in zip(loads, costs, strict=True)
-    )
-
-
-def room_of(cost: SourceCost, resources: Resources) -> int:
-    """Return how many workers of a source one actor can hold, by its bound and its bytes; 0 where not even one."""
-    if resources.bytes_per_actor is None:
-        return resources.per_actor
-    left = resources.bytes_per_actor - resources.actor_bytes - cost.file_bytes
-    if cost.buffer_bytes <= 0:
-        return resources.per_actor if left >= 0 else 0
-    return max(0, min(resources.per_actor, left // cost.buffer_bytes))
-
-
-def draft_fleet(
-    rate: float, loads: Sequence[float], costs: Sequence[SourceCost], resources: Resources, grouped_below: float
-) -> Draft:
-    """Return the fleet that a rate takes.
-
-    Args:
-        rate: Samples of all sources in a second.
-        loads: Seconds of work of each source for one sample of the mixture: its share of it, times its P.
-        costs: What each source costs.
-        resources: The bounds of one actor; how much there is in all is not looked at.
-        grouped_below: A source that keeps fewer workers busy shares an actor with others; 0: none does.
-    """
-    workers = tuple(whole_workers(rate * load) for load in loads)
-    busy = [rate * load if rate * load < TINY else float(n) for load, n in zip(loads, workers, strict=True)]
-    grouped = [s for s in range(len(costs)) if rate * loads[s] < grouped_below]
-    lone = grouped[0] if len(grouped) == 1 < len(costs) else None
-    apart = set(grouped)
-    if lone is not None:
-        grouped = []
-    members, most = _share_actors(grouped, busy, costs, workers, resources, grouped_below)
-    places: list[tuple[tuple[int, int], ...]] = [()] * len(costs)
-    for actor, sources in enumerate(members):
-        for source in sources:
-            places[source] = ((actor, workers[source]),)
-    for source, cost in enumerate(costs):
-        if source in apart:
-            continue
-        degree = math.ceil(workers[source] / max(1, room_of(cost, resources)))
-        each = [workers[source] // degree + (number < workers[source] % degree) for number in range(degree)]
-        places[source] = tuple((len(members) + number, there) for number, there in enumerate(each))
-        members += [[source]] * degree
-        most += each
-    if lone is not None:
-        actor = _guest_of(lone, places, most, costs, workers, resources)
-        places[lone] = ((actor, workers[lone]),)
-        if actor == len(members):
-            members, most = [*members, []], [*most, 0]
-        members[actor] = sorted([*members[actor], lone])
-        most[actor] += workers[lone]
-    held = [resources.actor_bytes] * len(members)
-    for cost, where in zip(costs, places, strict=True):
-        for actor, there in where:
-            held[actor] += cost.file_bytes + there * cost.buffer_bytes
-    cpus = tuple(cost.cpu_share * n for cost, n in zip(costs, busy, strict=True))
-    return Draft(rate, workers, tuple(places), tuple(map(tuple, members)), tuple(most), tuple(held), cpus)
-
-
-def _guest_of(
-    lone: int,
-    places: Sequence[tuple[tuple[int, int], ...]],
-    most: Sequence[int],
-    costs: Sequence[SourceCost],
-    workers: Sequence[int],
-    resources: Resources,
-) -> int:
-    """Return the actor that takes in a source with nobody to share one with: the emptiest, or a new one."""
-    held = [resources.actor_bytes] * len(most)
-    for cost, where in zip(costs, places, strict=True):
-        for actor, there in where:
-            held[actor] += cost.file_bytes + there * cost.buffer_bytes
-    own = costs[lone].file_bytes + workers[lone] * costs[lone].buffer_bytes
-    limit = resources.bytes_per_actor
-    roomy = [
-        actor
-        for actor, there in enumerate(most)
-        if there + workers[lone] <= resources.per_actor and (limit is None or held[actor] + own <= limit)
-    ]
-    return min(roomy, key=lambda actor: (most[actor], actor), default=len(most))
-
-
-def _share_actors(
-    grouped: Sequence[int],
-    busy: Sequence[float],
-    costs: Sequence[SourceCost],
-    workers: Sequence[int],
-    resources: Resources,
-    grouped_below: float,
-) -> tuple[list[list[int]], list[int]]:
-    """Deal sources to as few shared actors as hold them; return the sources and the busy workers of each actor."""
-    if not grouped:
-        return [], []
-    largest = TINY if grouped_below <= TINY else float(math.ceil(grouped_below))
-    # Dealt largest first to the emptiest, no actor is fuller than the mean and one source more: this many suffice.
-    count = 1 + int(sum(busy[s] for s in grouped) / max(resources.per_actor - largest, TINY))
-    sizes = {s: costs[s].file_bytes + workers[s] * costs[s].buffer_bytes for s in grouped}
-    limit = None if resources.bytes_per_actor is None else resources.bytes_per_actor - resources.actor_bytes
-    while True:
-        members = _deal_out(grouped, busy, sizes, count, limit)
-        if limit is None or count >= len(grouped) or all(sum(sizes[s] for s in one) <= limit for one in members):
-            break
-        count += 1  # source parallel: fewer files open in each
-    members = [sorted(one) for one in members if one]
-    return members, [max(1, math.ceil(sum(busy[s] for s in one) - _ROUNDING)) for one in members]
-
-
-def _deal_out(
-    grouped: Sequence[int], busy: Sequence[float], sizes: dict[int, int], count: int, limit: int | None
-) -> list[list[int]]:
-    """Deal sources out so that no actor has much more to do, or to hold, than another."""
-    work = sum(busy[s] for s in grouped) or 1.0
-
-    def weight(source: int) -> float:
-        return max(busy[source] / work, 0.0 if limit is None else sizes[source] / (limit * count or 1))
-
-    members: list[list[int]] = [[] for _ in range(count)]
-    heap = [(0.0, actor) for actor in range(count)]
-    for source in sorted(grouped, key=lambda s: (-weight(s), s)):
-        filled, actor = heapq.heappop(heap)
-        members[actor].append(source)
-        heapq.heappush(heap, (filled + weight(source), actor))
-    return members
-
-
-# --------------------------------------------------------------------------------------------------------------
-# What is said when the resources do not suffice: how much is missing, who needs it, what to do.
-
-
-def written_bytes(value: float) -> str:
-    """Write a number of bytes for a person.
-
-    Example:
-        >>> written_bytes(3 << 30), written_bytes(1500)
-        ('3.22 GB', '1.5 kB')
-    """
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g} {unit}"
-    return f"{value:.0f} B"
-
-
-def check_asked(
-    costs: Sequence[SourceCost],
-    shares: Sequence[float],
-    resources: Resources,
-    samples_per_s: float | None,
-    cluster_size: int,
-) -> None:
-    """Refuse numbers that mean nothing."""
-    if not costs or len(costs) != len(shares):
-        raise SpecError(f"{len(costs)} costs and {len(shares)} shares: each source needs both. Profile them all.")
-    wrong = next((n for n, share in enumerate(shares) if not (share >= 0 and math.isfinite(share))), None)
-    if wrong is not None:
-        raise SpecError(f"the share of source {costs[wrong].name!r} is {shares[wrong]}; give a number of 0 or more.")
-    if sum(shares) <= 0:
-        raise SpecError("no source has a share of the mixture; nothing would be drawn. Give one a weight above 0.")
-    if samples_per_s is not None and not samples_per_s > 0:
-        raise SpecError(f"samples_per_s is {samples_per_s:g}; no fleet would be needed. Give a rate above 0.")
-    for name, value in (
-        ("cluster_size", cluster_size),
-        ("per_source", resources.per_source),
-        ("per_actor", resources.per_actor),
-    ):
-        if value < 1:
-            raise SpecError(f"{name} is {value}; no source could have a worker. Give 1 or more.")
-
-
-def check_least(costs: Sequence[SourceCost], resources: Resources, group_tiny: bool) -> None:
-    """Refuse resources that do not even hold every source once."""
-    paid = resources.cpus - resources.loader_cpus
-    if resources.loader_cpus <= 0:
-        raise SpecError(
-            f"{resources.cpus:g} CPUs are given and the planner and {resources.constructors} constructors take "
-            f"{paid:g}: at least {paid + 1 - resources.cpus:g} more are needed for one worker. Give "
-            f"{paid + 1:g} CPUs or fewer constructors."
-        )
-    if not group_tiny:
-        least = sum(cost.cpu_share for cost in costs)
-        if least > resources.loader_cpus + 1e-9:
-            raise SpecError(
-                f"one worker for each of {len(costs)} sources takes {least:g} CPUs, and beside the planner and the "
-                f"constructors there are {resources.loader_cpus:g}: {least - resources.loader_cpus:g} are missing. "
-                f"Give {least + paid:g} CPUs, or let tiny sources share workers (group_tiny)."
-            )
-    for cost in costs:
-        if room_of(cost, resources) < 1:
-            need = resources.actor_bytes + cost.file_bytes + cost.buffer_bytes
-            limit = resources.bytes_per_actor or 0
-            raise SpecError(
-                f"source {cost.name!r} needs {written_bytes(need)} in an actor with one worker, and an actor may hold "
-                f"{written_bytes(limit)}: {written_bytes(need - limit)} are missing. Raise bytes_per_actor, or lower "
-                "the source's read buffer."
-            )
-    none = [0.0] * len(costs)
-    draft = draft_fleet(0.0, none, costs, resources, float(max(resources.per_actor // 2, 1)) if group_tiny else 0.0)
-    if draft.bytes > resources.loader_bytes:
-        raise _bytes_missing(draft.bytes, "every source open once, with one worker", costs, draft.workers, resources)
-
-
-def check_rate(
-    asked: float,
-    reached: float,
-    loads: Sequence[float],
-    handover: float,
-    costs: Sequence[SourceCost],
-    resources: Resources,
-    group_tiny: bool,
-) -> None:
-    """Refuse a rate that the resources do not reach; say which of them falls short, and by how much."""
-    what = f"{asked:g} samples/s"
-    workers = [whole_workers(asked * load) for load in loads]
-    most = max(range(len(costs)), key=lambda s: (workers[s], -s))
-    at_best = f"At most {reached:,.4g} samples/s can be had."
-    if workers[most] > resources.per_source:
-        raise SpecError(
-            f"{what} need {workers[most]} workers of source {costs[most].name!r} "
-            f"({1000 * costs[most].transform_s:.3g} ms a sample), and one source may have {resources.per_source}: "
-            f"{workers[most] - resources.per_source} are missing. {at_best} Raise per_source, or draw it less often."
-        )
-    if asked * handover > 1:
-        raise SpecError(
-            f"{what} cannot be handed over: a sample takes {handover * 1e6:,.0f} µs of planning and handing over, "
-            f"which is {asked * handover:.3g} s of work in a second. {at_best} Use fewer, larger samples."
-        )
-    needed = cpus_of(asked, loads, costs, group_tiny)
-    if needed > resources.loader_cpus + 1e-9:
-        missing = needed - resources.loader_cpus
-        paid = resources.cpus - resources.loader_cpus
-        most = max(range(len(costs)), key=lambda s: (costs[s].cpu_share * workers[s], -s))
-        raise SpecError(
-            f"{what} need {needed:.4g} CPUs for workers, and beside the planner and the constructors there are "
-            f"{resources.loader_cpus:g}: {missing:.3g} are missing; source {costs[most].name!r} alone needs "
-            f"{workers[most]} workers. {at_best} Give {math.ceil(needed + paid - 1e-9)} CPUs, or ask for less."
-        )
-    below = float(max(resources.per_actor // 2, 1)) if group_tiny else 0.0
-    draft = draft_fleet(asked, loads, costs, resources, below)
-    raise _bytes_missing(draft.bytes, what, costs, draft.workers, resources, at_best)
-
-
-def _bytes_missing(
-    needed: int,
-    what: str,
-    costs: Sequence[SourceCost],
-    workers: Sequence[int],
-    resources: Resources,
-    at_best: str = "",
-) -> SpecError:
-    held = [cost.file_bytes + n * cost.buffer_bytes for cost, n in zip(costs, workers, strict=True)]
-    most = max(range(len(costs)), key=lambda s: (held[s], -s))
-    reserved = resources.bytes - resources.loader_bytes
-    return SpecError(
-        f"{what}: the actors take {written_bytes(needed)}, and beside the planner and the constructors there are "
-        f"{written_bytes(max(resources.loader_bytes, 0))}: {written_bytes(needed - resources.loader_bytes)} are "
-        f"missing; source {costs[most].name!r} takes most, {written_bytes(held[most])}. "
-        f"{at_best + ' ' if at_best else ''}Give {written_bytes(needed + reserved)}, lower the read buffers, or draw "
-        "fewer sources at a time."
-    )
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
 Parallelism = Literal["worker", "source", "data"]
-"""How a source is spread: workers of one actor of its own, an actor shared with other sources, or several actors."""
-
+"""How a source is spread: workers in an actor of its own, an actor shared with other sources, or several actors."""
 _WAITING = 0.9
-"""A source of which less than this part of P needs a CPU is said to wait."""
+"""A source that needs a CPU for less than this part of P is reported as waiting."""
 _HALVINGS = 90
-"""Of the range in which the best rate is looked for; after them it is known to the last digit of a float."""
+"""Bisection steps for the best rate: enough for the precision of a float."""
+_ROUNDING = 1e-9
+"""A load this little above a whole number counts as that number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allotment:
-    """What one source got."""
+    """The workers and actors of one source."""
 
     name: str
     cluster: int
-    """Its cluster of costs; 0 holds the dearest sources."""
+    """Its cluster of costs; 0 holds the most expensive sources."""
     level: float
-    """Workers it needs for one of a mean source of the cheapest cluster: the paper's ratio, weighted by shares."""
+    """Workers it needs per worker of a mean source of the cheapest cluster: the paper's ratio, weighted by shares."""
     busy: float
     """Workers that it keeps busy at the expected feed rate."""
     workers: int
     cpus: float
-    """CPUs that its workers take: few where they mostly wait."""
+    """CPUs that its workers use: few where they mostly wait for I/O."""
     actors: tuple[int, ...]
     """Numbers of the actors that hold it."""
     workers_per_actor: tuple[int, ...]
     """Its workers in each of them."""
     parallelism: Parallelism
     why: str
-    """One sentence for a person."""
+    """The reason, as one sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,13 +76,13 @@ class Actor:
     number: int
     sources: tuple[str, ...]
     workers: int
-    """Workers of it that are busy at once, at most: those of tiny sources take turns."""
+    """Workers that are busy at the same time, at most: those of tiny sources take turns."""
     bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A fleet of loaders, with what it is expected to deliver and to take."""
+    """A fleet of loaders, with its expected feed rate and resource use."""
 
     allotments: tuple[Allotment, ...]
     """In the order of the sources."""
@@ -412,50 +94,14 @@ class Partition:
     cpus: float
     """CPUs of all roles."""
     block_cpus: float
-    """The paper's worker resource block: CPUs there are for each worker that is busy at once."""
+    """The paper's worker resource block: available CPUs for each worker that is busy at the same time."""
     limit: str
-    """What keeps the feed from being faster."""
+    """What limits the feed rate, in words."""
 
     @property
     def workers(self) -> tuple[int, ...]:
         """Workers of each source, in the order of the sources."""
         return tuple(one.workers for one in self.allotments)
-
-
-def cluster_sources(costs: Sequence[SourceCost], cluster_size: int = 4) -> list[int]:
-    """Return the cluster of each source: sorted by P, the dearest first, `cluster_size` in each.
-
-    Example:
-        >>> cluster_sources([SourceCost(name=n, transform_s=p) for n, p in (("a", 1.0), ("b", 9.0), ("c", 2.0))], 2)
-        [1, 0, 0]
-    """
-    order = sorted(range(len(costs)), key=lambda s: (-costs[s].transform_s, s))
-    found = [0] * len(costs)
-    for place, source in enumerate(order):
-        found[source] = place // cluster_size
-    return found
-
-
-def levels(costs: Sequence[SourceCost], shares: Sequence[float], cluster_size: int = 4) -> list[float]:
-    """Return how many workers each source needs for one of a mean source of the cheapest cluster.
-
-    With equal shares this is the paper's ratio of cluster means; a source that is drawn twice as often as the mean
-    needs twice as many.
-
-    Example:
-        >>> costs = [SourceCost(name=n, transform_s=p) for n, p in (("a", 0.04), ("b", 0.04), ("c", 0.01), ("d", 0.01))]
-        >>> levels(costs, [0.25] * 4, cluster_size=2)
-        [4.0, 4.0, 1.0, 1.0]
-    """
-    clusters = cluster_sources(costs, cluster_size)
-    sums = [0.0] * (max(clusters) + 1)
-    counts = [0] * len(sums)
-    for cluster, cost in zip(clusters, costs, strict=True):
-        sums[cluster] += max(cost.transform_s, 1e-12)
-        counts[cluster] += 1
-    means = [total / count for total, count in zip(sums, counts, strict=True)]
-    even = sum(shares) / len(costs)
-    return [means[cluster] / means[-1] * share / even for cluster, share in zip(clusters, shares, strict=True)]
 
 
 def partition(
@@ -473,16 +119,16 @@ def partition(
     Args:
         costs: What each source costs, as profiled.
         shares: Share of each source in the samples drawn; they need not sum to one.
-        resources: What there is, and the bounds w_src and w_actor.
+        resources: What is available, and the bounds w_src and w_actor.
         samples_per_s: The rate trainers need: the smallest fleet that reaches it is returned, with headroom where the
-            resources have it. None: the fastest fleet that the resources pay for.
+            resources have it. None: the fastest fleet that the resources allow.
         cluster_size: Sources of a cluster.
         group_tiny: Whether tiny sources share actors. False is the paper's default, one source in an actor: then
             each source also needs a whole CPU.
         headroom: How many times `samples_per_s` the fleet should reach.
 
     Raises:
-        SpecError: The resources do not suffice; it says what is missing, who needs it, and what to do.
+        SpecError: The resources do not suffice; it says what is missing, for which source, and what to do.
 
     Example:
         >>> costs = [SourceCost(name="web", transform_s=0.001), SourceCost(name="photos", transform_s=0.04)]
@@ -504,13 +150,57 @@ def partition(
         if wanted <= draft.rate:
             draft = _draft(wanted, loads, costs, resources, group_tiny)
             limit = f"{headroom:g} times the {samples_per_s:g} samples/s asked for are reached"
-    return _told(draft, limit, loads, costs, shares, resources, cluster_size)
+    return _with_reasons(draft, limit, loads, costs, shares, resources, cluster_size)
+
+
+def cluster_sources(costs: Sequence[SourceCost], cluster_size: int = 4) -> list[int]:
+    """Return the cluster of each source: sorted by P, the most expensive first, `cluster_size` in each.
+
+    Example:
+        >>> cluster_sources([SourceCost(name=n, transform_s=p) for n, p in (("a", 1.0), ("b", 9.0), ("c", 2.0))], 2)
+        [1, 0, 0]
+    """
+    order = sorted(range(len(costs)), key=lambda s: (-costs[s].transform_s, s))
+    found = [0] * len(costs)
+    for place, source in enumerate(order):
+        found[source] = place // cluster_size
+    return found
+
+
+def levels(costs: Sequence[SourceCost], shares: Sequence[float], cluster_size: int = 4) -> list[float]:
+    """Return how many workers each source needs per worker of a mean source of the cheapest cluster.
+
+    With equal shares this is the paper's ratio of cluster means; a source that is drawn twice as often as the mean
+    needs twice as many.
+
+    Example:
+        >>> costs = [SourceCost(name=n, transform_s=p) for n, p in (("a", 0.04), ("b", 0.04), ("c", 0.01), ("d", 0.01))]
+        >>> levels(costs, [0.25] * 4, cluster_size=2)
+        [4.0, 4.0, 1.0, 1.0]
+    """
+    clusters = cluster_sources(costs, cluster_size)
+    sums = [0.0] * (max(clusters) + 1)
+    counts = [0] * len(sums)
+    for cluster, cost in zip(clusters, costs, strict=True):
+        sums[cluster] += max(cost.transform_s, 1e-12)
+        counts[cluster] += 1
+    means = [total / count for total, count in zip(sums, counts, strict=True)]
+    even = sum(shares) / len(costs)
+    return [means[cluster] / means[-1] * share / even for cluster, share in zip(clusters, shares, strict=True)]
+
+
+# The search: the largest rate with a fleet that the resources pay for. CPUs and bytes only grow with the rate, so it is
+# a bisection; a fleet is drafted for each rate that is tried, and its CPUs and bytes are counted.
 
 
 def _fastest(
     loads: Sequence[float], handover: float, costs: Sequence[SourceCost], resources: Resources, group_tiny: bool
 ) -> tuple[Draft, str]:
-    """Return the fastest fleet that the resources pay for, and what stops it there."""
+    """Return the fastest fleet that the resources allow, and what limits it.
+
+    The rate is bounded by the workers of one source, then by the hand-over, then by CPUs (bisection), then by bytes
+    (bisection over drafts). If bytes bind, a second way is tried: more sources share actors.
+    """
     slowest = max(range(len(loads)), key=lambda s: (loads[s], -s))
     most, limit = (
         resources.per_source / loads[slowest],
@@ -539,7 +229,7 @@ def _fastest(
 
 
 def _next_cpu(rate: float, loads: Sequence[float], costs: Sequence[SourceCost], group_tiny: bool) -> str:
-    """Return in words who would take the CPUs of a slightly faster feed: not one whose next worker only waits."""
+    """Return in words which source would need more CPUs for a slightly faster feed; workers that wait do not count."""
     more = rate * (1 + 1e-6)
     grown = [
         cpus_of(more, [load], [cost], group_tiny) - cpus_of(rate, [load], [cost], group_tiny)
@@ -548,14 +238,14 @@ def _next_cpu(rate: float, loads: Sequence[float], costs: Sequence[SourceCost], 
     first = max(range(len(grown)), key=lambda s: (grown[s], -s))
     if group_tiny and more * loads[first] < TINY:
         return "more work of tiny sources"
-    own = group_tiny and rate * loads[first] < TINY  # it took turns, and would have to pay for a whole worker now
+    own = group_tiny and rate * loads[first] < TINY  # it shared a CPU, and would now need a whole worker
     return f"a whole worker for {costs[first].name!r}" if own else f"one more worker for {costs[first].name!r}"
 
 
 def _next_worker(rate: float, loads: Sequence[float], costs: Sequence[SourceCost]) -> str:
-    """Return in words what a faster feed would take first."""
+    """Return in words what a faster feed would need first."""
     busy = [rate * load for load in loads]
-    # Whose workers are all busy: it is nearest below a whole number of them.
+    # The source with the busiest workers: its load is nearest below a whole number.
     first = min(range(len(busy)), key=lambda s: (whole_workers(busy[s]) / max(busy[s], 1e-12), s))
     return f"one more worker for {costs[first].name!r}" if busy[first] >= TINY else "more work of tiny sources"
 
@@ -563,18 +253,18 @@ def _next_worker(rate: float, loads: Sequence[float], costs: Sequence[SourceCost
 def _draft(
     rate: float, loads: Sequence[float], costs: Sequence[SourceCost], resources: Resources, group_tiny: bool
 ) -> Draft:
-    """Return the fleet for a rate that the resources are known to pay for."""
+    """Return the fleet for a rate that the resources are known to allow."""
     drafts = [draft_fleet(rate, loads, costs, resources, below) for below in _groupings(resources, group_tiny)]
     return next((draft for draft in drafts if draft.bytes <= resources.loader_bytes), drafts[-1])
 
 
 def _groupings(resources: Resources, group_tiny: bool) -> list[float]:
-    """Return which sources share actors: the tiny ones; and where bytes are short, all that leave room for another."""
+    """Return below which load sources share actors: first only tiny ones; if memory is short, up to half an actor."""
     return [0.0] if not group_tiny else [TINY, float(max(resources.per_actor // 2, 1))]
 
 
 def _largest(possible: Callable[[float], bool], most: float) -> float:
-    """Return the largest number up to `most` that is possible, where all smaller ones are possible too."""
+    """Return the largest possible number up to `most`, given that all smaller ones are possible too (bisection)."""
     if possible(most):
         return most
     low, high = 0.0, most
@@ -584,7 +274,7 @@ def _largest(possible: Callable[[float], bool], most: float) -> float:
     return low
 
 
-def _told(
+def _with_reasons(
     draft: Draft,
     limit: str,
     loads: Sequence[float],
@@ -596,10 +286,11 @@ def _told(
     """Return a fleet with the reasons for it."""
     clusters, ratios = cluster_sources(costs, cluster_size), levels(costs, shares, cluster_size)
     allotments = tuple(
-        _allot(draft, source, draft.rate * loads[source], shares[source], cost, clusters[source], ratios[source],
-               resources)
+        _allot(
+            draft, source, draft.rate * loads[source], shares[source], cost, clusters[source], ratios[source], resources
+        )
         for source, cost in enumerate(costs)
-    )  # fmt: skip
+    )
     actors = tuple(
         Actor(number=n, sources=tuple(costs[s].name for s in sources), workers=workers, bytes=held)
         for n, (sources, workers, held) in enumerate(
@@ -660,3 +351,317 @@ def _allot(
         parallelism=kind,
         why=f"{need}: {what}",
     )
+
+
+# The fleet for one rate: the workers of each source, the actors that hold them, and what they take.
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A fleet for one rate; whether the resources allow it is not checked yet."""
+
+    rate: float
+    workers: tuple[int, ...]
+    """Of each source."""
+    places: tuple[tuple[tuple[int, int], ...], ...]
+    """Of each source: (actor, workers there)."""
+    actor_sources: tuple[tuple[int, ...], ...]
+    """Of each actor: its sources."""
+    actor_workers: tuple[int, ...]
+    """Of each actor: how many of its workers are busy at the same time, at most; tiny sources take turns."""
+    actor_bytes: tuple[int, ...]
+    source_cpus: tuple[float, ...]
+    """Of each source: CPUs that its workers use; a tiny one uses only what it keeps busy."""
+
+    @property
+    def cpus(self) -> float:
+        """CPUs of all workers."""
+        return sum(self.source_cpus)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all actors."""
+        return sum(self.actor_bytes)
+
+
+def draft_fleet(
+    rate: float, loads: Sequence[float], costs: Sequence[SourceCost], resources: Resources, grouped_below: float
+) -> Draft:
+    """Return the fleet for a rate.
+
+    Sources below `grouped_below` share actors; a single one of them joins the emptiest actor of another source. Every
+    other source has actors of its own, as many as its workers need.
+
+    Args:
+        rate: Samples of all sources in a second.
+        loads: Seconds of work of each source for one sample of the mixture: its share of it, times its P.
+        costs: What each source costs.
+        resources: The bounds of one actor; the totals are not checked here.
+        grouped_below: Sources that keep fewer workers busy share actors; 0: none does.
+    """
+    workers = tuple(whole_workers(rate * load) for load in loads)
+    busy = [rate * load if rate * load < TINY else float(n) for load, n in zip(loads, workers, strict=True)]
+    grouped = [s for s in range(len(costs)) if rate * loads[s] < grouped_below]
+    lone = grouped[0] if len(grouped) == 1 < len(costs) else None
+    apart = set(grouped)
+    if lone is not None:
+        grouped = []
+    # Actors are numbered as they are made: first the shared ones, then those of a single source.
+    members, most = _share_actors(grouped, busy, costs, workers, resources, grouped_below)
+    places: list[tuple[tuple[int, int], ...]] = [()] * len(costs)
+    for actor, sources in enumerate(members):
+        for source in sources:
+            places[source] = ((actor, workers[source]),)
+    for source, cost in enumerate(costs):
+        if source in apart:
+            continue
+        # Data parallel: as many actors as the workers need, with about the same number in each.
+        degree = math.ceil(workers[source] / max(1, room_of(cost, resources)))
+        each = [workers[source] // degree + (number < workers[source] % degree) for number in range(degree)]
+        places[source] = tuple((len(members) + number, there) for number, there in enumerate(each))
+        members += [[source]] * degree
+        most += each
+    if lone is not None:
+        actor = _host_for_lone(lone, places, most, costs, workers, resources)
+        places[lone] = ((actor, workers[lone]),)
+        if actor == len(members):
+            members, most = [*members, []], [*most, 0]
+        members[actor] = sorted([*members[actor], lone])
+        most[actor] += workers[lone]
+    held = _actor_bytes(len(members), places, costs, resources)
+    cpus = tuple(cost.cpu_share * n for cost, n in zip(costs, busy, strict=True))
+    return Draft(rate, workers, tuple(places), tuple(map(tuple, members)), tuple(most), tuple(held), cpus)
+
+
+def cpus_of(rate: float, loads: Sequence[float], costs: Sequence[SourceCost], group_tiny: bool) -> float:
+    """Return the CPUs that the workers of all sources use; a tiny source uses only what it keeps busy."""
+    return sum(
+        cost.cpu_share * (rate * load if group_tiny and rate * load < TINY else whole_workers(rate * load))
+        for load, cost in zip(loads, costs, strict=True)
+    )
+
+
+def room_of(cost: SourceCost, resources: Resources) -> int:
+    """Return how many workers of a source fit in one actor, by count and by bytes; 0 if not even one does."""
+    if resources.bytes_per_actor is None:
+        return resources.per_actor
+    left = resources.bytes_per_actor - resources.actor_bytes - cost.file_bytes
+    if cost.buffer_bytes <= 0:
+        return resources.per_actor if left >= 0 else 0
+    return max(0, min(resources.per_actor, left // cost.buffer_bytes))
+
+
+def whole_workers(busy: float) -> int:
+    """Return how many workers a source needs that keeps so many busy; at least one.
+
+    Example:
+        >>> [whole_workers(busy) for busy in (0.0, 1.0, 1.0000000001, 1.1)]
+        [1, 1, 1, 2]
+    """
+    return max(1, math.ceil(busy - _ROUNDING))
+
+
+def _actor_bytes(
+    count: int, places: Sequence[Sequence[tuple[int, int]]], costs: Sequence[SourceCost], resources: Resources
+) -> list[int]:
+    """Return the bytes of each of so many actors."""
+    held = [resources.actor_bytes] * count
+    for cost, where in zip(costs, places, strict=True):
+        for actor, there in where:
+            held[actor] += cost.file_bytes + there * cost.buffer_bytes
+    return held
+
+
+def _host_for_lone(
+    lone: int,
+    places: Sequence[tuple[tuple[int, int], ...]],
+    most: Sequence[int],
+    costs: Sequence[SourceCost],
+    workers: Sequence[int],
+    resources: Resources,
+) -> int:
+    """Return the actor for the only source that would share one: the emptiest with room, or a new one."""
+    held = _actor_bytes(len(most), places, costs, resources)
+    own = costs[lone].file_bytes + workers[lone] * costs[lone].buffer_bytes
+    limit = resources.bytes_per_actor
+    roomy = [
+        actor
+        for actor, there in enumerate(most)
+        if there + workers[lone] <= resources.per_actor and (limit is None or held[actor] + own <= limit)
+    ]
+    return min(roomy, key=lambda actor: (most[actor], actor), default=len(most))
+
+
+def _share_actors(
+    grouped: Sequence[int],
+    busy: Sequence[float],
+    costs: Sequence[SourceCost],
+    workers: Sequence[int],
+    resources: Resources,
+    grouped_below: float,
+) -> tuple[list[list[int]], list[int]]:
+    """Put sources into as few shared actors as hold them; return the sources and the busy workers of each actor."""
+    if not grouped:
+        return [], []
+    largest = TINY if grouped_below <= TINY else float(math.ceil(grouped_below))
+    # Largest first into the emptiest, no actor exceeds the mean by more than one source: this many suffice.
+    count = 1 + int(sum(busy[s] for s in grouped) / max(resources.per_actor - largest, TINY))
+    sizes = {s: costs[s].file_bytes + workers[s] * costs[s].buffer_bytes for s in grouped}
+    limit = None if resources.bytes_per_actor is None else resources.bytes_per_actor - resources.actor_bytes
+    while True:
+        members = _deal_out(grouped, busy, sizes, count, limit)
+        if limit is None or count >= len(grouped) or all(sum(sizes[s] for s in one) <= limit for one in members):
+            break
+        count += 1  # more actors, with fewer files open in each
+    members = [sorted(one) for one in members if one]
+    return members, [max(1, math.ceil(sum(busy[s] for s in one) - _ROUNDING)) for one in members]
+
+
+def _deal_out(
+    grouped: Sequence[int], busy: Sequence[float], sizes: dict[int, int], count: int, limit: int | None
+) -> list[list[int]]:
+    """Divide sources among actors so that work and bytes are about even."""
+    work = sum(busy[s] for s in grouped) or 1.0
+
+    def weight(source: int) -> float:
+        return max(busy[source] / work, 0.0 if limit is None else sizes[source] / (limit * count or 1))
+
+    members: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0.0, actor) for actor in range(count)]
+    for source in sorted(grouped, key=lambda s: (-weight(s), s)):
+        filled, actor = heapq.heappop(heap)
+        members[actor].append(source)
+        heapq.heappush(heap, (filled + weight(source), actor))
+    return members
+
+
+# Refusals: which resource is missing, how much of it, which source needs it, what to do.
+
+
+def check_asked(
+    costs: Sequence[SourceCost],
+    shares: Sequence[float],
+    resources: Resources,
+    samples_per_s: float | None,
+    cluster_size: int,
+) -> None:
+    """Refuse invalid arguments."""
+    if not costs or len(costs) != len(shares):
+        raise SpecError(f"{len(costs)} costs and {len(shares)} shares: each source needs both. Profile them all.")
+    wrong = next((n for n, share in enumerate(shares) if not (share >= 0 and math.isfinite(share))), None)
+    if wrong is not None:
+        raise SpecError(f"the share of source {costs[wrong].name!r} is {shares[wrong]}; give a number of 0 or more.")
+    if sum(shares) <= 0:
+        raise SpecError("no source has a share of the mixture; nothing would be drawn. Give one a weight above 0.")
+    if samples_per_s is not None and not samples_per_s > 0:
+        raise SpecError(f"samples_per_s is {samples_per_s:g}; no fleet would be needed. Give a rate above 0.")
+    for name, value in (
+        ("cluster_size", cluster_size),
+        ("per_source", resources.per_source),
+        ("per_actor", resources.per_actor),
+    ):
+        if value < 1:
+            raise SpecError(f"{name} is {value}; no source could have a worker. Give 1 or more.")
+
+
+def check_least(costs: Sequence[SourceCost], resources: Resources, group_tiny: bool) -> None:
+    """Refuse resources that cannot hold one worker of every source."""
+    paid = resources.cpus - resources.loader_cpus
+    if resources.loader_cpus <= 0:
+        raise SpecError(
+            f"{resources.cpus:g} CPUs are given and the planner and {resources.constructors} constructors take "
+            f"{paid:g}: at least {paid + 1 - resources.cpus:g} more are needed for one worker. Give "
+            f"{paid + 1:g} CPUs or fewer constructors."
+        )
+    if not group_tiny:
+        least = sum(cost.cpu_share for cost in costs)
+        if least > resources.loader_cpus + 1e-9:
+            raise SpecError(
+                f"one worker for each of {len(costs)} sources takes {least:g} CPUs, and beside the planner and the "
+                f"constructors there are {resources.loader_cpus:g}: {least - resources.loader_cpus:g} are missing. "
+                f"Give {least + paid:g} CPUs, or let tiny sources share workers (group_tiny)."
+            )
+    for cost in costs:
+        if room_of(cost, resources) < 1:
+            need = resources.actor_bytes + cost.file_bytes + cost.buffer_bytes
+            limit = resources.bytes_per_actor or 0
+            raise SpecError(
+                f"source {cost.name!r} needs {written_bytes(need)} in an actor with one worker, and an actor may hold "
+                f"{written_bytes(limit)}: {written_bytes(need - limit)} are missing. Raise bytes_per_actor, or lower "
+                "the source's read buffer."
+            )
+    draft = draft_fleet(0.0, [0.0] * len(costs), costs, resources, _groupings(resources, group_tiny)[-1])
+    if draft.bytes > resources.loader_bytes:
+        raise _bytes_missing(draft.bytes, "every source open once, with one worker", costs, draft.workers, resources)
+
+
+def check_rate(
+    asked: float,
+    reached: float,
+    loads: Sequence[float],
+    handover: float,
+    costs: Sequence[SourceCost],
+    resources: Resources,
+    group_tiny: bool,
+) -> None:
+    """Refuse a rate that the resources do not reach; the error says which one is short, and by how much."""
+    what = f"{asked:g} samples/s"
+    workers = [whole_workers(asked * load) for load in loads]
+    most = max(range(len(costs)), key=lambda s: (workers[s], -s))
+    at_best = f"At most {reached:,.4g} samples/s are possible."
+    if workers[most] > resources.per_source:
+        raise SpecError(
+            f"{what} need {workers[most]} workers of source {costs[most].name!r} "
+            f"({1000 * costs[most].transform_s:.3g} ms a sample), and one source may have {resources.per_source}: "
+            f"{workers[most] - resources.per_source} are missing. {at_best} Raise per_source, or draw it less often."
+        )
+    if asked * handover > 1:
+        raise SpecError(
+            f"{what} cannot be handed over: a sample takes {handover * 1e6:,.0f} µs of planning and handing over, "
+            f"which is {asked * handover:.3g} s of work in a second. {at_best} Use fewer, larger samples."
+        )
+    needed = cpus_of(asked, loads, costs, group_tiny)
+    if needed > resources.loader_cpus + 1e-9:
+        missing = needed - resources.loader_cpus
+        paid = resources.cpus - resources.loader_cpus
+        most = max(range(len(costs)), key=lambda s: (costs[s].cpu_share * workers[s], -s))
+        raise SpecError(
+            f"{what} need {needed:.4g} CPUs for workers, and beside the planner and the constructors there are "
+            f"{resources.loader_cpus:g}: {missing:.3g} are missing; source {costs[most].name!r} alone needs "
+            f"{workers[most]} workers. {at_best} Give {math.ceil(needed + paid - 1e-9)} CPUs, or ask for less."
+        )
+    draft = draft_fleet(asked, loads, costs, resources, _groupings(resources, group_tiny)[-1])
+    raise _bytes_missing(draft.bytes, what, costs, draft.workers, resources, at_best)
+
+
+def _bytes_missing(
+    needed: int,
+    what: str,
+    costs: Sequence[SourceCost],
+    workers: Sequence[int],
+    resources: Resources,
+    at_best: str = "",
+) -> SpecError:
+    held = [cost.file_bytes + n * cost.buffer_bytes for cost, n in zip(costs, workers, strict=True)]
+    most = max(range(len(costs)), key=lambda s: (held[s], -s))
+    reserved = resources.bytes - resources.loader_bytes
+    return SpecError(
+        f"{what}: the actors take {written_bytes(needed)}, and beside the planner and the constructors there are "
+        f"{written_bytes(max(resources.loader_bytes, 0))}: {written_bytes(needed - resources.loader_bytes)} are "
+        f"missing; source {costs[most].name!r} takes most, {written_bytes(held[most])}. "
+        f"{at_best + ' ' if at_best else ''}Give {written_bytes(needed + reserved)}, lower the read buffers, or draw "
+        "fewer sources at a time."
+    )
+
+
+def written_bytes(value: float) -> str:
+    """Format a number of bytes.
+
+    Example:
+        >>> written_bytes(3 << 30), written_bytes(1500)
+        ('3.22 GB', '1.5 kB')
+    """
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g} {unit}"
+    return f"{value:.0f} B"

@@ -1,10 +1,11 @@
-"""The profile of a job: what every source costs, measured on real samples and refreshed by runs.
+"""The profile of a job: the cost of every source, measured on real samples and refreshed by runs.
 
 Rules of this file:
 1. A figure belongs to a source as it was when it was measured: files, sample, tokenizer. `Profile.check` refuses it for
    another one.
-2. A profile keeps how each figure came about: who measured it, when and on how many samples. That journal is bounded.
-3. A file is taken as a whole or not at all: its checksum covers all of it.
+2. A profile records the origin of each figure: when and how it was measured, and on how many samples. That journal is
+   bounded.
+3. A file is used completely or not at all: its checksum covers all of it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PROFILE_VERSION = 1
 MOST_ENTRIES = 16
 """Entries of a source's journal; the first stays, the oldest behind it go."""
 MOST_OLD_WEIGHT = 2000
-"""Samples that the figures so far count for at most, against those of a run: what a run sees wins in the end."""
+"""The weight of the previous figures in samples, at most: a long run outweighs them."""
 QUANTILES = 21
 """How many quantiles of a distribution are kept: 0 %, 5 %, .. 100 %."""
 
@@ -75,7 +76,7 @@ class Entry:
     what: str
     """ "measured", or "refreshed at step N"."""
     samples: int
-    """Samples that the line stands for."""
+    """Samples that were measured."""
     transform_s: float
     """P that came of it."""
 
@@ -92,17 +93,17 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceProfile:
-    """What one source was found to cost. Seconds and bytes are of one sample, where nothing else is said."""
+    """The measured cost of one source. Seconds and bytes are per sample unless stated otherwise."""
 
     name: str
     digest: str
     """Of what was measured; see `cost_digest`."""
     samples: int
-    """Samples that the figures rest on."""
+    """Samples that the figures are based on."""
     bad: int = 0
-    """Of those measured, samples that a stand-in would take the place of."""
+    """Of the measured samples, how many were bad."""
     transform: Spread
-    """P: seconds of one worker, from reading a sample to having it finished."""
+    """P: seconds of one worker, from reading a sample to finishing it."""
     read_s: float
     """Of P: reading rows, with opening their files spread over the rows that come of it."""
     measure_s: float
@@ -110,7 +111,7 @@ class SourceProfile:
     finish_s: float
     """Of P: token ids, and media where the loader decodes them."""
     cpu_share: float = 1.0
-    """The part of P that needs a CPU; the rest is waiting. All of it, where nobody has measured that."""
+    """The part of P that needs a CPU; the rest is waiting. 1.0 if it was not measured."""
     decode_s: float = 0.0
     """Decoding media behind the hand-over, in the DataConstructor; not in P."""
     decoded_in: str = ""
@@ -118,9 +119,9 @@ class SourceProfile:
     handover_s: float
     """T: cutting a sample out of the read buffer and copying it to where it goes."""
     file_bytes: int
-    """M_d: what an actor holds that has the files listed and indexed."""
+    """M_d: bytes of an actor for the listing and the indices of the files."""
     buffer_bytes: int
-    """M_b: what one worker holds that has read on to the end of its group: its open readers and the rows kept."""
+    """M_b: bytes of one worker at the end of its group: its open readers and the rows kept."""
     tokens: float
     """Tokens, on average."""
     read_bytes: float
@@ -139,7 +140,7 @@ class SourceProfile:
 
     @property
     def cost(self) -> SourceCost:
-        """What partition and autoscaler look at."""
+        """The input of partition and autoscaler."""
         return SourceCost(
             name=self.name,
             transform_s=self.transform_s,
@@ -151,17 +152,16 @@ class SourceProfile:
         )
 
     def noted(self, entry: Entry) -> SourceProfile:
-        """Return it with one more line in its journal."""
+        """Return the profile with one more line in its journal."""
         entries = (*self.entries, entry)
         if len(entries) > MOST_ENTRIES:
             entries = (entries[0], *entries[len(entries) - MOST_ENTRIES + 1 :])
         return dataclasses.replace(self, entries=entries)
 
     def refreshed(self, running: Running, when: str, what: str) -> SourceProfile:
-        """Return it moved toward what a run measured: a mean weighted by samples, the old weight capped.
+        """Return the profile updated by a run: a mean weighted by samples, with a cap on the old weight.
 
-        A run knows the mean of P and nothing of its shape, its parts or what of it needs a CPU: these keep their
-        proportions.
+        A run measures only the mean of P: its distribution, its parts and the CPU share keep their proportions.
         """
         old, new = min(self.samples, MOST_OLD_WEIGHT), running.samples
         mean = (old * self.transform_s + running.busy_s) / (old + new)
@@ -179,7 +179,7 @@ class SourceProfile:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What the sources of a job cost."""
+    """The costs of the sources of a job."""
 
     sources: tuple[SourceProfile, ...]
 
@@ -189,7 +189,7 @@ class Profile:
         return [one.name for one in self.sources]
 
     def cost(self, name: str) -> SourceCost:
-        """Return what a source costs.
+        """Return the cost of a source.
 
         Raises:
             SpecError: It was not measured.
@@ -197,10 +197,10 @@ class Profile:
         for one in self.sources:
             if one.name == name:
                 return one.cost
-        raise SpecError(f"source {name!r} is not in the profile; nobody knows what it costs. {_REMEDY}.")
+        raise SpecError(f"source {name!r} is not in the profile; its cost is unknown. {_REMEDY}.")
 
     def joined(self, newer: Profile) -> Profile:
-        """Return it with what was measured anew; the journals go on where a source is still the same."""
+        """Return the profile updated by a newer one; the journal of an unchanged source is continued."""
         known = {one.name: one for one in self.sources}
         for one in newer.sources:
             before = known.get(one.name)
@@ -214,10 +214,10 @@ class Profile:
         return Profile(tuple(known.values()))
 
     def refreshed(self, running: Mapping[str, Running], when: str, what: str) -> Profile:
-        """Return it moved toward what a run measured; sources that it did not prepare stay as they are.
+        """Return the profile updated by a run; sources that it did not prepare stay as they are.
 
         Args:
-            running: What was measured of each source; names that the profile does not know are passed over.
+            running: What was measured of each source; names that the profile does not know are ignored.
             when: ISO time.
             what: The line of the journal, such as "refreshed at step 400".
         """
@@ -230,7 +230,7 @@ class Profile:
         return Profile(tuple(one(source) for source in self.sources))
 
     def check(self, digests: Mapping[str, str]) -> None:
-        """Refuse the profile for sources that are not those it was measured on.
+        """Refuse the profile if sources differ from those it was measured on.
 
         Args:
             digests: What `cost_digest` gives for each source now.
@@ -253,8 +253,7 @@ class Profile:
         if missing:
             are = "source {} is" if len(missing) == 1 else "sources {} are"
             raise SpecError(
-                f"{are.format(list_some(missing))} not in the profile; nobody would know how many workers to give. "
-                f"{_REMEDY}."
+                f"{are.format(list_some(missing))} not in the profile; how many workers to give is unknown. {_REMEDY}."
             )
 
     def to_json(self) -> str:
@@ -274,7 +273,7 @@ class Profile:
         """Read what `to_json` returned.
 
         Args:
-            text: What stands in the file.
+            text: The content of the file.
             file: Its name, for messages.
 
         Raises:
@@ -299,7 +298,7 @@ class Profile:
 
 
 def cost_digest(source: Source, listing: str, tokenizer_digest: str, placement: str) -> str:
-    """Return "how:files:tokenizer": what of a source decides its cost, apart, so that a refusal can say which changed.
+    """Return "how:files:tokenizer": hashes of what decides the cost of a source, so that a refusal names the part.
 
     Args:
         source: The source.
@@ -314,8 +313,8 @@ def cost_digest(source: Source, listing: str, tokenizer_digest: str, placement: 
 
 def _damaged(file: str, why: str) -> SpecError:
     return SpecError(
-        f"{file} is damaged: {why}; loaders would be sized by nonsense. {_REMEDY} for all sources, and do not edit the "
-        "file by hand."
+        f"{file} is damaged: {why}; loaders would be sized by wrong figures. {_REMEDY} for all sources, and do not "
+        "edit the file by hand."
     )
 
 

@@ -1,7 +1,7 @@
-"""What sources cost: the paper's (P, T, M), and what follows from it for a mixture and a rate.
+"""Costs of sources (the paper's P, T, M), the resources and budget of a launch, and demand by mixture and rate.
 
-A worker is one lane of a SourceLoader: it reads and measures a stretch of rows ahead of the plan, and finishes planned
-ones. An actor is a loader host: it holds the files of some sources open, and their workers run in it.
+A worker is one task slot of a SourceLoader: it reads and measures rows ahead of the plan, and finishes planned ones. An
+actor is a loader host: it holds the files of some sources open, and their workers run in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TINY = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceCost:
-    """What one source costs.
+    """The cost of one source.
 
     Example:
         >>> SourceCost(name="web", transform_s=0.0002, file_bytes=1 << 20, buffer_bytes=4 << 20).samples_per_s
@@ -28,13 +28,13 @@ class SourceCost:
 
     name: str
     transform_s: float
-    """P: seconds that one worker takes for a sample, from reading it to having it finished."""
+    """P: seconds that one worker needs for a sample, from reading to finishing it."""
     handover_s: float = 0.0
-    """T: seconds that planning and handing over a sample takes beside that, in no worker."""
+    """T: seconds for planning and handing over a sample, outside of workers."""
     file_bytes: int = 0
-    """M_d: what an actor holds of a source whose files it has open."""
+    """M_d: bytes that an actor holds for the open files of the source."""
     buffer_bytes: int = 0
-    """M_b: what one worker holds of the rows it has read."""
+    """M_b: bytes of rows that one worker holds."""
     tokens: float = 1.0
     """Tokens of a sample, on average."""
     cpu_share: float = 1.0
@@ -49,7 +49,7 @@ class SourceCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What there is for loading, and what is taken off it before any source gets a worker."""
+    """The resources for loading, and what planner and constructors take of them."""
 
     cpus: float
     bytes: int
@@ -58,29 +58,29 @@ class Resources:
     constructors: int = 1
     constructor_cpus: float = 1.0
     constructor_bytes: int = 512 << 20
-    """What the steps take that one constructor holds ahead of its trainers."""
+    """Bytes of the steps that one constructor holds ahead of its trainers."""
     actor_bytes: int = 64 << 20
-    """What a loader host takes before it has opened anything."""
+    """Bytes of a loader host before it has opened a file."""
     per_source: int = 16
     """w_src: workers that one source may have."""
     per_actor: int = 8
     """w_actor: workers that one actor may have."""
     bytes_per_actor: int | None = None
-    """What one actor may hold, where a pod or a host sets a limit; None where only `bytes` of all does."""
+    """Bytes of one actor at most, where a pod or a host sets a limit; None: only the total `bytes` is limited."""
 
     @property
     def loader_cpus(self) -> float:
-        """CPUs that are left for workers when the planner and the constructors are paid."""
+        """CPUs left for workers beside the planner and the constructors."""
         return self.cpus - self.planner_cpus - self.constructors * self.constructor_cpus
 
     @property
     def loader_bytes(self) -> int:
-        """Bytes that are left for actors when the planner and the constructors are paid."""
+        """Bytes left for actors beside the planner and the constructors."""
         return self.bytes - self.planner_bytes - self.constructors * self.constructor_bytes
 
 
 def counted_by_workers(costs: Iterable[SourceCost]) -> list[SourceCost]:
-    """Return costs for a budget of workers instead of CPUs: one that waits counts as much as one that computes.
+    """Return costs for a budget of workers instead of CPUs: a waiting worker counts as much as a computing one.
 
     Example:
         >>> counted_by_workers([SourceCost(name="remote", transform_s=0.1, cpu_share=0.02)])[0].cpu_share
@@ -117,19 +117,17 @@ def demand(shares: Sequence[float], costs: Sequence[SourceCost], samples_per_s: 
     return [samples_per_s * share * cost.transform_s for share, cost in zip(shares, costs, strict=True)]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# What a job's mixture asks of each source over its schedule.
-
+# The shares of the sources over the schedule of a job.
 
 _POINTS = 200
-"""Steps of a schedule that are looked at."""
+"""Steps of a schedule that are sampled."""
 
 
 def schedule_shares(job: Job, steps: int | None, costs: Sequence[SourceCost]) -> list[tuple[int, list[float]]]:
     """Return the share of each source in the samples, at steps spread over the schedule of a job.
 
-    Weights that are learned count as they begin. A temperature without weights goes by the sizes of files, which are
-    not looked at here: it counts as equal weights.
+    Learned weights count with their initial values. A temperature without weights depends on file sizes, which are not
+    known here: it counts as equal weights.
     """
     given = {source.name: source.weight for source in job.sources if source.weight is not None}
     base = {name: given.get(name, 0.0) for name in job.names} if given else dict.fromkeys(job.names, 1.0)
@@ -148,7 +146,7 @@ def _last_point(job: Job) -> int:
     mixture = job.mixture
     if mixture.stage_weights is not None:
         starts = [start for start, _ in mixture.stage_weights]
-        # The last stage goes on; it counts for as long as the ones before it.
+        # The last stage has no end; it counts for as long as the ones before it.
         return math.ceil(2 * max(starts)) if max(starts) else 1
     curves = (mixture.linear_points or mixture.step_points or {}).values()
     return math.ceil(max((float(at) for points in curves for at in points), default=0.0))

@@ -1,13 +1,15 @@
-"""Who owns a store. One service at a time, and one incarnation of it.
+"""Ownership of a store: one service at a time, and one incarnation of it.
 
 Rules of this file:
-1. An owner has a number, one more than the owner before it. Who creates `owner-N`, which only one can, removes the
-   records and marks of those before it, and then owns the store: it reads nothing there before.
-2. Nothing is promised before the owner has looked whether its mark is still there: a process that was stopped, and
-   wakes up when another one has taken over, finds out here. What it had promised until then, its successor reads.
-3. The newest record is never removed. Who created one late, behind others whose records are gone, is not the owner; for
-   a number may so be given twice, and marks have names that nobody else has.
-4. A service that lives keeps its store. The same service may always take it: that is how it recovers.
+1. An owner has a number, one more than the owner before it. A process claims the store by creating the record
+   `owner-N`, which only one process can; it then removes the records and marks of earlier owners. Only after that does
+   it read the store.
+2. An owner checks that its mark still exists before it reports anything as durable. So a process that was suspended and
+   resumes after another one took over finds out; its successor has read everything it had reported until then.
+3. The newest record is never removed. A process that was suspended between its look and its creation may create a
+   number again after the records were removed; it is not the owner if a newer record exists. As a number may be given
+   twice, the names of marks are unique.
+4. A service that is alive keeps its store. The same service may always take it over: that is how it recovers.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from overlord.errors import Fenced, StoreError, Succeeded
 from overlord.stores.places import Place
 
 BEAT_S = 20.0
-"""An owner says that it is alive at least this often."""
+"""An owner writes a heartbeat at least this often."""
 SILENT_S = 60.0
-"""An owner on another host that has said nothing for so long is taken for dead."""
+"""An owner on another host without a heartbeat for this long counts as dead."""
 TRIES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What an owner wrote of itself."""
+    """The record of an owner."""
 
     service: str
     """The id of its service, which it keeps over restarts."""
@@ -43,12 +45,12 @@ class Owner:
     host: str
     pid: int
     started: int
-    """When its process started, in ticks of its kernel: the number of a dead process is given to others."""
+    """When its process started, in ticks of its kernel: pids are reused."""
     kernel: str
-    """Which kernel and which namespace its process number belongs to."""
+    """The kernel and the pid namespace of its pid."""
     since: float
     closed: bool = False
-    """Whether it went in peace."""
+    """Whether it closed the store itself."""
 
 
 class Claim:
@@ -63,45 +65,45 @@ class Claim:
         self._beaten = time.monotonic()
 
     def check(self) -> None:
-        """Find out whether the store is still owned here.
+        """Check that this process still owns the store.
 
         Raises:
-            Fenced: Somebody has taken it over.
+            Fenced: Another process has taken it over.
         """
         if not self._place.exists(self._mark):
             self.check_newest()
 
     def check_newest(self) -> None:
-        """Find out by all records whether the store is still owned here.
+        """Check by all records that this process still owns the store.
 
         Raises:
-            Fenced: Somebody has taken it over.
+            Fenced: Another process has taken it over.
         """
         newest = _newest(self._place)
         if newest is not None and newest[0] == self.number and self._name in dict(newest[1]):
             return
         if newest is None:
             raise StoreError(
-                f"the store {self._place.name!r} is gone: it holds no word of its owners; nothing can be promised "
-                "there. Bring it back (is it mounted?), or launch with another store."
+                f"the store {self._place.name!r} is gone: it holds no record of an owner; nothing can be made "
+                "durable there. Bring it back (is it mounted?), or launch with another store."
             )
-        who = newest[1][0][1]
-        same = who is not None and who.service == self._owner.service
+        newer = newest[1][0][1]
+        same = newer is not None and newer.service == self._owner.service
         raise (Succeeded if same else Fenced)(
             f"{'a successor' if same else 'another service'} has taken over the store {self._place.name!r}: "
-            f"{_shown(who)} (owner {newest[0]}). What this process (owner {self.number}) would promise could not be "
-            "resumed, so it stops here. End it; its successor goes on."
+            f"{_shown(newer)} (owner {newest[0]}). What this process (owner {self.number}) writes could not be "
+            "resumed, so it stops here. End it; its successor continues."
         )
 
     def beat(self) -> None:
-        """Say that the owner lives, if it has not done so for a while."""
+        """Write a heartbeat if the last one is old enough."""
         if time.monotonic() - self._beaten >= BEAT_S:
-            self.check()  # a successor speaks for itself
+            self.check()  # a successor writes its own heartbeat
             self._place.write("alive", json.dumps({"owner": self.number}).encode())
             self._beaten = time.monotonic()
 
     def close(self) -> None:
-        """Leave the store in peace: anybody may have it."""
+        """Give the store up: any service may claim it."""
         if self._place.exists(self._mark):
             self._place.write(self._name, json.dumps(asdict(replace(self._owner, closed=True))).encode())
 
@@ -111,7 +113,7 @@ def claim(place: Place, service: str) -> Claim:
 
     Raises:
         StoreError: A living service owns it.
-        Fenced: Another incarnation of this service came while this one claimed it.
+        Fenced: Another incarnation of this service claimed it at the same time.
 
     Example:
         >>> import tempfile
@@ -123,6 +125,9 @@ def claim(place: Place, service: str) -> Claim:
         ...
         overlord.errors.Succeeded: a successor has taken over the store ...
     """
+    # Read the newest record, refuse if its owner is alive, and try to create the next number. If another process
+    # created it first, begin again. After the creation the mark is written before older records go: a predecessor that
+    # finds its own mark gone then always finds a newer record.
     for _ in range(TRIES):
         newest = _newest(place)
         number, found = newest if newest is not None else (0, [])
@@ -131,21 +136,26 @@ def claim(place: Place, service: str) -> Claim:
                 _refuse_living(place, name, owner)
         before = [owner.generation for _, owner in found if owner is not None and owner.service == service]
         own = Owner(
-            service, max(before, default=0) + 1, socket.gethostname(), os.getpid(), _started(os.getpid()) or 0,
-            _kernel(), time.time(),
-        )  # fmt: skip
+            service,
+            max(before, default=0) + 1,
+            socket.gethostname(),
+            os.getpid(),
+            _started(os.getpid()) or 0,
+            _kernel(),
+            time.time(),
+        )
         created = place.create(f"owner-{number + 1:06d}", json.dumps(asdict(own)).encode())
         if created is not None:
             mark = f"held-{number + 1:06d}.{uuid.uuid4().hex}"
             place.write(mark, b"")
             mine = Claim(place, number + 1, created, mark, own)
             _remove_older(place, number + 1)
-            mine.check_newest()  # it may have stood still while others came, and records went
+            mine.check_newest()  # it may have been suspended while others claimed the store and removed records
             return mine
-        time.sleep(random.uniform(0.02, 0.2))  # so that two that met do not meet again
+        time.sleep(random.uniform(0.02, 0.2))  # random, so that two processes do not collide again
     raise StoreError(
-        f"the store {place.name!r} could not be claimed: others claimed it {TRIES} times meanwhile, and two services "
-        "cannot write to one store. Give each its own store."
+        f"the store {place.name!r} could not be claimed: other processes claimed it {TRIES} times meanwhile, and two "
+        "services cannot write to one store. Give each its own store."
     )
 
 
@@ -168,7 +178,7 @@ def _refuse_living(place: Place, name: str, owner: Owner) -> None:
 
 
 def _newest(place: Place) -> tuple[int, list[tuple[str, Owner | None]]] | None:
-    """Return the newest owner's number, and what is written there: more than one where some lost at once and died."""
+    """Return the newest owner's number and its records: several, where processes collided and died."""
     numbers: dict[int, list[str]] = {}
     for name in place.names():
         kind, number = _kind_and_number(name)
@@ -184,7 +194,7 @@ def _read(place: Place, name: str) -> Owner | None:
     try:
         return Owner(**json.loads(place.read(name) or b""))
     except (ValueError, TypeError):
-        return None  # torn by a crash: nobody lives who had not finished its claim
+        return None  # torn by a crash: its process died before its claim was complete
 
 
 def _remove_older(place: Place, number: int) -> None:
@@ -201,7 +211,7 @@ def _kind_and_number(name: str) -> tuple[str, int]:
 
 
 def _silent_s(place: Place, name: str) -> float:
-    """Return since when an owner has said nothing, by the clock of the place alone: hosts' clocks differ."""
+    """Return the seconds since an owner's last heartbeat, by the clock of the store: clocks of hosts differ."""
     probe = f"clock-{uuid.uuid4().hex}"
     place.write(probe, b"")
     now = place.written_at(probe) or 0.0
@@ -212,7 +222,7 @@ def _silent_s(place: Place, name: str) -> float:
 
 def _shown(owner: Owner | None) -> str:
     if owner is None:
-        return "an owner whose record is damaged"
+        return "an owner with a damaged record"
     return f"service {owner.service[:8] or 'without a name'} (pid {owner.pid} on {owner.host})"
 
 

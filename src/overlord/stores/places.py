@@ -1,11 +1,11 @@
-"""Where a store lies: a folder of this host, or a URL of any filesystem that pyarrow knows.
+"""The place of a store: a folder of this host, or a URL of any filesystem that pyarrow knows.
 
 Rules of this file:
-1. What `write` and `append` returned from is on disk, or in the object store. A file that is written appears whole or
+1. When `write` or `append` returns, the data is on disk or in the object store. A written file appears completely or
    not at all.
-2. An object store knows no append and no exclusive creation. Who appends writes one object after the other; who creates
-   writes an object of his own name and has lost when he is not alone.
-3. Whatever fails is a StoreError that says what, what it causes, and what to do. Nothing is retried here.
+2. An object store has no append and no exclusive creation. Appending writes one object after the other; creating writes
+   an object under a unique name, and fails if there is another one of the same base name.
+3. Every failure is a StoreError that says what failed, what it causes, and what to do. Nothing is retried here.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from overlord.errors import SpecError, StoreError
 from overlord.storage import StorageOptions, filesystem_of, replacing
 
 ROOM = 1 << 16
-"""Zeros that are written ahead of what is appended: a sync into bytes that exist need not wait for the file's size."""
+"""Zeros written ahead of appended data: syncing into existing bytes does not wait for a change of the file's size."""
 ATTEMPTS = 2
-"""How often an object store is asked before an operation counts as failed: the runtime tries again, and says so."""
+"""How often a request to an object store is tried: the runtime retries the whole operation, and logs it."""
 
 
 class Appender(Protocol):
-    """An open file at whose end one writes."""
+    """A file that is open for appending."""
 
     def append(self, data: bytes) -> None:
-        """Write at the end; on disk when this returns. A crash may leave zeros behind it."""
+        """Write at the end; on disk when this returns. A crash may leave zeros after the data."""
         ...
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         ...
 
 
 class Place(Protocol):
-    """A tree of small files. Names are relative and have slashes."""
+    """A tree of small files. Names are relative, with slashes."""
 
     name: str
-    """What is shown to people: the folder or the URL."""
+    """The folder or the URL, for messages."""
     can_append: bool
-    """Whether files grow; where they do not, every durable record is a file."""
+    """Whether files can be appended to; otherwise every durable record is a file."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file, whole or not at all."""
+        """Write a file; it appears completely or not at all."""
         ...
 
     def create(self, name: str, data: bytes) -> str | None:
-        """Write a file that nobody has written; return its full name, or None when somebody has."""
+        """Create a file exclusively; return its full name, or None if another process has created it."""
         ...
 
     def open_append(self, name: str) -> Appender:
@@ -64,11 +64,11 @@ class Place(Protocol):
         ...
 
     def read(self, name: str) -> bytes | None:
-        """Return what a file holds; None where there is none."""
+        """Return the content of a file; None if it does not exist."""
         ...
 
     def exists(self, name: str) -> bool:
-        """Whether somebody has created a file of this name."""
+        """Whether a file of this name was created."""
         ...
 
     def names(self, folder: str = "") -> dict[str, int]:
@@ -76,11 +76,11 @@ class Place(Protocol):
         ...
 
     def written_at(self, name: str) -> float | None:
-        """Return when a file was written, in seconds by the clock of the place; None where there is none."""
+        """Return when a file was written, in seconds by the clock of the place; None if it does not exist."""
         ...
 
     def delete(self, name: str) -> None:
-        """Remove a file, or with a slash at its end a folder; nothing happens where there is none."""
+        """Remove a file, or a folder if the name ends with a slash; missing ones are ignored."""
         ...
 
 
@@ -118,7 +118,7 @@ def open_place(store: str, options: StorageOptions | None = None) -> Place:
 
 @contextlib.contextmanager
 def _asking(place: str, what: str) -> Iterator[None]:
-    """Turn what a filesystem raises into an error that people understand."""
+    """Turn errors of a filesystem into StoreError."""
     try:
         yield
     except (OSError, pa.ArrowException) as error:
@@ -128,8 +128,8 @@ def _asking(place: str, what: str) -> Iterator[None]:
 def _failure(place: str, what: str, error: Exception) -> StoreError:
     why = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
     return StoreError(
-        f"the store {place!r} cannot {what} ({why}); no step can be planned that could not be resumed. Free space "
-        "or mend the store; or launch with another one."
+        f"the store {place!r} cannot {what} ({why}); steps are not planned as long as they could not be resumed. "
+        "Free space or repair the store; or launch with another one."
     )
 
 
@@ -145,7 +145,7 @@ class LocalPlace:
             folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write beside, then rename: a reader sees the old file or the new one."""
+        """Write a scratch file, then rename it: a reader sees the old file or the new one."""
         target = self._target(name)
         with _asking(self.name, "be written"):
             with replacing(target) as scratch:
@@ -153,7 +153,7 @@ class LocalPlace:
             _sync_folder(target.parent)
 
     def create(self, name: str, data: bytes) -> str | None:
-        """Write beside, then give it the name, which only one can."""
+        """Write a scratch file, then link it to the name, which only one process can."""
         target = self._target(name)
         scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         with _asking(self.name, "be written"):
@@ -185,10 +185,12 @@ class LocalPlace:
 
     def exists(self, name: str) -> bool:
         """Look whether there is such a file."""
-        return os.access(f"{self.name}/{name}", os.F_OK)  # before every promise; `os.path.exists` takes thrice that
+        return os.access(
+            f"{self.name}/{name}", os.F_OK
+        )  # called for every durable record; `os.path.exists` takes three times as long
 
     def names(self, folder: str = "") -> dict[str, int]:
-        """List a folder, without what was being written when somebody died."""
+        """List a folder, without scratch files that a dead process left."""
         with _asking(self.name, "be read"):
             try:
                 with os.scandir(self._folder / folder) as entries:
@@ -218,7 +220,9 @@ class LocalPlace:
         if "/" in name:
             with _asking(self.name, "be written"):
                 if not target.parent.is_dir():
-                    target.parent.mkdir(exist_ok=True)  # the folder itself is not made again: it may be unmounted
+                    target.parent.mkdir(
+                        exist_ok=True
+                    )  # the store's own folder is not created again: it may be unmounted
                     _sync_folder(self._folder)
         return target
 
@@ -254,7 +258,7 @@ class _LocalAppender:
 
     def close(self) -> None:
         try:
-            with contextlib.suppress(OSError):  # zeros at the end only take room
+            with contextlib.suppress(OSError):  # zeros at the end only take space
                 os.ftruncate(self._descriptor, self._end)
         finally:
             os.close(self._descriptor)
@@ -279,9 +283,9 @@ class RemotePlace:
                 stream.write(data)
 
     def create(self, name: str, data: bytes) -> str | None:
-        """Put an object under a name of its own; who then finds another one of the name has lost.
+        """Put an object under a unique name; the creation fails if there is then another one of the same base name.
 
-        Of two that do this at once both may lose, but never both win: the later one to put sees the earlier one.
+        Of two processes that do this at once both may fail, but never both succeed: the later put sees the earlier one.
         """
         if self.exists(name):
             return None
@@ -293,7 +297,7 @@ class RemotePlace:
         return None
 
     def open_append(self, name: str) -> Appender:
-        """Refuse: there is no append here."""
+        """Raise NotImplementedError: object stores have no append."""
         raise NotImplementedError(f"{self.name} has no append; write {name} as an object of its own")
 
     def read(self, name: str) -> bytes | None:
@@ -306,7 +310,7 @@ class RemotePlace:
                 return None
 
     def exists(self, name: str) -> bool:
-        """Look for the name, and for names of somebody's own under it."""
+        """Look for the name, and for unique names made from it."""
         return bool(self._of(name))
 
     def names(self, folder: str = "") -> dict[str, int]:
@@ -332,7 +336,7 @@ class RemotePlace:
                 else:
                     self._filesystem.delete_file(f"{self._path}/{name}")
             except FileNotFoundError:
-                pass  # somebody else removed it, or a try before this one did
+                pass  # removed by another process, or by an earlier try
 
     def _of(self, name: str) -> list[str]:
         folder, _, base = name.rpartition("/")
@@ -351,7 +355,7 @@ def _link(scratch: Path, target: Path, data: bytes) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        # No hard links here: whoever creates it has the name, and whoever reads it meanwhile finds it empty.
+        # No hard links here: exclusive creation decides, and a concurrent reader may find the file empty.
         with target.open("xb") as file:
             file.write(data)
             file.flush()

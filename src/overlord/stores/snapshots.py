@@ -1,4 +1,4 @@
-"""Snapshots: the whole state of a stream before a step, in one checksummed, versioned file."""
+"""Snapshots: the complete state of a stream before a step, in one versioned file with a checksum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A state, and what must be read of the journal to go on from it."""
+    """A state, and where in the journal to continue from it."""
 
     state: dict[str, Any]
     """As `client.state_dict()` returns it."""
@@ -23,7 +23,7 @@ class Snapshot:
     service: str
     """The service that wrote it."""
     segment: str
-    """The first segment of the journal that may hold what came in later."""
+    """The first segment of the journal that may hold later records."""
     horizon: int
     """Steps before this one may have been handed out."""
 
@@ -70,7 +70,7 @@ class Snapshot:
 
 
 def checked_json(given: Any) -> bytes:
-    """Return something as JSON with its checksum."""
+    """Return a value as JSON with its checksum."""
     body = json.dumps(given, separators=(",", ":")).encode()
     return b"%08x\n%s" % (zlib.crc32(body), body)
 

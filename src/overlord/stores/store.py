@@ -1,16 +1,16 @@
 """A store: the lineages of a job, of which one is being written.
 
-    owner-000001, held-000001.id          who owns the store, and the mark that it still does
-    alive                                 written again and again by the owner
+    owner-000001, held-000001.id          the record of the owner, and its mark
+    alive                                 the heartbeat of the owner
     lineage-0001/snapshot-000000000016.json
     lineage-0001/journal-000001-00000001
     lineage-0001/loaders-000000000064.json
 
 Rules of this file:
-1. A launch begins a lineage, whose first file is a whole snapshot. Nothing of other lineages is read after that, and
-   nothing is mixed in. A lineage without a good snapshot does not count.
-2. A snapshot is good by its checksum. A damaged one is passed over for the one before, from which the journal goes on.
-3. What is older than the newest snapshot that still allows to resume `keep` steps back is removed.
+1. A launch begins a lineage; its first file is a complete snapshot. After that nothing of other lineages is read or
+   mixed in. A lineage without a good snapshot is ignored.
+2. A snapshot is good if its checksum fits. Instead of a damaged one the one before is used, and more of the journal.
+3. Files that are not needed to resume at any of the last `keep` steps are removed.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ logger = logging.getLogger("overlord")
 
 @dataclass(frozen=True, slots=True)
 class FoundLineage:
-    """What a store holds of one lineage."""
+    """The content of one lineage in a store."""
 
     number: int
     snapshots: Sequence[Snapshot]
     """The good ones, oldest first."""
     journal: FoundJournal
-    loaders: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What the SourceLoaders had met, by source."""
-    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    loaders: Mapping[str, Any] = field(default_factory=dict)
+    """The saved counters of the SourceLoaders, by source."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def records(self) -> Sequence[Record]:
@@ -58,19 +58,19 @@ class FoundLineage:
 
     @property
     def horizon(self) -> int:
-        """Steps from here on have not been handed out."""
-        told = [record["step"] for record in self.records if record["kind"] == "horizon"]
-        return max([*told, *(snapshot.horizon for snapshot in self.snapshots)])
+        """The first step that was certainly not handed out."""
+        horizons = [record["step"] for record in self.records if record["kind"] == "horizon"]
+        return max([*horizons, *(snapshot.horizon for snapshot in self.snapshots)])
 
     @property
     def reached(self) -> int:
-        """The step that the lineage is known to have come to."""
+        """The first step that has no plan in the lineage."""
         planned = [record["step"] + 1 for record in self.records if record["kind"] == "plan"]
         return max([self.newest.step, *planned])
 
 
 def lineage_before(place: Place, found: FoundLineage, step: int) -> FoundLineage:
-    """Return the lineage that has a step: the newest, or one that it goes back to, if the step lies before it."""
+    """Return the lineage that contains a step: `found`, or an earlier one if the step is before its first snapshot."""
     for number in reversed(_lineages(place)):
         if number < found.number and step < found.snapshots[0].step:
             found = _read_lineage(place, number) or found
@@ -97,8 +97,8 @@ class Store:
     """A store that this process owns.
 
     Args:
-        place: Where it lies.
-        service: The id of the service; the same one may take it again.
+        place: The place of the store.
+        service: The id of the service; the same one may claim the store again.
         keep: Steps that stay resumable.
 
     Example:
@@ -124,13 +124,13 @@ class Store:
         self._snapshots: list[tuple[int, str, str, int]] = []
         self._loaders: list[tuple[str, int]] = []
         self.lineage = 0
-        """The number of the lineage that is written; 0 before it has begun."""
+        """The number of the lineage being written; 0 before it has begun."""
         self.goes_on = False
-        """Whether it goes on in a lineage of an earlier incarnation."""
+        """Whether it continues a lineage of an earlier incarnation."""
         self.first_step = 0
         """The step that the lineage began at."""
         self.horizon = 0
-        """Steps before this one may have been handed out: a stream that recovers changes nothing there."""
+        """Steps before this one may have been handed out: a recovered stream must repeat them unchanged."""
         self.journal = Journal(place, self._claim.check)
         """Where inputs and plan records go."""
 
@@ -139,14 +139,16 @@ class Store:
         found = newest_lineage(self.place)
         if found is not None and found.journal.damaged:
             logger.warning(
-                "the journal of lineage %d in %s has %d damaged records, which were passed over; should one of them "
-                "have been a report or a change, the plans made again will differ and be refused",
-                found.number, self.place.name, found.journal.damaged,
-            )  # fmt: skip
+                "the journal of lineage %d in %s has %d damaged records, which were skipped; if one of them was a "
+                "report or a change, recomputed plans will differ and be refused",
+                found.number,
+                self.place.name,
+                found.journal.damaged,
+            )
         return found
 
     def of_this_service(self, found: FoundLineage | None) -> bool:
-        """Whether a lineage is this service's own, so that it can go on in it."""
+        """Whether a lineage was written by this service, so that it can continue it."""
         return found is not None and found.newest.service == self._service
 
     def begin(self, state: Mapping[str, Any], *, horizon: int) -> None:
@@ -163,17 +165,17 @@ class Store:
             self._forget_lineages()
 
     def _forget_lineages(self) -> None:
-        """Remove what a launch that failed left, and all lineages before the last few that can be resumed."""
+        """Remove what failed launches left, and all lineages before the last few that can be resumed."""
         numbers = _lineages(self.place)
         good = [number for number in numbers if _newest_good(self.place, number) is not None]
         oldest = good[-KEPT_LINEAGES:][0]
         for number in numbers:
             empty = not any(name.startswith("snapshot-") for name in self.place.names(_folder(number)))
-            if number < oldest or empty:  # one whose snapshots are damaged is left until its time has come
+            if number < oldest or empty:  # one with damaged snapshots stays until it is old
                 self.place.delete(f"{_folder(number)}/")
 
     def go_on(self, found: FoundLineage) -> None:
-        """Go on in a lineage that an earlier incarnation of this service wrote."""
+        """Continue a lineage that an earlier incarnation of this service wrote."""
         with self._saving:
             self.lineage, self._folder, self.goes_on = found.number, _folder(found.number), True
             self.first_step, self.horizon = found.newest.first_step, found.horizon
@@ -183,13 +185,13 @@ class Store:
             self.journal.begin(self._folder, self._claim.number, found.journal)
 
     def reserve(self, horizon: int) -> None:
-        """Write down that steps up to a horizon may be handed out; on disk when this returns."""
+        """Record that steps up to a horizon may be handed out; on disk when this returns."""
         if horizon > self.horizon:
             self.journal.append({"kind": "horizon", "step": horizon}, durable=True)
             self.horizon = max(self.horizon, horizon)
 
     def save(self, state: Mapping[str, Any], mark: str, *, horizon: int) -> None:
-        """Write a snapshot, and remove what nobody can ask for any more.
+        """Write a snapshot, and remove files that no resume needs any more.
 
         Args:
             state: The state of a step.
@@ -207,8 +209,9 @@ class Store:
         """Write the last record of the lineage, on disk when this returns. No snapshot follows it.
 
         Args:
-            record: What it ends for.
-            check: Refuses that by what the store holds, which stays from then on: a snapshot might remove older steps.
+            record: The record.
+            check: Called first, under the lock: raises if the store does not allow it. No snapshot can remove older
+                steps after it.
         """
         with self._saving:
             check()
@@ -216,7 +219,7 @@ class Store:
             self._over = True
 
     def save_loaders(self, step: int, loaders: Mapping[str, Any]) -> None:
-        """Write down what the SourceLoaders have met."""
+        """Write the counters of the SourceLoaders."""
         with self._saving:
             name, data = f"loaders-{step:012d}.json", checked_json(dict(loaders))
             self.place.write(f"{self._folder}/{name}", data)
@@ -226,7 +229,7 @@ class Store:
                 del self._loaders[0]
 
     def beat(self) -> None:
-        """Say that the owner lives, now and then."""
+        """Write a heartbeat if it is due."""
         self._claim.beat()
 
     @property
@@ -245,10 +248,10 @@ class Store:
         return {"place": self.place.name, "lineage": self.lineage, "bytes": self.nbytes, "error": None}
 
     def close(self) -> None:
-        """Write what waits, and leave the store in peace, also where some of that fails.
+        """Write buffered records and give the store up, even if a write fails.
 
         Raises:
-            StoreError: Something could not be written; what was promised is there.
+            StoreError: Something could not be written; what was durable before is still there.
         """
         try:
             if self.lineage:
@@ -273,7 +276,7 @@ class Store:
         if not behind:
             return
         base = behind[-1]
-        # The snapshots first: one that is there must have its journal.
+        # Snapshots first: a snapshot that exists needs its journal.
         for _, name, *_ in self._snapshots[:base]:
             self.place.delete(f"{self._folder}/{name}")
         del self._snapshots[:base]
@@ -296,7 +299,7 @@ def _read_lineage(place: Place, number: int) -> FoundLineage | None:
     for name in sorted(name for name in sizes if name.startswith("snapshot-")):
         found = Snapshot.from_bytes(place.read(f"{folder}/{name}") or b"", f"{place.name}/{folder}/{name}")
         if found is None:
-            logger.warning("%s/%s/%s is damaged and was passed over", place.name, folder, name)
+            logger.warning("%s/%s/%s is damaged and was skipped", place.name, folder, name)
         else:
             snapshots.append(found)
     if not snapshots:

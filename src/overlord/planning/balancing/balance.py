@@ -1,7 +1,7 @@
-"""Balancing: items with costs into bins, so that no consumer waits long for another. Integers in, places out.
+"""Balancing: assigns items with costs to bins so that consumers wait little for each other. Integers in, places out.
 
-`balance` is one row of bins; `place` is buckets x microbatches. The kernels are in `greedy`, `karmarkar_karp`
-and `lockstep`; what no placement can beat is in `bounds`.
+`balance` fills one row of bins, `place` buckets x microbatches. The kernels are in `greedy`, `karmarkar_karp`, `zigzag`
+and `lockstep`; `bounds` has lower bounds for any placement.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from overlord.core.spec_errors import show
 from overlord.errors import OverlordError, PlanError, SpecError
 from overlord.planning.balancing.greedy import (
     NO_LIMIT,
+    Int64s,
     Queue,
     balance_greedy,
     fill,
@@ -34,16 +35,15 @@ from overlord.planning.balancing.zigzag import balance_zigzag
 
 __all__ = ["Level", "Method", "Objective", "balance", "balance_greedy", "place"]
 
-Int64s = npt.NDArray[np.int64]
 Method = Literal["greedy", "karmarkar_karp", "zigzag"] | Callable[..., npt.ArrayLike]
-"""How items get their bins: a name, or a function fn(costs, num_bins, sizes, capacity) -> bin of each item."""
+"""How items are assigned to bins: a name, or a function fn(costs, num_bins, sizes, capacity) -> bin of each item."""
 Objective = Literal["sum", "lockstep", "pipeline"]
 Level = Literal["inter", "intra", "interleaved"]
 Kernel = Callable[[Int64s, Int64s, int, int], Int64s | None]
 
 _MOST_BINS = 1 << 28
 _SUM_BITS = 61
-"""Bits of all costs together: they stay below NO_LIMIT."""
+"""Bits of the sum of all costs, which stays below NO_LIMIT."""
 
 METHODS: dict[str, Kernel] = {
     "greedy": balance_greedy,
@@ -74,7 +74,7 @@ def balance(
         capacity: The most a bin may hold in sizes.
 
     Raises:
-        SpecError: An argument makes no sense, or the function's answer does not.
+        SpecError: An argument, or what the function returned, is invalid.
         PlanError: The items do not fit into the bins, or the function failed.
 
     Example:
@@ -107,7 +107,7 @@ def balance(
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """What is balanced for, and how."""
+    """The arguments of `place` that say how to balance."""
 
     method: Method
     kernel: Kernel
@@ -155,7 +155,7 @@ def place(
         stages: Pipeline stages, for the objective "pipeline".
 
     Raises:
-        SpecError: An argument makes no sense, or the function's answer does not.
+        SpecError: An argument, or what the function returned, is invalid.
         PlanError: The function failed.
 
     Example:
@@ -175,7 +175,7 @@ def place(
     goal = _Goal(method, _kernel("place", method, capacity), objective, level, groups, stages)
     if not fits_at_all(sizes, num_buckets * num_microbatches, capacity):
         return None
-    # A capacity beyond all sizes is none; this keeps products of it inside int64.
+    # A capacity above the sum of sizes limits nothing; clipping it keeps products inside int64.
     capacity = min(capacity, int(sizes.sum()))
     arguments = (costs, sizes, num_buckets, num_microbatches, capacity, goal)
     if level == "intra":
@@ -194,7 +194,7 @@ def _place_all(
     flat = _place_flat(*arguments)
     if goal.objective == "lockstep" or flat is None:
         return flat
-    # Bins of like load are best where many items share a bin; where one item is most of a bucket, even buckets are.
+    # Bins of similar load are best where many items share a bin. Where one item is most of a bucket, even buckets are.
     even = _place_buckets(*arguments)
     if even is None:
         return flat
@@ -249,13 +249,13 @@ def _place_buckets(
 
 @numba.njit(nogil=True, cache=True)
 def _fill_each(costs: Int64s, sizes: Int64s, ends: Int64s, num_bins: int, capacity: int) -> tuple[Int64s, Int64s]:
-    """Fill the bins of each bucket, whose items lie together largest first; return bins and the buckets that failed."""
+    """Fill the bins of each bucket; its items are consecutive, largest first. Return bins and failed buckets."""
     bins = np.full(len(costs), -1, np.int64)
     failed = np.zeros(len(ends) - 1, np.bool_)
     for bucket in range(len(ends) - 1):
         mine = slice(ends[bucket], ends[bucket + 1])
         size = sizes[mine]
-        # Sizes that do not fall with the costs: the slower way, which finds what fits by a tree.
+        # Sizes that do not fall with the costs need the tree of sizes: left to the caller's slower way.
         failed[bucket] = np.any(size[1:] > size[:-1])
         if not failed[bucket] and len(size):
             load, room = np.zeros(num_bins, np.int64), np.full(num_bins, capacity, np.int64)
@@ -291,7 +291,7 @@ def _place_runs(
 
 
 def _equal_runs(sizes: Int64s, num_runs: int, most: int) -> Int64s | None:
-    """Return where each run begins, and the end: runs near equal in size, or the ones whose largest is least."""
+    """Return where each run begins, and the end: about equal sizes; if one is too large, the least largest one."""
     # Items of no size count by their number.
     size = sizes if sizes.any() else np.ones(len(sizes), np.int64)
     reach = np.concatenate((np.zeros(1, np.int64), np.cumsum(size)))
@@ -300,6 +300,7 @@ def _equal_runs(sizes: Int64s, num_runs: int, most: int) -> Int64s | None:
     ends = np.concatenate((begins, [len(sizes)]))
     if not sizes.any() or int(np.diff(reach[ends]).max()) <= most:
         return ends
+    # Binary search for the least size of the largest run with which `num_runs` runs hold all items.
     low, high, best = 0, most, None
     while low <= high:
         middle = (low + high) // 2
@@ -343,7 +344,7 @@ def _place_groups(
 
 
 def _in_schedule_order(places: Int64s, num_microbatches: int, goal: _Goal) -> Int64s:
-    """Turn microbatches in falling order into the order they are run in."""
+    """Turn microbatches in falling order of cost into the order in which they run: small, big, small."""
     if goal.objective != "pipeline":
         return places
     falling = np.arange(num_microbatches)
@@ -377,7 +378,7 @@ def _kernel(where: str, method: Method, given_capacity: int | None) -> Kernel:
             answer = np.asarray(function(_frozen(costs), num_bins, _frozen(sizes), limit))
         except OverlordError:
             raise
-        except (Exception, SystemExit) as error:  # the border to the user's code
+        except (Exception, SystemExit) as error:  # code of the user may raise anything
             raise PlanError(
                 f"{where}: the function {_name(function)} failed on {len(costs)} items and {num_bins} bins with "
                 f"{type(error).__name__}: {error}. It is called as fn(costs, num_bins, sizes, capacity), with arrays "
@@ -415,7 +416,7 @@ def _count(where: str, name: str, value: int, least: int = 1) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise SpecError(f"{where}: {name} is {show(value)}, which counts nothing; give a whole number.") from None
+        raise SpecError(f"{where}: {name} is {show(value)}, which is not a count; give a whole number.") from None
     if number < least:
         raise SpecError(f"{where}: {name} is {number}, nothing could be placed; give at least {least}.")
     if least and number > _MOST_BINS:

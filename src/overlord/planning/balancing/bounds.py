@@ -1,4 +1,4 @@
-"""What no placement can beat: lower bounds of the largest bin, and of the lockstep time under a cap."""
+"""Lower bounds for any placement: of the largest bin, and of the lockstep time under a capacity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GOLDEN = 0.6180339887498949
 
 
 def makespan_bound(costs: npt.ArrayLike, num_bins: int) -> int:
-    """Return what the largest of k bins costs at least: the mean, the largest item, and items k and k + 1 together.
+    """Return a lower bound of the largest of k bins: the mean, the largest item, and items k and k + 1 together.
 
     Of the k + 1 largest items two share a bin.
 
@@ -36,7 +36,7 @@ def makespan_bound(costs: npt.ArrayLike, num_bins: int) -> int:
 def lockstep_bound(
     costs: npt.ArrayLike, sizes: npt.ArrayLike, num_buckets: int, num_microbatches: int, capacity: int
 ) -> int:
-    """Return what sum_m max_d c is at least over D buckets x M microbatches whose bins hold at most the capacity.
+    """Return a lower bound of sum_m max_d c over D buckets x M microbatches, with bins of at most the capacity.
 
     Number the slabs by falling height, h_1 >= .. >= h_M. No two items above half the capacity share a bin, so
     of the (m - 1) * D + 1 costliest of them one is in a slab of each of m slabs: h_m is at least the last one's cost.
@@ -67,17 +67,17 @@ def lockstep_bound(
     def largest(low: float, high: float, slabs: list[int]) -> float:
         return max([firm, low] + [low + rest(j, high) for j in slabs])
 
-    # Only the counts of slabs that matter are looked at closely: fewer make the bound lower, never wrong.
+    # Only the most binding counts of slabs are used: fewer make the bound lower, never wrong.
     counts = sorted(range(1, num_microbatches), key=lambda j: -rest(j, np.inf))[:2]
     ranges = [(largest(start, np.inf, counts), start, np.inf)]
-    # Where the least h_1 makes no higher bound than any h_1, the height limits nothing.
+    # If the least h_1 gives no higher bound than an unlimited h_1, the height does not bind.
     limits = largest(start, start, counts) > ranges[0][0] * (1 + 1e-6)
     for _ in range(_SPLITS if limits else 0):
         bound, low, high = ranges.pop(ranges.index(min(ranges)))
-        # h_1 is not known: where the least bound is, the range of h_1 is cut.
+        # h_1 is unknown: split the range of h_1 that has the least bound.
         middle = 1.25 * low if high == np.inf else (low + high) / 2
         ranges += [(max(bound, largest(*part, counts)), *part) for part in ((low, middle), (middle, high))]
-    # Lowered by more than the floats may be off; what is bounded is an integer.
+    # Lowered by more than the rounding error of floats; the bounded value is an integer.
     return max(-(-int(cost.sum()) // num_buckets), int(cost.max()), math.ceil(min(ranges)[0] * (1 - 1e-9)))
 
 
@@ -112,7 +112,7 @@ class _Knapsack:
     def __init__(self, costs: Int64s, sizes: Int64s, num_buckets: int, capacity: int) -> None:
         large = 2 * sizes > capacity
         self.small = _Small.of(costs[~large], sizes[~large])
-        # A bin without a large item is one with an item of nothing.
+        # A bin without a large item counts as one with a large item of cost and size 0.
         self.large_cost = np.concatenate(([0.0], costs[large]))
         self.large_room = capacity - np.concatenate(([0.0], sizes[large]))
         self.total = float(costs.sum())

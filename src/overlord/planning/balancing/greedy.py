@@ -1,7 +1,12 @@
-"""Greedy balancing: the least loaded bin takes the largest item that still fits, then the extremes exchange items.
+"""Greedy balancing: the least loaded bin takes the largest item that still fits, then full and empty bins swap items.
 
-The kernels see items largest first (`largest_first`). An item is in at most one bin; bins hold at most
-their room. Every choice is between integers, ties go to the earlier item and the lower bin.
+The kernels see items largest first (`largest_first`). An item is in at most one bin; bins hold at most their room.
+Every comparison is between integers; ties go to the earlier item and the lower bin.
+
+How it works: `Queue` holds the items that have no bin yet. Bins are a heap by load. `fill` takes the least loaded bin
+and finds the largest waiting item within the bin's limits of cost and size (`_largest_fitting`): a binary search by
+cost, then the next waiting item; where sizes do not fall with costs, a tree of least sizes finds the next one that
+fits. `refine` then lets bins exchange items in a fixed number of rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import numpy.typing as npt
 Int64s = npt.NDArray[np.int64]
 
 NO_LIMIT = 1 << 62
-"""A load or a capacity that nothing reaches: totals are checked to stay below."""
+"""Larger than any load or capacity: totals are checked to stay below."""
 _DIGIT_BITS = 11
 _ROUNDS = 4
 
@@ -21,7 +26,7 @@ _ROUNDS = 4
 def balance_greedy(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
     """Return the bin of each item, or None where the items do not fit.
 
-    Largest cost first; where that leaves an item without room, largest size first; where that does too,
+    Items are placed by falling cost. If an item then has no room, they are placed by falling size; if that fails, by
     first fit decreasing, which always succeeds while the items take at most half of all room.
 
     Example:
@@ -46,7 +51,7 @@ def balance_greedy(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -
 
 
 def place_rest(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int, bins: Int64s) -> Int64s | None:
-    """Return bins with the items that have none (-1) placed greedily; all are placed anew where those do not fit."""
+    """Place the items without a bin (-1) greedily; if they do not fit, place all items again from scratch."""
     rest = np.flatnonzero(bins < 0)
     if len(rest) == 0:
         return bins
@@ -61,12 +66,12 @@ def place_rest(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int, bins:
 
 
 def fits_at_all(sizes: Int64s, num_bins: int, capacity: int) -> bool:
-    """Tell whether no item is larger than a bin and all together are not larger than all bins."""
+    """Return whether every item fits a bin and all items together fit all bins."""
     return int(sizes.max(initial=0)) <= capacity and int(sizes.sum()) <= num_bins * capacity
 
 
 def loads(costs: Int64s, bins: Int64s, num_bins: int) -> Int64s:
-    """Return what each bin adds up to.
+    """Return the total cost of each bin.
 
     Example:
         >>> loads(np.array([5, 4, 3]), np.array([0, 1, 1]), 2).tolist()
@@ -84,8 +89,8 @@ class Queue:
         self.order = largest_first(costs)
         self.costs, self.sizes = costs[self.order], sizes[self.order]
         self.after = np.arange(len(costs) + 1, dtype=np.int64)
-        """Of each item itself while it waits, else one further on: follow it to the next that waits."""
-        # Where the larger cost is the larger size too, which it is of plain text, one search finds what fits both.
+        """Union-find: a waiting item points to itself, a placed one to a later item; see `_next_waiting`."""
+        # If sizes fall with costs, as for plain text, one binary search finds an item that fits both limits: no tree.
         self.tree = np.zeros(1, np.int64) if _is_falling(self.sizes) else _size_tree(self.sizes)
         self.bins = np.full(len(costs), -1, np.int64)
 
@@ -108,7 +113,7 @@ class Queue:
 
 @numba.njit(nogil=True, cache=True)
 def largest_first(costs: Int64s) -> Int64s:
-    """Return the items by falling cost, equal ones in order: a radix sort, faster than comparing."""
+    """Return the items by falling cost, equal ones in order. A radix sort: faster than one by comparison."""
     n = len(costs)
     top = np.int64(0)
     for i in range(n):
@@ -146,15 +151,16 @@ def fill(
     bins: Int64s,
     first_bin: int,
 ) -> np.int64:
-    """Let the least loaded bin take the largest waiting item that fits, again and again; return the cost placed.
+    """Place waiting items: the least loaded bin takes the largest that fits, until none is left; return the cost
+    placed.
 
-    A bin that nothing fits any more is closed, so each round places an item or closes a bin.
+    A bin that no waiting item fits is closed, so each iteration places an item or closes a bin.
 
     Args:
         costs: Of the items, largest first.
         sizes: Of the items.
         after: The items that wait (see `Queue`).
-        tree: The least size in each range of items; one element where sizes fall as costs do.
+        tree: The least waiting size in each range of items; one element where sizes fall as costs do.
         limit: The most that a bin may cost.
         load: The cost in each bin so far; updated.
         room: The size free in each bin; updated.
@@ -187,6 +193,7 @@ def fill(
 
 @numba.njit(nogil=True, cache=True)
 def _next_waiting(after: Int64s, item: int) -> int:
+    """Return the first waiting item from `item` on, or their number; halves the path on the way."""
     while after[item] != item:
         after[item] = after[after[item]]
         item = after[item]
@@ -195,6 +202,7 @@ def _next_waiting(after: Int64s, item: int) -> int:
 
 @numba.njit(nogil=True, cache=True)
 def _largest_fitting(costs: Int64s, sizes: Int64s, after: Int64s, tree: Int64s, head: int, cost: int, size: int) -> int:
+    """Return the first (the largest) waiting item from `head` on within a cost and a size, or the item count."""
     n = len(costs)
     if costs[head] <= cost and sizes[head] <= size:
         return head
@@ -211,7 +219,7 @@ def _largest_fitting(costs: Int64s, sizes: Int64s, after: Int64s, tree: Int64s, 
 
 @numba.njit(nogil=True, cache=True)
 def _sift_down(heap_load: Int64s, heap_bin: Int64s, end: int, load: int, chosen: int) -> None:
-    """Put a bin into the root's place and let it sink."""
+    """Put a bin at the root of the heap and sift it down."""
     at = 0
     while True:
         child = 2 * at + 1
@@ -240,6 +248,7 @@ def _is_falling(sizes: Int64s) -> bool:
 
 @numba.njit(nogil=True, cache=True)
 def _size_tree(sizes: Int64s) -> Int64s:
+    """Return a binary tree of the least size in each range: node i has the children 2 i and 2 i + 1, leaves last."""
     width = 1
     while width < len(sizes) + 1:
         width *= 2
@@ -264,6 +273,7 @@ def _first_of_size(tree: Int64s, item: int, n: int, size: int) -> int:
     """Return the first waiting item from `item` on that is at most this large, or n."""
     width = len(tree) // 2
     node = width + item
+    # Climb to the next subtree on the right that holds a small enough item, then descend to its first one.
     while tree[node] > size:
         while node % 2 == 1:
             node //= 2
@@ -286,7 +296,7 @@ def _add_up(costs: Int64s, sizes: Int64s, bins: Int64s, load: Int64s, room: Int6
 
 
 def first_fit_decreasing(sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
-    """Return the bin of each item, bins filled one after the other; None where they do not suffice.
+    """Return the bin of each item, bins filled one after the other; None if there are too few bins.
 
     Example:
         >>> first_fit_decreasing(np.array([2, 3, 3, 4]), 2, 6).tolist()
@@ -299,7 +309,7 @@ def first_fit_decreasing(sizes: Int64s, num_bins: int, capacity: int) -> Int64s 
 
 @numba.njit(nogil=True, cache=True)
 def fill_in_turn(sizes: Int64s, after: Int64s, num_bins: int, capacity: int, bins: Int64s) -> None:
-    """Fill one bin after the other, always with the largest waiting item that fits; sizes fall."""
+    """Fill one bin after the other, always with the largest waiting item that fits; sizes must fall."""
     n, none = len(sizes), np.zeros(1, np.int64)
     for chosen in range(num_bins):
         room = capacity
@@ -316,10 +326,10 @@ def fill_in_turn(sizes: Int64s, after: Int64s, num_bins: int, capacity: int, bin
 
 
 def refine(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int, bins: Int64s) -> None:
-    """Let full bins give to empty ones, one item or one against another, while the fullest gets lower; in place.
+    """Lower the largest load in place: full bins move an item to empty ones, or swap it for a cheaper one.
 
-    In a round the fullest bin deals with the emptiest, the next with the next. The number of rounds is fixed, so
-    that every machine stops at the same place.
+    In a round the fullest bin is paired with the emptiest, the second fullest with the second emptiest, and so on. The
+    number of rounds is fixed, so that every machine gives the same result.
 
     Example:
         >>> bins = np.array([0, 0, 1])
@@ -368,7 +378,7 @@ def _exchange_in_rounds(
 
 @numba.njit(nogil=True, cache=True)
 def items_of_bins(order: Int64s, bins: Int64s, items: Int64s, starts: Int64s) -> None:
-    """Write the items bin by bin, in each of them in the order given."""
+    """Write the items grouped by bin, inside a bin in the order given, and where each bin starts (counting sort)."""
     starts[:] = 0
     for item in order:
         starts[bins[item]] += 1
@@ -386,13 +396,13 @@ def items_of_bins(order: Int64s, bins: Int64s, items: Int64s, starts: Int64s) ->
 def _best_exchange(
     costs: Int64s, sizes: Int64s, offers: Int64s, wants: Int64s, gap: int, low_room: int, high_room: int
 ) -> tuple[int, int]:
-    """Return what the fuller bin gives and what it takes (-1: nothing); both lists fall in cost.
+    """Return the item that the fuller bin gives and the one it takes (-1: none); both lists fall in cost.
 
-    Giving d = cost given - cost taken is best where d is next to half of the gap.
+    The best exchange has a difference d = cost given - cost taken nearest to half of the gap.
     """
     best, given, taken, at = gap, -1, -1, 0
     for item in offers:
-        # As what is offered gets cheaper, so does what would be taken for it.
+        # Offers get cheaper, and so does the best item to take for them: `at` only moves forward.
         while at < len(wants) and 2 * (costs[item] - costs[wants[at]]) < gap:
             at += 1
         for near in range(at - 1, at + 2):

@@ -1,7 +1,7 @@
 """Hybrid data and context parallelism: aligned blocks of 2^j ranks share long items.
 
-Sizes are placed from the largest to the smallest, so the ranks of a block have the same work before it and run
-it in the same order: no rank ever waits for a block whose other ranks are elsewhere.
+Blocks are placed from the largest size to the smallest. So when a block is placed, all its ranks have the same number
+of microbatches before it and run it at the same place: no rank waits for another rank of its block.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from overlord.errors import SpecError
 from overlord.planning.balancing.greedy import (
     NO_LIMIT,
+    Int64s,
     Queue,
     balance_greedy,
     fill,
@@ -25,7 +26,6 @@ from overlord.planning.balancing.greedy import (
 )
 from overlord.planning.balancing.lockstep import fill_slabs
 
-Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
 
@@ -82,7 +82,7 @@ def buddy_lpt(costs: Int64s, cp_sizes: Int64s, num_ranks: int) -> tuple[Int64s, 
 def hybrid_microbatches(
     costs: Int64s, tokens: Int64s, cp_sizes: Int64s, num_ranks: int, cap: int, *, equal_counts: bool
 ) -> HybridPlacement:
-    """Return the block and the microbatch of each item: one size to a microbatch, at most `cap` tokens to a rank.
+    """Return the block and the microbatch of each item: one block size per microbatch, at most `cap` tokens per rank.
 
     Args:
         costs: What each item takes of time on one rank.
@@ -90,8 +90,8 @@ def hybrid_microbatches(
         cp_sizes: How many ranks share each item, powers of two (`ranks_needed`).
         num_ranks: A multiple of the largest size.
         cap: The most tokens of a microbatch on one rank.
-        equal_counts: Whether ranks meet at every microbatch (sharded parameters, expert parallelism): counts are
-            kept even and the shorter ranks get empty microbatches. Else each rank has as many as its work needs.
+        equal_counts: Whether ranks synchronise at every microbatch (sharded parameters, expert parallelism): all ranks
+            then get the same count, with empty microbatches. Else each rank has as many as its work needs.
 
     Example:
         >>> placed = hybrid_microbatches(
@@ -117,7 +117,7 @@ def hybrid_microbatches(
 def _free_counts(
     costs: Int64s, tokens: Int64s, cp_sizes: Int64s, num_ranks: int, cap: int
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Balance cost over ranks, then pack what each block has into few microbatches."""
+    """Balance cost over ranks, then pack the items of each block into few microbatches."""
     first, _ = buddy_lpt(costs, cp_sizes, num_ranks)
     microbatch, counts = np.zeros(len(costs), np.int64), np.zeros(num_ranks, np.int64)
     for size in _falling_sizes(cp_sizes, num_ranks):
@@ -147,10 +147,10 @@ def _pack_each(tokens: Int64s, starts: Int64s, capacity: int) -> tuple[Int64s, I
 def _even_counts(
     costs: Int64s, tokens: Int64s, cp_sizes: Int64s, num_ranks: int, cap: int
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Pack each size into as few microbatches as it needs, and deal them so that like ones meet."""
+    """Pack the items of each size into as few microbatches (packs) as needed; packs of similar cost run together."""
     first, microbatch = np.zeros(len(costs), np.int64), np.zeros(len(costs), np.int64)
     counts, load = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    height = 0  # of the last microbatch that some rank has: the cost of the slowest
+    height = 0  # cost of the slowest rank in the last microbatch
     for size in _falling_sizes(cp_sizes, num_ranks):
         mine = np.flatnonzero(cp_sizes == size)
         free = int((counts.max() - counts[::size]).sum())
@@ -160,7 +160,7 @@ def _even_counts(
         block_of, number_of = np.empty(len(waiting), np.int64), np.empty(len(waiting), np.int64)
         block_count, block_load = counts[::size].copy(), load[::size].copy()
         while len(waiting):
-            # The blocks that are behind go first, so that counts never differ by more than one.
+            # Blocks with fewer microbatches go first, so that counts never differ by more than one.
             behind = np.flatnonzero(block_count == block_count.min())
             behind = behind[np.argsort(block_load[behind], kind="stable")][: len(waiting)]
             now, waiting = waiting[: len(behind)], waiting[len(behind) :]
@@ -177,19 +177,19 @@ def _even_counts(
 def _packs_of(
     costs: Int64s, tokens: Int64s, capacity: int, num_blocks: int, free: int, height: int
 ) -> tuple[Int64s, Int64s]:
-    """Return the pack of each item, at most the capacity, and the packs in the order they are dealt in.
+    """Return the pack of each item, within the capacity, and the order in which packs are dealt to blocks.
 
-    As many as there are microbatches once first fit decreasing has room: the ones that are free on the blocks
-    already, and whole rounds of all blocks. More packs are lighter, and empty microbatches are no faster.
-    Of packs of like cost, and packs that fill each microbatch up to its slowest rank, the faster are taken.
+    The number of packs is what first fit decreasing needs, rounded up to the free microbatches of the blocks plus whole
+    rounds over all blocks: more packs are lighter, and an empty microbatch saves nothing. Two ways are tried, packs of
+    equal cost, and packs that fill each microbatch up to its slowest rank; the faster one is taken.
 
     Args:
         costs: What each item takes of time on each rank of its block.
         tokens: What each item takes of memory.
         capacity: The most tokens of a pack.
         num_blocks: Blocks of this size.
-        free: Blocks that are one microbatch behind.
-        height: What that microbatch costs the others.
+        free: Blocks that have one microbatch less than the others.
+        height: Cost of that microbatch on the other blocks.
     """
     queue = Queue(tokens, tokens)
     fill_in_turn(queue.sizes, queue.after, len(tokens), capacity, queue.bins)
@@ -211,12 +211,12 @@ def _packs_of(
 def _fill_beside(
     costs: Int64s, tokens: Int64s, capacity: int, num_blocks: int, rounds: int, free: int, height: int
 ) -> Int64s | None:
-    """Return packs of which the first `free` cost no more than the height; None where it cannot be done."""
+    """Return packs of which the first `free` cost at most the height; None where that is impossible."""
     queue = Queue(costs, tokens)
     fill(*queue.arrays, height, np.zeros(free, np.int64), np.full(free, capacity), queue.bins, 0)
     packs = queue.in_order()
     rest = np.flatnonzero(packs < 0)
-    # A free block that stays empty would be two microbatches behind.
+    # A free block that stays empty would have two microbatches less than the others.
     if not rounds or len(np.unique(packs[packs >= 0])) < free:
         return None
     slabs = fill_slabs(costs[rest], tokens[rest], num_blocks, rounds, capacity)

@@ -1,24 +1,21 @@
-"""Karmarkar-Karp: the two partial solutions that differ most are put together, large against small, until one is left.
+"""Karmarkar-Karp: repeatedly combines the two partial solutions with the largest spread, large bins on small ones.
 
-A partial solution keeps only the bins that hold something, so the early ones are short.
+A partial solution stores only its nonempty bins, so the early ones are short.
 """
 
 from __future__ import annotations
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
-from overlord.planning.balancing.greedy import balance_greedy, fits_at_all, largest_first, place_rest
-
-Int64s = npt.NDArray[np.int64]
+from overlord.planning.balancing.greedy import Int64s, balance_greedy, fits_at_all, largest_first, place_rest
 
 
 def balance_karmarkar_karp(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
     """Return the bin of each item by largest differencing, or None where the items do not fit.
 
-    Differencing knows no capacity. Bins that hold too much give up their cheapest items, which are placed
-    greedily; where that fails all items are placed greedily.
+    Differencing ignores the capacity. The cheapest items of overfull bins are removed and placed greedily; if that
+    fails, all items are placed greedily.
 
     Example:
         >>> balance_karmarkar_karp(np.array([8, 7, 6, 5, 4]), np.zeros(5, np.int64), 2, 0).tolist()
@@ -68,10 +65,14 @@ def _sink(heap: Int64s, key: Int64s, end: int) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _difference(costs: Int64s, num_bins: int) -> Int64s:
-    """Return the bin of each item; costs fall.
+    """Return the bin of each item; costs must fall.
 
-    A solution is called after its first item. Its bins lie in the pool by falling load, each called after one
-    of its items; `leader` brings every other item of the bin there.
+    A solution is identified by its first item. Its bins are consecutive in the pool (`begin`, `count`), by falling
+    load; a bin is identified by one of its items, and `leader` links every other item of the bin to it (union-find).
+    The heap orders solutions by their largest load, which is their spread: the least load of a full solution is
+    subtracted. An iteration pops the largest solution, combines it with the new largest one, and puts the result at the
+    root. A combined solution is written in place if the second one is a single item and there is room behind the first
+    (`_absorb`), else at the top of the pool (`_combine`), which is compacted when it is full.
     """
     n = len(costs)
     leader, heap, key = np.arange(n), np.arange(n), costs.copy()
@@ -105,7 +106,7 @@ def _difference(costs: Int64s, num_bins: int) -> Int64s:
 
 @numba.njit(nogil=True, cache=True)
 def _absorb(load: Int64s, name: Int64s, width: int, num_bins: int, value: int, item: int, leader: Int64s) -> int:
-    """Add one item to a solution in its place; return its number of bins."""
+    """Add one item to a solution, in place; return its number of bins."""
     if width == num_bins:
         leader[item] = name[width - 1]
         value, item = value + load[width - 1], name[width - 1]
@@ -135,7 +136,7 @@ def _combine(
     num_bins: int,
     leader: Int64s,
 ) -> int:
-    """Write two solutions put together at the top of the pool, the largest bin on the smallest; return its width."""
+    """Write two combined solutions to the top of the pool, largest bin on smallest; return the number of bins."""
     width = min(num_bins, one_width + other_width)
     sums, names = np.empty(width, np.int64), np.empty(width, np.int64)
     for at in range(width):
@@ -157,7 +158,7 @@ def _combine(
 def _compact(
     load: Int64s, name: Int64s, begin: Int64s, count: Int64s, heap: Int64s, one: int
 ) -> tuple[Int64s, Int64s, int]:
-    """Copy the solutions still in use into a new pool: they have one bin to an item at most."""
+    """Copy the solutions in use into a new pool; they have at most one bin per item, so it has room."""
     new_load, new_name, top = np.empty_like(load), np.empty_like(name), 0
     for at in range(-1, len(heap)):
         solution = one if at < 0 else heap[at]

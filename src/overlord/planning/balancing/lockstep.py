@@ -1,7 +1,8 @@
 """The lockstep objective: buckets wait for one another at every microbatch, so the sum of the slowest counts.
 
-A slab is one microbatch of all buckets. As long as the largest waiting item is more than its share, a slab is as
-high as that item and filled up to it, within the token cap; when no item stands out, what waits is spread evenly.
+A slab is one microbatch of all buckets. While the largest waiting item costs more than an even share, the next slab
+gets the height of that item and is filled up to it, within the capacity. When no item exceeds the even share, the
+remaining items are spread evenly over the remaining slabs.
 """
 
 from __future__ import annotations
@@ -10,16 +11,13 @@ from collections.abc import Callable
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
-from overlord.planning.balancing.greedy import NO_LIMIT, Queue, balance_greedy, fill, fits_at_all, loads
-
-Int64s = npt.NDArray[np.int64]
+from overlord.planning.balancing.greedy import NO_LIMIT, Int64s, Queue, balance_greedy, fill, fits_at_all, loads
 
 _EVENLY, _BY_SLAB, _SPREAD = 0, 1, 2
-"""Once no item stands out: all slabs that are left at once; one after the other; left to another method."""
+"""Once no item exceeds the even share: fill all remaining slabs together; one by one; leave them to another method."""
 SMALL = 1 << 16
-"""Up to so many items, filling slab by slab is tried as well: it takes a few milliseconds and is better at times."""
+"""Up to this many items, filling slab by slab is tried too: it takes a few milliseconds and is sometimes better."""
 
 
 def fill_slabs(
@@ -68,7 +66,7 @@ def fill_slabs(
 
 
 def slab_heights(load: Int64s, num_buckets: int) -> int:
-    """Return the sum of the slabs' maxima when bins of like load share a slab, which is the least there is.
+    """Return the sum of the slabs' maxima when bins of similar load share a slab, which is the least possible.
 
     Example:
         >>> slab_heights(np.array([9, 1, 8, 2]), 2)
@@ -78,7 +76,7 @@ def slab_heights(load: Int64s, num_buckets: int) -> int:
 
 
 def deal_slabs(load: Int64s, num_buckets: int, num_microbatches: int, stages: int = 1) -> Int64s:
-    """Deal D * M bins to (bucket, microbatch): bins of like load share a microbatch, buckets end up even.
+    """Deal D * M bins to (bucket, microbatch): bins of similar load share a microbatch, buckets end up even.
 
     Args:
         load: The cost of each bin.

@@ -1,4 +1,4 @@
-"""How many microbatches a step has, and which of them each piece goes to: what `DGraph.balance` asks."""
+"""The number of microbatches of a step, and the microbatch of each piece: the work of `DGraph.balance`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import pad_lengths
 from overlord.errors import PlanError
 from overlord.planning.balancing.balance import Level, Method, Objective, place
-from overlord.planning.balancing.greedy import loads
+from overlord.planning.balancing.greedy import Int64s, loads
 from overlord.planning.balancing.hybrid import hybrid_microbatches, ranks_needed
 
 SLACK = 0.95
-"""The microbatch count leaves one part in twenty free: a balancer without slack only fills bins."""
-
-Int64s = npt.NDArray[np.int64]
+"""The number of microbatches leaves 5 % free: without slack a balancer could only fill bins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +27,17 @@ class Placement:
     places: Int64s
     count: int
     cp_sizes: Int64s | None = None
-    """Over how many buckets each item is spread, the first of them being that of `places`."""
+    """Over how many buckets each item is spread, beginning with that of `places`."""
     counts: npt.NDArray[np.int32] | None = None
     """Microbatches of each bucket, where they differ."""
     detail: str = ""
 
 
 def least_labels(buffer: Buffer, items: Pieces) -> Int64s:
-    """Return how many labels each piece has at least, as far as the metadata tells.
+    """Return a lower bound of the labels of each piece, from the metadata.
 
-    That is exact for a whole sample, and for pieces of one that counts in the loss from beginning to end. Of other
-    samples that are cut only the sum is known: a piece has those that do not fit into the others.
+    It is exact for a whole sample, and for pieces of a sample in which every token counts in the loss. Of other samples
+    that are cut only the sum is known: a piece has at least the labels that do not fit into the other pieces.
 
     Example:
         >>> from overlord.core.draw import context_pieces
@@ -51,26 +49,25 @@ def least_labels(buffer: Buffer, items: Pieces) -> Int64s:
     meta = buffer.meta
     if len(items) == len(meta) and bool((items.start == 0).all()):
         return meta["loss_tokens"][items.sample].astype(np.int64)
-    tokens, labels = (np.ascontiguousarray(meta[name])[items.sample].astype(np.int64) for name in _COUNTS)
+    tokens, labels = (
+        np.ascontiguousarray(meta[name])[items.sample].astype(np.int64) for name in ("tokens", "loss_tokens")
+    )
     parts = np.bincount(items.sample, minlength=len(meta))[items.sample]
     length = items.length.astype(np.int64)
     elsewhere = tokens - length - (parts - 1)
     return np.clip(labels - elsewhere, 0, np.maximum(length - 1, 0))
 
 
-_COUNTS = ("tokens", "loss_tokens")
-
-
 def without_labels(places: Int64s, labels: Int64s, num_bins: int) -> Int64s:
-    """Return the bins in which no piece has a label for sure."""
+    """Return the bins in which no piece is known to have a label."""
     return np.flatnonzero(np.bincount(places[labels > 0], minlength=num_bins) == 0)
 
 
 def spread_labels(places: Int64s, labels: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s:
     """Return places in which as many bins as possible have a label: the mean loss of one without is not a number.
 
-    A bin without one gets the smallest piece that has some from a bin with several such pieces, for its own largest
-    where there is no room for both. Other bins stay as they are.
+    A bin without one gets the smallest piece with labels from a bin that has several such pieces; if there is no room,
+    in exchange for its own largest piece. Other bins stay as they are.
 
     Args:
         places: The bin of each piece.
@@ -83,19 +80,19 @@ def spread_labels(places: Int64s, labels: Int64s, sizes: Int64s, num_bins: int, 
         >>> spread_labels(np.array([0, 0, 1]), np.array([7, 3, 0]), np.array([8, 4, 1]), 2, 16).tolist()
         [0, 1, 1]
     """
-    silent = without_labels(places, labels, num_bins)
-    if not len(silent):
+    unlabelled = without_labels(places, labels, num_bins)
+    if not len(unlabelled):
         return places
     places = places.copy()
     have = np.bincount(places[labels > 0], minlength=num_bins)
     load = loads(sizes, places, num_bins)
-    speaking = np.flatnonzero(labels > 0)
-    smallest_first = speaking[np.argsort(sizes[speaking], kind="stable")].tolist()
+    labelled = np.flatnonzero(labels > 0)
+    smallest_first = labelled[np.argsort(sizes[labelled], kind="stable")].tolist()
 
     def spare() -> Iterator[int]:
         return (piece for piece in smallest_first if have[places[piece]] > 1)
 
-    for one in silent.tolist():
+    for one in unlabelled.tolist():
         piece = next(spare(), None)
         if piece is None:
             break
@@ -135,7 +132,7 @@ def place_tokens(
 ) -> Placement:
     """Balance pieces over buckets and the smallest number of microbatches that leaves the balancer room.
 
-    Where some of these would have no label, and fewer microbatches hold the pieces too, there are fewer.
+    If some microbatches would have no label and fewer microbatches also hold the pieces, fewer are used.
 
     Raises:
         PlanError: when they do not fit.
@@ -159,7 +156,7 @@ def place_tokens(
         bins = num_buckets * count
         return None if places is None else spread_labels(places, labels, sizes, bins, limits.microbatch_tokens)
 
-    def silent(places: Int64s, count: int) -> int:
+    def unlabelled(places: Int64s, count: int) -> int:
         return len(without_labels(places, labels, num_buckets * count))
 
     for count in _counts(buffer, sizes, num_buckets, multiple):
@@ -167,11 +164,11 @@ def place_tokens(
         if places is None:
             continue
         fewer = count - multiple if limits.microbatches is None else 0
-        while fewer > 0 and silent(places, count):
+        while fewer > 0 and unlabelled(places, count):
             found = placed(fewer)
             if found is None:
                 break
-            if silent(found, fewer) < silent(places, count):
+            if unlabelled(found, fewer) < unlabelled(places, count):
                 places, count = found, fewer
             fewer -= multiple
         return Placement(places, count, detail=f"{objective}, {level}: {count} microbatches a bucket")
@@ -197,7 +194,7 @@ def place_hybrid(
             "context, or make dp x cp a multiple of it."
         )
     tokens = pad_lengths(items.length, np.where(sizes > 1, 2 * sizes, 1))
-    # Expert parallelism meets in every microbatch: ranks with fewer would hang the others.
+    # Expert parallelism synchronises in every microbatch: a rank with fewer would hang the others.
     equal_counts = equal_counts or tree.is_lockstep
     placed = hybrid_microbatches(costs, tokens, sizes, ranks, cap, equal_counts=equal_counts)
     counts, most = placed.num_microbatches.astype(np.int32), max(1, int(placed.num_microbatches.max(initial=1)))
@@ -216,7 +213,7 @@ def place_hybrid(
 
 
 def spread_over_blocks(places: Int64s, cp_sizes: Int64s, count: int) -> tuple[Int64s, Int64s]:
-    """List every item on each rank of its block, which gets its slice of it; return (item, place) of each listing.
+    """Repeat every item for each rank of its block, which gets a slice of it; return (item, place) of each copy.
 
     Example:
         >>> spread_over_blocks(np.array([0, 8]), np.array([2, 1]), count=4)

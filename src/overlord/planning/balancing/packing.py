@@ -1,7 +1,7 @@
-"""Packing: items of given lengths into as few bins of one capacity as a quick rule finds, whatever they cost.
+"""Packing: puts items of given lengths into few bins of one capacity by a fast heuristic; costs are ignored.
 
 `pack` keeps items whole; `concat_split` lays them end to end and cuts them where a bin is full. Ties go to the
-earlier item and the lower bin, so every machine gives the same answer.
+earlier item and the lower bin, so every machine gives the same result.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from overlord.core.samples import PLAIN
 from overlord.core.spec_errors import did_you_mean, is_whole, show
 from overlord.errors import SpecError
 from overlord.job.layout_specs import bin_multiple
-from overlord.planning.balancing.greedy import NO_LIMIT, largest_first, loads
+from overlord.planning.balancing.greedy import NO_LIMIT, Int64s, largest_first, loads
 from overlord.planning.balancing.lockstep import deal_slabs
 from overlord.planning.balancing.microbatches import Placement, least_labels, no_room, spread_labels
 
 __all__ = ["PackMethod", "concat_split", "fill_bins", "pack", "place_bins"]
 
-Int64s = npt.NDArray[np.int64]
 PackMethod = Literal["best_fit", "first_fit", "concat"]
 """How bins are filled: the longest item first into the fullest bin that takes it, every item into the first bin that
 takes it, or all items end to end, cut where a bin is full."""
@@ -41,10 +40,10 @@ def pack(lengths: npt.ArrayLike, capacity: int, method: PackMethod = "best_fit")
         capacity: The most a bin holds.
         method: "best_fit": longest item first, into the fullest bin that still takes it; at most 11/9 of the fewest
             bins there can be, and 1. "first_fit": items as they come, into the first bin that takes them. ("concat"
-            cuts items, which then lie in several bins: see `concat_split`.)
+            cuts items, which are then in several bins: see `concat_split`.)
 
     Raises:
-        SpecError: An argument makes no sense, or an item is longer than a bin.
+        SpecError: An argument is invalid, or an item is longer than a bin.
 
     Example:
         >>> pack([5, 3, 6, 4, 2], 10).tolist()
@@ -55,7 +54,7 @@ def pack(lengths: npt.ArrayLike, capacity: int, method: PackMethod = "best_fit")
     sizes, room = _lengths("pack", lengths), _capacity("pack", capacity)
     if method == "concat":
         raise SpecError(
-            "pack: method is 'concat', which cuts items; one that lies in several bins has no bin of its own. Use "
+            "pack: method is 'concat', which cuts items; one that is in several bins has no bin of its own. Use "
             "concat_split for the pieces, or 'best_fit' or 'first_fit'."
         )
     if method not in get_args(PackMethod):
@@ -64,7 +63,7 @@ def pack(lengths: npt.ArrayLike, capacity: int, method: PackMethod = "best_fit")
             f"{did_you_mean(method, get_args(PackMethod))} Use 'best_fit' or 'first_fit'."
         )
     _refuse_longer("pack", sizes, np.ones(len(sizes), np.bool_), room)
-    # What is larger than all items together is as good as no limit; this keeps the keys of bins inside int64.
+    # A capacity above the sum of all items limits nothing; clipping it keeps the keys of bins inside int64.
     room = max(1, min(room, int(sizes.sum())))
     bins = np.empty(len(sizes), np.int64)
     if method == "first_fit":
@@ -72,8 +71,7 @@ def pack(lengths: npt.ArrayLike, capacity: int, method: PackMethod = "best_fit")
         return bins
     if (room + 1) * (len(sizes) + 1) >= NO_LIMIT:
         raise SpecError(
-            f"pack: {len(sizes)} items in bins of {room} are more than int64 can tell apart; give lengths in larger "
-            "units."
+            f"pack: {len(sizes)} items in bins of {room} are too many for int64 keys; give lengths in larger units."
         )
     order = largest_first(sizes)
     found = np.empty(len(sizes), np.int64)
@@ -102,7 +100,7 @@ def concat_split(
         longest: The most that a piece of an item that may be cut is long; by default as long as a bin.
 
     Raises:
-        SpecError: An argument makes no sense, or an item that is never cut is longer than a bin.
+        SpecError: An argument is invalid, or an item that is never cut is longer than a bin.
 
     Example:
         >>> [column.tolist() for column in concat_split([6, 7, 3], 8)]
@@ -162,7 +160,7 @@ def fill_bins(
         raise no_room(buffer, padded, tree.dp)
     if method != "concat":
         return items, pack(padded, capacity, method)
-    # What was cut only at the context is one run of tokens again, or it would be cut at both places.
+    # Join the pieces that were cut only at the context length, or they would be cut there and at the ends of bins.
     fresh = np.ones(len(items), np.bool_)
     ends = items.start[:-1] + items.length[:-1]
     fresh[1:] = ~plain[1:] | (items.sample[1:] != items.sample[:-1]) | (items.start[1:] != ends)
@@ -175,9 +173,9 @@ def fill_bins(
 
 
 def _room(buffer: Buffer, tree: ClientPlaceTree) -> int:
-    """Return what a microbatch holds."""
+    """Return how many tokens a microbatch may hold."""
     limits = buffer.limits
-    # Ranks take microbatches in whole blocks; what is filled beyond the last of them would be padded over the cap.
+    # A microbatch is padded to a multiple: tokens beyond the last multiple would be padded over the cap.
     shared = 1 if limits.row_tokens else bin_multiple(limits.slicing, limits.rank_multiple, tree.cp)
     return limits.microbatch_tokens - limits.microbatch_tokens % shared
 
@@ -185,9 +183,9 @@ def _room(buffer: Buffer, tree: ClientPlaceTree) -> int:
 def place_bins(
     buffer: Buffer, items: Pieces, bins: Int64s, costs: Int64s, sizes: Int64s, tree: ClientPlaceTree
 ) -> Placement:
-    """Deal filled bins to buckets: those of like cost share a microbatch, and the buckets end up even.
+    """Deal filled bins to buckets: bins of similar cost share a microbatch, and the buckets end up even.
 
-    Every bucket gets as many, which the mesh may want to be a multiple; bins that are missing are empty.
+    Every bucket gets the same number, a multiple of what the mesh needs; missing bins are empty.
 
     Raises:
         PlanError: The job fixes the number of microbatches, and the bins are more.
@@ -197,7 +195,7 @@ def place_bins(
     count = fixed or -(-filled // (num_buckets * multiple)) * multiple
     if filled > num_buckets * count:
         raise no_room(buffer, sizes, num_buckets)
-    # What was filled has labels. Bins that only keep ranks in step stay empty, unless there is one rank to keep.
+    # Filled bins get labels. Bins that are only there for equal counts stay empty, unless there is a single bucket.
     labels, spread = least_labels(buffer, items), count if num_buckets == 1 else filled
     bins = spread_labels(bins, labels, sizes, spread, _room(buffer, tree))
     places = deal_slabs(loads(costs, bins, num_buckets * count), num_buckets, count, tree.pp)
@@ -207,7 +205,7 @@ def place_bins(
 
 @numba.njit(nogil=True, cache=True)
 def _first_fit(sizes: Int64s, capacity: int, bins: Int64s) -> None:
-    """Find the first bin with room in a tree of the most room in each range of bins, opened or not."""
+    """Find the first bin with room by a tree of the most room in each range of bins, opened or not."""
     width = 1
     while width < len(sizes):
         width *= 2
@@ -228,12 +226,14 @@ def _first_fit(sizes: Int64s, capacity: int, bins: Int64s) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _best_fit(sizes: Int64s, capacity: int, bins: Int64s) -> None:
-    """Take items as they come; the opened bins are an ordered set of keys, room * n + bin.
+    """Place items in the given order; the opened bins are an ordered set of keys, room * n + bin.
 
-    So the first key from size * n on is the fullest bin that takes the item, and of equal ones the lowest.
+    The first key from size * n on is the fullest bin that takes the item, and of equal ones the lowest. The set is a
+    list of sorted blocks of `_BLOCK` keys (`order` has the blocks in order of their keys): a search is two binary
+    searches, an insertion moves keys inside one block and splits a full one.
     """
     n = len(sizes)
-    # A block that is full becomes two: every further one has taken half a block of new keys.
+    # A full block becomes two halves, so every further block takes half a block of new keys: this many suffice.
     keys = np.empty((2 * n // _BLOCK + 2, _BLOCK), np.int64)
     used = np.zeros(len(keys), np.int64)
     order = np.zeros(len(keys), np.int64)  # the blocks in order of their keys
@@ -329,8 +329,8 @@ def _split(
     out_length: Int64s,
     out_bin: Int64s,
 ) -> int:
-    """Write the pieces as far as the outputs are long, and return how many there are; capacity is a multiple."""
-    # A cut at no multiple would be padded in the middle of an item; only a limit below one multiple leaves no choice.
+    """Return the number of pieces; write them as far as the outputs are long. The capacity is a multiple."""
+    # Cut at multiples, or an item would be padded in its middle; a limit below one multiple leaves no choice.
     cut = longest - longest % multiple if longest >= multiple else longest
     count, room, chosen = 0, capacity, 0
     for item in range(len(sizes)):

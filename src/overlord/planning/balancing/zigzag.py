@@ -1,14 +1,14 @@
-"""Zigzag: items dealt to bins largest first, forth and back. Cheap, and fair only where many items share a bin."""
+"""Cheap placements: zigzag (largest first, forward and back over the bins) and round-robin, which ignores costs.
+
+Zigzag is even only where many items share a bin. Round-robin is the baseline: loading without a plan.
+"""
 
 from __future__ import annotations
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
-from overlord.planning.balancing.greedy import fits_at_all, largest_first, place_rest
-
-Int64s = npt.NDArray[np.int64]
+from overlord.planning.balancing.greedy import Int64s, fits_at_all, largest_first, place_rest
 
 _SKIPS = 32
 
@@ -16,7 +16,7 @@ _SKIPS = 32
 def balance_zigzag(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
     """Return the bin of each item, dealt largest first to bins 0 .. k-1, k-1 .. 0, ..; None without room.
 
-    A full bin is passed over; what finds no room among the next bins goes greedily where there is room.
+    A full bin is skipped; an item that fits none of the next bins is placed greedily.
 
     Example:
         >>> balance_zigzag(np.array([5, 4, 3, 2]), np.zeros(4, np.int64), 2, 0).tolist()
@@ -28,6 +28,17 @@ def balance_zigzag(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -
     bins = np.full(len(costs), -1, np.int64)
     _deal_zigzag(sizes, order, num_bins, capacity, bins)
     return place_rest(costs, sizes, num_bins, capacity, bins)
+
+
+def deal(sizes: Int64s, num_buckets: int, capacity: int) -> tuple[Int64s, Int64s]:
+    """Deal items to buckets round-robin; each bucket fills one microbatch after the other. Returns both of each item.
+
+    Example:
+        >>> bucket, microbatch = deal(np.array([6, 1, 5, 1]), 2, 10)
+        >>> bucket.tolist(), microbatch.tolist()
+        ([0, 1, 0, 1], [0, 0, 1, 0])
+    """
+    return np.arange(len(sizes)) % num_buckets, _next_fit(sizes, num_buckets, capacity)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -43,21 +54,6 @@ def _deal_zigzag(sizes: Int64s, order: Int64s, num_bins: int, capacity: int, bin
                 room[chosen] -= sizes[item]
                 turn = place + 1
                 break
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Dealing items out without looking at what they cost: what loaders do when nobody plans.
-
-
-def deal(sizes: Int64s, num_buckets: int, capacity: int) -> tuple[Int64s, Int64s]:
-    """Deal items to buckets in turn; each bucket fills one microbatch after the other. Returns both of each item.
-
-    Example:
-        >>> bucket, microbatch = deal(np.array([6, 1, 5, 1]), 2, 10)
-        >>> bucket.tolist(), microbatch.tolist()
-        ([0, 1, 0, 1], [0, 0, 1, 0])
-    """
-    return np.arange(len(sizes)) % num_buckets, _next_fit(sizes, num_buckets, capacity)
 
 
 @numba.njit(nogil=True, cache=True)

@@ -1,4 +1,4 @@
-"""What every learning rule shares: the prior, versions of the weights, checked reports, checked states.
+"""The base class of learning rules: the prior, versions of the weights, checked reports, checked states.
 
 Rules of this file:
 1. A source with prior 0 is not in the mixture: its weight stays 0, whatever is reported, and K does not count it.
@@ -37,7 +37,7 @@ NO_EXTRA: Mapping[str, Float64s] = {}
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step's losses were, checked."""
+    """The checked losses of one step."""
 
     step: int
     loss: Float64s
@@ -61,7 +61,7 @@ class StepReport:
 
 
 class Learner(ABC):
-    """A mixing rule up to what it learns; see `MixingRule` for what each method promises."""
+    """The common part of all mixing rules; `MixingRule` documents the methods."""
 
     kind: ClassVar[str]
     remembers_weights: ClassVar[bool] = False
@@ -108,8 +108,8 @@ class Learner(ABC):
         vars(self).update(vars(trial))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # What a rule keeps is replaced and never written into, so that a copy may share it; a user's function must be
-        # shared, as it may hold a lock.
+        # The arrays of a rule are replaced, never written into, so a copy may share them. A user's function must be
+        # shared: it may hold a lock.
         twin = copy.copy(self)
         twin._history = list(self._history)
         return twin
@@ -144,15 +144,15 @@ class Learner(ABC):
 
     @abstractmethod
     def _learn(self, report: StepReport) -> Float64s | None:
-        """Take a report in and return new weights, or None where they stay."""
+        """Learn from a report; return new weights, or None if they stay."""
 
     @abstractmethod
     def _fields(self) -> dict[str, Any]:
-        """Return what the rule keeps, for its state."""
+        """Return the fields of the rule for its state."""
 
     @abstractmethod
     def _restore(self, saved: SavedState) -> None:
-        """Take over what `_fields` gave; reads everything before it changes anything."""
+        """Restore what `_fields` returned; reads everything before it changes anything."""
 
     def _advance(self, step: int, found: Float64s | None) -> None:
         self._version += 1
@@ -202,7 +202,7 @@ class Learner(ABC):
             )
         reported = tokens > 0
         loss = np.where(reported, sums / np.maximum(tokens, 1), 0.0)
-        # A mean that was multiplied by its tokens and divided again may be a rounding above what was reported.
+        # A reported mean was multiplied by its tokens and is divided again: allow for the rounding.
         bad = np.flatnonzero(~((loss >= 0) & (loss <= _LARGEST_LOSS * (1 + 1e-12))))
         if len(bad):
             raise SpecError(
@@ -229,7 +229,7 @@ class Learner(ABC):
 
 
 class SavedState:
-    """Reads the fields of a state and refuses what cannot be right."""
+    """Reads the fields of a state and refuses invalid values."""
 
     def __init__(self, state: object, kind: str) -> None:
         self._kind = kind
@@ -331,7 +331,7 @@ def fixed_point(weights: Float64s) -> Int64s:
 
 
 def normalised_prior(prior: Sequence[float] | Float64s, what: str = "the prior is") -> Float64s:
-    """Return the prior with sum 1, or say why it is none; `what` begins the message."""
+    """Return the prior with sum 1, or raise SpecError; `what` begins the message."""
     try:
         found = np.asarray(prior, np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -341,27 +341,27 @@ def normalised_prior(prior: Sequence[float] | Float64s, what: str = "the prior i
             f"{what} {show(prior)}; nothing could be drawn from it. Give each source a finite weight of 0 or more, "
             "and at least one of them more"
         )
-    # Only ratios count, and the sum of huge weights may have none. What is above 0 stays so.
+    # Only ratios count, and a sum of huge weights may overflow. A weight above 0 stays above 0.
     found = np.where(found > 0, np.maximum(found / found.max(), _SMALLEST_RATIO), 0.0)
     return found / total(found)
 
 
 def at_least(name: str, value: int, least: int) -> int:
-    """Return a whole number, or say that it is too small."""
+    """Return a whole number, or raise SpecError if it is too small."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise SpecError(f"{name} is {value!r}; the mixture would never learn. Give a whole number of at least {least}")
     return int(value)
 
 
 def between(name: str, value: float, least: float, most: float) -> float:
-    """Return a number, or say that it is out of its range."""
+    """Return a number, or raise SpecError if it is out of range."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise SpecError(f"{name} is {value!r}; the weights would be wrong. Give a number from {least:g} to {most:g}")
     return float(value)
 
 
 def softmax(logits: Float64s) -> Float64s:
-    """Return exp(x) / sum(exp(x)), from the largest down so that nothing overflows; -inf gives 0."""
+    """Return exp(x) / sum(exp(x)), relative to the largest x so that nothing overflows; -inf gives 0."""
     largest = logits.max()
     if not math.isfinite(largest):
         raise no_weights(logits)
@@ -370,7 +370,7 @@ def softmax(logits: Float64s) -> Float64s:
 
 
 def no_weights(values: Float64s) -> SpecError:
-    """Return the error for numbers that no mixture can be made of."""
+    """Return the error for weights that are not finite."""
     return SpecError(
         f"the weights of the sources would be made of {show(values.tolist())}, which are not finite, so nothing could "
         "be drawn. Give the rule a smaller eta or graph, or an undamaged state"

@@ -16,7 +16,7 @@ __all__ = ["ADO", "ODM", "RULES", "DoReMi", "FunctionRule", "MixingRule", "Skill
 
 
 class MixingRule(Protocol):
-    """Weights that follow reports. The same reports give the same weights, on every machine."""
+    """Weights that depend on reports. The same reports give the same weights on every machine."""
 
     @property
     def version(self) -> int:
@@ -96,7 +96,7 @@ def make_rule(
             )
     for name in ("graph", "fn"):
         if name in known and name not in given:
-            raise SpecError(f"{kind} needs the option {name!r}; without it there is nothing to learn by. Give it")
+            raise SpecError(f"{kind} needs the option {name!r}; without it the rule cannot learn. Give it")
     if isinstance(given.get("graph"), Mapping):
         given["graph"] = _as_table(given["graph"], names)
     if rule is FunctionRule:
@@ -108,7 +108,7 @@ def _as_table(graph: Mapping[str, Mapping[str, float]], names: Sequence[str]) ->
     for teacher, row in graph.items():
         if not isinstance(cast("object", row), Mapping):
             raise SpecError(
-                f"row {teacher!r} of the graph is {row!r}, so nobody knows what it teaches. Write it as in "
+                f"row {teacher!r} of the graph is {row!r}, not a mapping of sources to numbers. Write it as in "
                 "{'math': {'code': 0.4}}"
             )
     for name in (*graph, *(taught for row in graph.values() for taught in row)):

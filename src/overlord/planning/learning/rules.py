@@ -34,7 +34,7 @@ _STEEPEST = 1e6
 
 
 class DoReMi(Learner):
-    """Raises the sources whose loss is furthest above a reference model's (arXiv 2305.10429).
+    """Raises the sources with the loss furthest above a reference model's (arXiv 2305.10429).
 
     With score_k = max(loss_k - reference_k, 0): `log w += eta * score`, `w = softmax`, `w = (1 - eps) * w + eps / K`. A
     source that is not reported keeps its last score. A report brings `extra["reference"]`, the reference
@@ -68,7 +68,7 @@ class DoReMi(Learner):
         score = short(np.where(known, np.maximum(excess, 0.0), self._score))
         logits = np.where(self._active, log(np.where(self._active, self._now, 1.0)) + self._eta * score, -math.inf)
         found = (1 - self._eps) * softmax(logits) + self._eps * self._active / self._num_active
-        # Without eps a weight could reach 0, from where no score would raise it again.
+        # A weight of 0 could never grow again.
         self._now = short(np.where(self._active, np.maximum(found, _SMALLEST_WEIGHT), 0.0))
         self._score = score
         self._sum = short(self._sum + self._now)
@@ -296,7 +296,7 @@ MixingFunction = Callable[[int, dict[str, float]], Mapping[str, float] | Sequenc
 
 
 class FunctionRule(Learner):
-    """Asks a function for the weights of every step.
+    """Calls a function of the user for the weights of every step.
 
     The function gets the step and the metrics in force, as reported ("loss/web": 2.1), empty before the first. It must
     depend on nothing else, or a resumed run would draw other samples.
@@ -329,7 +329,7 @@ class FunctionRule(Learner):
         """Return what the function says for a step, with sum 1."""
         try:
             found = self._fn(step, dict(self._metrics))
-        except (Exception, SystemExit) as error:  # the border to the user's code
+        except (Exception, SystemExit) as error:  # code of the user may raise anything
             raise PlanError(
                 f"{self._title} failed at step {step} with {type(error).__name__}: {error}. It is called with "
                 "the step and a dictionary of the metrics in force, empty before the first"
@@ -374,7 +374,7 @@ class FunctionRule(Learner):
         try:
             given = list(found)
             weights = [] if any(isinstance(weight, str | bytes) for weight in given) else [float(w) for w in given]
-        except Exception:  # whatever the user's objects raise, it is no list of weights
+        except Exception:  # objects of the user may raise anything
             weights = []
         if isinstance(found, str | bytes) or len(weights) != self.num_sources:
             raise SpecError(
