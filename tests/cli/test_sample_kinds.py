@@ -361,7 +361,7 @@ def test_a_layout_of_the_command_line_wins_over_the_file(job: ol.Job, tmp_path: 
         ("hff", "Did you mean 'hf'?"),
         ("megatrn", "batches would have unknown keys. Did you mean 'megatron'?\n"),
         ("foo", "batches would have unknown keys.\n"),
-        ("{rows: flat}", "--layout: layout.rows is 'flat'"),
+        ("{rows: flat}", "--layout.rows is 'flat'"),
     ):
         refused = call("run", path, "--layout", wrong)
         assert refused.exit_code == 2

@@ -194,7 +194,7 @@ def test_views_make_the_global_batch(batch, pp, dp, cp, tp, layout, kind):
     payload = payload_of(*batch)
     limits = limits_of(job, layout, tree)
     strategy = strategy_of(kind, tree)
-    if layout.rows != "packed" and strategy.__name__ == "hdp":
+    if layout.rows != "packed" and isinstance(strategy, strategies.hdp):
         strategy = strategies.backbone_balance()
     plan = run_strategy(strategy, Buffer(draw_of(lengths, items), limits), tree)
     samples = join_payloads(plan, [payload])

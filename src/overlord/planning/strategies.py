@@ -61,11 +61,6 @@ _Axes = Annotated[Collection[str], PlainValidator(_as_axes, json_schema_input_ty
 class StrategySpec(Spec):
     """A strategy by its options."""
 
-    @property
-    def __name__(self) -> str:
-        """The strategy's name, as a function has one."""
-        return type(self).__name__
-
     def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan | Mapping[str, LoadingPlan]:
         """Return the plan of a step."""
         raise NotImplementedError
