@@ -18,8 +18,9 @@ from pathlib import Path
 
 import overlord as ol
 from benchmarks.measuring import arguments, publish
+from overlord.core.messages import HostNews
 from overlord.runtimes.autoscaling.status import describe_roles
-from overlord.runtimes.hosts.planner_host import HostNews, PlannerHost
+from overlord.runtimes.hosts.planner_host import PlannerHost
 from overlord.runtimes.hosts.prefetch import Hands
 from overlord.runtimes.launching.deployment import deploy
 from overlord.runtimes.launching.launch_options import LaunchOptions

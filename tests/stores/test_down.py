@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import overlord as ol
+from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.errors import Fenced
 from overlord.runtimes.autoscaling.status import describe_roles
-from overlord.runtimes.hosts.planner_host import STORE_DOWN, HostNews, PlannerHost, Waiting
+from overlord.runtimes.hosts.planner_host import PlannerHost
 from overlord.runtimes.hosts.prefetch import Hands
 from overlord.runtimes.launching.deployment import deploy
 from overlord.runtimes.launching.launch_options import LaunchOptions
@@ -144,10 +145,10 @@ class _File:
 
 
 def test_inline_tries_for_a_while_and_can_be_asked_again(ids_job, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("overlord.runtimes.inline.inline_service.STORE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("overlord.runtimes.transport.direct.STORE_PATIENCE_S", 0.2)
     places = []
     monkeypatch.setattr(
-        "overlord.runtimes.launching.resume.open_place", lambda *_: places.append(Failing(tmp_path)) or places[0]
+        "overlord.runtimes.hosts.cluster_role.open_place", lambda *_: places.append(Failing(tmp_path)) or places[0]
     )
     with ol.launch(ids_job, runtime="inline", cache=cache, store=tmp_path) as service, service.client() as client:
         steps = [next(client) for _ in range(3)]

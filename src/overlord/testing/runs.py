@@ -20,7 +20,6 @@ from overlord.job.specs import Job
 from overlord.planning.checking import Strategy
 from overlord.roles.assignment import shadowed
 from overlord.runtimes.autoscaling.scaler import MOST_LANES
-from overlord.runtimes.inline.inline_cluster import InlineCluster
 from overlord.runtimes.launching.cluster_placement import ClusterOptions
 from overlord.runtimes.launching.deployment import limits_of
 from overlord.runtimes.launching.launch_options import LaunchOptions
@@ -29,6 +28,7 @@ from overlord.scaling.autoscaler import Scaling
 from overlord.session import Service, launch
 from overlord.testing.clock import FakeClock
 from overlord.testing.digests import Before, Report, StreamDigests, digest_service, digests_of
+from overlord.testing.fault_engine import FaultService
 from overlord.testing.fault_script import FaultScript
 from overlord.testing.storm import Signals, Storm, check_for_processes
 from overlord.transforms.samples.per_sample import Isolate
@@ -76,7 +76,7 @@ def launch_for_faults(  # noqa: PLR0913 - as `launch`
         scaling=Scaling() if most_workers else None, lanes=most_workers or MOST_LANES,
         cluster=ClusterOptions(loader_hosts=loader_hosts, shadows=shadowed(canonical(job).sources, shadows)),
     )  # fmt: skip
-    cluster = storm.cluster = InlineCluster(job, options, storm.clock, storm, isolate)
+    cluster = storm.cluster = FaultService(job, options, storm.clock, storm, isolate)
     with Service(cluster, tree, functools.partial(limits_of, canonical(job), Layout())) as service:
         yield service, storm
         storm.calm()

@@ -229,14 +229,6 @@ class LoaderHost:
         self._turn = threading.Lock()
         self._taken: dict[_Asked, set[int]] = {}
 
-    def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
-        """Tell what is known of the samples from some cursors on."""
-        return self._fleet.summary_buffer(requests)
-
-    def follow(self, requests: Sequence[MetaRequest], passed: Mapping[int, Cursor]) -> None:
-        """Keep the buffers of sources warm that have their primary elsewhere."""
-        self._fleet.follow(requests, passed)
-
     def hand_over(
         self, plan: LoadingPlan, ranks: Collection[int], parts: Sequence[tuple[int, Part]] | None = None
     ) -> list[Payload]:
@@ -259,31 +251,11 @@ class LoaderHost:
         share = Share.of(plan, ranks)
         return [share.cut(plan, payload) for payload in self._stage(plan, asked).payloads()]
 
-    def rest(self, cursors: Mapping[int, Cursor]) -> None:
-        """Let the loaders of some sources drop what they hold."""
-        self._fleet.rest(cursors)
-
-    def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
-        """Let the loaders count samples whose media do not decode."""
-        self._fleet.note_faults(faults)
-
     @property
     def buffer_bytes(self) -> int:
         """Bytes in the read buffers and of what is staged."""
         with self._lock:
             return self._fleet.buffer_bytes + sum(staged.nbytes for staged in self._staged.values())
-
-    def status(self) -> dict[int, dict[str, Any]]:
-        """Return what each source's loaders hold and have met."""
-        return self._fleet.status()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return what a loader that takes the place of one here must know, by source."""
-        return self._fleet.snapshot()
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take over what other loaders had met."""
-        self._fleet.restore(snapshot)
 
     def _stage(self, plan: LoadingPlan, asked: _Asked) -> _StagedStep:
         with self._turn:  # steps leave the read buffers in the order in which they are asked for

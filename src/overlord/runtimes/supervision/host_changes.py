@@ -24,7 +24,7 @@ from overlord.roles.assignment import NOBODY, Assignment
 from overlord.runtimes.hosts.peers import add_up, loader_name
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.transport.engine import Engine, Incarnation
-from overlord.runtimes.transport.frames import frame_of, open_frame
+from overlord.runtimes.transport.role_messages import unwrap
 from overlord.runtimes.transport.switchboard import Switchboard
 from overlord.scaling.dealing import Deal, deal
 
@@ -77,8 +77,8 @@ class HostChanges:
         """Return what the workers of every source have done, on all hosts together."""
         found: dict[int, dict[str, Any]] = {}
         for host in self._awake():
-            answer = self._board.ask(loader_name(host), "workload", frame_of({})).get()
-            for source, one in (open_frame(answer)[0]["sources"] if answer is not None else {}).items():
+            answer = self._board.ask(loader_name(host), "workload", {}).get()
+            for source, one in (unwrap(answer)["sources"] if answer is not None else {}).items():
                 add_up(found, int(source), one)
         return found
 
@@ -209,7 +209,7 @@ class HostChanges:
         logger.info("loader host %d has nothing left, and was ended", host)
 
     def _ask(self, host: int, method: str, message: dict[str, Any]) -> dict[str, Any]:
-        return open_frame(self._board.insist(loader_name(host), method, frame_of(message)))[0]
+        return self._board.insist(loader_name(host), method, message)
 
 
 def sizes_to_json(sizes: Sizes, left: Sequence[int] = ()) -> dict[str, Any]:

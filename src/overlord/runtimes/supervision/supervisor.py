@@ -42,7 +42,7 @@ from overlord.runtimes.supervision.service_main import REWOUND, SERVED
 from overlord.runtimes.transport.bundle import pack, unpack
 from overlord.runtimes.transport.doors import CONTROL, answer_all, open_door
 from overlord.runtimes.transport.engine import OPEN_S, Engine, Incarnation
-from overlord.runtimes.transport.frames import Frame, frame_of, open_frame
+from overlord.runtimes.transport.role_messages import unwrap
 from overlord.runtimes.transport.switchboard import Book, Peer, PeerGone, Pending, Switchboard
 
 # --------------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class Life:
         self._since = clock()
         self._sign: Pending | None = None
 
-    def answer(self, pending: Pending) -> Frame:
+    def answer(self, pending: Pending) -> Any:
         """Wait for an answer for as long as it lives.
 
         Raises:
@@ -99,7 +99,7 @@ class Life:
                 if self._look(told) is not None:
                     return
 
-    def _look(self, pending: Pending) -> Frame | None:
+    def _look(self, pending: Pending) -> Any:
         if self._closing():
             raise ClosedError("the service is closing.")
         answer = pending.poll(0.5)
@@ -119,7 +119,7 @@ class Life:
         if self._sign is not None and self._sign.poll(0) is not None:
             self._sign, self._heard = None, now
         if self._sign is None:
-            self._sign = self._peer.ask("pid", frame_of({}))
+            self._sign = self._peer.ask("pid", {})
         silent = now - (self._since if self._heard is None else self._heard)
         if silent > (self._first_s if self._heard is None else self._heartbeat_s):
             raise ServiceLost(f"nothing was heard of it for {silent:.1f} s while it came up")
@@ -143,14 +143,14 @@ def look_at(
     if one.peer is None:
         return None, 0.0
     try:
-        answer = one.beat.poll(0) if one.beat is not None else frame_of({"version": 0, "busy_s": 0.0})
+        answer = one.beat.poll(0) if one.beat is not None else {"version": 0, "busy_s": 0.0}
         if answer is None:  # judged after looking: a supervisor that was stopped itself finds answers waiting
             silent = now - one.heard
             return None if silent <= heartbeat_s else f"did not answer for {silent:.1f} s", 0.0
-        head = open_frame(answer)[0]
+        head = unwrap(answer)
         one.heard, one.rewound = now, bool(head.get("rewound"))
         one.served = max(one.served, int(head.get("served", -1)))
-        one.beat = one.peer.ask("beat", frame_of({}))
+        one.beat = one.peer.ask("beat", {})
         if head["version"] < version:
             one.told = introduce(one.peer)
         return None, float(head["busy_s"])
@@ -176,9 +176,9 @@ def where_to_go_on(board: Switchboard, otherwise: dict[str, Any]) -> dict[str, A
         otherwise: What the store said to the last planner, for when there is none.
     """
     if PLANNER in board.book.peers:
-        found = board.ask(PLANNER, "where", frame_of({})).get()
+        found = board.ask(PLANNER, "where", {}).get()
         if found is not None:
-            return open_frame(found)[0]
+            return unwrap(found)
     return otherwise
 
 
@@ -371,7 +371,7 @@ class Supervisor:
             return {"step": self._live.add(message)}
         if message.get("op") == "status" and self._seen and (self._failed or self.peer(PLANNER) is None):
             return {"status": self._seen | self.describe()}  # what the planner last told, and that it is away
-        answer = open_frame(self._board.insist(PLANNER, "ask", frame_of(message)))[0]["answer"]
+        answer = self._board.insist(PLANNER, "ask", message)["answer"]
         if message.get("op") == "status":
             self._seen = answer["status"]
             answer["status"] |= self.describe()
@@ -535,7 +535,7 @@ class Supervisor:
         life.acquaint(self._introduce)
 
         def call(method: str, message: dict[str, Any]) -> Any:
-            return open_frame(life.answer(peer.ask(method, frame_of(message))))[0]
+            return unwrap(life.answer(peer.ask(method, message)))
 
         added, facts = self._live.told(one.site, self._assignment), self._facts | self._live.facts
         if one.site.role == "loader":
@@ -614,7 +614,7 @@ class Supervisor:
     def _send(self, one: Incarnation, method: str, message: dict[str, Any] | None = None) -> Pending:
         assert one.peer is not None
         try:
-            return one.peer.ask(method, frame_of(message or {}))
+            return one.peer.ask(method, message or {})
         except PeerGone as error:
             raise PeerGone(f"{method!r} did not reach the {one.site.name}: {error}") from error
 
@@ -627,7 +627,7 @@ class Supervisor:
 
     def _answer(self, one: Incarnation, pending: Pending) -> Any:
         assert one.peer is not None
-        return open_frame(self._life(one.peer).answer(pending))[0]
+        return unwrap(self._life(one.peer).answer(pending))
 
     def _of(self, role: str | None = None) -> list[Incarnation]:
         return [one for one in self.roles.values() if role in (None, one.site.role) and not one.asleep]
