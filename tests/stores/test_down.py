@@ -13,7 +13,7 @@ import pytest
 import overlord as ol
 from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.errors import Fenced
-from overlord.runtimes.autoscaling.status import describe_roles
+from overlord.runtimes.autoscaling.status import describe
 from overlord.runtimes.hosts.planner_host import PlannerHost
 from overlord.runtimes.hosts.prefetch import Hands
 from overlord.runtimes.launching.deployment import deploy
@@ -36,7 +36,12 @@ class Host:
     def __init__(self, job, store, cache, **more):
         options = LaunchOptions(**{"mesh": ol.ClientPlaceTree()} | more, cache=cache, store=str(store), service="it")
         self.roles = deploy(job, options, str(store), Hands.of_caller())
-        picture = lambda positions, size: describe_roles(self.roles, "test", positions, size)  # noqa: E731
+        roles = self.roles
+
+        def picture(positions, size):
+            statuses = roles.fleet.status()
+            return describe(roles.job, roles.planner, roles.facts, statuses, "test", positions, view_bytes=size)
+
         self.host = PlannerHost(self.roles.planner, picture, self.roles.fleet, keep=options.keep)
 
     def __enter__(self):

@@ -41,7 +41,7 @@ from overlord.runtimes.supervision.supervisor import Supervisor, assignment_of, 
 from overlord.runtimes.transport.direct import CallerMeans, CallerPace, DirectEngine, DirectPeer, MakeRole
 from overlord.runtimes.transport.frames import Frame
 from overlord.runtimes.transport.process_engine import InlineBlobs
-from overlord.runtimes.transport.role_host import answer_of
+from overlord.runtimes.transport.role_host import answer_of, finished
 from overlord.runtimes.transport.role_messages import (
     answer_from_frame,
     answer_to_frame,
@@ -310,7 +310,7 @@ class FaultPeer(DirectPeer):
             if letter.work is not None:
                 answer = letter.work()
             else:
-                answer = self.failed or answer_of(self.role, letter.method, letter.message)
+                answer = self.failed or finished(answer_of(self.role, letter.method, letter.message))
         except Exception as error:  # the border of the role: whoever asked must learn what became of it
             answer = error
         if letter.fate.kills == "after":

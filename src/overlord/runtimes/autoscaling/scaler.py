@@ -24,7 +24,6 @@ from overlord.core.spec_errors import did_you_mean, is_whole
 from overlord.errors import OverlordError, SpecError
 from overlord.job.specs import Job
 from overlord.runtimes.autoscaling.profiling import digests_of, read_profile, refresh
-from overlord.runtimes.hosts.loader_host import LoaderFleet
 from overlord.runtimes.launching.deployment import Prepared, SourceFacts
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.scaling.autoscaler import Bottleneck, Fleet, Scaling, Waited, decide, find_bottleneck
@@ -394,18 +393,3 @@ def scaler_of(options: LaunchOptions, watch: Watch, act: Act) -> Scaler:
 def _known_costs(options: LaunchOptions) -> dict[str, SourceCost]:
     profile = None if options.profile is None else read_profile(Path(options.profile))
     return {} if profile is None else {name: profile.cost(name) for name in profile.names}
-
-
-def local_scaler(options: LaunchOptions, fleet: LoaderFleet, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> Scaler:
-    """Make the Scaler of a service whose loaders are all here."""
-
-    def watch(ahead: Sequence[int]) -> Mapping[str, Any]:
-        facts = ask({"op": "workload", "ahead": list(ahead)})["workload"]
-        done = fleet.workload()
-        return {**facts, "sources": {name: done[number] for number, name in enumerate(facts["names"])}}
-
-    def act(workers: Mapping[str, int], loads: Mapping[str, float]) -> None:
-        numbers = {name: number for number, name in fleet.names.items()}
-        fleet.resize({numbers[name]: count for name, count in workers.items() if name in numbers})
-
-    return scaler_of(options, watch, act)

@@ -67,16 +67,12 @@ class Means:
         ends.callback(readers.close)
         return readers.isolate
 
-    def prepare(
-        self,
-        job: Job,
-        options: LaunchOptions,
-        isolate: Isolate | None = None,
-        state: Mapping[str, Any] | None = None,
-        isolate_reader: IsolateReader | None = None,
-    ) -> Prepared:
+    def progress(self, what: str, done: int, of: int) -> None:
+        """Hear how far the opening of sources is; a supervisor in another process asks for it instead."""
+
+    def prepare(self, job: Job, options: LaunchOptions, **given: Any) -> Prepared:
         """Bring a job into the form its stream is made from; roles of one process may share what comes of it."""
-        return prepare(job, options, isolate, state, isolate_reader)
+        return prepare(job, options, **given)
 
     def open_place(self, store: str, options: StorageOptions | None = None) -> Place:
         """Open the place of a store."""
@@ -143,6 +139,9 @@ class ClusterRole:
             return False
         self._prepared = prepare_newcomer(self._prepared, source)
         return True
+
+    def interrupt(self) -> None:
+        """End waits that may keep this role from closing."""
 
     def work_beside(self) -> None:
         """Do what threads do elsewhere: called between two messages where there are none."""

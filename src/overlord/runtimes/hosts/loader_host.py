@@ -231,8 +231,8 @@ class LoaderHost:
 
     def hand_over(
         self, plan: LoadingPlan, ranks: Collection[int], parts: Sequence[tuple[int, Part]] | None = None
-    ) -> list[Payload]:
-        """Return what some ranks need of some sources of a step, one payload a source.
+    ) -> Collect:
+        """Pop what some ranks need of some sources of a step; call the result for it, one payload a source.
 
         Also where that is nothing but how many labels the source's samples have, which every host must know.
 
@@ -242,14 +242,16 @@ class LoaderHost:
         drawn = self._fleet.drawn(plan)
         given = [(source, WHOLE) for source in drawn] if parts is None else parts
         asked = (plan.step, tuple((source, part) for source, part in given if source in drawn))
-        try:
-            return self._cut_for(plan, ranks, asked)
-        finally:
-            self._let_go(plan, ranks, asked)
+        staged = self._stage(plan, asked)
 
-    def _cut_for(self, plan: LoadingPlan, ranks: Collection[int], asked: _Asked) -> list[Payload]:
-        share = Share.of(plan, ranks)
-        return [share.cut(plan, payload) for payload in self._stage(plan, asked).payloads()]
+        def collect() -> list[Payload]:
+            try:
+                share = Share.of(plan, ranks)
+                return [share.cut(plan, payload) for payload in staged.payloads()]
+            finally:
+                self._let_go(plan, ranks, asked)
+
+        return collect
 
     @property
     def buffer_bytes(self) -> int:

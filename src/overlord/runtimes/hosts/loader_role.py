@@ -23,6 +23,7 @@ from overlord.runtimes.launching.deployment import (
 )
 from overlord.runtimes.launching.newcomers import open_newcomer, prepare_newcomer, without_newcomer
 from overlord.runtimes.supervision.supervisor import check_same_files
+from overlord.runtimes.transport.role_messages import Unfinished
 from overlord.runtimes.transport.shared_memory import give_back_freed_memory
 
 
@@ -35,7 +36,7 @@ class LoaderRole(ClusterRole):
         isolate = self._means.isolate(self._options.threads, self._ends)
         self._hands = self._means.hands(self._options.threads, self._options.lanes, self._ends)
         isolate_reader = self._means.isolate_reader(self._options.threads, self._ends)
-        prepared = self._means.prepare(self._job, self._options, isolate, isolate_reader=isolate_reader)
+        prepared = self._means.prepare(self._job, self._options, isolate=isolate, isolate_reader=isolate_reader)
         first, added = len(prepared.job.sources), message.get("added", ())
         self._prepared = self._with_added(prepared, message)
         mine = [first + at for at, one in enumerate(added) if one["mine"]]
@@ -44,6 +45,11 @@ class LoaderRole(ClusterRole):
         names = self._prepared.job.names
         facts = {names[number]: SourceFacts.of(files) for number, files in self._files.items()}
         return {"facts": {n: [f.format, f.listing, f.total_bytes] for n, f in facts.items()}}
+
+    def interrupt(self) -> None:
+        """Let nothing wait any longer for a source that cannot be read."""
+        if hasattr(self, "_fleet"):
+            self._fleet.interrupt()
 
     def progress(self, message: Any) -> Any:
         """Tell how many sources are open."""
@@ -93,11 +99,11 @@ class LoaderRole(ClusterRole):
         self._have([request.source for request in requests])
         return self._fleet.summary_buffer(requests)
 
-    def hand_over(self, asked: HandOver) -> HandedOver:
-        """Hand a constructor host its part of a step."""
+    def hand_over(self, asked: HandOver) -> Unfinished:
+        """Hand a constructor host its part of a step: popped now, in the order of the calls, and finished later."""
         self._have([source for source, _ in asked.parts])
-        payloads = self._host.hand_over(asked.plan, asked.ranks, asked.parts)
-        return HandedOver(payloads, self._host.buffer_bytes)
+        collect = self._host.hand_over(asked.plan, asked.ranks, asked.parts)
+        return Unfinished(lambda: HandedOver(collect(), self._host.buffer_bytes))
 
     def follow(self, told: Follow) -> Any:
         """Keep up with the primaries of sources that are shadowed here."""
@@ -178,3 +184,4 @@ class LoaderRole(ClusterRole):
 
     def _count(self, what: str, done: int, of: int) -> None:
         self._done = [done, of]
+        self._means.progress(what, done, of)

@@ -33,7 +33,7 @@ from overlord.core.plan_codec import plan_to_bytes
 from overlord.core.samples import Cursor
 from overlord.errors import Fenced, NothingToDraw, ReaderError, Rewound, SourceError, SpecError, StateError, StoreError
 from overlord.job.launch_words import OnSourceFailure
-from overlord.job.specs import Mixture, Source
+from overlord.job.specs import Mixture
 from overlord.roles.changes import FIXED_WHILE_RUNNING
 from overlord.roles.planner import SNAPSHOT_EVERY, Due, Planner
 from overlord.roles.ports import Loaders
@@ -358,6 +358,11 @@ class Plans(Protocol):
         """The step this stream was launched at."""
         ...
 
+    @property
+    def next_mesh(self) -> ClientPlaceTree | None:
+        """The mesh of the step behind the one whose plan was taken last, where it is known to have another one."""
+        ...
+
     def plan(self, step: int, news: HostNews) -> LoadingPlan | Waiting | None:
         """Return the plan of a step; None past the end of the stream."""
         ...
@@ -373,11 +378,6 @@ class Plans(Protocol):
 
 Describe = Callable[[Mapping[int, int], int], dict[str, Any]]
 """Makes the status from the positions of all ranks and the bytes of all views."""
-
-
-AddSource = Callable[[Source, float | None, int | None, AbstractContextManager[Any], str], int]
-"""Opens a source and lets it come at a step (source, weight, step, .., id); the context is held while the planner is
-told."""
 
 
 def goes_back(planner: Planner, rank: int, step: int, reached: Mapping[int, int], attached: Collection[int]) -> bool:
@@ -453,7 +453,6 @@ class PlannerHost:
         loaders: Its loaders, whose snapshots are kept too.
         keep: Steps that stay resumable.
         met: What the loaders had met when the stream began.
-        add_source: Opens a source while the stream runs; None where that cannot be done.
         on_source_failure: What becomes of a source that cannot be read.
         pace: How it waits.
         rewound: Called when a rewind is written down: the service must be started again.
@@ -467,7 +466,6 @@ class PlannerHost:
         *,
         keep: int,
         met: Mapping[str, Any] | None = None,
-        add_source: AddSource | None = None,
         on_source_failure: OnSourceFailure = "stop",
         pace: Pace | None = None,
         rewound: Callable[[], None] | None = None,
@@ -480,7 +478,6 @@ class PlannerHost:
         self._back_to: int | None = None
         self._pace = pace or Pace()
         self._describe = describe
-        self._add_source = add_source
         self._watch = ReturnWatch(planner, on_source_failure)
         self._ended = threading.Event()
         if on_source_failure != "stop" and self._pace.threads:
@@ -608,8 +605,6 @@ class PlannerHost:
             return self.durably(self._join, message)
         if op == "labels":
             return self._labels(message)
-        if op == "add_source":
-            return {"step": self.durably(self._add, message, message.get("step"))}
         with self._changed:
             try:
                 return self.durably(answer, self._planner, message)
@@ -859,15 +854,6 @@ class PlannerHost:
         trouble = self._lost or (self._down and self._down[1])
         since = {"since": self._down[0]} if self._down else {}
         return {**found, "store": {**found["store"], "error": str(trouble) if trouble else None, **since}}
-
-    def _add(self, message: dict[str, Any], step: int | None) -> int:
-        if self._add_source is None:
-            raise SpecError(
-                "add_source: this runtime cannot open a source while it runs. Put it into the job, and launch it again "
-                "from a state with reconcile='allow_add'."
-            )
-        source = Source.from_mapping(message["source"])
-        return self._add_source(source, message.get("weight"), step, self._changed, str(message["id"]))
 
     def _look_for_parked(self) -> None:
         """Look for parked sources that can be read again, in the caller; a store that fails at that is down."""

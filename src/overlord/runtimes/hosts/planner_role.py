@@ -122,6 +122,11 @@ class PlannerRole(ClusterRole):
         """The planner behind its lock."""
         return self._host
 
+    def interrupt(self) -> None:
+        """Send home whatever waits for a report."""
+        if hasattr(self, "_host"):
+            self._host.interrupt()
+
     def work_beside(self) -> None:
         """Write what is due, where no thread does."""
         if hasattr(self, "_host"):

@@ -307,6 +307,8 @@ class StepShelf:
         self._constructor = constructor
         self._arena = arena
         self.plans: dict[int, LoadingPlan] = {}
+        self.next_meshes: dict[int, ClientPlaceTree | None] = {}
+        """Of planned steps: the mesh of the step behind, where that was known to be another one."""
         self.samples: dict[int, Gathered] = {}
         self.built: dict[Bin, Built] = {}
         self.labels: dict[int, int] = {}
@@ -344,6 +346,7 @@ class StepShelf:
             del self.samples[step]
         for step in [s for s in self.plans if s not in wanted]:
             del self.plans[step]
+            self.next_meshes.pop(step, None)
             self.labels.pop(step, None)
             self.checked.pop(step, None)
 
@@ -395,7 +398,9 @@ class StepShelf:
     def places(self, rank: int, plan: LoadingPlan) -> tuple[StepHeader, dict[int, Bin]]:
         """Return a rank's header of a step, and where its microbatches are found that go along with it."""
         header = self._constructor.header_of(rank, plan, self.labels[plan.step])
-        header = _announce(header, self.plans.get(plan.step + 1))
+        following = self.plans.get(plan.step + 1)
+        next_mesh = self.next_meshes.get(plan.step) if following is None else following.mesh
+        header = header if next_mesh == plan.mesh else dataclasses.replace(header, next_mesh=next_mesh)
         bucket = self._constructor.bin_of(rank, plan, 0)
         places = {n: (plan.step, bucket[0], n) for n in range(min(header.num_microbatches, AT_ONCE)) if bucket}
         if header.encodes:
@@ -417,13 +422,6 @@ class StepShelf:
     def build(self, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]) -> Built:
         """Build one microbatch of one bucket in shared memory, with what its ranks are told of it."""
         return _build(self._constructor, self._arena, plan, gathered, place)
-
-
-def _announce(header: StepHeader, following: LoadingPlan | None) -> StepHeader:
-    """Tell with a step that the one behind it has another mesh, where that is planned already."""
-    if following is None or following.mesh == header.mesh:
-        return header
-    return dataclasses.replace(header, next_mesh=following.mesh)
 
 
 def _build(
@@ -745,6 +743,7 @@ class StepServer:
                     self._end = min(step, step if self._end is None else self._end)
                 else:
                     self._shelf.plans[step] = plan
+                    self._shelf.next_meshes[step] = self._planner.next_mesh
                 self.moved()
 
         self._run(choose, work, lambda step: step)

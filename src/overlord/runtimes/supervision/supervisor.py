@@ -723,6 +723,8 @@ def cluster_scaler(options: LaunchOptions, supervisor: Supervisor) -> Scaler:
 
 def spares_of(options: LaunchOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:
     """Return loader hosts that sleep at first, and how many workers one has room for: all workers there may be fit."""
+    if options.cluster is None:  # one process has room for all
+        return [], options.lanes
     hosts = sum(site.role == "loader" for site in sites)
     spares = 0 if options.scaling is None else max(0, -(-options.lanes // WORKERS_PER_HOST) - hosts)
     return spare_sites(sites, spares), max(WORKERS_PER_HOST, -(-options.lanes // (hosts + spares)))

@@ -23,14 +23,20 @@ from overlord.runtimes.hosts.cluster_role import Means
 from overlord.runtimes.hosts.planner_host import Pace
 from overlord.runtimes.hosts.prefetch import Hands, SerialWorkers
 from overlord.runtimes.launching.cluster_placement import Site
-from overlord.runtimes.launching.deployment import IsolateReader, Prepared
+from overlord.runtimes.launching.deployment import IsolateReader, Prepared, Progress
 from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.supervision.process_workers import ProcessWorkers
+from overlord.runtimes.supervision.reader_processes import ReaderProcesses
 from overlord.runtimes.transport.role_host import answer_of
+from overlord.runtimes.transport.role_messages import Unfinished
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, Pending, Sender, Switchboard
 from overlord.transforms.samples.per_sample import Isolate, Workers
 
 STORE_PATIENCE_S = 1.0
 """How long a store that is down is tried before the caller gets the error."""
+
+HURRY_S = 3.0
+"""How long a closing service waits for functions in process workers."""
 
 MakeRole = Callable[[Mapping[str, Any], Switchboard, Means], Any]
 """Makes the role of a site, from its facts with the generation, its switchboard and its means."""
@@ -90,16 +96,9 @@ class CallerMeans(Means):
     def isolate_reader(self, threads: int, ends: contextlib.ExitStack) -> IsolateReader | None:
         return None
 
-    def prepare(
-        self,
-        job: Job,
-        options: LaunchOptions,
-        isolate: Isolate | None = None,
-        state: Mapping[str, Any] | None = None,
-        isolate_reader: IsolateReader | None = None,
-    ) -> Prepared:
+    def prepare(self, job: Job, options: LaunchOptions, **given: Any) -> Prepared:
         if self._prepared is None:  # the same for all roles: the state is the one that `numbering` holds
-            self._prepared = super().prepare(job, options, isolate, state, isolate_reader)
+            self._prepared = super().prepare(job, options, **given)
         return self._prepared
 
     def pace(self) -> Pace:
@@ -118,14 +117,25 @@ class DirectPeer:
 
     def ask(self, method: str, message: Any, sender: Sender = SERVICE) -> Pending:
         """Call a method of the role."""
-        return Answered(self.answer(method, message, sender))
+        if method == "beat":
+            progress = self.role.await_progress(0.0)
+            return Answered({"version": self.board.version, "busy_s": 0.0, "rewound": self.role.rewound, **progress})
 
-    def answer(self, method: str, message: Any, sender: Sender) -> Any:
-        """Do what a message asks for; an error is an answer too."""
+        def work() -> Any:
+            self.board.check(sender)
+            return answer_of(self.role, method, message)
+
+        answer = self._do(work)
+        return Unanswered(self, answer) if isinstance(answer, Unfinished) else Answered(answer)
+
+    def finish(self, answer: Unfinished) -> Any:
+        """Work out an answer to its end."""
+        return sealed(self._do(answer.finish))
+
+    def _do(self, work: Callable[[], Any]) -> Any:
         self.calls += 1
         try:
-            self.board.check(sender)
-            return sealed(answer_of(self.role, method, message))
+            return work()
         except Exception as error:  # the border of the role: whoever takes the answer raises it
             return error
         finally:
@@ -143,30 +153,42 @@ class Answered:
         return self.answer
 
 
+@dataclass(slots=True)
+class Unanswered:
+    """An answer that is worked out when it is taken."""
+
+    peer: DirectPeer
+    answer: Any
+
+    def poll(self, timeout_s: float) -> Any:
+        """Return it."""
+        if isinstance(self.answer, Unfinished):
+            self.answer = self.peer.finish(self.answer)
+        return self.answer
+
+
 class DirectEngine:
     """Makes roles as objects, and calls their methods.
 
     Args:
         make: Makes a role.
         clock: The time.
-        patience_s: How long a store that is down is tried before the caller gets the error.
     """
 
     first_sign_s = 60.0
     """How long an incarnation may take until its first sign of life."""
 
-    def __init__(self, make: MakeRole, clock: Clock | None = None, patience_s: float | None = None) -> None:
+    def __init__(self, make: MakeRole, clock: Clock | None = None) -> None:
         self.make = make
         self.clock = clock or Clock()
         self.peers: list[Any] = []
         """All roles that are up."""
-        self._means = CallerMeans(
-            CallerPace(self.clock.now, self.pass_time, STORE_PATIENCE_S if patience_s is None else patience_s)
-        )
+        self._means: Means = CallerMeans(CallerPace(self.clock.now, self.pass_time, STORE_PATIENCE_S))
+        self._idle: Callable[[float], None] | None = self.pass_time
 
     def start(self, site: Site, generation: int) -> Peer:
         """Make the object of a role."""
-        peer = DirectPeer(Switchboard((site.name, generation), self.clock.now, self.pass_time))
+        peer = DirectPeer(Switchboard((site.name, generation), self.clock.now, self._idle))
         peer.role = self.make(site.facts(1) | {"generation": generation}, peer.board, self._means)
         self.peers.append(peer)
         return peer
@@ -191,8 +213,8 @@ class DirectEngine:
         return site
 
     def describe(self, sites: Sequence[tuple[Site, int]]) -> dict[str, Any]:
-        """Return nothing more than what the supervisor tells."""
-        return {}
+        """Return that there are no hosts that could be lost by themselves."""
+        return {"hosts": []}
 
     def close(self) -> None:
         """Drop all roles."""
@@ -204,6 +226,72 @@ class DirectEngine:
         for peer in self.peers:
             if not peer.calls:
                 peer.role.work_beside()
+
+
+class ThreadMeans(Means):
+    """The means of the roles of one process that has threads: what they prepare, and their processes, they share."""
+
+    def __init__(self, runtime: str, options: LaunchOptions, progress: Progress) -> None:
+        self.runtime = runtime
+        self._progress = progress
+        self._processes = ProcessWorkers(options.threads)
+        self._readers = ReaderProcesses(options.threads)
+        self._prepared: Prepared | None = None
+
+    def progress(self, what: str, done: int, of: int) -> None:
+        self._progress(what, done, of)
+
+    def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
+        return self._processes.isolate
+
+    def isolate_reader(self, threads: int, ends: contextlib.ExitStack) -> IsolateReader | None:
+        return self._readers.isolate
+
+    def prepare(self, job: Job, options: LaunchOptions, **given: Any) -> Prepared:
+        if self._prepared is None:
+            given |= {"isolate": self._processes.isolate, "isolate_reader": self._readers.isolate}
+            self._prepared = super().prepare(job, options, **given)
+        return self._prepared
+
+    def hurry(self) -> None:
+        """End the process workers, whatever they do."""
+        self._processes.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        self._processes.close()
+        self._readers.close()
+
+
+class ThreadEngine(DirectEngine):
+    """Makes roles as objects of a process that has threads: whoever asks calls a role in its own thread.
+
+    Args:
+        make: Makes a role.
+        means: What they share.
+    """
+
+    def __init__(self, make: MakeRole, means: ThreadMeans) -> None:
+        super().__init__(make)
+        self._means = self._shared = means
+        self._idle = None
+
+    def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:
+        """Wait: answers are there."""
+        time.sleep(timeout_s)
+
+    def interrupt(self) -> None:
+        """End waits that may keep the roles from closing; before long also functions that hang in process workers."""
+        hurry = threading.Timer(HURRY_S, self._shared.hurry)
+        hurry.daemon = True
+        hurry.start()
+        for peer in self.peers:
+            peer.role.interrupt()
+
+    def close(self) -> None:
+        """Drop all roles, and end their processes."""
+        super().close()
+        self._shared.close()
 
 
 def sealed(answer: Any) -> Any:

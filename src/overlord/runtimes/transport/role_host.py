@@ -17,7 +17,7 @@ from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.supervision.service_main import settle_in
 from overlord.runtimes.transport.bundle import unpack
 from overlord.runtimes.transport.frames import Frame, error_frame, frame_of
-from overlord.runtimes.transport.role_messages import answer_to_frame, message_from_frame
+from overlord.runtimes.transport.role_messages import Unfinished, answer_to_frame, message_from_frame
 from overlord.runtimes.transport.shared_memory import few_arenas
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, Sender, Switchboard
 
@@ -68,7 +68,7 @@ class RoleHost:
         self._running[number] = time.monotonic()
         try:
             self.board.check(sender)
-            answer = answer_of(self._role, method, message_from_frame(method, frame, blob))
+            answer = finished(answer_of(self._role, method, message_from_frame(method, frame, blob)))
             return answer_to_frame(method, answer)
         except BaseException as error:  # the border of the process: who asked must learn what became of it
             if not isinstance(error, OverlordError):
@@ -113,6 +113,11 @@ def lease(heartbeat_s: float) -> float:
         (30.0, 240.0)
     """
     return max(LEASE_S, LEASE_BEATS * heartbeat_s)
+
+
+def finished(answer: Any) -> Any:
+    """Return an answer, worked out to its end."""
+    return answer.finish() if isinstance(answer, Unfinished) else answer
 
 
 def answer_of(role: Any, method: str, message: Any) -> Any:

@@ -10,6 +10,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from overlord.core.messages import (
@@ -38,6 +39,13 @@ from overlord.runtimes.transport.frames import (
     requests_from_frame,
     requests_to_frame,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """An answer whose last part is worked out when it is taken: what comes before is in the order of the calls."""
+
+    finish: Callable[[], Any]
 
 
 def unwrap(answer: Any) -> Any:
