@@ -32,7 +32,7 @@ import numpy as np
 from overlord.errors import Fenced, OverlordError, ServiceLost, StoreError
 from overlord.job.specs import Job
 from overlord.runtimes.hosts.cluster_role import LOCK_FREE, Means
-from overlord.runtimes.hosts.constructor_role import InlineConstructor
+from overlord.runtimes.hosts.constructor_host import InlineConstructor
 from overlord.runtimes.hosts.planner_host import Pace
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.inline_service import CONSTRUCTOR, InlineService

@@ -19,7 +19,7 @@ from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.client_feed import check_step
 from overlord.runtimes.hosts.cluster_role import ClusterRole, Means
 from overlord.runtimes.hosts.cluster_roles import ROLES
-from overlord.runtimes.hosts.constructor_role import InlineConstructor
+from overlord.runtimes.hosts.constructor_host import InlineConstructor
 from overlord.runtimes.hosts.peers import PLANNER, Blobs
 from overlord.runtimes.hosts.planner_host import left_behind
 from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, Site, place
