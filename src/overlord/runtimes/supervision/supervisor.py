@@ -431,6 +431,8 @@ class Supervisor:
         """Look once after everybody."""
         now = self.clock()
         with self.lock:
+            if self._closing.is_set():
+                return  # its own book says so by now, which is not what clients that wait are to be told
             lost = [(one, why) for one in self.roles.values() if (why := self._health(one, now)) is not None]
             if lost and not self._closing.is_set():
                 self._lose(lost)
