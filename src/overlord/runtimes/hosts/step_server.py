@@ -555,6 +555,7 @@ class StepServer:
         client has its answer: what follows from the move is not what it waits for.
         """
         with self._changed:
+            self._check_not_ended()
             self._seats.move(seat, step)
             if step not in self._shelf.labels:
                 self.moved()
@@ -591,6 +592,7 @@ class StepServer:
             most_bytes: What the client may hold.
         """
         with self._changed:
+            self._check_not_ended()
             if at is not None:
                 self._seats.move(seat, at)
             plan = self._shelf.plans.get(step)
@@ -682,11 +684,14 @@ class StepServer:
                 raise self._refused[step]
             if self._failed is not None and step >= self._failed[0]:
                 raise self._failed[1]
-            if self._closing and self._ends_for is not None:
-                raise type(self._ends_for)(*self._ends_for.args)  # a fresh one for each of those who wait
+            self._check_not_ended()
             if self._closing:
                 raise ClosedError("the service was closed by its launcher while a client waited for data.")
             self._waits.wait(self._changed)
+
+    def _check_not_ended(self) -> None:
+        if self._closing and self._ends_for is not None:
+            raise type(self._ends_for)(*self._ends_for.args)  # a fresh one for each of those who ask
 
     def _next_task(self, choose: Callable[[], T | None]) -> T | None:
         with self._changed:
