@@ -18,8 +18,9 @@ from pathlib import Path
 
 import overlord as ol
 from benchmarks.measuring import arguments, publish
-from overlord.runtimes.autoscaling.status import describe_roles
-from overlord.runtimes.hosts.planner_host import HostNews, PlannerHost
+from overlord.core.messages import HostNews
+from overlord.runtimes.autoscaling.status import describe
+from overlord.runtimes.hosts.planner_host import PlannerHost
 from overlord.runtimes.hosts.prefetch import Executors
 from overlord.runtimes.launching.deployment import deploy
 from overlord.runtimes.launching.launch_options import LaunchOptions
@@ -52,7 +53,15 @@ class Hosted:
         self.roles = deploy(job, options, str(self.folder), Executors.of_caller())
         self.host = PlannerHost(
             self.roles.planner,
-            lambda positions, size: describe_roles(self.roles, "benchmark", positions, size),
+            lambda positions, size: describe(
+                self.roles.job,
+                self.roles.planner,
+                self.roles.facts,
+                self.roles.fleet.status(),
+                "benchmark",
+                positions,
+                view_bytes=size,
+            ),
             self.roles.fleet,
             keep=options.keep,
         )

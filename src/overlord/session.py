@@ -32,9 +32,8 @@ from overlord.roles.client import Client
 from overlord.runtimes.autoscaling.scaler import sizing_of
 from overlord.runtimes.client_feed import connect_local
 from overlord.runtimes.hosts.planner_host import SourceChange
-from overlord.runtimes.inline.inline_cluster import InlineCluster
-from overlord.runtimes.inline.inline_service import InlineService
 from overlord.runtimes.launching.deployment import Progress, few_samples, limits_of
+from overlord.runtimes.launching.inline_service import InlineService
 from overlord.runtimes.launching.launch_options import LaunchOptions as ServiceOptions
 from overlord.runtimes.launching.launch_options import cluster_of, shadows_of
 from overlord.runtimes.launching.resume import canonical
@@ -56,7 +55,7 @@ class Service:
 
     def __init__(
         self,
-        runtime: InlineService | ServiceProcess | InlineCluster,
+        runtime: InlineService | ServiceProcess,
         mesh: ClientPlaceTree,
         limits: Callable[[ClientPlaceTree], Limits],
         door: MetricsDoor | None = None,

@@ -317,7 +317,7 @@ def test_a_folder_that_goes_ends_the_wait(ids_job, cache, caplog, monkeypatch):
     service = ol.launch(ids_job, cache=cache)
     client = service.client()
     consume(client, 3)
-    folder = Path(str(service.address).removeprefix("unix://")).parent
+    folder = Path(str(service.address).removeprefix("unix://"))
     threading.Timer(1.0, service.close).start()
     hit(service, signal.SIGKILL)
     with pytest.raises((ol.ServiceLost, ol.ClosedError), match=r"is gone|was closed"):

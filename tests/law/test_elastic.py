@@ -250,7 +250,7 @@ def test_what_is_wrong_is_refused_and_nothing_changes(ids_job, cache, where):
 
 def test_what_is_asked_twice_is_done_once(ids_job, cache):
     with ol.launch(ids_job, runtime="inline", cache=cache) as service:
-        planner, client = service._runtime.roles.planner, service.client(0)
+        planner, client = service._runtime.role("planner").host.planner, service.client(0)
         asked = {
             "mesh": lambda: planner.reshard(Tree(dp=2), change_id="m"),
             "skip": lambda: planner.skip_steps(3, change_id="s"),

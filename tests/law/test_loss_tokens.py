@@ -128,7 +128,7 @@ def test_a_host_whose_neighbour_has_no_trainers_is_told_the_same(broken_job, tmp
             client = service.client(rank)
             assert [next(client).global_loss_tokens for _ in range(STEPS)] == expected
             client.close()
-        where = {source["decoded_in"] for peer in loaders for source in peer.role._host.status().values()}
+        where = {source["decoded_in"] for peer in loaders for source in peer.role._fleet.status().values()}
         assert placement in where
 
 

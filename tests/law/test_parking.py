@@ -168,7 +168,7 @@ def test_a_promised_sample_is_waited_for(folder, tmp_path, monkeypatch, caplog):
         service.client() as client,
     ):
         service.plan_raw(2)
-        for crew in service._runtime.roles.fleet._crews.values():
+        for crew in service._runtime.role("loader host 0")._fleet._crews.values():
             crew.loader._buffer = type(crew.loader._buffer)()  # as after a restart: nothing of it has been read
         disk.unplug()
         threading.Timer(0.5, disk.plug_in).start()

@@ -194,7 +194,7 @@ def end(process) -> None:
 
 
 def wait_removed(address: str) -> None:
-    folder, until = Path(address.removeprefix("unix://")).parent, time.monotonic() + DEADLINE_S
+    folder, until = Path(address.removeprefix("unix://")), time.monotonic() + DEADLINE_S
     while folder.exists() and time.monotonic() < until:
         time.sleep(0.05)
     assert not folder.exists()

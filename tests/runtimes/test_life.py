@@ -11,7 +11,6 @@ from overlord.errors import ClosedError, ServiceLost
 from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, place
 from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.supervisor import StartupLiveness, Supervisor, assignment_of
-from overlord.runtimes.transport.frames import frame_of
 from overlord.runtimes.transport.switchboard import PeerGone
 
 HEARTBEAT_S = 5.0
@@ -34,7 +33,7 @@ class Pending:
 
     def poll(self, timeout_s):
         self._time.now += timeout_s
-        return frame_of({}) if self._time.now >= self._at else None
+        return {} if self._time.now >= self._at else None
 
 
 class Peer:
@@ -44,7 +43,7 @@ class Peer:
         self._time, self._hangs_at = time, hangs_at
         self.asked = []
 
-    def ask(self, method, frame, blob=None, sender=None):
+    def ask(self, method, message, sender=None):
         self.asked.append(method)
         return Pending(self._time, self._time.now if self._time.now < self._hangs_at else float("inf"))
 
@@ -95,18 +94,18 @@ def test_nobody_waits_in_a_service_that_closes():
 
 class Answered:
     def poll(self, timeout_s):
-        return frame_of({"pid": 1, "version": 99, "busy_s": 0.0, "facts": {}, "first_step": 0})
+        return {"pid": 1, "version": 99, "busy_s": 0.0, "facts": {}, "first_step": 0}
 
 
 class Living:
-    def ask(self, method, frame, blob=None, sender=None):
+    def ask(self, method, message, sender=None):
         return Answered()
 
 
 class Dead:
     """A role whose process was killed."""
 
-    def ask(self, method, frame, blob=None, sender=None):
+    def ask(self, method, message, sender=None):
         raise PeerGone("it was killed")
 
 

@@ -19,16 +19,22 @@ from overlord.runtimes.client_feed import connect_local
 from overlord.runtimes.hosts.cluster_roles import ConstructorRole, LoaderRole, PlannerRole
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.supervision.cleanup import remove_when_gone
-from overlord.runtimes.transport.bundle import pack
+from overlord.runtimes.transport.bundle import pack, unpack
 from overlord.runtimes.transport.frames import (
     deltas_from_frame,
     deltas_to_frame,
     error_frame,
     frame_bytes,
-    frame_of,
     open_frame,
     payloads_from_frame,
     payloads_to_frame,
+)
+from overlord.runtimes.transport.role_messages import (
+    answer_from_frame,
+    answer_to_frame,
+    message_from_frame,
+    message_to_frame,
+    unwrap,
 )
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Switchboard
 from overlord.testing import StreamDigests, digest_service
@@ -37,33 +43,34 @@ from overlord.testing import StreamDigests, digest_service
 class Here:
     """A role in this process, asked as if it were on another host: it gets and gives read-only copies."""
 
-    def __init__(self, role, bundle, folder, blobs, number, **site):
+    def __init__(self, role, job, options, folder, blobs, number, **site):
         self.name = "planner" if role is PlannerRole else f"{role.__name__[:-4].lower()} host {number}"
         self.board = Switchboard((self.name, 1))
         facts = {"number": number, "generation": 1, "ranks": [], "sources": [], "shadows": [], **site}
-        self.role = role(bundle, folder, facts, self.board, blobs)
+        self.role = role(job, options, folder, facts, self.board, blobs)
         self.calls: list[tuple[str, int, int]] = []
 
-    def ask(self, method, frame, blob=None, sender=SERVICE):
+    def ask(self, method, message, sender=SERVICE):
+        frame, blob = message_to_frame(method, message)
         try:
             self.board.check(sender)
-            answer = getattr(self.role, method)(_carried(frame), *([] if blob is None else [blob]))
+            answer = getattr(self.role, method)(message_from_frame(method, _carried(frame), blob))
         except Exception as error:
-            answer = error_frame(error)
-        answer = _carried(answer)
-        self.calls.append((method, frame_bytes(frame), sum(getattr(part, "nbytes", len(part)) for part in answer)))
-        return _Given(answer)
+            answer = error
+        back = _carried(answer_to_frame(method, answer))
+        self.calls.append((method, frame_bytes(frame), sum(getattr(part, "nbytes", len(part)) for part in back)))
+        return _Given(answer_from_frame(method, back))
 
 
 class _Given:
-    def __init__(self, frame):
-        self.frame = frame
+    def __init__(self, answer):
+        self.answer = answer
 
     def get(self):
-        return self.frame
+        return unwrap(self.answer)
 
     def poll(self, timeout_s):
-        return self.frame
+        return self.answer
 
 
 def _carried(frame):
@@ -91,14 +98,14 @@ class Blocks:
 def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, split=False, **options):
     """Bring up a service of several hosts and give (service-like, planner peer, loader peers)."""
     given = LaunchOptions(mesh=mesh, cache=cache, **{"threads": 1, "budget_bytes": 64 << 20, **options})
-    bundle, folder = pack(job, given), str(tmp_path)
+    folder = str(tmp_path)
     count, blobs = mesh.world_size // ranks_per_host, Blocks()
     # Every other source is dealt to all hosts, group by group.
     dealt = tuple(
         tuple(range(loader_hosts)) if split and source % 2 == 0 else (source % loader_hosts,)
         for source in range(len(job.sources))
     )
-    common = (bundle, folder, blobs)
+    common = (*unpack(pack(job, given)), folder, blobs)
     planner = Here(PlannerRole, *common, 0, hosts=count)
     loaders = [
         Here(LoaderRole, *common, n, hosts=count, sources=[s for s, hosts in enumerate(dealt) if n in hosts])
@@ -113,18 +120,18 @@ def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, split=
     with ExitStack() as ends:
         for peer in everybody.values():
             peer.board.learn(book)
-            ends.callback(peer.role.close, frame_of({}))
+            ends.callback(peer.role.close, {})
         for peer in (planner, *constructors):
-            open_frame(peer.ask("prepare", frame_of({})).get())
+            peer.ask("prepare", {}).get()
         facts = {}
         for peer in loaders:
-            facts |= open_frame(peer.ask("open", frame_of({})).get())[0]["facts"]
-        stands = open_frame(planner.ask("open_store", frame_of({"facts": facts})).get())[0]
+            facts |= peer.ask("open", {}).get()["facts"]
+        stands = planner.ask("open_store", {"facts": facts}).get()
         for peer in loaders:
-            open_frame(peer.ask("begin", frame_of(stands)).get())
-        begun = open_frame(planner.ask("begin", frame_of({})).get())[0]
+            peer.ask("begin", stands).get()
+        begun = planner.ask("begin", {}).get()
         for peer in constructors:
-            open_frame(peer.ask("begin", frame_of(begun)).get())
+            peer.ask("begin", begun).get()
         yield Door(mesh, f"unix://{folder}"), planner, loaders
 
 
@@ -178,7 +185,7 @@ def test_every_rank_gets_what_one_host_would_give_it(
     with hosts_of(job, tmp_path, cache, mesh=tree, ranks_per_host=ranks_per_host, loader_hosts=loader_hosts,
                   split=True, strategy=chosen, layout=shape) as (service, planner, loaders):  # fmt: skip
         found = digest_service(service, steps=steps)
-        handed = [peer.role._host.status() for peer in loaders]
+        handed = [peer.role._fleet.status() for peer in loaders]
         by_host = [{s for s, one in host.items() if one["handed_over_bytes"]} for host in handed]
         shared = [s for s in by_host[0] if any(s in others for others in by_host[1:])]
         # A Parquet file of one row group is one group of the order, and cannot be dealt.
@@ -194,7 +201,7 @@ def test_a_host_gets_its_part_and_nothing_else(jobs, tmp_path, cache):
     with hosts_of(jobs["ids"], tmp_path, cache, mesh=tree, ranks_per_host=1, loader_hosts=1,
                   prefetch=1) as (service, planner, loaders):  # fmt: skip
         digest_service(service, steps=6)
-        status = open_frame(planner.role.ask(frame_of({"op": "status"})))[0]["answer"]["status"]
+        status = planner.role.ask({"op": "status"})["answer"]["status"]
         traffic = status["planner"]["traffic"]
         handed = [answer for method, _, answer in loaders[0].calls if method == "hand_over"]
     # Steps ahead of the trainers may still be under way.
@@ -224,7 +231,7 @@ def test_another_mesh_reaches_every_host(jobs, tmp_path, cache, name, before, af
     ):  # fmt: skip
         message = {"op": "reshard", "mesh": new.sizes(), "step": 4, "id": "once"}
         for _ in range(2):
-            answer = open_frame(planner.ask("ask", frame_of(message)).get())[0]["answer"]
+            answer = planner.ask("ask", message).get()["answer"]
             assert answer == {"step": 4, "newest": new.sizes()}
         assert steps_by_rank(service, max(old.world_size, new.world_size)) == expected
         behind = [step for loader in loaders for step, _ in loader.role._host._staged if 4 <= step < 6]
@@ -278,7 +285,7 @@ def test_a_snapshot_follows_the_slowest_rank_of_all_hosts(jobs, tmp_path, cache)
         for _ in range(10):
             next(slow).microbatches[0]
         next(fast)
-        assert planner.role._planner_host._planner.checkpoints.passed <= 10
+        assert planner.role._host._planner.checkpoints.passed <= 10
         assert newest_of(tmp_path) <= 10
 
 

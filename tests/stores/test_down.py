@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import overlord as ol
+from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.errors import Fenced
-from overlord.runtimes.autoscaling.status import describe_roles
-from overlord.runtimes.hosts.planner_host import STORE_DOWN, HostNews, PlannerHost, Waiting
+from overlord.runtimes.autoscaling.status import describe
+from overlord.runtimes.hosts.planner_host import PlannerHost
 from overlord.runtimes.hosts.prefetch import Executors
 from overlord.runtimes.launching.deployment import deploy
 from overlord.runtimes.launching.launch_options import LaunchOptions
@@ -35,7 +36,12 @@ class Host:
     def __init__(self, job, store, cache, **more):
         options = LaunchOptions(**{"mesh": ol.ClientPlaceTree()} | more, cache=cache, store=str(store), service="it")
         self.roles = deploy(job, options, str(store), Executors.of_caller())
-        picture = lambda positions, size: describe_roles(self.roles, "test", positions, size)  # noqa: E731
+        roles = self.roles
+
+        def picture(positions, size):
+            statuses = roles.fleet.status()
+            return describe(roles.job, roles.planner, roles.facts, statuses, "test", positions, view_bytes=size)
+
         self.host = PlannerHost(self.roles.planner, picture, self.roles.fleet, keep=options.keep)
 
     def __enter__(self):
@@ -144,10 +150,10 @@ class _File:
 
 
 def test_inline_tries_for_a_while_and_can_be_asked_again(ids_job, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("overlord.runtimes.inline.inline_service.STORE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("overlord.runtimes.transport.direct.STORE_PATIENCE_S", 0.2)
     places = []
     monkeypatch.setattr(
-        "overlord.runtimes.launching.resume.open_place", lambda *_: places.append(Failing(tmp_path)) or places[0]
+        "overlord.runtimes.hosts.cluster_role.open_place", lambda *_: places.append(Failing(tmp_path)) or places[0]
     )
     with ol.launch(ids_job, runtime="inline", cache=cache, store=tmp_path) as service, service.client() as client:
         steps = [next(client) for _ in range(3)]

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tests.conftest import write_ids
 
 import overlord as ol
+from overlord.core.messages import HostNews
 from overlord.errors import Fenced
 from overlord.roles.client import Client
-from overlord.runtimes.inline.inline_service import InlineService, _InlineFeed
+from overlord.runtimes.launching.inline_service import Feed, InlineService
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.resume import with_changes
 from overlord.stores.places import open_place
@@ -25,8 +26,14 @@ def options_of(store, cache, **more):
     return LaunchOptions(mesh=ol.ClientPlaceTree(dp=2), cache=cache, store=str(store), service="it", **more)
 
 
+def planner_of(service):
+    return service.role("planner").host.planner
+
+
 def attach(service, rank, step):
-    return Client(_InlineFeed(service, rank, step), rank, step)
+    planner = planner_of(service)
+    lineage = planner.checkpoints.store.lineage
+    return Client(Feed(service, rank, planner.meshes.at(step), lineage), rank, step)
 
 
 class Run:
@@ -35,7 +42,7 @@ class Run:
     def __init__(self, job, options):
         self.job, self.options = job, options
         self.service = InlineService(job, options, None)
-        self.step = self.service.roles.planner.first_step
+        self.step = planner_of(self.service).first_step
         self.digests = {}
         self._attach()
 
@@ -104,14 +111,14 @@ def test_a_recovered_stream_begins_where_its_lineage_does(ids_job, cache, tmp_pa
     for _ in range(40):
         run.advance(report=False)
     run.crash()
-    assert run.service.roles.planner.first_step == 0
-    assert run.service.roles.planner.next_step == 33, "the newest snapshot is of step 32, and its first step is planned"
+    assert planner_of(run.service).first_step == 0
+    assert planner_of(run.service).next_step == 33, "the newest snapshot is of step 32, and its first step is planned"
     fresh = attach(run.service, 1, 0)
     assert [next(fresh).order_digest for _ in range(3)] == [run.digests[step][0] for step in range(3)]
     for _ in range(3):
         run.advance()
     with pytest.raises(Fenced, match="a successor has taken over"):
-        run.dead.roles.planner.report(0, {"loss/a": 1.0})
+        planner_of(run.dead).report(0, {"loss/a": 1.0})
     assert len(list(tmp_path.glob("lineage-*"))) == 1
 
 
@@ -142,7 +149,7 @@ def test_a_service_that_never_began_begins(ids_job, cache, tmp_path):
     run.advance()
     run.service.close()
     other = InlineService(ids_job, dataclasses.replace(run.options, service="other", recover=True), None)
-    assert other.roles.planner.checkpoints.store.lineage == 2, "it does not go on in what is not its own"
+    assert planner_of(other).checkpoints.store.lineage == 2, "it does not go on in what is not its own"
     other.close()
 
 
@@ -254,7 +261,8 @@ def test_the_store_stays_flat_and_snapshots_small(tmp_path, cache):
         runtime = service._runtime
         for step in range(1, 2001):
             runtime.plan_raw(step - 1)
-            runtime.moved(0, step)
+            runtime.role("planner").host.tell(HostNews({0: step}, {0: step}))
+            runtime.write_due()
             if step % 1000 == 0:
                 sizes[step] = sum(p.stat().st_size for p in (tmp_path / "store").rglob("*") if p.is_file())
     assert sizes[2000] <= 1.1 * sizes[1000]
@@ -281,7 +289,7 @@ def test_sizes_at_306_sources_and_256_ranks(tmp_path, cache):
 
 
 def mixture_at(service, step):
-    return dict(service.roles.planner._inputs.mixture_at(step)[0].weights)
+    return dict(planner_of(service)._inputs.mixture_at(step)[0].weights)
 
 
 @pytest.mark.parametrize(("keep", "at"), [(256, 40), (16, 80)])
@@ -309,8 +317,8 @@ def test_every_word_counts_as_often_as_it_was_said(ids_job, cache, tmp_path, ids
     for _ in range(20):
         run.advance(report=False)
     run.crash()
-    assert list(run.service.roles.planner.sources.parked(32)) == ["b"]
-    changes = run.service.roles.planner._inputs.changes
+    assert list(planner_of(run.service).sources.parked(32)) == ["b"]
+    changes = planner_of(run.service)._inputs.changes
     assert [change.kind for change in changes] == ["park", "return", "park"]
     run.service.close()
 
@@ -355,7 +363,7 @@ def test_launches_that_failed_push_no_lineage_out(ids_job, cache, tmp_path, monk
 
 
 def test_a_change_that_was_not_promised_does_not_come_back(ids_job, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("overlord.runtimes.inline.inline_service.STORE_PATIENCE_S", 0.1)
+    monkeypatch.setattr("overlord.runtimes.transport.direct.STORE_PATIENCE_S", 0.1)
     run = Run(ids_job, options_of(tmp_path, cache))
     for _ in range(10):
         run.advance(report=False)

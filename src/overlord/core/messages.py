@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.ragged import Ragged, expand_ranges, gather_runs, offsets_of
-from overlord.core.samples import Cursor, MetaArray
+from overlord.core.samples import Cursor, MetaArray, Part
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -165,3 +167,87 @@ class Payload:
     def nbytes(self) -> int:
         """Bytes handed over."""
         return self.tokens.nbytes + self.loss.nbytes + (self.media.nbytes if self.media else 0)
+
+
+STORE_DOWN = -1
+"""What a constructor host is told to wait for when no report is missing, but the store is down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Planner to DataConstructor: a step that cannot be planned yet."""
+
+    missing: int | None
+    """The step whose report must come first, or STORE_DOWN; None where the stream has not come near."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostNews:
+    """What a constructor host tells of itself whenever it asks for a plan."""
+
+    reached: Mapping[int, int] = field(default_factory=dict[int, int])
+    """For every rank that ever attached to it, the step before which it is done."""
+    positions: Mapping[int, int] = field(default_factory=dict[int, int])
+    """The step each attached rank is at."""
+    view_bytes: int = 0
+    told_missing: int | None = None
+    """The report it knows to be missing: it waits for that one, and is told of any other at once."""
+    newcomers: bool = False
+    """Whether it asks only for ranks that come with that step."""
+    waited_s: float = 0.0
+    """How long its trainers have waited for batches, all in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Constructor host to planner host: the plan of a step, with what the host tells of itself."""
+
+    step: int
+    host: int
+    news: HostNews
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAnswer:
+    """Planner host to constructor host: the plan, that it must be waited for, or neither past the end."""
+
+    waits: Waiting | None = None
+    plan: Any = None
+    """The plan; between processes a reference to its bytes, which were put once."""
+    next_mesh: ClientPlaceTree | None = None
+    """The mesh of the step behind it, where it is known to have another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostProgress:
+    """Constructor host to planner host: how far its clients are."""
+
+    host: int
+    news: HostNews
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Constructor host to loader host: what some ranks need of parts of sources of a step."""
+
+    plan: Any
+    """As in `PlanAnswer`."""
+    ranks: Sequence[int]
+    parts: Sequence[tuple[int, Part]]
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """Loader host to constructor host: the samples, one payload for each part of a source."""
+
+    payloads: Sequence[Payload]
+    buffer_bytes: int
+    """What the loader host holds in its buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Planner host to the loader host of shadows: what their primaries were asked for, and what is passed."""
+
+    requests: Sequence[MetaRequest]
+    passed: Mapping[int, Cursor]

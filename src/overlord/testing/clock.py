@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from overlord.runtimes.transport.direct import Clock
 
-class FakeClock:
+
+class FakeClock(Clock):
     """Seconds that pass only when somebody sleeps: what takes minutes is tested in no time.
 
     Example:

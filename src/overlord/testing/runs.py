@@ -15,12 +15,12 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.job.launch_words import DEFAULT_CACHE, Runtime
 from overlord.job.specs import Job
 from overlord.launch_spec import LaunchOptions
-from overlord.runtimes.inline.inline_cluster import InlineCluster
 from overlord.runtimes.launching.deployment import limits_of
 from overlord.runtimes.launching.resume import canonical
 from overlord.session import Service, launch, service_options
 from overlord.testing.clock import FakeClock
 from overlord.testing.digests import Before, Report, StreamDigests, digest_service, digests_of
+from overlord.testing.fault_engine import FaultService
 from overlord.testing.fault_script import FaultScript
 from overlord.testing.storm import Signals, Storm, check_for_processes
 from overlord.transforms.samples.per_sample import Isolate
@@ -53,7 +53,7 @@ def launch_for_faults(
     sizes: dict[str, Any] = {"scaling": True, "budget": {"cpus": most_workers}} if most_workers else {}
     given = LaunchOptions().call({"shadows": True, "loader_hosts": 2, "threads": 1} | sizes | options)
     storm = Storm(script or FaultScript(), FakeClock())
-    cluster = storm.cluster = InlineCluster(job, service_options(job, given), storm.clock, storm, isolate)
+    cluster = storm.cluster = FaultService(job, service_options(job, given), storm.clock, storm, isolate)
     with Service(cluster, given.mesh, functools.partial(limits_of, canonical(job), given.layout)) as service:
         yield service, storm
         storm.calm()

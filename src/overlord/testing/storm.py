@@ -11,10 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from overlord.errors import OverlordError, SpecError
-from overlord.runtimes.inline.inline_cluster import InlineCluster
-from overlord.runtimes.inline.inline_engine import InlineEngine, InlinePeer
-from overlord.runtimes.inline.inline_messages import DELIVERED, Fate, Gone
 from overlord.testing.clock import FakeClock
+from overlord.testing.fault_engine import DELIVERED, Fate, FaultEngine, FaultPeer, FaultService, Gone
 from overlord.testing.fault_script import SERVICE, Fault, FaultScript
 
 STEP_S = 0.5
@@ -35,12 +33,12 @@ class Storm:
 
     def __init__(self, script: FaultScript, clock: FakeClock) -> None:
         self.clock = clock
-        self.cluster: InlineCluster | None = None
+        self.cluster: FaultService | None = None
         """Whom it happens to."""
         self._coming = list(script.faults)
         self._armed: list[Fault] = []
         self._cuts: list[tuple[str, str, float]] = []
-        self._hanging: list[tuple[InlinePeer, float]] = []
+        self._hanging: list[tuple[FaultPeer, float]] = []
         self._resizing = False
 
     def pass_step(self, step: int) -> None:
@@ -95,7 +93,7 @@ class Storm:
                 self._resizing = False
 
     @property
-    def engine(self) -> InlineEngine:
+    def engine(self) -> FaultEngine:
         """The engine of the cluster."""
         assert self.cluster is not None
         return self.cluster.engine
@@ -142,7 +140,7 @@ class Storm:
         elif (peer := self._peer(role)) is not None:
             self.engine.kill_now(peer)
 
-    def _peer(self, role: str) -> InlinePeer | None:
+    def _peer(self, role: str) -> FaultPeer | None:
         assert self.cluster is not None
         names = list(self.cluster.supervisor.table.roles)
         if role not in names:

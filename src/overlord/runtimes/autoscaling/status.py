@@ -9,13 +9,7 @@ from typing import Any
 from overlord.job.specs import Job
 from overlord.roles.changes import Parked
 from overlord.roles.planner import Planner
-from overlord.runtimes.launching.deployment import Roles, SourceFacts, base_weights
-
-
-def describe_roles(roles: Roles, runtime: str, positions: Mapping[int, int], view_bytes: int) -> dict[str, Any]:
-    """Return the picture of a service whose roles are all here."""
-    statuses = roles.fleet.status()
-    return describe(roles.job, roles.planner, roles.facts, statuses, runtime, positions, view_bytes=view_bytes)
+from overlord.runtimes.launching.deployment import SourceFacts, base_weights
 
 
 def _parked(parked: Parked | None) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.errors import SpecError
-from overlord.job.specs import Source
+from overlord.job.specs import Job, Source
 from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.hosts.planner_host import Pace
 from overlord.runtimes.hosts.prefetch import Executors, ThreadWorkers
@@ -20,24 +20,28 @@ from overlord.runtimes.launching.deployment import (
     Prepared,
     prepare,
 )
+from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.newcomers import prepare_newcomer
 from overlord.runtimes.supervision.cleanup import remove_when_gone
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
-from overlord.runtimes.transport.bundle import unpack
-from overlord.runtimes.transport.frames import (
-    Frame,
-    frame_of,
-    open_frame,
-)
 from overlord.runtimes.transport.switchboard import Switchboard
 from overlord.storage import StorageOptions
 from overlord.stores.places import Place, open_place
 from overlord.transforms.samples.per_sample import Isolate, Workers
 
+LOCK_FREE = frozenset({"where", "verdict", "learn", "pid", "progress"})
+"""What a role answers while it is in the middle of a call."""
+
 
 class Means:
     """What a role takes from whoever runs it. These are the means of a process that has threads."""
+
+    runtime: str | None = None
+    """What `status` calls the runtime; by default what the cluster of the launch says."""
+
+    plans_ahead = True
+    """Whether steps are planned ahead of the clients, as far as they prefetch."""
 
     def workers(self, count: int, name: str, ends: contextlib.ExitStack) -> Workers:
         """Return who does leaf work, until the role ends."""
@@ -63,6 +67,13 @@ class Means:
         ends.callback(readers.close)
         return readers.isolate
 
+    def progress(self, what: str, done: int, of: int) -> None:
+        """Hear how far the opening of sources is; a supervisor in another process asks for it instead."""
+
+    def prepare(self, job: Job, options: LaunchOptions, **given: Any) -> Prepared:
+        """Bring a job into the form its stream is made from; roles of one process may share what comes of it."""
+        return prepare(job, options, **given)
+
     def open_place(self, store: str, options: StorageOptions | None = None) -> Place:
         """Open the place of a store."""
         return open_place(store, options)
@@ -80,14 +91,16 @@ class ClusterRole:
 
     def __init__(
         self,
-        bundle: bytes,
+        job: Job,
+        options: LaunchOptions,
         folder: str,
         site: Mapping[str, Any],
         board: Switchboard,
-        blobs: Blobs,
+        blobs: Blobs | None,
         means: Means | None = None,
     ) -> None:
-        self._job, self._options = unpack(bundle)
+        self._job = job
+        self._options = options
         self._folder = Path(folder)
         self._site = site
         self._board = board
@@ -105,35 +118,38 @@ class ClusterRole:
         time.sleep(timeout_s)
         return {}
 
-    def pid(self, frame: Frame) -> Frame:
+    def pid(self, message: Any) -> Any:
         """Tell the process this is."""
-        return frame_of({"pid": os.getpid()})
+        return {"pid": os.getpid()}
 
-    def prepare(self, frame: Frame) -> Frame:
+    def prepare(self, message: Any) -> Any:
         """Bring the job into the form its stream is made from, with the sources that have come since."""
-        self._prepared = self._with_added(prepare(self._job, self._options), frame)
-        return frame_of({})
+        self._prepared = self._with_added(self._means.prepare(self._job, self._options), message)
+        return {}
 
-    def _with_added(self, prepared: Prepared, frame: Frame) -> Prepared:
-        for added in open_frame(frame)[0].get("added", ()):
+    def _with_added(self, prepared: Prepared, message: Any) -> Prepared:
+        for added in message.get("added", ()):
             prepared = prepare_newcomer(prepared, Source.from_mapping(added["source"]))
         return prepared
 
-    def _learn_source(self, frame: Frame) -> bool:
+    def _learn_source(self, message: Any) -> bool:
         """Learn that a source comes; return whether nobody had told so before."""
-        source = Source.from_mapping(open_frame(frame)[0]["source"])
+        source = Source.from_mapping(message["source"])
         if source.name in self._prepared.job.names:
             return False
         self._prepared = prepare_newcomer(self._prepared, source)
         return True
 
+    def interrupt(self) -> None:
+        """End waits that may keep this role from closing."""
+
     def work_beside(self) -> None:
         """Do what threads do elsewhere: called between two messages where there are none."""
 
-    def close(self, frame: Frame) -> Frame:
+    def close(self, message: Any) -> Any:
         """End everything that runs here."""
         self._ends.close()
-        return frame_of({})
+        return {}
 
     def _workers_for(self, name: str, count: int | None = None) -> Workers:
         return self._means.workers(count or self._options.threads, name, self._ends)

@@ -8,7 +8,7 @@ the planner `begin`, constructors `begin`. A successor goes through the same ste
 from __future__ import annotations
 
 from overlord.runtimes.hosts.cluster_role import ClusterRole
-from overlord.runtimes.hosts.constructor_role import ConstructorRole
+from overlord.runtimes.hosts.constructor_host import ConstructorRole
 from overlord.runtimes.hosts.loader_role import LoaderRole
 from overlord.runtimes.hosts.planner_role import PlannerRole
 

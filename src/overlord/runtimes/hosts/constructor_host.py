@@ -1,23 +1,43 @@
-"""A constructor host: builds the views of the ranks of one machine and serves them on a Unix socket.
+"""A constructor host: builds the views of the ranks of one machine.
 
-The same on every runtime: beside the other roles in the local service, or as a sidecar of a trainer host.
+With threads it builds ahead, and serves trainers on a Unix socket; without, it builds when a client of its own process
+asks.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from overlord.errors import OverlordError
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.messages import STORE_DOWN, HostNews, Waiting
+from overlord.core.place_tree import ranks_of_host
+from overlord.core.plan import LoadingPlan
+from overlord.errors import OverlordError, ReportMissing, error_named
 from overlord.roles.data_constructor import DataConstructor
+from overlord.roles.views import RankView, StepHeader
+from overlord.runtimes.hosts.cluster_role import ClusterRole
 from overlord.runtimes.hosts.conversation import Conversation, Desk
+from overlord.runtimes.hosts.peers import RemoteLoaders, RemotePlanner
 from overlord.runtimes.hosts.planner_host import Plans
 from overlord.runtimes.hosts.step_server import RanksOf, StepServer
+from overlord.runtimes.launching.deployment import (
+    make_constructor,
+)
 from overlord.runtimes.launching.launch_options import LaunchOptions
-from overlord.runtimes.transport.doors import open_door
+from overlord.runtimes.launching.newcomers import without_newcomer
+from overlord.runtimes.transport.doors import door_name, open_door
 from overlord.runtimes.transport.shared_memory import Arena
+from overlord.transforms.microbatches.per_microbatch import PackedMicrobatch
+from overlord.transforms.microbatches.step_samples import StepSamples
 
 
 class ConstructorHost:
@@ -76,3 +96,181 @@ class ConstructorHost:
             talk.run()
         finally:
             talk.close()
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The constructor host of one trainer host, asked by messages.
+
+
+STORE_WAIT_S = 0.25
+"""How long a client without threads waits before it asks again for a step that waits for the store."""
+
+
+class ConstructorRole(ClusterRole):
+    """The constructor host of one trainer host."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._served = -1
+        self._progress = threading.Event()
+
+    def await_progress(self, timeout_s: float) -> dict[str, Any]:
+        """Tell the newest step that a client has come to; at once where that is news."""
+        self._progress.wait(timeout_s)
+        self._progress.clear()
+        return {"served": self._served}
+
+    def _note_served(self, step: int) -> None:
+        if step > self._served:
+            self._served = step
+            self._progress.set()
+
+    def begin(self, message: Any) -> Any:
+        """Build ahead, and open the door for the trainers of this host."""
+        workers = self._workers_for("workers")
+        planner = RemotePlanner(self._board, self._blobs, self._site["number"], message["first_step"])
+        loaders = RemoteLoaders(self._board, planner)
+        prepared, number, hosts = self._prepared, self._site["number"], self._site["hosts"]
+        self._constructor = make_constructor(prepared, loaders, workers)
+        host = ConstructorHost(
+            self._options,
+            self._constructor,
+            planner,
+            ranks_of=lambda tree: ranks_of_host(number, hosts, tree.world_size),
+            read_bytes=lambda: loaders.buffer_bytes,
+            successor=self._board.me[1] > 1,
+            served=self._note_served,
+        )
+        self._host = host
+        self._ends.callback(host.close)
+        door = self._claim_folder() / door_name(number, hosts)
+        door.unlink(missing_ok=True)  # a predecessor that was killed has left it
+        self._ends.enter_context(host.open_door(door))
+        return {}
+
+    def close(self, message: Any) -> Any:
+        """End everything that runs here; clients that wait are told why."""
+        why = message.get("why")
+        if why is not None and hasattr(self, "_host"):
+            self._host.ends_for = error_named(*why)
+        return super().close(message)
+
+    def add_source(self, message: Any) -> Any:
+        """Learn of a source that comes: how its media are decoded."""
+        if self._learn_source(message):
+            self._constructor.add_source(self._prepared.transforms[-1].decoder)
+        return {}
+
+    def drop_source(self, message: Any) -> Any:
+        """Forget a source that the planner did not take on."""
+        if self._prepared.job.names[-1] == message["name"]:
+            self._prepared = without_newcomer(self._prepared)
+            self._constructor.drop_last_source()
+        return {}
+
+
+class InlineConstructor(ConstructorRole):
+    """A constructor host without threads: it builds when it is asked, for clients of its own process."""
+
+    def begin(self, message: Any) -> Any:
+        """Make the DataConstructor."""
+        self._planner = RemotePlanner(self._board, self._blobs, self._site["number"], int(message["first_step"]))
+        loaders = RemoteLoaders(self._board, self._planner)
+        self._constructor = make_constructor(self._prepared, loaders, self._workers_for("workers"))
+        self._plans: OrderedDict[int, LoadingPlan] = OrderedDict()
+        self._samples: tuple[int, StepSamples] | None = None
+        self._packed: OrderedDict[tuple[int, int, int], PackedMicrobatch] = OrderedDict()
+        self._packed_bytes = 0
+        self._labels: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
+        self._reached: dict[int, int] = {}
+        return {}
+
+    def open_step(self, rank: int, step: int) -> StepHeader | None:
+        """Tell a rank what a step consists of; None past the end."""
+        self._positions[rank] = self._reached[rank] = step
+        self._forget_passed()
+        plan, next_mesh = self._plan(step), self._planner.next_mesh
+        if plan is None or rank >= plan.mesh.world_size:
+            return None
+        last = step + self._options.prefetch if self._means.plans_ahead else step + 1
+        for ahead in range(step + 1, last):
+            if not isinstance(self._ask_plan(ahead), LoadingPlan):
+                break
+        if step not in self._labels:
+            self._labels[step] = self._gathered(plan).labels
+        header = self._constructor.header_of(rank, plan, self._labels[step])
+        return replace(header, next_mesh=next_mesh)
+
+    def microbatch(self, rank: int, step: int, microbatch: int) -> RankView:
+        """Build a rank's view of a microbatch; the last few are remembered."""
+        plan = self._plans.get(step) or self._plan(step)
+        assert plan is not None
+        place = self._constructor.bin_of(rank, plan, microbatch)
+        if place is None:
+            return RankView({}, {})
+        key = (step, *place)
+        if key not in self._packed:
+            packed = self._constructor.constructor_do_plan(plan, self._gathered(plan), *place, _new_buffer)
+            self._packed[key] = packed
+            self._packed_bytes += packed.buffer.nbytes
+            while len(self._packed) > 1 and self._packed_bytes > self._options.budget_bytes // 4:
+                self._packed_bytes -= self._packed.popitem(last=False)[1].buffer.nbytes
+        names, scalars = self._constructor.view_of(rank, plan, self._packed[key])
+        arrays = self._packed[key].named()
+        return RankView({key: arrays[name] for key, name in names.items()}, scalars)
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Pass on what a client asks or tells."""
+        return self._planner.ask(message)
+
+    def left(self, rank: int, next_step: int) -> None:
+        """Tell how far a client came that goes."""
+        if self._positions.pop(rank, None) is not None:
+            self._reached[rank] = next_step
+            self._planner.tell(self._news())
+
+    def close(self, message: Any) -> Any:
+        """Let go of everything; clients may keep what they were given."""
+        if hasattr(self, "_packed"):
+            self._packed.clear()
+        return super().close(message)
+
+    def _news(self) -> HostNews:
+        return HostNews(dict(self._reached), dict(self._positions))
+
+    def _forget_passed(self) -> None:
+        """Forget what every client has passed."""
+        slowest = min(self._positions.values())
+        for key in [key for key in self._packed if key[0] < slowest]:
+            self._packed_bytes -= self._packed.pop(key).buffer.nbytes
+        self._labels = {step: count for step, count in self._labels.items() if step >= slowest}
+
+    def _gathered(self, plan: LoadingPlan) -> StepSamples:
+        if self._samples is None or self._samples[0] != plan.step:
+            self._samples = (plan.step, self._constructor.gather(plan, open_all=True)())
+        return self._samples[1]
+
+    def _plan(self, step: int) -> LoadingPlan | None:
+        found = self._ask_plan(step)
+        if isinstance(found, Waiting):
+            raise ReportMissing(
+                f"step {step} needs the report of step {found.missing}; nothing can be planned before. Call "
+                f"client.report({found.missing}, ..) on one rank before asking for step {step}."
+            )
+        return found
+
+    def _ask_plan(self, step: int) -> LoadingPlan | Waiting | None:
+        found = self._planner.plan(step, self._news())
+        while isinstance(found, Waiting) and found.missing == STORE_DOWN:  # as a trainer waits beyond its prefetch
+            self._board.pause(self._board.version, STORE_WAIT_S)
+            found = self._planner.plan(step, self._news())
+        if isinstance(found, LoadingPlan):
+            self._plans[step] = found
+            while len(self._plans) > self._options.prefetch + 2:
+                self._plans.popitem(last=False)
+        return found
+
+
+def _new_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
+    return np.empty(nbytes, np.uint8)

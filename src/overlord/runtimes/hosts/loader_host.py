@@ -230,18 +230,10 @@ class LoaderHost:
         self._turn = threading.Lock()
         self._taken: dict[_Asked, set[int]] = {}
 
-    def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
-        """Tell what is known of the samples from some cursors on."""
-        return self._fleet.summary_buffer(requests)
-
-    def follow(self, requests: Sequence[MetaRequest], passed: Mapping[int, Cursor]) -> None:
-        """Keep the buffers of sources warm that have their primary elsewhere."""
-        self._fleet.follow(requests, passed)
-
     def hand_over(
         self, plan: LoadingPlan, ranks: Collection[int], parts: Sequence[tuple[int, Part]] | None = None
-    ) -> list[Payload]:
-        """Return what some ranks need of some sources of a step, one payload a source.
+    ) -> Collect:
+        """Pop what some ranks need of some sources of a step; call the result for it, one payload a source.
 
         Also where that is nothing but how many labels the source's samples have, which every host must know.
 
@@ -251,40 +243,22 @@ class LoaderHost:
         drawn = self._fleet.drawn(plan)
         given = [(source, WHOLE) for source in drawn] if parts is None else parts
         asked = (plan.step, tuple((source, part) for source, part in given if source in drawn))
-        try:
-            return self._cut_for(plan, ranks, asked)
-        finally:
-            self._let_go(plan, ranks, asked)
+        staged = self._stage(plan, asked)
 
-    def _cut_for(self, plan: LoadingPlan, ranks: Collection[int], asked: _Asked) -> list[Payload]:
-        share = Share.of(plan, ranks)
-        return [share.cut(plan, payload) for payload in self._stage(plan, asked).payloads()]
+        def collect() -> list[Payload]:
+            try:
+                share = Share.of(plan, ranks)
+                return [share.cut(plan, payload) for payload in staged.payloads()]
+            finally:
+                self._let_go(plan, ranks, asked)
 
-    def rest(self, cursors: Mapping[int, Cursor]) -> None:
-        """Let the loaders of some sources drop what they hold."""
-        self._fleet.rest(cursors)
-
-    def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
-        """Let the loaders count samples whose media do not decode."""
-        self._fleet.note_faults(faults)
+        return collect
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes in the read buffers and of what is staged."""
         with self._lock:
             return self._fleet.buffer_bytes + sum(staged.nbytes for staged in self._staged.values())
-
-    def status(self) -> dict[int, dict[str, Any]]:
-        """Return what each source's loaders hold and have met."""
-        return self._fleet.status()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return what a loader that takes the place of one here must know, by source."""
-        return self._fleet.snapshot()
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take over what other loaders had met."""
-        self._fleet.restore(snapshot)
 
     def _stage(self, plan: LoadingPlan, asked: _Asked) -> _StagedStep:
         with self._turn:  # steps leave the read buffers in the order in which they are asked for

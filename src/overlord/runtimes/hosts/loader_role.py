@@ -1,15 +1,13 @@
-"""A loader host: the SourceLoaders of many sources, asked by frames."""
+"""A loader host: the SourceLoaders of many sources, asked by messages."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
+from overlord.core.messages import Follow, HandedOver, HandOver, MetaDelta, MetaRequest
 from overlord.core.order import BEGIN
-from overlord.core.plan_codec import plan_from_bytes
 from overlord.core.samples import Cursor, Part
 from overlord.job.specs import Source
 from overlord.roles.poisoned_rows import verdicts_from_json
@@ -22,162 +20,152 @@ from overlord.runtimes.launching.deployment import (
     make_crew,
     make_fleet,
     open_files,
-    prepare,
 )
 from overlord.runtimes.launching.newcomers import open_newcomer, prepare_newcomer, without_newcomer
 from overlord.runtimes.supervision.supervisor import check_same_files
-from overlord.runtimes.transport.frames import (
-    Frame,
-    deltas_to_frame,
-    frame_of,
-    open_frame,
-    payloads_to_frame,
-    requests_from_frame,
-)
+from overlord.runtimes.transport.role_messages import Unfinished
 from overlord.runtimes.transport.shared_memory import give_back_freed_memory
 
 
 class LoaderRole(ClusterRole):
     """A loader host."""
 
-    def open(self, frame: Frame) -> Frame:
+    def open(self, message: Any) -> Any:
         """Open the sources of this host; tell what a planner must know of them."""
         self._done = [0, 0]
         isolate = self._means.isolate(self._options.threads, self._ends)
         self._hands = self._means.hands(self._options.threads, self._options.lanes, self._ends)
         isolate_reader = self._means.isolate_reader(self._options.threads, self._ends)
-        prepared = prepare(self._job, self._options, isolate, isolate_reader=isolate_reader)
-        first, added = len(prepared.job.sources), open_frame(frame)[0].get("added", ())
-        self._prepared = self._with_added(prepared, frame)
+        prepared = self._means.prepare(self._job, self._options, isolate=isolate, isolate_reader=isolate_reader)
+        first, added = len(prepared.job.sources), message.get("added", ())
+        self._prepared = self._with_added(prepared, message)
         mine = [first + at for at, one in enumerate(added) if one["mine"]]
         held = sorted({*self._site["sources"], *self._site["shadows"], *mine})
         self._files = open_files(self._prepared, held, self._hands.callers, self._count)
         names = self._prepared.job.names
         facts = {names[number]: SourceFacts.of(files) for number, files in self._files.items()}
-        return frame_of({"facts": {n: [f.format, f.listing, f.total_bytes] for n, f in facts.items()}})
+        return {"facts": {n: [f.format, f.listing, f.total_bytes] for n, f in facts.items()}}
 
-    def progress(self, frame: Frame) -> Frame:
+    def interrupt(self) -> None:
+        """Let nothing wait any longer for a source that cannot be read."""
+        if hasattr(self, "_fleet"):
+            self._fleet.interrupt()
+
+    def progress(self, message: Any) -> Any:
         """Tell how many sources are open."""
-        return frame_of({"done": getattr(self, "_done", [0, 0])[0]})
+        return {"done": getattr(self, "_done", [0, 0])[0]}
 
-    def begin(self, frame: Frame) -> Frame:
+    def begin(self, message: Any) -> Any:
         """Index the files that the first step reaches, and make the loaders."""
-        given, job = open_frame(frame)[0], self._prepared.job
+        job = self._prepared.job
         # The planner knows cursors and weights of the sources that are drawn from by now. Newcomers may be numbered
         # behind them: they come at a later step, or are being added at this moment. They stand at their beginning.
-        coming = len(job.sources) - len(given["cursors"])
-        cursors = [*(Cursor(*cursor) for cursor in given["cursors"]), *[Cursor(0, BEGIN, 0)] * coming]
-        weights = [*given["weights"], *[0.0] * (len(job.sources) - len(given["weights"]))]
-        self._known, self._opening = given["facts"], threading.Lock()
+        coming = len(job.sources) - len(message["cursors"])
+        cursors = [*(Cursor(*cursor) for cursor in message["cursors"]), *[Cursor(0, BEGIN, 0)] * coming]
+        weights = [*message["weights"], *[0.0] * (len(job.sources) - len(message["weights"]))]
+        self._known, self._opening = message["facts"], threading.Lock()
         index_first_windows(job, self._files, cursors, weights, self._hands.callers, self._count)
-        self._verdicts = RemoteVerdicts(self._board, verdicts_from_json(given["verdicts"], job.names))
+        self._verdicts = RemoteVerdicts(self._board, verdicts_from_json(message["verdicts"], job.names))
         fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._hands)
         fleet.followers = self._workers_for("shadows")
-        fleet.restore(given["snapshots"])
+        fleet.restore(message["snapshots"])
         self._ends.callback(fleet.interrupt)
         self._host = LoaderHost(fleet, hosts=self._site["hosts"], budget_bytes=self._options.budget_bytes // 2)
         give_back_freed_memory()
-        return frame_of({})
+        return {}
 
-    def take_sources(self, frame: Frame) -> Frame:
+    def take_sources(self, message: Any) -> Any:
         """Open sources that come here from other hosts; whoever is asked for one that is not open does so anyway."""
-        self._have(open_frame(frame)[0]["sources"])
-        return frame_of({})
+        self._have(message["sources"])
+        return {}
 
-    def resize(self, frame: Frame) -> Frame:
+    def resize(self, message: Any) -> Any:
         """Change how many workers sources have here, and which of their groups they prepare.
 
         Tells what was met of sources that have left: from now on others count that.
         """
-        given = open_frame(frame)[0]
-        sizes = {source: (count, Part(number, of)) for source, count, number, of in given["sizes"]}
+        sizes = {source: (count, Part(number, of)) for source, count, number, of in message["sizes"]}
         self._have(sizes)
         self._fleet.resize({s: n for s, (n, _) in sizes.items()}, {s: part for s, (_, part) in sizes.items()})
-        met = self._fleet.leave(given["left"])
-        return frame_of({"met": {source: {self._prepared.job.names[source]: one} for source, one in met.items()}})
+        met = self._fleet.leave(message["left"])
+        return {"met": {source: {self._prepared.job.names[source]: one} for source, one in met.items()}}
 
-    def workload(self, frame: Frame) -> Frame:
+    def workload(self, message: Any) -> Any:
         """Tell what the workers of each source have done."""
-        return frame_of({"sources": self._fleet.workload()})
+        return {"sources": self._fleet.workload()}
 
-    def summary_buffer(self, frame: Frame) -> Frame:
+    def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
         """Tell what is known of some samples."""
-        requests = requests_from_frame(frame)
         self._have([request.source for request in requests])
-        return deltas_to_frame(self._host.summary_buffer(requests))
+        return self._fleet.summary_buffer(requests)
 
-    def hand_over(self, frame: Frame, blob: np.ndarray[Any, Any]) -> Frame:
-        """Hand a constructor host its part of a step."""
-        given, plan = open_frame(frame)[0], plan_from_bytes(memoryview(blob))  # type: ignore[arg-type]
-        parts = [(source, Part(number, of)) for source, number, of in given["parts"]]
-        self._have([source for source, _ in parts])
-        payloads = self._host.hand_over(plan, given["ranks"], parts)
-        return payloads_to_frame(payloads, buffer_bytes=self._host.buffer_bytes)
+    def hand_over(self, asked: HandOver) -> Unfinished:
+        """Hand a constructor host its part of a step: popped now, in the order of the calls, and finished later."""
+        self._have([source for source, _ in asked.parts])
+        collect = self._host.hand_over(asked.plan, asked.ranks, asked.parts)
+        return Unfinished(lambda: HandedOver(collect(), self._host.buffer_bytes))
 
-    def follow(self, frame: Frame) -> Frame:
+    def follow(self, told: Follow) -> Any:
         """Keep up with the primaries of sources that are shadowed here."""
-        passed = {int(source): Cursor(*cursor) for source, cursor in open_frame(frame)[0]["passed"].items()}
-        requests = requests_from_frame(frame)
-        self._have([*passed, *(request.source for request in requests)])
-        self._host.follow(requests, passed)
-        return frame_of({})
+        self._have([*told.passed, *(request.source for request in told.requests)])
+        self._fleet.follow(told.requests, told.passed)
+        return {}
 
-    def rest(self, frame: Frame) -> Frame:
+    def rest(self, message: Any) -> Any:
         """Drop what is held of sources that are not drawn from."""
-        given, here = open_frame(frame)[0]["cursors"], self._fleet.sources
-        self._host.rest({source: Cursor(*cursor) for source, cursor in given if source in here})
-        return frame_of({})
+        given, here = message["cursors"], self._fleet.sources
+        self._fleet.rest({source: Cursor(*cursor) for source, cursor in given if source in here})
+        return {}
 
-    def note_faults(self, frame: Frame) -> Frame:
+    def note_faults(self, message: Any) -> Any:
         """Count samples whose media do not decode."""
-        self._have({fault[0] for fault in open_frame(frame)[0]["faults"]})
-        self._host.note_faults([tuple(fault) for fault in open_frame(frame)[0]["faults"]])
-        return frame_of({})
+        self._have({fault[0] for fault in message["faults"]})
+        self._fleet.note_faults([tuple(fault) for fault in message["faults"]])
+        return {}
 
-    def add_source(self, frame: Frame) -> Frame:
+    def add_source(self, message: Any) -> Any:
         """Open a source that comes while the stream runs, and make its loaders; tell what a planner must know of it.
 
         The host that the source is dealt to has `mine`; the others learn that there is one more.
         """
-        given = open_frame(frame)[0]
-        source = Source.from_mapping(given["source"])
+        source = Source.from_mapping(message["source"])
         if source.name not in self._prepared.job.names:  # else it was told before
-            if not given["mine"]:
+            if not message["mine"]:
                 self._prepared = prepare_newcomer(self._prepared, source)
-                return frame_of({})
+                return {}
             new = open_newcomer(self._prepared, source, self._verdicts, self._hands)
             self._prepared = new.prepared
             self._files[new.number] = new.files
             self._fleet.add(new.number, new.crew)
         number = self._prepared.job.names.index(source.name)
         if number not in self._files:
-            return frame_of({})
+            return {}
         fact = SourceFacts.of(self._files[number])
-        return frame_of({"name": source.name, "fact": [fact.format, fact.listing, fact.total_bytes]})
+        return {"name": source.name, "fact": [fact.format, fact.listing, fact.total_bytes]}
 
-    def drop_source(self, frame: Frame) -> Frame:
+    def drop_source(self, message: Any) -> Any:
         """Forget a source that the planner did not take on."""
-        name, number = open_frame(frame)[0]["name"], len(self._prepared.job.names) - 1
+        name, number = message["name"], len(self._prepared.job.names) - 1
         if self._prepared.job.names[-1] == name:
             self._prepared = without_newcomer(self._prepared)
             if self._files.pop(number, None) is not None:
                 self._fleet.drop(number)
-        return frame_of({})
+        return {}
 
-    def status(self, frame: Frame) -> Frame:
+    def status(self, message: Any) -> Any:
         """Tell what the loaders of some sources hold and have met."""
-        asked, found = open_frame(frame)[0]["sources"], self._host.status()
-        return frame_of({"sources": {source: found[source] for source in asked if source in found}})
+        asked, found = message["sources"], self._fleet.status()
+        return {"sources": {source: found[source] for source in asked if source in found}}
 
-    def snapshot(self, frame: Frame) -> Frame:
+    def snapshot(self, message: Any) -> Any:
         """Tell what a loader that takes the place of one here must know, of some sources."""
-        names = {self._prepared.job.names[source] for source in open_frame(frame)[0]["sources"]}
-        return frame_of({"loaders": {name: met for name, met in self._host.snapshot().items() if name in names}})
+        names = {self._prepared.job.names[source] for source in message["sources"]}
+        return {"loaders": {name: met for name, met in self._fleet.snapshot().items() if name in names}}
 
-    def restore(self, frame: Frame) -> Frame:
+    def restore(self, message: Any) -> Any:
         """Take over what other loaders had met."""
-        self._host.restore(open_frame(frame)[0]["loaders"])
-        return frame_of({})
+        self._fleet.restore(message["loaders"])
+        return {}
 
     def _have(self, sources: Iterable[int]) -> None:
         """Open those of some sources that are not open here: one may have come here a moment ago."""
@@ -196,3 +184,4 @@ class LoaderRole(ClusterRole):
 
     def _count(self, what: str, done: int, of: int) -> None:
         self._done = [done, of]
+        self._means.progress(what, done, of)

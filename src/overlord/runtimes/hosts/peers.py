@@ -1,4 +1,4 @@
-"""Roles on other hosts, behind the ports that roles ask: frames go out, and whoever is lost has a successor.
+"""Roles on other hosts, behind the ports that roles ask: messages go out, and whoever is lost has a successor.
 
 Rules of this file:
 1. Payloads go from loader host to constructor host. The planner asks for metadata and gives out plans, nothing else.
@@ -16,7 +16,20 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.messages import MetaDelta, MetaRequest, Payload
+from overlord.core.messages import (
+    Follow,
+    HandedOver,
+    HandOver,
+    HostNews,
+    HostProgress,
+    MetaDelta,
+    MetaRequest,
+    Payload,
+    PlanAnswer,
+    PlanRequest,
+    Waiting,
+)
+from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
 from overlord.core.samples import WHOLE, Cursor, Part
@@ -24,16 +37,7 @@ from overlord.roles.assignment import NO_HOST
 from overlord.roles.poisoned_rows import Verdict, poisoned_in
 from overlord.roles.ports import Collect
 from overlord.roles.source_loader import LoaderCounters
-from overlord.runtimes.hosts.planner_host import HostNews, Waiting
-from overlord.runtimes.transport.frames import (
-    Frame,
-    deltas_from_frame,
-    frame_bytes,
-    frame_of,
-    open_frame,
-    payloads_from_frame,
-    requests_to_frame,
-)
+from overlord.runtimes.transport.role_messages import unwrap
 from overlord.runtimes.transport.switchboard import Call, PeerGone, Pending, Switchboard
 
 PLANNER = "planner"
@@ -63,28 +67,33 @@ class Blobs(Protocol):
         ...
 
 
+def put_plan(blobs: Blobs | None, plan: LoadingPlan) -> Any:
+    """Return what messages hold of a plan: the plan itself where they are passed by reference (no blobs)."""
+    return plan if blobs is None else blobs.put(np.frombuffer(plan_to_bytes(plan), np.uint8))
+
+
 class RemotePlanner:
     """The planner, as a constructor host sees it."""
 
-    def __init__(self, board: Switchboard, blobs: Blobs, host: int, first_step: int) -> None:
+    def __init__(self, board: Switchboard, blobs: Blobs | None, host: int, first_step: int) -> None:
         self._board = board
         self._blobs = blobs
         self._host = host
         self.first_step = first_step
+        self.next_mesh: ClientPlaceTree | None = None
+        """The mesh of the step behind the one whose plan was taken last, where it is known to have another one."""
         # As long as anybody holds the plan: its columns are views into that very block.
         self._blob_of: WeakKeyDictionary[LoadingPlan, tuple[Any, int]] = WeakKeyDictionary()
 
     def plan(self, step: int, news: HostNews) -> LoadingPlan | Waiting | None:
         """Take the plan of a step."""
-        message = frame_of({"step": step, "host": self._host, "news": news_to_json(news)})
         while True:
             generation = self._board.generation(PLANNER)
-            head, rest = open_frame(self._board.insist(PLANNER, "plan", message))
-            blob = next(rest, None)
-            if head["waits"]:
-                return Waiting(head["missing"])
-            if blob is None:
-                return None
+            answer: PlanAnswer = self._board.insist(PLANNER, "plan", PlanRequest(step, self._host, news))
+            self.next_mesh = answer.next_mesh
+            if answer.waits is not None or answer.plan is None or self._blobs is None:
+                return answer.waits or answer.plan
+            blob = answer.plan
             try:
                 plan = plan_from_bytes(memoryview(self._blobs.get(blob)))  # type: ignore[arg-type]
             except PeerGone:
@@ -94,21 +103,23 @@ class RemotePlanner:
             return plan
 
     def blob_of(self, plan: LoadingPlan) -> Any:
-        """Return the reference of a plan that was taken here."""
+        """Return what messages hold of a plan that was taken here."""
+        if self._blobs is None:
+            return plan
         blob, generation = self._blob_of[plan]
         newest = self._board.generation(PLANNER)
         if generation != newest:  # what its planner had put may have gone with it
-            blob = self._blobs.put(np.frombuffer(plan_to_bytes(plan), np.uint8))
+            blob = put_plan(self._blobs, plan)
             self._blob_of[plan] = (blob, newest)
         return blob
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Pass on what a client asks or tells."""
-        return open_frame(self._board.insist(PLANNER, "ask", frame_of(message)))[0]["answer"]
+        return self._board.insist(PLANNER, "ask", message)["answer"]
 
     def tell(self, news: HostNews) -> None:
         """Tell how far the clients of this host are."""
-        open_frame(self._board.insist(PLANNER, "tell", frame_of({"host": self._host, "news": news_to_json(news)})))
+        self._board.insist(PLANNER, "tell", HostProgress(self._host, news))
 
 
 _Asked = tuple[int, Part]
@@ -123,14 +134,11 @@ class _Round:
         board: Switchboard,
         method: str,
         parts: Sequence[_Asked],
-        write: Callable[[Sequence[_Asked]], Frame],
-        blob: Callable[[], Any] | None = None,
+        message: Callable[[Sequence[_Asked]], Any],
     ) -> None:
         self._board = board
         self._method = method
-        self._write = write
-        self._blob = blob
-        self.bytes_out = 0
+        self._message = message
         self._calls: list[tuple[str, Sequence[_Asked], Call]] = []
         self._ask(parts)
 
@@ -139,13 +147,10 @@ class _Round:
         for asked in parts:
             of_host.setdefault(loader_name(book.assignment.host_of(*asked)), []).append(asked)
         for name in sorted(of_host, key=lambda name: name not in book.peers):  # who is there does not wait for others
-            frame = self._write(of_host[name])
-            self.bytes_out += frame_bytes(frame)
-            blob = None if self._blob is None else self._blob()
-            self._calls.append((name, of_host[name], self._board.ask(name, self._method, frame, blob)))
+            self._calls.append((name, of_host[name], self._board.ask(name, self._method, self._message(of_host[name]))))
 
-    def answers(self) -> Iterator[tuple[str, Frame]]:
-        """Wait for all of them: (name of the host, its answer)."""
+    def answers(self) -> Iterator[tuple[str, Any]]:
+        """Wait for all of them: (name of the host, its answer). An error of one is raised."""
         while self._calls:
             lost: list[_Asked] = []
             for name, part, call in self._calls:
@@ -153,7 +158,7 @@ class _Round:
                 if answer is None:
                     lost += part
                 else:
-                    yield name, answer
+                    yield name, unwrap(answer)
             self._calls.clear()  # the engine lets go of what came with them
             self._ask(lost)
 
@@ -167,7 +172,7 @@ class RemoteLoaders:
         self._buffer_bytes: dict[str, int] = {}
         self._unfollowed: dict[int, list[MetaRequest]] = {}
         self._following: dict[str, Pending] = {}
-        self.bytes_out = self.bytes_in = 0
+        self.requests_made = self.metadata_bytes = 0
 
     @property
     def buffer_bytes(self) -> int:
@@ -183,10 +188,11 @@ class RemoteLoaders:
             next((r.source, part) for part in assignment.parts_of(r.source) if part.has(r.cursor.group))
             for r in requests
         ]
-        for answer in self._ask_all(
-            "summary_buffer", parts, lambda part: requests_to_frame([asked[source] for source, _ in part])
-        ):
-            found.update((delta.source, delta) for delta in deltas_from_frame(answer))
+        for answer in self._ask_all("summary_buffer", parts, lambda part: [asked[source] for source, _ in part]):
+            found.update((delta.source, delta) for delta in answer)
+        self.requests_made += len(requests)
+        for delta in found.values():
+            self.metadata_bytes += delta.meta.nbytes + (0 if delta.items is None else delta.items.nbytes)
         shadow = self._board.book.assignment.shadow
         for request in requests:
             if shadow[request.source] != NO_HOST:
@@ -203,16 +209,15 @@ class RemoteLoaders:
             self._board,
             "hand_over",
             self._drawn(plan),
-            lambda part: frame_of({"ranks": asking, "parts": [[source, *which] for source, which in part]}),
-            lambda: planner.blob_of(plan),
+            lambda part: HandOver(planner.blob_of(plan), asking, part),
         )
 
         def collect() -> list[Payload]:
             payloads: list[Payload] = []
             for host, answer in asked.answers():
-                part, facts = payloads_from_frame(answer)
-                payloads += part
-                self._buffer_bytes[host] = facts["buffer_bytes"]
+                handed: HandedOver = answer
+                payloads += handed.payloads
+                self._buffer_bytes[host] = handed.buffer_bytes
             by_source = groupby(sorted(payloads, key=lambda payload: payload.source), lambda payload: payload.source)
             return [Payload.joined(list(parts)) for _, parts in by_source]
 
@@ -239,36 +244,34 @@ class RemoteLoaders:
                 if not mine or (name in self._following and self._following[name].poll(0) is None):
                     continue  # it is still busy with the last ones; these wait for the next time
                 requests = [request for source in mine for request in self._unfollowed.pop(source, ())]
-                frame = requests_to_frame(requests, passed={s: list(passed[s]) for s in mine if s in passed})
-                self._following[name] = peer.ask("follow", frame, None, self._board.me)
+                message = Follow(requests, {source: passed[source] for source in mine if source in passed})
+                self._following[name] = peer.ask("follow", message, self._board.me)
             except PeerGone:
                 self._following.pop(name, None)  # the supervisor sees it too, and raises another shadow
 
     def rest(self, cursors: Mapping[int, Cursor]) -> None:
         """Tell hosts that nothing is drawn from some of their sources for now."""
 
-        def write(part: Sequence[_Asked]) -> Frame:
-            return frame_of({"cursors": [[source, list(cursors[source])] for source, _ in part]})
+        def message(part: Sequence[_Asked]) -> Any:
+            return {"cursors": [[source, list(cursors[source])] for source, _ in part]}
 
-        for answer in self._ask_all("rest", self._all_parts(cursors), write):
-            open_frame(answer)
+        self._tell_all("rest", self._all_parts(cursors), message)
 
     def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
         """Tell hosts of samples whose media do not decode."""
 
-        def write(part: Sequence[_Asked]) -> Frame:
+        def message(part: Sequence[_Asked]) -> Any:
             sources = {source for source, _ in part}
-            return frame_of({"faults": [fault for fault in faults if fault[0] in sources]})
+            return {"faults": [fault for fault in faults if fault[0] in sources]}
 
         counted = [(source, WHOLE) for source in sorted({fault[0] for fault in faults})]  # by one of its hosts
-        for answer in self._ask_all("note_faults", counted, write):
-            open_frame(answer)
+        self._tell_all("note_faults", counted, message)
 
     def status(self) -> dict[int, dict[str, Any]]:
         """Return what the loaders of every source hold and have met."""
         found: dict[int, dict[str, Any]] = {}
         for answer in self._ask_all("status", self._all_parts(), _sources_of):
-            for source, one in open_frame(answer)[0]["sources"].items():
+            for source, one in answer["sources"].items():
                 add_up(found, int(source), one)
         return dict(sorted(found.items()))
 
@@ -276,24 +279,23 @@ class RemoteLoaders:
         """Return what the loaders of every source have met, by its name."""
         found: dict[str, Any] = {}
         for answer in self._ask_all("snapshot", self._all_parts(), _sources_of):
-            for name, met in open_frame(answer)[0]["loaders"].items():
+            for name, met in answer["loaders"].items():
                 parts = [LoaderCounters.from_json(one) for one in (found.get(name), met) if one is not None]
                 found[name] = LoaderCounters.joined(parts).to_json()
         return found
 
     def restore(self, loaders: Mapping[str, Any]) -> None:
         """Tell every host what loaders had met; it takes what is of its sources."""
-        for answer in self._ask_all("restore", self._all_parts(), lambda _: frame_of({"loaders": dict(loaders)})):
-            open_frame(answer)
+        self._tell_all("restore", self._all_parts(), lambda _: {"loaders": dict(loaders)})
 
     def _ask_all(
-        self, method: str, parts: Sequence[_Asked], write: Callable[[Sequence[_Asked]], Frame]
-    ) -> Iterator[Frame]:
-        asked = _Round(self._board, method, parts, write)
-        for _, answer in asked.answers():
-            self.bytes_in += frame_bytes(answer)
-            yield answer
-        self.bytes_out += asked.bytes_out
+        self, method: str, parts: Sequence[_Asked], message: Callable[[Sequence[_Asked]], Any]
+    ) -> Iterator[Any]:
+        return (answer for _, answer in _Round(self._board, method, parts, message).answers())
+
+    def _tell_all(self, method: str, parts: Sequence[_Asked], message: Callable[[Sequence[_Asked]], Any]) -> None:
+        for _ in self._ask_all(method, parts, message):
+            pass
 
 
 class RemoteVerdicts:
@@ -306,8 +308,8 @@ class RemoteVerdicts:
     def add(self, source: str, row: int, reason: str, epoch: int = 0) -> None:
         """Give up a row from an epoch on; the planner has it on disk when this returns."""
         if row not in self._given_up.get(source, ()):
-            message = frame_of({"source": source, "row": row, "reason": reason, "epoch": epoch})
-            open_frame(self._board.insist(PLANNER, "verdict", message))
+            message = {"source": source, "row": row, "reason": reason, "epoch": epoch}
+            self._board.insist(PLANNER, "verdict", message)
             self._given_up[source] = {**self._given_up.get(source, {}), row: Verdict(reason, epoch)}
 
     def known(self, source: str, rows: npt.NDArray[np.int64], epoch: int = 0) -> npt.NDArray[np.bool_]:
@@ -333,24 +335,5 @@ def add_up(found: dict[int, dict[str, Any]], source: int, one: dict[str, Any]) -
         known |= {key: known[key] + one[key] for key in one if key in ADDED}
 
 
-def _sources_of(part: Sequence[_Asked]) -> Frame:
-    return frame_of({"sources": sorted({source for source, _ in part})})
-
-
-def news_to_json(news: HostNews) -> dict[str, Any]:
-    """Return what a host tells of itself as JSON."""
-    by_rank = {"reached": news.reached, "positions": news.positions}
-    named = {name: {str(rank): step for rank, step in given.items()} for name, given in by_rank.items()}
-    return {
-        **named,
-        "view_bytes": news.view_bytes,
-        "told": news.told_missing,
-        "newcomers": news.newcomers,
-        "waited": news.waited_s,
-    }
-
-
-def news_from_json(given: Mapping[str, Any]) -> HostNews:
-    """Read what a host tells of itself."""
-    reached, positions = ({int(rank): step for rank, step in given[n].items()} for n in ("reached", "positions"))
-    return HostNews(reached, positions, given["view_bytes"], given["told"], given["newcomers"], given["waited"])
+def _sources_of(part: Sequence[_Asked]) -> Any:
+    return {"sources": sorted({source for source, _ in part})}

@@ -24,16 +24,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, TypeVarTuple, cast, get_args
 
+from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.plan_codec import plan_to_bytes
 from overlord.core.samples import Cursor
 from overlord.errors import Fenced, NothingToDraw, ReaderError, Rewound, SourceError, SpecError, StateError, StoreError
 from overlord.job.launch_words import OnSourceFailure
-from overlord.job.specs import Mixture, Source
+from overlord.job.specs import Mixture
 from overlord.roles.changes import FIXED_WHILE_RUNNING
 from overlord.roles.planner import SNAPSHOT_EVERY, Due, Planner
 from overlord.roles.ports import Loaders
@@ -330,8 +330,6 @@ LOOK_S = 1.0
 """How often it is looked for sources that were parked, or should be looked at."""
 PATIENCE_S = 1.0
 """How long a host that asks for a plan is kept waiting for a report before it is told."""
-STORE_DOWN = -1
-"""What a host is told to wait for when no report is missing, but the store is down."""
 RETRY_S = (0.2, 5.0)
 """How long the first try after a failure of the store is put off, and the later ones at most."""
 COMMIT_S = 0.5
@@ -352,37 +350,17 @@ logger = logging.getLogger("overlord")
 Given = TypeVarTuple("Given")
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A step that cannot be planned yet."""
-
-    missing: int | None
-    """The step whose report must come first, or STORE_DOWN; None where the stream has not come near."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostNews:
-    """What a constructor host tells of itself whenever it asks for a plan."""
-
-    reached: Mapping[int, int] = field(default_factory=dict[int, int])
-    """For every rank that ever attached to it, the step before which it is done."""
-    positions: Mapping[int, int] = field(default_factory=dict[int, int])
-    """The step each attached rank is at."""
-    view_bytes: int = 0
-    told_missing: int | None = None
-    """The report it knows to be missing: it waits for that one, and is told of any other at once."""
-    newcomers: bool = False
-    """Whether it asks only for ranks that come with that step."""
-    waited_s: float = 0.0
-    """How long its trainers have waited for batches, all in all."""
-
-
 class Plans(Protocol):
     """What a constructor host asks of the planner, wherever that runs."""
 
     @property
     def first_step(self) -> int:
         """The step this stream was launched at."""
+        ...
+
+    @property
+    def next_mesh(self) -> ClientPlaceTree | None:
+        """The mesh of the step behind the one whose plan was taken last, where it is known to have another one."""
         ...
 
     def plan(self, step: int, news: HostNews) -> LoadingPlan | Waiting | None:
@@ -400,11 +378,6 @@ class Plans(Protocol):
 
 Describe = Callable[[Mapping[int, int], int], dict[str, Any]]
 """Makes the status from the positions of all ranks and the bytes of all views."""
-
-
-AddSource = Callable[[Source, float | None, int | None, AbstractContextManager[Any], str], int]
-"""Opens a source and lets it come at a step (source, weight, step, .., id); the context is held while the planner is
-told."""
 
 
 def goes_back(planner: Planner, rank: int, step: int, reached: Mapping[int, int], attached: Collection[int]) -> bool:
@@ -458,6 +431,9 @@ class Pace:
 
     threads = True
     """Whether work can go on beside the caller."""
+    patience_s = math.inf
+    """How long a store that is down is waited for before whoever asks gets the error. Where nothing goes on beside the
+    caller, nothing can end a wait for a source either, and it gets that error at once."""
 
     def now(self) -> float:
         """Return seconds that never go back."""
@@ -477,7 +453,6 @@ class PlannerHost:
         loaders: Its loaders, whose snapshots are kept too.
         keep: Steps that stay resumable.
         met: What the loaders had met when the stream began.
-        add_source: Opens a source while the stream runs; None where that cannot be done.
         on_source_failure: What becomes of a source that cannot be read.
         pace: How it waits.
         rewound: Called when a rewind is written down: the service must be started again.
@@ -491,7 +466,6 @@ class PlannerHost:
         *,
         keep: int,
         met: Mapping[str, Any] | None = None,
-        add_source: AddSource | None = None,
         on_source_failure: OnSourceFailure = "stop",
         pace: Pace | None = None,
         rewound: Callable[[], None] | None = None,
@@ -504,7 +478,6 @@ class PlannerHost:
         self._back_to: int | None = None
         self._pace = pace or Pace()
         self._describe = describe
-        self._add_source = add_source
         self._watch = ReturnWatch(planner, on_source_failure)
         self._ended = threading.Event()
         if on_source_failure != "stop" and self._pace.threads:
@@ -519,6 +492,7 @@ class PlannerHost:
         self._closing = self._closed = False
         self._barren = -1
         self._down: tuple[float, StoreError] | None = None
+        self._down_since = 0.0
         self._lost: Fenced | None = None
         self._saver = Saver(planner, loaders, self._changed, most_steps=keep // 2, met=met, clock=self._pace.now)
         self._retry_s = 0.0
@@ -550,8 +524,11 @@ class PlannerHost:
             self._hear(host, news)
             if news.newcomers and not self._comes_near(step, until):
                 return Waiting(None)
+            if not self._pace.threads and step >= self._planner.next_step and self._down is None:
+                self._look_for_parked()
             while step >= self._planner.next_step:
                 self._check_owned()
+                self._check_patience()
                 missing = self._planner.missing_report(self._planner.next_step)
                 missing = STORE_DOWN if self._down is not None else missing
                 if missing is None:
@@ -565,11 +542,15 @@ class PlannerHost:
                 self._failed(error)
                 return Waiting(STORE_DOWN)
             except NothingToDraw as error:  # a source may return, by itself or because somebody says so
+                if self._pace.patience_s < math.inf:
+                    raise
                 if self._barren != step:
                     self._barren = step
                     logger.warning("%s Trainers wait until then", error)
                 self._pace.wait(self._changed, until - self._pace.now())
                 return Waiting(STORE_DOWN)
+            if not self._pace.threads:
+                self._watch.due()  # tells of sources that were parked by this
             self._forget_passed()
             self._changed.notify_all()  # newcomers may wait for it
             return plan
@@ -624,8 +605,6 @@ class PlannerHost:
             return self.durably(self._join, message)
         if op == "labels":
             return self._labels(message)
-        if op == "add_source":
-            return {"step": self.durably(self._add, message, message.get("step"))}
         with self._changed:
             try:
                 return self.durably(answer, self._planner, message)
@@ -779,6 +758,12 @@ class PlannerHost:
             except StoreError as error:
                 logger.debug("the store did not hear that its owner lives: %s", error)
 
+    def write_if_due(self) -> None:
+        """Write what a planner without threads has said is due."""
+        if self._work.is_set():
+            self._work.clear()
+            self.write_due()
+
     def write_due(self) -> float:
         """Write what is due now; return how long to wait before the next try (0: it worked; infinite: lost)."""
         try:
@@ -802,7 +787,7 @@ class PlannerHost:
 
     def durably(self, work: Callable[[*Given], T], *given: *Given) -> T:
         """Do what must be written down; where that fails, again and again. The lock is not held while it waits."""
-        wait = RETRY_S[0]
+        wait, since = RETRY_S[0], self._pace.now()
         while True:
             self._check_owned()
             try:
@@ -810,7 +795,7 @@ class PlannerHost:
             except StoreError as error:
                 with self._changed:
                     self._failed(error)
-                    if self._closing:
+                    if self._closing or self._pace.now() + wait - since > self._pace.patience_s:
                         raise
                     self._pause(wait, until_it_works=True)
                 wait = min(2 * wait, RETRY_S[1])
@@ -832,7 +817,14 @@ class PlannerHost:
                 "works.", self._planner.next_step, error,
             )  # fmt: skip
             self._down = (time.time(), error)
+            self._down_since = self._pace.now()
         self._work.set()
+
+    def _check_patience(self) -> None:
+        """Raise the error of a store that has been down for long; whoever asks again waits as long again."""
+        if self._down is not None and self._pace.now() - self._down_since > self._pace.patience_s:
+            self._down_since = self._pace.now()
+            raise self._down[1]
 
     def _works(self) -> None:
         if self._down is not None:
@@ -863,14 +855,12 @@ class PlannerHost:
         since = {"since": self._down[0]} if self._down else {}
         return {**found, "store": {**found["store"], "error": str(trouble) if trouble else None, **since}}
 
-    def _add(self, message: dict[str, Any], step: int | None) -> int:
-        if self._add_source is None:
-            raise SpecError(
-                "add_source: this runtime cannot open a source while it runs. Put it into the job, and launch it again "
-                "from a state with reconcile='allow_add'."
-            )
-        source = Source.from_mapping(message["source"])
-        return self._add_source(source, message.get("weight"), step, self._changed, str(message["id"]))
+    def _look_for_parked(self) -> None:
+        """Look for parked sources that can be read again, in the caller; a store that fails at that is down."""
+        try:
+            self._watch.look()
+        except StoreError as error:
+            self._failed(error)
 
     def _watch_parked(self) -> None:
         """Look now and then whether parked sources can be read again; nobody waits while that is tried."""

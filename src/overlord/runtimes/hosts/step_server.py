@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.errors import ClosedError, OverlordError, SpecError
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.views import ENCODER, StepHeader
-from overlord.runtimes.hosts.planner_host import STORE_DOWN, HostNews, Plans, Waiting
+from overlord.runtimes.hosts.planner_host import Plans
 from overlord.runtimes.supervision.cleanup import out_of_files
 from overlord.runtimes.transport.shared_memory import Arena, Segment
 from overlord.runtimes.transport.wire import to_text
@@ -306,6 +307,8 @@ class StepShelf:
         self._constructor = constructor
         self._arena = arena
         self.plans: dict[int, LoadingPlan] = {}
+        self.next_meshes: dict[int, ClientPlaceTree | None] = {}
+        """Of planned steps: the mesh of the step behind, where that was known to be another one."""
         self.samples: dict[int, Gathered] = {}
         self.built: dict[Bin, Built] = {}
         self.labels: dict[int, int] = {}
@@ -343,6 +346,7 @@ class StepShelf:
             del self.samples[step]
         for step in [s for s in self.plans if s not in wanted]:
             del self.plans[step]
+            self.next_meshes.pop(step, None)
             self.labels.pop(step, None)
             self.checked.pop(step, None)
 
@@ -394,7 +398,9 @@ class StepShelf:
     def places(self, rank: int, plan: LoadingPlan) -> tuple[StepHeader, dict[int, Bin]]:
         """Return a rank's header of a step, and where its microbatches are found that go along with it."""
         header = self._constructor.header_of(rank, plan, self.labels[plan.step])
-        header = _announce(header, self.plans.get(plan.step + 1))
+        following = self.plans.get(plan.step + 1)
+        next_mesh = self.next_meshes.get(plan.step) if following is None else following.mesh
+        header = header if next_mesh == plan.mesh else dataclasses.replace(header, next_mesh=next_mesh)
         bucket = self._constructor.bin_of(rank, plan, 0)
         places = {n: (plan.step, bucket[0], n) for n in range(min(header.num_microbatches, AT_ONCE)) if bucket}
         if header.encodes:
@@ -416,13 +422,6 @@ class StepShelf:
     def build(self, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]) -> Built:
         """Build one microbatch of one bucket in shared memory, with what its ranks are told of it."""
         return _build(self._constructor, self._arena, plan, gathered, place)
-
-
-def _announce(header: StepHeader, following: LoadingPlan | None) -> StepHeader:
-    """Tell with a step that the one behind it has another mesh, where that is planned already."""
-    if following is None or following.mesh == header.mesh:
-        return header
-    return dataclasses.replace(header, next_mesh=following.mesh)
 
 
 def _build(
@@ -556,6 +555,7 @@ class StepServer:
         client has its answer: what follows from the move is not what it waits for.
         """
         with self._changed:
+            self._check_not_ended()
             self._seats.move(seat, step)
             if step not in self._shelf.labels:
                 self.moved()
@@ -592,6 +592,7 @@ class StepServer:
             most_bytes: What the client may hold.
         """
         with self._changed:
+            self._check_not_ended()
             if at is not None:
                 self._seats.move(seat, at)
             plan = self._shelf.plans.get(step)
@@ -683,11 +684,14 @@ class StepServer:
                 raise self._refused[step]
             if self._failed is not None and step >= self._failed[0]:
                 raise self._failed[1]
-            if self._closing and self._ends_for is not None:
-                raise type(self._ends_for)(*self._ends_for.args)  # a fresh one for each of those who wait
+            self._check_not_ended()
             if self._closing:
                 raise ClosedError("the service was closed by its launcher while a client waited for data.")
             self._waits.wait(self._changed)
+
+    def _check_not_ended(self) -> None:
+        if self._closing and self._ends_for is not None:
+            raise type(self._ends_for)(*self._ends_for.args)  # a fresh one for each of those who ask
 
     def _next_task(self, choose: Callable[[], T | None]) -> T | None:
         with self._changed:
@@ -744,6 +748,7 @@ class StepServer:
                     self._end = min(step, step if self._end is None else self._end)
                 else:
                     self._shelf.plans[step] = plan
+                    self._shelf.next_meshes[step] = self._planner.next_mesh
                 self.moved()
 
         self._run(choose, work, lambda step: step)

@@ -20,7 +20,6 @@ from overlord.roles.assignment import NO_HOST, Assignment
 from overlord.runtimes.hosts.peers import PLANNER, loader_name
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.transport.engine import RoleInstance
-from overlord.runtimes.transport.frames import frame_of, open_frame
 from overlord.runtimes.transport.switchboard import Switchboard
 
 
@@ -117,4 +116,4 @@ class LiveSources:
         return primary, others[0] if others and set(now.shadow) != {NO_HOST} else NO_HOST
 
     def _ask(self, name: str, method: str, message: dict[str, Any]) -> dict[str, Any]:
-        return open_frame(self._board.insist(name, method, frame_of(message)))[0]
+        return self._board.insist(name, method, message)

@@ -8,11 +8,8 @@ Rules of this file:
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from overlord.core.order import BEGIN
 from overlord.core.samples import Cursor
@@ -26,7 +23,6 @@ from overlord.runtimes.autoscaling.warming import warm_job
 from overlord.runtimes.hosts.prefetch import Executors, PrefetchPool
 from overlord.runtimes.launching.deployment import (
     Prepared,
-    Roles,
     SourceFacts,
     base_weights,
     index_first_windows,
@@ -107,56 +103,6 @@ def open_newcomer(prepared: Prepared, source: Source, verdicts: PoisonedRowLog, 
         more.job, {number: files}, [Cursor(0, BEGIN, 0)] * (number + 1), [1.0] * (number + 1), hands.callers, None
     )
     return Newcomer(more, files, make_crew(more, number, files, verdicts, hands))
-
-
-class Newcomers:
-    """Lets sources come to the roles of one host."""
-
-    def __init__(self, roles: Roles, hands: Executors) -> None:
-        self._roles = roles
-        self._prepared = roles.prepared
-        self._hands = hands
-        self._turn = threading.Lock()
-
-    def add(
-        self,
-        source: Source,
-        weight: float | None,
-        at_step: int | None,
-        planning: AbstractContextManager[Any],
-        change_id: str = "",
-    ) -> int:
-        """Open a source and let it come at a step; return that step.
-
-        Args:
-            source: The source.
-            weight: Against the weights of the others; None for its own, or their mean.
-            at_step: A step that is not planned yet; by default the next.
-            planning: Held while the planner is told; opening a source takes too long for that.
-            change_id: What its caller knows the change by: asked for again, it is made once.
-        """
-        with self._turn:
-            made = self._roles.planner.sources.made(change_id)
-            if made is not None:
-                return made
-            self._roles.planner.sources.check_name(source.name)
-            new = open_newcomer(self._prepared, source, self._roles.verdicts, self._hands)
-            with planning:
-                return self._admit(new, source.weight if weight is None else weight, at_step, change_id)
-
-    def _admit(self, new: Newcomer, weight: float | None, at_step: int | None, change_id: str) -> int:
-        roles = self._roles
-        facts = {**roles.facts, new.source.name: SourceFacts.of(new.files)}
-        roles.fleet.add(new.number, new.crew)
-        roles.constructor.add_source(new.prepared.transforms[-1].decoder)
-        try:
-            self._prepared, at = admit(roles.planner, new.prepared, facts, weight, at_step, change_id)
-        except BaseException:
-            roles.constructor.drop_last_source()
-            roles.fleet.drop(new.number)
-            raise
-        roles.listings[new.source.name] = new.files
-        return at
 
 
 def admit(

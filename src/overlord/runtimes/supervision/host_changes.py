@@ -26,7 +26,7 @@ from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.supervision.role_table import RoleTable
 from overlord.runtimes.transport.engine import Engine, RoleInstance
-from overlord.runtimes.transport.frames import frame_of, open_frame
+from overlord.runtimes.transport.role_messages import unwrap
 from overlord.runtimes.transport.switchboard import Peer
 from overlord.scaling.dealing import Deal, deal
 
@@ -75,8 +75,8 @@ class HostChanges:
         """Return what the workers of every source have done, on all hosts together."""
         found: dict[int, dict[str, Any]] = {}
         for host in self._awake():
-            answer = self._table.board.ask(loader_name(host), "workload", frame_of({})).get()
-            for source, one in (open_frame(answer)[0]["sources"] if answer is not None else {}).items():
+            answer = self._table.board.ask(loader_name(host), "workload", {}).get()
+            for source, one in (unwrap(answer)["sources"] if answer is not None else {}).items():
                 add_up(found, int(source), one)
         return found
 
@@ -192,7 +192,7 @@ class HostChanges:
         logger.info("loader host %d has nothing left, and was ended", host)
 
     def _ask(self, host: int, method: str, message: dict[str, Any]) -> dict[str, Any]:
-        return open_frame(self._table.board.insist(loader_name(host), method, frame_of(message)))[0]
+        return self._table.board.insist(loader_name(host), method, message)
 
 
 def sizes_to_json(sizes: Sizes, left: Sequence[int] = ()) -> dict[str, Any]:
@@ -202,6 +202,8 @@ def sizes_to_json(sizes: Sizes, left: Sequence[int] = ()) -> dict[str, Any]:
 
 def spares_of(options: LaunchOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:
     """Return loader hosts that sleep at first, and how many workers one has room for: all workers there may be fit."""
+    if options.cluster is None:  # one process has room for all workers
+        return [], options.lanes
     loaders = [site for site in sites if site.role == "loader"]
     hosts = len(loaders)
     spares = 0 if options.scaling is None else max(0, -(-options.lanes // WORKERS_PER_HOST) - hosts)

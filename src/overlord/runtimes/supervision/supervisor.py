@@ -51,7 +51,7 @@ from overlord.runtimes.supervision.service_main import REWOUND, SERVED
 from overlord.runtimes.transport.bundle import pack, unpack
 from overlord.runtimes.transport.doors import CONTROL, answer_all, open_door
 from overlord.runtimes.transport.engine import Engine, RoleInstance
-from overlord.runtimes.transport.frames import Frame, frame_of, open_frame
+from overlord.runtimes.transport.role_messages import unwrap
 from overlord.runtimes.transport.switchboard import Peer, PeerGone, Pending
 
 logger = logging.getLogger("overlord")
@@ -84,7 +84,7 @@ class StartupLiveness:
         self._until = clock() + limits.open_sources
         self._sign: Pending | None = None
 
-    def answer(self, pending: Pending) -> Frame:
+    def answer(self, pending: Pending) -> Any:
         """Wait for an answer.
 
         Raises:
@@ -103,7 +103,7 @@ class StartupLiveness:
                 if self._look(told) is not None:
                     return
 
-    def _look(self, pending: Pending) -> Frame | None:
+    def _look(self, pending: Pending) -> Any:
         if self._closing():
             raise ClosedError("the service is closing.")
         answer, now = pending.poll(0.5), self._clock()
@@ -113,7 +113,7 @@ class StartupLiveness:
             self._sign = None
             self._liveness.heard(now)
         if self._sign is None:
-            self._sign = self._peer.ask("pid", frame_of({}))
+            self._sign = self._peer.ask("pid", {})
         if self._liveness.hangs(now):
             raise ServiceLost(f"nothing was heard of it for {self._liveness.silent_s(now):.1f} s while it came up")
         if now > self._until:
@@ -166,7 +166,7 @@ class Supervisor:
         self._facts: dict[str, Any] = {}
         self._resume_point: dict[str, Any] = {}
         self._last_status: dict[str, Any] = {}
-        self._first_step = 0
+        self.first_step = 0
         self.table = RoleTable(engine, sites, spares, assignment, self._limits, clock, idle)
         self._board = self.table.board
         self.hosts = HostChanges(self.table, engine, self._start, per_host)
@@ -212,8 +212,8 @@ class Supervisor:
         progress("indexing files", 0, 1)
         self._call_all("loader", "begin", self._resume_point)
         progress("planning the first step", 0, 1)
-        self._first_step = int(self._call(roles[PLANNER], "begin", {})["first_step"])
-        self._call_all("constructor", "begin", {"first_step": self._first_step})
+        self.first_step = int(self._call(roles[PLANNER], "begin", {})["first_step"])
+        self._call_all("constructor", "begin", {"first_step": self.first_step})
         for one in awake:
             one.pid = self._call(one, "pid", {})["pid"]
             self.table.watch_from_now(one)
@@ -232,7 +232,7 @@ class Supervisor:
             return {
                 "status": self._last_status | self.describe()
             }  # the planner's last answer, and that it is being replaced
-        answer = open_frame(self._board.insist(PLANNER, "ask", frame_of(message)))[0]["answer"]
+        answer = self._board.insist(PLANNER, "ask", message)["answer"]
         if message.get("op") == "status":
             self._last_status = answer["status"]
             answer["status"] |= self.describe()
@@ -290,6 +290,8 @@ class Supervisor:
         """Look at all roles once."""
         now = self._clock()
         with self.table.lock:
+            if self._closing.is_set():
+                return  # clients that wait are told that the service closes, not that a role ended
             roles = self.table.roles
             lost = [(one, why) for one in roles.values() if (why := self._problem(one, now)) is not None]
             if lost and not self._closing.is_set():
@@ -322,15 +324,15 @@ class Supervisor:
         if one.peer is None or one.liveness is None:
             return None
         try:
-            answer = one.beat.poll(0) if one.beat is not None else frame_of({"version": 0, "busy_s": 0.0})
+            answer = one.beat.poll(0) if one.beat is not None else {"version": 0, "busy_s": 0.0}
             if answer is None:  # judged after looking: a supervisor that was stopped itself finds answers waiting
                 silent_s = one.liveness.silent_s(now)
                 return f"did not answer for {silent_s:.1f} s" if one.liveness.hangs(now) else None
-            head = open_frame(answer)[0]
+            head = unwrap(answer)
             one.liveness.heard(now)
             one.rewound = bool(head.get("rewound"))
             one.served = max(one.served, int(head.get("served", -1)))
-            one.beat = one.peer.ask("beat", frame_of({}))
+            one.beat = one.peer.ask("beat", {})
             if head["version"] < self.table.version:
                 one.told = self.table.introduce(one.peer)
             if float(head["busy_s"]) > self._limits.slow_call and self._has_shadows(one):
@@ -430,7 +432,7 @@ class Supervisor:
         starting.introduce(self.table.introduce)
 
         def call(method: str, message: dict[str, Any]) -> Any:
-            return open_frame(starting.answer(peer.ask(method, frame_of(message))))[0]
+            return unwrap(starting.answer(peer.ask(method, message)))
 
         added, facts = self._live.told(one.site, self.table.assignment), self._facts | self._live.facts
         if one.site.role == "loader":
@@ -443,15 +445,15 @@ class Supervisor:
             call("begin", {"successor": True})
         else:
             call("prepare", {"added": added})
-            call("begin", {"first_step": self._first_step})
+            call("begin", {"first_step": self.first_step})
         return int(call("pid", {})["pid"])
 
     def _where_to_resume(self) -> dict[str, Any]:
         """Return where a replaced loader host resumes: as the planner says, or as the store said to the last one."""
         if PLANNER in self._board.book.peers:
-            found = self._board.ask(PLANNER, "where", frame_of({})).get()
+            found = self._board.ask(PLANNER, "where", {}).get()
             if found is not None:
-                return open_frame(found)[0]
+                return unwrap(found)
         return self._resume_point
 
     def _fail(self, why: str, one: RoleInstance) -> None:
@@ -504,7 +506,7 @@ class Supervisor:
     def _send(self, one: RoleInstance, method: str, message: dict[str, Any] | None = None) -> Pending:
         assert one.peer is not None
         try:
-            return one.peer.ask(method, frame_of(message or {}))
+            return one.peer.ask(method, message or {})
         except PeerGone as error:
             raise PeerGone(f"{method!r} did not reach the {one.site.name}: {error}") from error
 
@@ -517,7 +519,7 @@ class Supervisor:
 
     def _answer(self, one: RoleInstance, pending: Pending) -> Any:
         assert one.peer is not None
-        return open_frame(self._starting(one.peer).answer(pending))[0]
+        return unwrap(self._starting(one.peer).answer(pending))
 
 
 def check_same_files(known: Mapping[str, Any], opened: Mapping[str, Any]) -> None:

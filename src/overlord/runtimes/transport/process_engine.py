@@ -31,6 +31,7 @@ from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
 from overlord.runtimes.transport.doors import open_door
 from overlord.runtimes.transport.frames import Frame, frame_from, frame_of, receive_frame, send_frame
 from overlord.runtimes.transport.role_host import RoleHost
+from overlord.runtimes.transport.role_messages import answer_from_frame, message_to_frame
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
 
 
@@ -48,8 +49,9 @@ class ProcessPeer:
         self._idle: list[socket.socket] = []
         self._lock = threading.Lock()
 
-    def ask(self, method: str, frame: Frame, blob: Any = None, sender: Sender = SERVICE) -> SocketAnswer:
+    def ask(self, method: str, message: Any, sender: Sender = SERVICE) -> SocketAnswer:
         """Call a method of the role."""
+        frame, blob = message_to_frame(method, message)
         envelope = {"method": method, "sender": list(sender), "blob": blob is not None}
         return self.send(envelope, frame if blob is None else [*frame, blob])
 
@@ -63,7 +65,7 @@ class ProcessPeer:
         except OSError as error:
             connection.close()
             raise PeerGone(f"{error.strerror or error}") from error
-        return SocketAnswer(self, connection)
+        return SocketAnswer(self, connection, str(envelope["method"]))
 
     def keep(self, connection: socket.socket) -> None:
         """Take a connection back that has nothing under way."""
@@ -94,21 +96,22 @@ class ProcessPeer:
 class SocketAnswer:
     """A call under way."""
 
-    def __init__(self, peer: ProcessPeer, connection: socket.socket) -> None:
+    def __init__(self, peer: ProcessPeer, connection: socket.socket, method: str) -> None:
         self._peer = peer
+        self._method = method
         self.connection: socket.socket | None = connection
         """None when the answer has come."""
-        self._frame: Frame | None = None
+        self._answer: Any = None
         self._gone: str | None = None
         self._lock = threading.Lock()
 
-    def poll(self, timeout_s: float) -> Frame | None:
+    def poll(self, timeout_s: float) -> Any:
         """Wait a while for the answer."""
         with self._lock:
             if self._gone is not None:
                 raise PeerGone(self._gone)
             if self.connection is None:
-                return self._frame
+                return self._answer
             if not _readable([self.connection], timeout_s):
                 return None
             try:
@@ -118,8 +121,8 @@ class SocketAnswer:
                 self._gone = f"its connection broke off: {error}"
                 raise PeerGone(self._gone) from error
             self._peer.keep(self.connection)
-            self.connection, self._frame = None, frame_from(parts)
-            return self._frame
+            self.connection, self._answer = None, answer_from_frame(self._method, frame_from(parts))
+            return self._answer
 
     def __del__(self) -> None:
         if self.connection is not None:

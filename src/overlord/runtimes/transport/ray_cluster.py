@@ -42,6 +42,7 @@ from overlord.runtimes.supervision.service_main import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
 from overlord.runtimes.transport.frames import Frame
 from overlord.runtimes.transport.role_host import RoleHost
+from overlord.runtimes.transport.role_messages import answer_from_frame, message_to_frame
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
 
 STORE_BYTES = 256 << 20
@@ -60,22 +61,24 @@ class RayPeer:
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
-    def ask(self, method: str, frame: Frame, blob: Any = None, sender: Sender = SERVICE) -> RayAnswer:
+    def ask(self, method: str, message: Any, sender: Sender = SERVICE) -> RayAnswer:
         """Call a method of the actor's role."""
+        frame, blob = message_to_frame(method, message)
         call = self.handle.ask_aside if method in ASIDE else self.handle.ask
-        return RayAnswer(call.remote(method, frame, blob, sender))
+        return RayAnswer(call.remote(method, frame, blob, sender), method)
 
 
 class RayAnswer:
     """A call under way."""
 
-    def __init__(self, ref: Any) -> None:
+    def __init__(self, ref: Any, method: str) -> None:
         self.ref = ref
+        self._method = method
 
-    def poll(self, timeout_s: float) -> Frame | None:
+    def poll(self, timeout_s: float) -> Any:
         """Wait a while for the answer."""
         try:
-            return ray.get(self.ref, timeout=timeout_s)
+            return answer_from_frame(self._method, ray.get(self.ref, timeout=timeout_s))
         except GetTimeoutError:
             return None
         except RayError as error:
@@ -152,7 +155,7 @@ class RayEngine:
         """Send an actor the book of peers."""
         assert isinstance(peer, RayPeer)
         handles = {name: one.handle for name, one in book.peers.items() if isinstance(one, RayPeer)}
-        return RayAnswer(peer.handle.learn.remote(book.head(), handles))
+        return RayAnswer(peer.handle.learn.remote(book.head(), handles), "learn")
 
     def kill(self, peer: Peer, site: Site, pid: int) -> None:
         """Kill an actor; its process too, which Ray only asks to end."""

@@ -16,7 +16,9 @@ from overlord.runtimes.hosts.cluster_roles import ROLES, ClusterRole
 from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.service_main import settle_in
+from overlord.runtimes.transport.bundle import unpack
 from overlord.runtimes.transport.frames import Frame, error_frame, frame_of
+from overlord.runtimes.transport.role_messages import Unfinished, answer_to_frame, message_from_frame
 from overlord.runtimes.transport.shared_memory import few_arenas
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, Sender, Switchboard
 
@@ -42,7 +44,7 @@ class RoleHost:
         settle_in()
         sys.path += [path for path in paths if path not in sys.path]  # where the launcher's functions come from
         try:
-            self._role = ROLES[site["role"]](bundle, folder, site, self.board, blobs)
+            self._role = ROLES[site["role"]](*unpack(bundle), folder, site, self.board, blobs)
         except BaseException as error:  # told to whoever asks: one that fails to start tells less
             logger.exception("the %s did not start", site["name"])
             self._failed = error_frame(error)
@@ -62,7 +64,8 @@ class RoleHost:
         self._running[number] = time.monotonic()
         try:
             self.board.check(sender)
-            return answer_of(self._role, method, frame, blob)
+            answer = finished(answer_of(self._role, method, message_from_frame(method, frame, blob)))
+            return answer_to_frame(method, answer)
         except BaseException as error:  # the border of the process: who asked must learn what became of it
             if not isinstance(error, OverlordError):
                 logger.exception("%r failed", method)
@@ -98,13 +101,18 @@ class RoleHost:
         return frame_of({"version": self.board.version, "busy_s": busy_s, "rewound": rewound, **progress})
 
 
-def answer_of(role: Any, method: str, frame: Frame, blob: Any = None) -> Frame:
+def finished(answer: Any) -> Any:
+    """Return an answer, worked out to its end."""
+    return answer.finish() if isinstance(answer, Unfinished) else answer
+
+
+def answer_of(role: Any, method: str, message: Any) -> Any:
     """Call a method of a role.
 
     Raises:
         AnswerLost: when others refused what the role asked of them, since it has a successor: that one has the answer.
     """
     try:
-        return getattr(role, method)(frame, *([] if blob is None else [blob]))
+        return getattr(role, method)(message)
     except Superseded as error:
         raise AnswerLost(f"{error} Ask its successor.") from error

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from overlord.errors import AnswerLost, ServiceLost, Succeeded, Superseded
 from overlord.roles.assignment import Assignment
 from overlord.runtimes.supervision.child import LIMITS
-from overlord.runtimes.transport.frames import Frame, error_in
+from overlord.runtimes.transport.role_messages import unwrap
 
 logger = logging.getLogger("overlord")
 
@@ -42,8 +42,8 @@ class PeerGone(ServiceLost):
 class Pending(Protocol):
     """An answer that is under way."""
 
-    def poll(self, timeout_s: float) -> Frame | None:
-        """Wait a while for it.
+    def poll(self, timeout_s: float) -> Any:
+        """Wait a while for it; None where it has not come. An error of whoever was asked is an answer too.
 
         Raises:
             PeerGone: when it will not come.
@@ -55,8 +55,8 @@ class Pending(Protocol):
 class Peer(Protocol):
     """One incarnation of a role."""
 
-    def ask(self, method: str, frame: Frame, blob: Any = None, sender: Sender = SERVICE) -> Pending:
-        """Call a method of the role; a blob goes by reference where the engine can."""
+    def ask(self, method: str, message: Any, sender: Sender = SERVICE) -> Pending:
+        """Call a method of the role: with the object itself, or with a copy where the transport leaves the process."""
         ...
 
 
@@ -148,16 +148,16 @@ class Switchboard:
         """Return the newest generation of a role."""
         return self.book.generations.get(name, 0)
 
-    def ask(self, name: str, method: str, frame: Frame, blob: Any = None) -> Call:
+    def ask(self, name: str, method: str, message: Any) -> Call:
         """Ask whoever answers for a role now; waits for a successor where there is nobody."""
-        return Call(self, name, method, frame, blob)
+        return Call(self, name, method, message)
 
-    def insist(self, name: str, method: str, frame: Frame, blob: Any = None) -> Frame:
-        """Ask a role, and its successors if need be, until there is an answer."""
+    def insist(self, name: str, method: str, message: Any) -> Any:
+        """Ask a role, and its successors if need be, until there is an answer; an error of it is raised."""
         while True:
-            found = self.ask(name, method, frame, blob).get()
+            found = self.ask(name, method, message).get()
             if found is not None:
-                return found
+                return unwrap(found)
 
     def find(self, name: str) -> tuple[Peer, int]:
         """Return who answers for a role, and its generation; waits until there is somebody.
@@ -193,10 +193,10 @@ class Switchboard:
 class Call:
     """One message to one incarnation, and the wait for its answer."""
 
-    def __init__(self, board: Switchboard, name: str, method: str, frame: Frame, blob: Any) -> None:
+    def __init__(self, board: Switchboard, name: str, method: str, message: Any) -> None:
         self._board = board
         self._name = name
-        self._asked = (method, frame, blob)
+        self._asked = (method, message)
         self._send()
 
     def _send(self) -> None:
@@ -207,20 +207,19 @@ class Call:
         except PeerGone:
             self._pending = None  # told to who waits: what it asked for may be with somebody else by now
 
-    def get(self) -> Frame | None:
-        """Return the answer; None when who was asked is gone, and the book says who comes after it."""
+    def get(self) -> Any:
+        """Return the answer or an error; None when who was asked is gone, and the book says who comes after it."""
         while True:
             try:
                 if self._pending is None:
                     raise PeerGone("it was gone when it was asked")
                 found = self._pending.poll(SLICE_S)
-                error = None if found is None else error_in(found)
-                if isinstance(error, Superseded) and self._board.ended is not None:
+                if isinstance(found, Superseded) and self._board.ended is not None:
                     self._board.ended()
-                if isinstance(error, AnswerLost):
-                    raise error
-                if isinstance(error, Succeeded):
-                    raise PeerGone(str(error))  # it came back from a pause; the book that says so is on its way
+                if isinstance(found, AnswerLost):
+                    raise found
+                if isinstance(found, Succeeded):
+                    raise PeerGone(str(found))  # it came back from a pause; the book that says so is on its way
             except PeerGone:
                 self._until_replaced()
                 return None

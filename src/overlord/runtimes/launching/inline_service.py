@@ -1,0 +1,214 @@
+"""The inline runtime: the roles of a service as objects of this process, stepped in the caller; nothing runs beside it.
+
+The same roles, messages and supervisor as with processes or on Ray, by direct calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.spec_errors import is_whole
+from overlord.errors import ClosedError, Rewound
+from overlord.job.specs import Job
+from overlord.roles.client import Client
+from overlord.roles.views import RankView, StepHeader
+from overlord.runtimes.client_feed import check_step
+from overlord.runtimes.hosts.cluster_role import ClusterRole, Means
+from overlord.runtimes.hosts.cluster_roles import ROLES
+from overlord.runtimes.hosts.constructor_host import InlineConstructor
+from overlord.runtimes.hosts.peers import PLANNER, Blobs
+from overlord.runtimes.hosts.planner_host import left_behind
+from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, Site, place
+from overlord.runtimes.launching.deployment import Progress
+from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.owner_asks import OwnerAsks
+from overlord.runtimes.launching.resume import peek, with_newcomers
+from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
+from overlord.runtimes.supervision.supervisor import Supervisor, assignment_of
+from overlord.runtimes.transport.direct import DirectEngine
+from overlord.runtimes.transport.switchboard import Switchboard
+
+CONSTRUCTOR = "constructor host 0"
+
+T = TypeVar("T")
+
+
+class InlineService(OwnerAsks):
+    """A service whose roles are objects of this process.
+
+    Args:
+        job: The job.
+        options: The launch.
+        progress: Told how far the launch is.
+    """
+
+    address = None
+    pid = os.getpid()
+    blobs: Blobs | None = None
+    """How plans travel: as they are."""
+    scratch_in: str | None = None
+    """Where the store goes if there is none; by default where temporary files go."""
+
+    def __init__(self, job: Job, options: LaunchOptions, progress: Progress | None = None) -> None:
+        self._scratch = None if options.store else scratch_folder(self.scratch_in)
+        self._options = dataclasses.replace(options, store=options.store or self._scratch)
+        self._job = job
+        self._progress = progress or (lambda what, done, of: None)
+        self._closed = False
+        self._supervisor: Supervisor | None = None
+        self.restarts = -1
+        """How often the service was started again: to go back to an earlier step."""
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- what the owner asks ----------------------------------------------------------------------
+
+    def client(self, rank: int, step: int | None = None, state: Mapping[str, Any] | None = None) -> Client:
+        """Return the client of one rank, at a step where one is given: there are no others that could be waited for."""
+        check_step(step)
+        found = self._ask({"op": "begins", "rank": int(rank) if is_whole(rank) else -1})
+        mesh, lineage, begin = ClientPlaceTree.parse(found["mesh"]), found["lineage"], found["first_step"]
+        if step is not None and begin is not None:
+            message = {"op": "join", "rank": int(rank), "step": int(step), "state": state, "alone": True}
+            try:
+                joined = self._ask(message)
+            except Rewound:
+                self.crash()  # and whoever asks next finds it started again, at that step
+                joined = self._ask(message)
+            mesh, begin = ClientPlaceTree.parse(joined["mesh"]), joined["first_step"]
+            lineage = self._ask({"op": "begins", "rank": int(rank)})["lineage"]
+        return Client(Feed(self, rank, mesh, lineage), rank, begin or 0)
+
+    def status(self) -> dict[str, Any]:
+        """Return what every role holds and has met; there are no hosts that could be lost."""
+        return self._ask({"op": "status"})["status"] | {"hosts": [], "faults": []}
+
+    def close(self) -> None:
+        """End the roles and remove what is temporary."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._end()
+            finally:
+                if self._scratch is not None:
+                    remove_scratch(self._scratch)
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """The roles; started again where they were ended to go back."""
+        if self._closed:
+            raise ClosedError("the service is closed; launch it again.")
+        if self._supervisor is None:
+            try:
+                self._start()
+            except BaseException:
+                self._end()
+                raise
+        assert self._supervisor is not None
+        return self._supervisor
+
+    def role(self, name: str) -> Any:
+        """Return the object of a role."""
+        return getattr(self.supervisor.peer(name), "role", None)
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        return self.supervisor.ask(message)
+
+    # -- what clients ask -------------------------------------------------------------------------
+
+    def as_constructor(self, work: Callable[[InlineConstructor], T]) -> T:
+        """Ask the constructor host."""
+        return work(self.role(CONSTRUCTOR))
+
+    def write_due(self) -> None:
+        """Write to the store what is due, between two steps."""
+        self.role(PLANNER).host.write_if_due()
+
+    # -- starting and ending ----------------------------------------------------------------------
+
+    def crash(self) -> None:
+        """End the roles; whoever asks next finds them started again."""
+        self._end()
+
+    def _end(self) -> None:
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            supervisor.close()
+
+    def _start(self) -> None:
+        options = dataclasses.replace(self._options, recover=self._options.recover or self.restarts >= 0)
+        numbering = peek(options, str(options.store))
+        self._given = dataclasses.replace(options, numbering=numbering)
+        self.restarts += 1
+        count, world = len(with_newcomers(self._job, numbering).sources), options.mesh.world_size
+        here = Node("here", "this process", cpus=1e6, here=True)
+        sites = place([here], options.cluster or ClusterOptions(), world_size=world, num_sources=count, loader_cpus=1)
+        self._supervisor = self._make_supervisor(sites)
+        self._supervisor.begin(self._progress)
+
+    def _make_supervisor(self, sites: Sequence[Site]) -> Supervisor:
+        engine = DirectEngine(self._make_role)
+        return Supervisor(
+            engine, sites, assignment_of(sites), heartbeat_s=self._given.heartbeat_s, idle=engine.pass_time
+        )
+
+    def _make_role(self, site: Mapping[str, Any], board: Switchboard, means: Means) -> ClusterRole:
+        kinds = {**ROLES, "constructor": InlineConstructor}
+        return kinds[site["role"]](self._job, self._given, str(self._options.store), site, board, self.blobs, means)
+
+
+class Feed:
+    """A rank's connection to its constructor host."""
+
+    def __init__(self, service: InlineService, rank: int, mesh: ClientPlaceTree, lineage: int) -> None:
+        self._service = service
+        self._rank = rank
+        self._lineage = lineage
+        self._restarts = service.restarts
+        self.mesh = mesh
+
+    def open_step(self, step: int) -> StepHeader | None:
+        """Return what a step consists of; None past the end."""
+        self._follow(f"step {step}, where rank {self._rank} is,", step)
+        header = self._service.as_constructor(lambda host: host.open_step(self._rank, step))
+        self._service.write_due()
+        return header
+
+    def microbatch(self, step: int, microbatch: int) -> RankView:
+        """Return the rank's view of a microbatch."""
+        return self._service.as_constructor(lambda host: host.microbatch(self._rank, step, microbatch))
+
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        """Tell the planner of a step."""
+        self._follow(f"the report of step {step}", step)
+        self._ask({"op": "report", "step": step, "metrics": metrics})
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state before a step."""
+        return self._ask({"op": "state", "step": step})["state"]
+
+    def close(self, next_step: int) -> None:
+        """Tell how far the client came."""
+        try:
+            self._service.as_constructor(lambda host: host.left(self._rank, next_step))
+        except ClosedError:
+            pass  # a client may go after its service
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        return self._service.as_constructor(lambda host: host.ask(message))
+
+    def _follow(self, what: str, step: int) -> None:
+        """Follow a service that was started again; one that went back only from the very step that it went back to."""
+        supervisor = self._service.supervisor
+        if self._restarts != self._service.restarts:
+            lineage = self._ask({"op": "begins", "rank": self._rank})["lineage"]
+            if lineage != self._lineage and step > supervisor.first_step:
+                raise left_behind(what, supervisor.first_step)
+            self._restarts, self._lineage = self._service.restarts, lineage
