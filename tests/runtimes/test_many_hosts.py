@@ -29,6 +29,7 @@ from overlord.runtimes.transport.frames import (
     payloads_from_frame,
     payloads_to_frame,
 )
+from overlord.runtimes.transport.role_host import finished
 from overlord.runtimes.transport.role_messages import (
     answer_from_frame,
     answer_to_frame,
@@ -54,7 +55,7 @@ class Here:
         frame, blob = message_to_frame(method, message)
         try:
             self.board.check(sender)
-            answer = getattr(self.role, method)(message_from_frame(method, _carried(frame), blob))
+            answer = finished(getattr(self.role, method)(message_from_frame(method, _carried(frame), blob)))
         except Exception as error:
             answer = error
         back = _carried(answer_to_frame(method, answer))

@@ -82,11 +82,15 @@ class ConstructorHost:
         """Serve clients on a socket while the context is open."""
         return open_door(address, self._converse)
 
+    def tell_progress(self) -> None:
+        """Tell the planner how far the clients are."""
+        self._planner.tell(self._server.news())
+
     def close(self) -> None:
         """End the threads; tell the planner how far the clients came, and let go of the shared memory."""
         try:
             self._server.close(self.ends_for)
-            self._planner.tell(self._server.news())
+            self.tell_progress()
         finally:
             self._desk.arena.close()
 
@@ -146,6 +150,12 @@ class ConstructorRole(ClusterRole):
         door = self._claim_folder() / door_name(number, hosts)
         door.unlink(missing_ok=True)  # a predecessor that was killed has left it
         self._ends.enter_context(host.open_door(door))
+        return {}
+
+    def tell_progress(self, message: Any) -> Any:
+        """Tell the planner how far the clients of this host are."""
+        if hasattr(self, "_host"):
+            self._host.tell_progress()
         return {}
 
     def close(self, message: Any) -> Any:

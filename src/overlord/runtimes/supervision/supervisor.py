@@ -57,6 +57,8 @@ from overlord.runtimes.transport.switchboard import Peer, PeerGone, Pending
 logger = logging.getLogger("overlord")
 
 KEPT_FAULTS = 256
+PROGRESS_S = 1.0
+"""status() waits this long for the constructor hosts to say how far their clients are."""
 
 
 class StartupLiveness:
@@ -232,11 +234,22 @@ class Supervisor:
             return {
                 "status": self._last_status | self.describe()
             }  # the planner's last answer, and that it is being replaced
+        if message.get("op") == "status":
+            self._refresh_progress()
         answer = self._board.insist(PLANNER, "ask", message)["answer"]
         if message.get("op") == "status":
             self._last_status = answer["status"]
             answer["status"] |= self.describe()
         return answer
+
+    def _refresh_progress(self) -> None:
+        """Have every constructor host tell the planner how far its clients are; a slow host is not waited for."""
+        with self.table.lock:
+            peers = [one.peer for one in self.table.roles.values() if one.site.role == "constructor" and one.peer]
+        until = self._clock() + PROGRESS_S
+        for pending in [peer.ask("tell_progress", {}) for peer in peers]:
+            with contextlib.suppress(PeerGone, AnswerLost):
+                pending.poll(max(0.0, until - self._clock()))
 
     def peer(self, name: str) -> Peer | None:
         """Return the peer of a role; None while it is being replaced."""
