@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import overlord
 
+MOST_FILES = 14
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "overlord"
 FILES = sorted(SRC.rglob("*.py"))
@@ -245,3 +248,45 @@ def test_job_fields_grow_deliberately():
     }
     for name, expected in fields.items():
         assert set(getattr(overlord, name).model_fields) == set(expected.split())
+
+
+def modules() -> dict[str, Path]:
+    """All modules of the package by their names."""
+    return {
+        ".".join(path.relative_to(SRC.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
+    }
+
+
+def test_no_folder_is_crowded():
+    """A stranger finds a room by its folder; a folder of very many files is a list, not a room."""
+    for folder in {path.parent for path in FILES}:
+        inside = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(inside) <= MOST_FILES, f"{folder.relative_to(SRC)}: {len(inside)} files"
+
+
+def test_names_of_modules_are_unique():
+    """One word, one meaning: a traceback and an editor's search show the base name only."""
+    names = Counter(path.stem for path in FILES if path.stem != "__init__")
+    assert not [name for name, count in names.items() if count > 1]
+
+
+def test_no_circle_of_imports():
+    """Imports for types and imports inside functions count: modules that need each other are one module."""
+    known, graph = modules(), {}
+    for name, path in known.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= (inner & known.keys()) or {node.module}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        graph[name] = (found & known.keys()) - {name, "overlord"}
+    del graph["overlord"]  # the lazy face names every home
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_a_trainer_that_attaches_loads_few_modules():
+    code = "import sys, overlord.runtimes.client_feed; print(sum(m.startswith('overlord.') for m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= 25
