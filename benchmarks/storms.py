@@ -64,9 +64,9 @@ SERVICE_LINES = (
 )
 """What is logged when the service process is killed or stopped."""
 ROLE_LINES = (
-    r"the (planner|constructor host \d|loader host \d) (ended|did not answer for) .*; its successor is started",
+    r"the (planner|constructor host \d|loader host \d) (ended|did not answer for) .*; it is replaced",
     r"\(generation \d+\) was replaced while nothing was heard of it; it ends",
-    r"the successor of the .* did not come up: ",
+    r"the replacement of the .* did not come up: ",
     r"is asked again: ",
     r"has not answered .* asked again",
     r"\(raylet\)",
