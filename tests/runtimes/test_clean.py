@@ -262,7 +262,7 @@ def test_a_trainer_learns_why_the_service_ended(ids_job, cache, nothing_left, ho
     launcher.wait(DEADLINE_S)
     assert trainer.stdout.readline().startswith(kind)
     wait_gone(pid)
-    wait_removed(address if "processes" not in how else f"{address}/socket")
+    wait_removed(address)
     end(launcher)
     end(trainer)
 
