@@ -16,7 +16,6 @@ import yaml
 
 import overlord as ol
 from overlord.cli.main import app
-from overlord.scaling.source_costs import AHEAD_BYTES
 
 MANIFEST = Path(__file__).parents[2] / "deploy" / "kuberay.yaml"
 SCHEMA = json.loads(Path(__file__).with_name("manifest.schema.json").read_text())
@@ -159,7 +158,7 @@ def test_ray_gets_the_resource_that_marks_trainer_hosts(manifest):
 
 
 def test_memory_holds_budget_and_object_store(manifest):
-    budget = AHEAD_BYTES
+    budget = ol.Budget().ahead
     for group in groups_of(manifest).values():
         pod = group["template"]["spec"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}

@@ -94,13 +94,16 @@ def test_a_source_that_vanishes_is_parked_and_returns(folder, tmp_path, monkeypa
                 since = parked["since"]
                 assert "is gone" in parked["why"] and states[step]["changes"][0]["failed"]
     assert 3 < since < 17
-    assert [("b" in names) for names, _ in drawn.values()] == [True] * since + [False] * (18 - since) + [True] * 12
+    back = next(step for step in range(18, 30) if "b" in drawn[step][0])
+    assert back in (18, 19), "the first look after it is there again may come behind the plan of that step"
+    there = [True] * since + [False] * (back - since) + [True] * (30 - back)
+    assert [("b" in names) for names, _ in drawn.values()] == there
     found = newest_lineage(open_place(str(store))).records
     records = [r for r in found if r["kind"] in ("change.park", "change.return")]
-    assert [(r["kind"], r["at"]) for r in records] == [("change.park", since), ("change.return", 18)]
-    assert f"source 'b' is parked from step {since} on" in caplog.text and "it returns at step 18" in caplog.text
+    assert [(r["kind"], r["at"]) for r in records] == [("change.park", since), ("change.return", back)]
+    assert f"source 'b' is parked from step {since} on" in caplog.text and f"it returns at step {back}" in caplog.text
     options["on_source_failure"] = "stop"  # what is journaled needs no fault any more
-    for at, until in ((since + 1, 18), (since + 3, 18), (19, 30)):
+    for at, until in ((since + 1, back), (since + 3, back), (back + 1, 30)):
         with ol.launch(job_of(folder), state=states[at], **options) as service:
             assert [service.plan_raw(s).draw.digest for s in range(at, until)] == [
                 drawn[s][1] for s in range(at, until)

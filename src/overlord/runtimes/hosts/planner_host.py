@@ -606,6 +606,8 @@ class PlannerHost:
         if op == "labels":
             return self._labels(message)
         with self._changed:
+            if op == "plan" and not self._pace.threads and self._down is None:
+                self._look_for_parked()  # as for a host that asks for a plan: without threads nothing else looks
             try:
                 return self.durably(answer, self._planner, message)
             finally:

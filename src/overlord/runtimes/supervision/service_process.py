@@ -275,6 +275,7 @@ class ServiceSupervisor:
         self._keeps_folder = remove_when_gone(folder)
         self._changed = threading.Condition()
         self._up = self._closing = False
+        self._closed = threading.Event()
         self._ended: OverlordError | None = None
         self._wake_reader, self._wake = os.pipe()
         self._thread: threading.Thread | None = None
@@ -338,14 +339,21 @@ class ServiceSupervisor:
                 return
             self._closing = True
             self._changed.notify_all()
-        os.write(self._wake, b"!")
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        self._process.end(self._order.close_s)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._keeps_folder.close()
-        os.close(self._wake)
-        os.close(self._wake_reader)
+        try:
+            os.write(self._wake, b"!")
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()
+            self._process.end(self._order.close_s)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._keeps_folder.close()
+            os.close(self._wake)
+            os.close(self._wake_reader)
+        finally:
+            self._closed.set()
+
+    def wait_closed(self) -> None:
+        """Wait for a `close` that another thread began; not for ever, since that thread may be this one."""
+        self._closed.wait(self._order.close_s)
 
     def _start(self, bundle: bytes) -> ServiceChild:
         return ServiceChild(self._order, bundle, self._folder, self._keeps_folder.fileno())
@@ -539,8 +547,9 @@ class ServiceProcess(OwnerAsks):
         return {"hosts": [], "faults": []} | self._seen | {"service": about, "restarts": self.restarts}
 
     def close(self) -> None:
-        """End the service and remove everything it had."""
+        """End the service and remove everything it had; of two threads that close it, both return when it is gone."""
         self._finalizer()
+        self._supervisor.wait_closed()
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Call the service; calls are idempotent, so one that is interrupted by its death is made again."""
