@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import boto3
 import pytest
@@ -109,6 +110,24 @@ def test_objects_are_written_listed_and_removed(store):
     place.delete("lineage-0001/")
     place.delete("lineage-0001/a")
     assert place.names("lineage-0001") == {}
+
+
+def test_an_object_that_is_deleted_while_it_is_read_is_not_there(store):
+    place = place_of(store)
+    real = place._filesystem
+
+    class Deleting:
+        def open_input_stream(self, path: str, **options: Any) -> Any:
+            stream = real.open_input_stream(path, **options)  # it looks at the object's size
+            real.delete_file(path)
+            return stream
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    place.write("a", b"hello")
+    place._filesystem = Deleting()
+    assert place.read("a") is None
 
 
 def test_claims_are_exclusive_without_exclusive_creation(store):

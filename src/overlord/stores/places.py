@@ -308,6 +308,12 @@ class RemotePlace:
                     return stream.read()
             except FileNotFoundError:
                 return None
+            except OSError:
+                # An object that is deleted between the look at its size and the read raises whatever the client library
+                # makes of an answer that is longer than the object was.
+                if self._filesystem.get_file_info(f"{self._path}/{name}").type is fs.FileType.NotFound:
+                    return None
+                raise
 
     def exists(self, name: str) -> bool:
         """Look for the name, and for unique names made from it."""
