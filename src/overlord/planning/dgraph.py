@@ -25,7 +25,7 @@ from overlord.core.spec_errors import did_you_mean, is_whole
 from overlord.errors import SpecError
 from overlord.job.layout_specs import piece_multiple, shape_of
 from overlord.planning.balancing.balance import Level, Method, Objective
-from overlord.planning.balancing.greedy import loads as loads_of
+from overlord.planning.balancing.methods import loads as loads_of
 from overlord.planning.balancing.microbatches import place_hybrid, place_tokens, spread_over_blocks
 from overlord.planning.balancing.packing import PackMethod, fill_bins, place_bins
 from overlord.planning.checking import SPLIT_AXES

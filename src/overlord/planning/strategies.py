@@ -20,9 +20,9 @@ from overlord.errors import SpecError
 from overlord.job.spec_model import Spec, as_number, below, whole
 from overlord.planning import costs
 from overlord.planning.balancing.balance import Level, Method, Objective
+from overlord.planning.balancing.methods import deal
 from overlord.planning.balancing.microbatches import least_labels, no_room, spread_labels
 from overlord.planning.balancing.packing import PackMethod
-from overlord.planning.balancing.zigzag import deal
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import AnyCost, CostFunction, written_cost
 from overlord.planning.dgraph import DGraph

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from overlord.errors import SpecError
 from overlord.scaling.partition import whole_workers
-from overlord.scaling.source_costs import SourceCost, demand
+from overlord.scaling.profiles import SourceCost, demand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from overlord.errors import SpecError
-from overlord.scaling.source_costs import TINY, Resources, SourceCost
+from overlord.scaling.profiles import TINY, Resources, SourceCost
 
 Parallelism = Literal["worker", "source", "data"]
 """How a source is spread: workers in an actor of its own, an actor shared with other sources, or several actors."""

@@ -18,8 +18,8 @@ from overlord.core.samples import PLAIN
 from overlord.core.spec_errors import did_you_mean, is_whole, show
 from overlord.errors import SpecError
 from overlord.job.layout_specs import bin_multiple
-from overlord.planning.balancing.greedy import NO_LIMIT, Int64s, largest_first, loads
-from overlord.planning.balancing.lockstep import deal_slabs
+from overlord.planning.balancing.balance import deal_slabs
+from overlord.planning.balancing.methods import NO_LIMIT, Int64s, largest_first, loads
 from overlord.planning.balancing.microbatches import Placement, least_labels, no_room, spread_labels
 
 __all__ = ["PackMethod", "concat_split", "fill_bins", "pack", "place_bins"]
