@@ -245,7 +245,7 @@ def cpus_used(workers: Sequence[int], busy: Sequence[float]) -> float:
 
 def bytes_used(workers: Sequence[int], costs: Sequence[SourceCost]) -> int:
     """Return the bytes of files and buffers of a fleet; a source without workers has nothing open."""
-    return sum(n * cost.buffer_bytes + (cost.file_bytes if n else 0) for n, cost in zip(workers, costs, strict=True))
+    return sum(cost.held_bytes(n) for n, cost in zip(workers, costs, strict=True) if n)
 
 
 def _within(workers: Sequence[int], needs: Sequence[_Need], costs: Sequence[SourceCost], fleet: Fleet) -> bool:

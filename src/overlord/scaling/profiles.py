@@ -61,6 +61,10 @@ class SourceCost:
         """Samples that one worker prepares in a second."""
         return 1.0 / max(self.transform_s, 1e-12)
 
+    def held_bytes(self, workers: int) -> int:
+        """Return the bytes that an actor holds for the source and so many of its workers."""
+        return self.file_bytes + workers * self.buffer_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:

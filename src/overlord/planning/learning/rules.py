@@ -1,4 +1,4 @@
-"""Mixing that learns from reported losses: DoReMi, ODM (Exp3), Skill-It, ADO, any function of the user's, rules by name."""
+"""Mixing that learns from losses: DoReMi, ODM (Exp3), Skill-It, ADO, any function of the user's; and rules by name."""
 
 from __future__ import annotations
 
