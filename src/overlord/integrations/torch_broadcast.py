@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, PlanError, SpecError, error_named
-from overlord.integrations.torch_batches import TorchBatch
-from overlord.integrations.torch_copies import Copies, DeviceCopies, FlatBatch, FlatHeader
+from overlord.integrations.torch_batches import Copies, DeviceCopies, FlatBatch, FlatHeader, TorchBatch
 
 _BLOCK = 16 << 10
 """Bytes of the first message; most headers fit, so that one message is enough."""

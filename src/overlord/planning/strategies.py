@@ -19,7 +19,7 @@ from overlord.core.spec_errors import Fault, conflict, did_you_mean, name_choice
 from overlord.errors import SpecError
 from overlord.job.spec_model import Spec, as_number, below, whole
 from overlord.planning import costs
-from overlord.planning.balancing.balance import Level, Method, Objective
+from overlord.planning.balancing.balance import Level, Method, MethodName, Objective
 from overlord.planning.balancing.methods import deal
 from overlord.planning.balancing.microbatches import least_labels, no_room, spread_labels
 from overlord.planning.balancing.packing import PackMethod
@@ -30,14 +30,13 @@ from overlord.planning.encoder import Scope
 
 __all__ = ["Strategy", "backbone_balance", "curriculum", "hdp", "long_short", "packed", "vanilla", "vlm_hybrid"]
 
-_MethodName = Literal["greedy", "karmarkar_karp", "zigzag"]
 _Axis = Literal["TP", "CP", "DP"]
 _LLAMA: dict[str, Any] = {"default": "llama_12b"}  # how an editor shows a default
 _VIT: dict[str, Any] = {"default": "vit_2b"}
 
 
 def _as_method(value: object) -> Method:
-    known = get_args(_MethodName)
+    known = get_args(MethodName)
     if not callable(value) and value not in known:
         raise Fault(f"expected {name_choices(known)}; nothing else is understood.{did_you_mean(value, known)}")
     return cast("Method", value)
@@ -54,7 +53,7 @@ def _as_axes(value: object) -> tuple[str, ...]:
     return tuple(cast("list[str]", found))
 
 
-_Balancing = Annotated[Method, PlainValidator(_as_method, json_schema_input_type=_MethodName)]
+_Balancing = Annotated[Method, PlainValidator(_as_method, json_schema_input_type=MethodName)]
 _Axes = Annotated[Collection[str], PlainValidator(_as_axes, json_schema_input_type=list[_Axis])]
 
 

@@ -32,9 +32,8 @@ from overlord.planning.balancing.methods import (
     loads,
 )
 
-__all__ = ["Level", "Method", "Objective", "balance", "balance_greedy", "place"]
-
-Method = Literal["greedy", "karmarkar_karp", "zigzag"] | Callable[..., npt.ArrayLike]
+MethodName = Literal["greedy", "karmarkar_karp", "zigzag"]
+Method = MethodName | Callable[..., npt.ArrayLike]
 """How items are assigned to bins: a name, or a function fn(costs, num_bins, sizes, capacity) -> bin of each item."""
 Objective = Literal["sum", "lockstep", "pipeline"]
 Level = Literal["inter", "intra", "interleaved"]
@@ -44,7 +43,7 @@ _MOST_BINS = 1 << 28
 _SUM_BITS = 61
 """Bits of the sum of all costs, which stays below NO_LIMIT."""
 
-METHODS: dict[str, Kernel] = {
+METHODS: dict[MethodName, Kernel] = {
     "greedy": balance_greedy,
     "karmarkar_karp": balance_karmarkar_karp,
     "zigzag": balance_zigzag,
