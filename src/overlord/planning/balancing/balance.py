@@ -6,6 +6,7 @@ bounds for any placement.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable
@@ -103,18 +104,6 @@ def balance(
     return bins
 
 
-@dataclass(frozen=True, slots=True)
-class _Goal:
-    """The arguments of `place` that say how to balance."""
-
-    method: Method
-    kernel: Kernel
-    objective: Objective
-    level: Level
-    group_size: int | None
-    stages: int
-
-
 def place(
     costs: Int64s,
     sizes: Int64s,
@@ -170,79 +159,146 @@ def place(
         raise SpecError(f"place: {len(sizes)} sizes for {len(costs)} costs; give one of each for every item.")
     capacity = _count("place", "capacity", capacity, least=0)
     groups = None if group_size is None else _count("place", "group_size", group_size)
-    goal = _Goal(method, _kernel("place", method, capacity), objective, level, groups, stages)
+    kernel = _kernel("place", method, capacity)
     if not fits_at_all(sizes, num_buckets * num_microbatches, capacity):
         return None
     # A capacity above the sum of sizes limits nothing; clipping it keeps products inside int64.
     capacity = min(capacity, int(sizes.sum()))
-    arguments = (costs, sizes, num_buckets, num_microbatches, capacity, goal)
+    placer = _Placer(num_microbatches, capacity, method, kernel, objective, level, groups, stages)
     if level == "intra":
-        return _place_runs(*arguments)
-    places = _place_groups(*arguments)
-    return _place_all(*arguments) if places is None else places
+        return placer.by_runs(costs, sizes, num_buckets)
+    places = placer.by_groups(costs, sizes, num_buckets)
+    return placer.place(costs, sizes, num_buckets) if places is None else places
 
 
-def _place_all(
-    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
-) -> Int64s | None:
-    arguments = (costs, sizes, num_buckets, num_microbatches, capacity, goal)
-    if goal.level == "inter" or goal.objective == "sum":
-        places = _place_buckets(*arguments)
-        return _place_flat(*arguments) if places is None else places
-    flat = _place_flat(*arguments)
-    if goal.objective == "lockstep" or flat is None:
-        return flat
-    # Bins of similar load are best where many items share a bin. Where one item is most of a bucket, even buckets are.
-    even = _place_buckets(*arguments)
-    if even is None:
-        return flat
-    times = [_pipeline_time(costs, one, num_buckets, num_microbatches, goal.stages) for one in (flat, even)]
-    return flat if times[0] <= times[1] else even
+@dataclass(frozen=True, slots=True)
+class _Placer:
+    """How items are placed: the arguments of `place` but for the items and their buckets."""
 
+    num_microbatches: int
+    capacity: int
+    method: Method
+    kernel: Kernel
+    objective: Objective
+    level: Level
+    group_size: int | None
+    stages: int
 
-def _place_flat(
-    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
-) -> Int64s | None:
-    """Place items into D * M bins, then deal the bins to buckets."""
-    num_bins = num_buckets * num_microbatches
-    if goal.objective == "lockstep" and isinstance(goal.method, str):
-        spread = None if goal.method == "greedy" else goal.kernel
-        bins = fill_slabs(costs, sizes, num_buckets, num_microbatches, capacity, spread)
-    else:
-        bins = goal.kernel(costs, sizes, num_bins, capacity)
-    if bins is None:
-        return None
-    stages = goal.stages if goal.objective == "pipeline" else 1
-    places = deal_slabs(loads(costs, bins, num_bins), num_buckets, num_microbatches, stages)
-    return _in_schedule_order(places, num_microbatches, goal)[bins]
+    def place(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+        """Place items without groups of buckets."""
+        if self.level == "inter" or self.objective == "sum":
+            places = self._by_buckets(costs, sizes, num_buckets)
+            return self._by_bins(costs, sizes, num_buckets) if places is None else places
+        flat = self._by_bins(costs, sizes, num_buckets)
+        if self.objective == "lockstep" or flat is None:
+            return flat
+        # Bins of similar load are best where many items share a bin. Where one item is most of a bucket, even buckets
+        # are.
+        even = self._by_buckets(costs, sizes, num_buckets)
+        if even is None:
+            return flat
+        times = [self._pipeline_time(costs, one, num_buckets) for one in (flat, even)]
+        return flat if times[0] <= times[1] else even
 
-
-def _place_buckets(
-    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
-) -> Int64s | None:
-    """Balance over buckets, then inside each over its microbatches."""
-    buckets = goal.kernel(costs, sizes, num_buckets, num_microbatches * capacity)
-    if buckets is None:
-        return None
-    order = largest_first(costs)
-    items, ends = np.empty(len(costs), np.int64), np.empty(num_buckets + 1, np.int64)
-    items_of_bins(order, buckets, items, ends)
-    bins = np.full(len(costs), -1, np.int64)
-    failed = np.arange(num_buckets)
-    if goal.method == "greedy":
-        bins[items], failed = _fill_each(costs[items], sizes[items], ends, num_microbatches, capacity)
-    for bucket in failed:
-        mine = np.sort(items[ends[bucket] : ends[bucket + 1]])
-        found = goal.kernel(costs[mine], sizes[mine], num_microbatches, capacity)
-        if found is None:
+    def by_groups(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+        """Deal items to groups of buckets by cost, then place each group by itself; None without groups or room."""
+        group_size = self.group_size
+        if group_size is None or group_size >= num_buckets:
             return None
-        bins[mine] = found
-    load = loads(costs, buckets * num_microbatches + bins, num_buckets * num_microbatches)
-    rank = np.argsort(
-        np.argsort(-load.reshape(num_buckets, num_microbatches), axis=1, kind="stable"), axis=1, kind="stable"
-    )
-    places = (np.arange(num_buckets)[:, None] * num_microbatches + rank).ravel()
-    return _in_schedule_order(places, num_microbatches, goal)[buckets * num_microbatches + bins]
+        starts = np.arange(0, num_buckets, group_size)
+        widths = np.minimum(group_size, num_buckets - starts)
+        # A group with fewer buckets starts with the load that the missing ones would have.
+        load = int(costs.sum()) // num_buckets * (group_size - widths)
+        room = widths * self.num_microbatches * self.capacity
+        queue = Queue(costs, sizes)
+        fill(*queue.arrays, NO_LIMIT, load, room, queue.bins, 0)
+        if not queue.is_empty:
+            return None
+        groups = queue.in_order()
+        order = np.argsort(groups, kind="stable")
+        ends = np.searchsorted(groups[order], np.arange(len(starts) + 1))
+        places = np.empty(len(costs), np.int64)
+        for group, (start, width) in enumerate(zip(starts.tolist(), widths.tolist(), strict=True)):
+            mine = order[ends[group] : ends[group + 1]]
+            found = self.place(costs[mine], sizes[mine], width)
+            if found is None:
+                return None
+            places[mine] = found + start * self.num_microbatches
+        return places
+
+    def by_runs(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+        """Cut items into runs in drawing order, then balance each run over the buckets."""
+        ends = _equal_runs(sizes, self.num_microbatches, num_buckets * self.capacity)
+        if ends is None:
+            return None
+        places = np.empty(len(costs), np.int64)
+        sums = np.zeros(num_buckets, np.int64)
+        single = dataclasses.replace(self, num_microbatches=1)
+        for microbatch in range(self.num_microbatches):
+            run = slice(int(ends[microbatch]), int(ends[microbatch + 1]))
+            bins = single.by_groups(costs[run], sizes[run], num_buckets)
+            if bins is None:
+                bins = self.kernel(costs[run], sizes[run], num_buckets, self.capacity)
+            if bins is None:
+                return None
+            load = loads(costs[run], bins, num_buckets)
+            buckets = np.empty(num_buckets, np.int64)
+            buckets[np.argsort(-load, kind="stable")] = np.argsort(sums, kind="stable")
+            sums[buckets] += load
+            places[run] = buckets[bins] * self.num_microbatches + microbatch
+        return places
+
+    def _by_bins(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+        """Place items into D * M bins, then deal the bins to buckets."""
+        num_bins = num_buckets * self.num_microbatches
+        if self.objective == "lockstep" and isinstance(self.method, str):
+            spread = None if self.method == "greedy" else self.kernel
+            bins = fill_slabs(costs, sizes, num_buckets, self.num_microbatches, self.capacity, spread)
+        else:
+            bins = self.kernel(costs, sizes, num_bins, self.capacity)
+        if bins is None:
+            return None
+        stages = self.stages if self.objective == "pipeline" else 1
+        places = deal_slabs(loads(costs, bins, num_bins), num_buckets, self.num_microbatches, stages)
+        return self._in_schedule_order(places)[bins]
+
+    def _by_buckets(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+        """Balance over buckets, then inside each over its microbatches."""
+        count = self.num_microbatches
+        buckets = self.kernel(costs, sizes, num_buckets, count * self.capacity)
+        if buckets is None:
+            return None
+        order = largest_first(costs)
+        items, ends = np.empty(len(costs), np.int64), np.empty(num_buckets + 1, np.int64)
+        items_of_bins(order, buckets, items, ends)
+        bins = np.full(len(costs), -1, np.int64)
+        failed = np.arange(num_buckets)
+        if self.method == "greedy":
+            bins[items], failed = _fill_each(costs[items], sizes[items], ends, count, self.capacity)
+        for bucket in failed:
+            mine = np.sort(items[ends[bucket] : ends[bucket + 1]])
+            found = self.kernel(costs[mine], sizes[mine], count, self.capacity)
+            if found is None:
+                return None
+            bins[mine] = found
+        load = loads(costs, buckets * count + bins, num_buckets * count).reshape(num_buckets, count)
+        rank = np.argsort(np.argsort(-load, axis=1, kind="stable"), axis=1, kind="stable")
+        places = (np.arange(num_buckets)[:, None] * count + rank).ravel()
+        return self._in_schedule_order(places)[buckets * count + bins]
+
+    def _in_schedule_order(self, places: Int64s) -> Int64s:
+        """Turn microbatches in falling order of cost into the order in which they run: small, big, small."""
+        if self.objective != "pipeline":
+            return places
+        falling = np.arange(self.num_microbatches)
+        position = np.empty(self.num_microbatches, np.int64)
+        position[np.concatenate((falling[::2][::-1], falling[1::2]))] = falling
+        bucket, microbatch = np.divmod(places, self.num_microbatches)
+        return bucket * self.num_microbatches + position[microbatch]
+
+    def _pipeline_time(self, costs: Int64s, places: Int64s, num_buckets: int) -> int:
+        load = loads(costs, places, num_buckets * self.num_microbatches).reshape(num_buckets, -1)
+        return int((load.sum(axis=1) + (self.stages - 1) * load.max(axis=1)).max())
 
 
 @numba.njit(nogil=True, cache=True)
@@ -262,30 +318,6 @@ def _fill_each(costs: Int64s, sizes: Int64s, ends: Int64s, num_bins: int, capaci
             )
             failed[bucket] = np.any(bins[mine] < 0)
     return bins, np.flatnonzero(failed)
-
-
-def _place_runs(
-    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
-) -> Int64s | None:
-    """Cut items into runs in drawing order, then balance each run over the buckets."""
-    ends = _equal_runs(sizes, num_microbatches, num_buckets * capacity)
-    if ends is None:
-        return None
-    places = np.empty(len(costs), np.int64)
-    sums = np.zeros(num_buckets, np.int64)
-    for microbatch in range(num_microbatches):
-        run = slice(int(ends[microbatch]), int(ends[microbatch + 1]))
-        bins = _place_groups(costs[run], sizes[run], num_buckets, 1, capacity, goal)
-        if bins is None:
-            bins = goal.kernel(costs[run], sizes[run], num_buckets, capacity)
-        if bins is None:
-            return None
-        load = loads(costs[run], bins, num_buckets)
-        buckets = np.empty(num_buckets, np.int64)
-        buckets[np.argsort(-load, kind="stable")] = np.argsort(sums, kind="stable")
-        sums[buckets] += load
-        places[run] = buckets[bins] * num_microbatches + microbatch
-    return places
 
 
 def _equal_runs(sizes: Int64s, num_runs: int, most: int) -> Int64s | None:
@@ -310,51 +342,6 @@ def _equal_runs(sizes: Int64s, num_runs: int, most: int) -> Int64s | None:
         else:
             low = middle + 1
     return best
-
-
-def _place_groups(
-    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
-) -> Int64s | None:
-    """Deal items to groups of buckets by cost, then place each group by itself; None without groups or room."""
-    group_size = goal.group_size
-    if group_size is None or group_size >= num_buckets:
-        return None
-    starts = np.arange(0, num_buckets, group_size)
-    widths = np.minimum(group_size, num_buckets - starts)
-    # A group with fewer buckets starts with the load that the missing ones would have.
-    load = int(costs.sum()) // num_buckets * (group_size - widths)
-    room = widths * num_microbatches * capacity
-    queue = Queue(costs, sizes)
-    fill(*queue.arrays, NO_LIMIT, load, room, queue.bins, 0)
-    if not queue.is_empty:
-        return None
-    groups = queue.in_order()
-    order = np.argsort(groups, kind="stable")
-    ends = np.searchsorted(groups[order], np.arange(len(starts) + 1))
-    places = np.empty(len(costs), np.int64)
-    for group, (start, width) in enumerate(zip(starts.tolist(), widths.tolist(), strict=True)):
-        mine = order[ends[group] : ends[group + 1]]
-        found = _place_all(costs[mine], sizes[mine], width, num_microbatches, capacity, goal)
-        if found is None:
-            return None
-        places[mine] = found + start * num_microbatches
-    return places
-
-
-def _in_schedule_order(places: Int64s, num_microbatches: int, goal: _Goal) -> Int64s:
-    """Turn microbatches in falling order of cost into the order in which they run: small, big, small."""
-    if goal.objective != "pipeline":
-        return places
-    falling = np.arange(num_microbatches)
-    position = np.empty(num_microbatches, np.int64)
-    position[np.concatenate((falling[::2][::-1], falling[1::2]))] = falling
-    bucket, microbatch = np.divmod(places, num_microbatches)
-    return bucket * num_microbatches + position[microbatch]
-
-
-def _pipeline_time(costs: Int64s, places: Int64s, num_buckets: int, num_microbatches: int, stages: int) -> int:
-    load = loads(costs, places, num_buckets * num_microbatches).reshape(num_buckets, num_microbatches)
-    return int((load.sum(axis=1) + (stages - 1) * load.max(axis=1)).max())
 
 
 def _kernel(where: str, method: Method, given_capacity: int | None) -> Kernel:
