@@ -55,12 +55,7 @@ class TorchBatch(KeyedBatch):
     """One microbatch as tensors: `model(**batch)` works. `batch.meta` has the provenance of its segments."""
 
     def __init__(self, batch: Batch, arrived: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Take a batch of arrays.
-
-        Args:
-            batch: Arrays, numbers and provenance.
-            arrived: The tensors, where the batch has only numbers and provenance; with `meta.` before the indices.
-        """
+        """Take a batch of arrays; or one without them, and the tensors, whose indices begin with `meta.`."""
         if arrived is None:
             # One copy out of shared memory: tensors may be written to, and the shared segment is free again.
             self._values = {k: torch.tensor(v) if isinstance(v, np.ndarray) else v for k, v in batch.items()}
@@ -271,12 +266,7 @@ class DeviceCopies:
     """
 
     def __init__(self, device: torch.device, *, ahead: bool) -> None:
-        """Make the side stream.
-
-        Args:
-            device: A CUDA device with its index.
-            ahead: Whether a thread may fetch the next microbatch while one is in use.
-        """
+        """Make the side stream; `ahead` allows a thread that fetches the next microbatch while one is in use."""
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool = ThreadPoolExecutor(1, "overlord-copies") if ahead else None
@@ -353,13 +343,7 @@ class Ahead(Generic[T]):
     """
 
     def __init__(self, make: Callable[[int], T], count: int, pool: ThreadPoolExecutor | None) -> None:
-        """Begin to make the first.
-
-        Args:
-            make: Makes a thing by its number; the thread calls it too.
-            count: How many there are.
-            pool: One thread; with None, each is made on request.
-        """
+        """Begin to make the first of `count` items; without a pool of one thread, each is made on request."""
         self._make = make
         self._count = count
         self._pool = pool

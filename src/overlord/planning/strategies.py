@@ -7,6 +7,7 @@ another step.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -57,12 +58,12 @@ _Balancing = Annotated[Method, PlainValidator(_as_method, json_schema_input_type
 _Axes = Annotated[Collection[str], PlainValidator(_as_axes, json_schema_input_type=list[_Axis])]
 
 
-class StrategySpec(Spec):
+class StrategySpec(Spec, ABC):
     """A strategy by its options."""
 
+    @abstractmethod
     def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan | Mapping[str, LoadingPlan]:
         """Return the plan of a step."""
-        raise NotImplementedError
 
     def written(self) -> object:
         """Return the short form that a file holds: the name, with the options that differ from the defaults.
@@ -269,10 +270,7 @@ class curriculum(StrategySpec):
         {'curriculum': [[0, 'backbone_balance'], [10000, {'long_short': {'threshold': 4096}}]]}
     """
 
-    stages: Annotated[
-        Sequence[tuple[int, Strategy]],
-        PlainValidator(_as_stages),
-    ] = Field(kw_only=False)
+    stages: Annotated[Sequence[tuple[int, Strategy]], PlainValidator(_as_stages)] = Field(kw_only=False)
     """Pairs of first step and strategy: the first begins with step 0, each later than the one before."""
 
     def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan | Mapping[str, LoadingPlan]:

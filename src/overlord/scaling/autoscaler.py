@@ -369,12 +369,7 @@ def find_bottleneck(
 
     A source that was waited for a share f of the time delivered in the rest of it what was wanted in all of it, so it
     needs 1 / (1 - f) times its workers; its demand with headroom, if that is more; and one more than it has anyway.
-
-    Args:
-        sources: How long each source was waited for.
-        interval_s: Seconds of the interval.
-        trainer_wait: Share of the interval that trainers waited for their batches.
-        headroom: Workers for each one that the demand keeps busy.
+    `trainer_wait` is the share of the interval that trainers waited for their batches.
 
     Example:
         >>> slow = Waited(source="photos", waited_s=5.0, demand=6.4, workers=4)

@@ -349,11 +349,7 @@ class Profile:
         return [one.name for one in self.sources]
 
     def cost(self, name: str) -> SourceCost:
-        """Return the cost of a source.
-
-        Raises:
-            SpecError: It was not measured.
-        """
+        """Return the cost of a source; SpecError where it was not measured."""
         for one in self.sources:
             if one.name == name:
                 return one.cost
@@ -374,12 +370,9 @@ class Profile:
         return Profile(tuple(known.values()))
 
     def refreshed(self, running: Mapping[str, Running], when: str, what: str) -> Profile:
-        """Return the profile updated by a run; sources that it did not prepare stay as they are.
+        """Return the profile updated by a run; sources that it did not prepare stay, unknown names are ignored.
 
-        Args:
-            running: What was measured of each source; names that the profile does not know are ignored.
-            when: ISO time.
-            what: The line of the journal, such as "refreshed at step 400".
+        `what` is the line of the journal, such as "refreshed at step 400"; `when` its ISO time.
         """
 
         def one(source: SourceProfile) -> SourceProfile:
@@ -390,13 +383,9 @@ class Profile:
         return Profile(tuple(one(source) for source in self.sources))
 
     def check(self, digests: Mapping[str, str]) -> None:
-        """Refuse the profile if sources differ from those it was measured on.
+        """Raise SpecError, which names them, if sources were never measured or have changed since.
 
-        Args:
-            digests: What `cost_digest` gives for each source now.
-
-        Raises:
-            SpecError: Sources have changed, or were never measured; it names them.
+        `digests` are what `cost_digest` gives for each source now.
         """
         known = {one.name: one.digest for one in self.sources}
         changed = [name for name, digest in digests.items() if name in known and known[name] != digest]
@@ -418,7 +407,7 @@ class Profile:
 
     def to_json(self) -> str:
         """Return the profile as text for a file: one figure a line, so that two versions can be compared."""
-        sources = {one.name: _without_name(one) for one in self.sources}
+        sources = {given.pop("name"): given for given in map(dataclasses.asdict, self.sources)}
         parts = [
             f"{_text(name)}: {{\n"
             + ",\n".join(f"  {_text(key)}: {_text(value)}" for key, value in given.items())
@@ -430,15 +419,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, file: str) -> Profile:
-        """Read what `to_json` returned.
-
-        Args:
-            text: The content of the file.
-            file: Its name, for messages.
-
-        Raises:
-            SpecError: The file is damaged, or of another version.
-        """
+        """Read what `to_json` returned; SpecError names the file where it is damaged, or of another version."""
         try:
             whole = json.loads(text)
             version = whole["version"]
@@ -460,11 +441,7 @@ class Profile:
 def cost_digest(source: Source, listing: str, tokenizer_digest: str, placement: str) -> str:
     """Return "how:files:tokenizer": hashes of what decides the cost of a source, so that a refusal names the part.
 
-    Args:
-        source: The source.
-        listing: Digest of its list of files.
-        tokenizer_digest: Digest of the tokenizer's files.
-        placement: Where media are decoded, as the launch says.
+    `listing` is the digest of its list of files, `placement` where media are decoded, as the launch says.
     """
     how = source.model_dump(mode="json", include={"path", "sample", "lengths", "format", "shuffle_bytes"})
     texts = (json.dumps([how, placement], sort_keys=True), listing, tokenizer_digest)
@@ -487,26 +464,16 @@ def _checksum(sources: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _without_name(one: SourceProfile) -> dict[str, Any]:
-    given = dataclasses.asdict(one)
-    del given["name"]
-    return given
-
-
 def _source(name: str, given: Mapping[str, Any]) -> SourceProfile:
     fields = dict(given)
     spread, entries = dict(fields.pop("transform")), fields.pop("entries")
     quantiles = tuple(spread.pop("quantiles"))
-    _check_numbers((*fields.values(), *spread.values(), *quantiles))
+    for value in (*fields.values(), *spread.values(), *quantiles):
+        if not isinstance(value, str) and not (is_finite(value) and value >= 0):
+            raise ValueError(f"{value!r} is no amount")
     return SourceProfile(
         name=name,
         transform=Spread(**spread, quantiles=quantiles),
         entries=tuple(Entry(**entry) for entry in entries),
         **fields,
     )
-
-
-def _check_numbers(values: Sequence[object]) -> None:
-    for value in values:
-        if not isinstance(value, str) and not (is_finite(value) and value >= 0):
-            raise ValueError(f"{value!r} is no amount")

@@ -476,15 +476,7 @@ def fill_slabs(
 ) -> Int64s | None:
     """Return the bin of each item in D * M bins that make even slabs, or None where the items do not fit.
 
-    The bins still have to be dealt to buckets: `deal_slabs`.
-
-    Args:
-        costs: What each item takes of time.
-        sizes: What each item takes of the capacity.
-        num_buckets: D, the bins of a slab.
-        num_microbatches: M, the slabs.
-        capacity: The most a bin may hold.
-        spread: What spreads the items over the even slabs (default: greedy).
+    The bins still have to be dealt to buckets (`deal_slabs`). `spread` fills the even slabs; None is greedy.
 
     Example:
         >>> fill_slabs(np.array([9, 4, 3, 2, 1, 1]), np.ones(6, np.int64), 2, 2, 3).tolist()
@@ -522,16 +514,9 @@ def slab_heights(load: Int64s, num_buckets: int) -> int:
 
 
 def deal_slabs(load: Int64s, num_buckets: int, num_microbatches: int, stages: int = 1) -> Int64s:
-    """Deal D * M bins to (bucket, microbatch): bins of similar load share a microbatch, buckets end up even.
+    """Return the place bucket * M + microbatch of each bin: similar loads share a microbatch, buckets end up even.
 
-    Args:
-        load: The cost of each bin.
-        num_buckets: D.
-        num_microbatches: M.
-        stages: Pipeline stages p: a bucket's heaviest bin counts p times.
-
-    Returns:
-        For each bin its place bucket * M + microbatch.
+    With p pipeline stages a bucket's heaviest bin counts p times.
 
     Example:
         >>> deal_slabs(np.array([9, 1, 8, 2]), 2, 2).tolist()

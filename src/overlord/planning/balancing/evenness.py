@@ -63,13 +63,8 @@ def in_lockstep(loads: npt.NDArray[Any]) -> float:
 def in_pipeline(loads: npt.NDArray[Any], stages: int, microbatches: int | None = None) -> float:
     """Return the time of the slowest pipeline over that of even ranks with equal microbatches.
 
-    A pipeline of p stages runs its microbatches one after the other, and its largest p - 1 times more.
-
-    Args:
-        loads: Costs [rank, microbatch].
-        stages: Stages of a pipeline.
-        microbatches: How many the even ranks have; by default as many as these. Ratios can be compared only by the
-            same number.
+    A pipeline of p stages runs its microbatches one after the other, and its largest p - 1 times more. Ratios can be
+    compared only by the same number of microbatches of the even ranks; by default they have as many as these.
 
     Example:
         >>> in_pipeline(np.array([[2.0, 2.0], [3.0, 1.0]]), stages=2)
@@ -80,13 +75,10 @@ def in_pipeline(loads: npt.NDArray[Any], stages: int, microbatches: int | None =
 
 
 def step_time(loads: npt.NDArray[Any], *, stages: int = 1, per_microbatch: float = 0.0, free: bool = False) -> float:
-    """Return the time of a step in units of cost.
+    """Return the time of a step in units of cost, from costs [rank, microbatch] as one rank bears them.
 
-    Args:
-        loads: Costs [rank, microbatch] as one rank bears them.
-        stages: Pipeline stages; with more than one, the slowest pipeline decides.
-        per_microbatch: What a microbatch costs whatever is in it.
-        free: Whether ranks run through their microbatches without waiting for each other after each.
+    With more than one pipeline stage the slowest pipeline decides; `free` ranks do not wait for each other after each
+    microbatch, which costs `per_microbatch` whatever is in it.
     """
     busy = np.where(loads > 0, loads + per_microbatch, 0.0)
     if stages > 1:

@@ -26,6 +26,7 @@ from overlord.planning.balancing.methods import (
     balance_greedy,
     fill,
     fill_in_turn,
+    first_fit_decreasing,
     items_of_bins,
     largest_first,
     loads,
@@ -84,14 +85,7 @@ def spread_labels(places: Int64s, labels: Int64s, sizes: Int64s, num_bins: int, 
     """Return places in which as many bins as possible have a label: the mean loss of one without is not a number.
 
     A bin without one gets the smallest piece with labels from a bin that has several such pieces; if there is no room,
-    in exchange for its own largest piece. Other bins stay as they are.
-
-    Args:
-        places: The bin of each piece.
-        labels: Labels of each piece at least.
-        sizes: What each takes of its bin's capacity.
-        num_bins: Bins.
-        capacity: The most that a bin holds.
+    in exchange for its own largest piece. Other bins stay as they are. `labels` are those of each piece at least.
 
     Example:
         >>> spread_labels(np.array([0, 0, 1]), np.array([7, 3, 0]), np.array([8, 4, 1]), 2, 16).tolist()
@@ -322,14 +316,9 @@ def hybrid_microbatches(
 ) -> HybridPlacement:
     """Return the block and the microbatch of each item: one block size per microbatch, at most `cap` tokens per rank.
 
-    Args:
-        costs: What each item takes of time on one rank.
-        tokens: What each item takes of memory, shared by its ranks.
-        cp_sizes: How many ranks share each item, powers of two (`ranks_needed`).
-        num_ranks: A multiple of the largest size.
-        cap: The most tokens of a microbatch on one rank.
-        equal_counts: Whether ranks synchronise at every microbatch (sharded parameters, expert parallelism): all ranks
-            then get the same count, with empty microbatches. Else each rank has as many as its work needs.
+    Costs are times on one rank; the `cp_sizes` ranks of an item (`ranks_needed`) share its tokens. Where ranks
+    synchronise at every microbatch (sharded parameters, expert parallelism), `equal_counts` gives all of them the same
+    count, with empty microbatches. Else each rank has as many as its work needs.
 
     Example:
         >>> placed = hybrid_microbatches(
@@ -419,19 +408,11 @@ def _packs_of(
 
     The number of packs is what first fit decreasing needs, rounded up to the free microbatches of the blocks plus whole
     rounds over all blocks: more packs are lighter, and an empty microbatch saves nothing. Two ways are tried, packs of
-    equal cost, and packs that fill each microbatch up to its slowest rank; the faster one is taken.
-
-    Args:
-        costs: What each item takes of time on each rank of its block.
-        tokens: What each item takes of memory.
-        capacity: The most tokens of a pack.
-        num_blocks: Blocks of this size.
-        free: Blocks that have one microbatch less than the others.
-        height: Cost of that microbatch on the other blocks.
+    equal cost, and packs that fill each microbatch up to its slowest rank; the faster one is taken. `free` blocks have
+    one microbatch less than the others, which costs these `height`.
     """
-    queue = Queue(tokens, tokens)
-    fill_in_turn(queue.sizes, queue.after, len(tokens), capacity, queue.bins)
-    first_fit = queue.in_order()
+    first_fit = first_fit_decreasing(tokens, len(tokens), capacity)
+    assert first_fit is not None  # no item is larger than a pack
     rounds = max(0, -(-(int(first_fit.max()) + 1 - free) // num_blocks))
     even = balance_greedy(costs, tokens, free + rounds * num_blocks, capacity)
     ways = [_dealt(costs, first_fit if even is None else even, 0)]

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.spec_errors import is_finite, show
+from overlord.core.spec_errors import is_finite, is_whole, show
 from overlord.errors import SpecError, StateError
 
 Float64s = npt.NDArray[np.float64]
@@ -426,7 +426,7 @@ def normalised_prior(prior: Sequence[float] | Float64s, what: str = "the prior i
 
 def at_least(name: str, value: int, least: int) -> int:
     """Return a whole number, or raise SpecError if it is too small."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+    if not is_whole(value, least):
         raise SpecError(f"{name} is {value!r}; the mixture would never learn. Give a whole number of at least {least}")
     return int(value)
 

@@ -478,12 +478,8 @@ def fit_power_laws(at: Float64s, losses: Float64s, weights: Float64s) -> Float64
     Minimises the sum of Huber losses (1e-3) of log residuals, as ADO does. ADO runs L-BFGS from 512 starts; here
     the best of a fixed grid over (alpha, share of the smallest loss that no data removes) is refined by a fixed
     number of damped Gauss-Newton steps. alpha stays within 0.01 and 0.8, much as in ADO. ADO also keeps e above 0.5 and
-    a below 6.5; that suits one kind of loss and count, so here exp(e) only stays below the largest loss.
-
-    Args:
-        at: The n of each place.
-        losses: [place, source], positive, nan where a source has none.
-        weights: How much each place counts.
+    a below 6.5; that suits one kind of loss and count, so here exp(e) only stays below the largest loss. `at` is the n
+    of each place, `weights` how much it counts; losses [place, source] are positive, nan where a source has none.
 
     Example:
         >>> n = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 64.0])
@@ -689,14 +685,10 @@ RULES: Mapping[str, type[DoReMi | ODM | ADO | SkillIt | FunctionRule]] = {
 def make_rule(
     kind: str, names: Sequence[str], prior: Mapping[str, float], options: Mapping[str, Any], lag: int
 ) -> Learner:
-    """Return a rule by its name, for sources in a certain order.
+    """Return a rule by its name, for sources in the order of all arrays.
 
-    Args:
-        kind: "doremi", "odm", "ado", "skill_it" or "function".
-        names: The sources, in the order of all arrays.
-        prior: Weight of each source; 0 for one that is not named. Empty makes all equal.
-        options: The rule's own options, such as {"eta": 0.5}; a graph may map names to names to numbers.
-        lag: Steps after which a report takes effect.
+    A source that the prior does not name has weight 0; an empty prior makes all equal. A graph in the options may map
+    names to names to numbers. A report takes effect after `lag` steps.
 
     Example:
         >>> rule = make_rule("odm", ["web", "code"], {"web": 3, "code": 1}, {"warmup": 100}, lag=16)
