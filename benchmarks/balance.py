@@ -19,11 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.measuring import arguments, publish
-from overlord.planning.balancing.balance import balance, place
-from overlord.planning.balancing.bounds import lockstep_bound, makespan_bound
-from overlord.planning.balancing.greedy import loads
-from overlord.planning.balancing.hybrid import buddy_lpt, hybrid_microbatches, ranks_needed
-from overlord.planning.balancing.lockstep import deal_slabs
+from overlord.planning.balancing.balance import balance, deal_slabs, place
+from overlord.planning.balancing.evenness import lockstep_bound, makespan_bound
+from overlord.planning.balancing.methods import loads
+from overlord.planning.balancing.microbatches import buddy_lpt, hybrid_microbatches, ranks_needed
 
 Int64s = npt.NDArray[np.int64]
 T = TypeVar("T")

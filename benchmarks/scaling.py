@@ -27,7 +27,7 @@ from benchmarks.scaling_real import real
 from benchmarks.scaling_simulator import Outcome, World, simulate
 from overlord.scaling.autoscaler import Fleet, Scaling, decide
 from overlord.scaling.partition import partition, whole_workers
-from overlord.scaling.source_costs import Resources, SourceCost
+from overlord.scaling.profiles import Resources, SourceCost
 
 CPUS = 64
 BAR, MEMORY_BAR = 0.05, 1.0

@@ -24,7 +24,7 @@ import psutil
 import overlord as ol
 from benchmarks.waiting_sources import by_name, measured_costs, waiting_source
 from overlord.scaling.partition import partition, whole_workers
-from overlord.scaling.source_costs import Resources, SourceCost, demand
+from overlord.scaling.profiles import Resources, SourceCost, demand
 
 WORKERS = 36
 SAMPLES, STEP_S = 60, 0.1

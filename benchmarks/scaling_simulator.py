@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from overlord.scaling.dealing import Deal, deal
-from overlord.scaling.source_costs import SourceCost
+from overlord.scaling.profiles import SourceCost
 
 Scale = Callable[[int, tuple[int, ...]], Sequence[int]]
 """Told (the step that is being taken, the workers of each source), returns the workers there should be."""

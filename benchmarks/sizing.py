@@ -26,7 +26,7 @@ import overlord as ol
 from benchmarks.measuring import arguments, publish
 from benchmarks.waiting_sources import by_name, measured_costs, waiting_source
 from overlord.scaling.partition import Partition, partition
-from overlord.scaling.source_costs import Resources, SourceCost
+from overlord.scaling.profiles import Resources, SourceCost
 
 SOURCES = 306
 WORKERS = 32

@@ -13,7 +13,7 @@ import numpy as np
 import overlord as ol
 from overlord.runtimes.autoscaling.profiling import profile_job
 from overlord.runtimes.launching.launch_options import LaunchOptions
-from overlord.scaling.source_costs import SourceCost, counted_by_workers
+from overlord.scaling.profiles import SourceCost, counted_by_workers
 
 
 def waiting_source(folder: Path, name: str, seconds: float, tokens: int, rows: int) -> ol.Source:

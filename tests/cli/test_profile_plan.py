@@ -13,7 +13,7 @@ import overlord as ol
 from overlord.cli.profile import schedule_shares, show_plan
 from overlord.errors import SpecError
 from overlord.launch_spec import LaunchOptions
-from overlord.scaling.source_costs import Resources, SourceCost
+from overlord.scaling.profiles import Resources, SourceCost
 
 MS = {"web": 0.3, "photos": 40.0, "audio": 160.0}
 RESOURCES = Resources(cpus=16, bytes=8 << 30)

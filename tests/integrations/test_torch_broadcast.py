@@ -17,8 +17,8 @@ import torch.multiprocessing as processes
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlord as ol
+from overlord.integrations.torch_batches import HostCopies, pack
 from overlord.integrations.torch_broadcast import Channel, Relay
-from overlord.integrations.torch_copies import HostCopies, pack
 from overlord.integrations.torch_loader import DataLoader
 from overlord.roles.views import Batch, RankView
 

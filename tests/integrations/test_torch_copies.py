@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 import overlord as ol
-from overlord.integrations.torch_copies import ALIGNMENT, Ahead, FlatHeader, HostCopies, pack
+from overlord.integrations.torch_batches import ALIGNMENT, Ahead, FlatHeader, HostCopies, pack
 from overlord.integrations.torch_loader import DataLoader, TorchBatch
 from overlord.roles.views import Batch, RankView
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 import overlord as ol
+from overlord.integrations.torch_batches import DeviceCopies
 from overlord.integrations.torch_broadcast import Channel, Relay
-from overlord.integrations.torch_copies import DeviceCopies
 from overlord.integrations.torch_loader import DataLoader, exchange_images
 from overlord.roles.views import Batch, RankView
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from overlord.errors import PlanError, SpecError
 from overlord.planning.balancing.balance import balance, place
-from overlord.planning.balancing.bounds import lockstep_bound, makespan_bound
-from overlord.planning.balancing.greedy import NO_LIMIT, Queue, fill, loads
+from overlord.planning.balancing.evenness import lockstep_bound, makespan_bound
+from overlord.planning.balancing.methods import NO_LIMIT, Queue, fill, loads
 
 METHODS = ("greedy", "karmarkar_karp", "zigzag")
 OBJECTIVES = ("sum", "lockstep", "pipeline")

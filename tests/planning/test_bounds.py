@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlord.planning.balancing.balance import place
-from overlord.planning.balancing.bounds import lockstep_bound, makespan_bound
-from overlord.planning.balancing.greedy import loads
+from overlord.planning.balancing.evenness import lockstep_bound, makespan_bound
+from overlord.planning.balancing.methods import loads
 
 
 def best_of_all(costs, sizes, num_buckets, num_microbatches, capacity) -> int | None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import SpecError
-from overlord.planning.balancing.hybrid import buddy_lpt, hybrid_microbatches, ranks_needed
+from overlord.planning.balancing.microbatches import buddy_lpt, hybrid_microbatches, ranks_needed
 
 CAP = 64
 lengths = st.lists(st.integers(1, 8 * CAP), max_size=60).map(lambda found: np.array(found, np.int64))

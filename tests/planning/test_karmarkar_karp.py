@@ -8,9 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.planning.balancing.bounds import makespan_bound
-from overlord.planning.balancing.greedy import loads
-from overlord.planning.balancing.karmarkar_karp import balance_karmarkar_karp
+from overlord.planning.balancing.evenness import makespan_bound
+from overlord.planning.balancing.methods import balance_karmarkar_karp, loads
 
 
 def spread_of_textbook(costs, num_bins) -> int:

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlord.errors import PlanError, SpecError, StateError
-from overlord.planning.learning import portable_math
-from overlord.planning.learning.ado import fit_power_laws
-from overlord.planning.learning.rule import ADO, ODM, RULES, DoReMi, FunctionRule, SkillIt, make_rule
+from overlord.planning.learning import learner
+from overlord.planning.learning.rules import ADO, ODM, RULES, DoReMi, FunctionRule, SkillIt, fit_power_laws, make_rule
 
 KINDS = ["doremi", "odm", "smoothed", "ado", "skill_it", "function"]
 K = 4
@@ -425,16 +424,16 @@ def test_bad_options_are_explained(kind, prior, options, message):
 
 @given(st.lists(st.floats(-700, 700), min_size=1, max_size=50))
 def test_exp_and_log_are_accurate(values):
-    assert portable_math.exp(values) == pytest.approx(np.exp(values), rel=1e-15)
+    assert learner.exp(values) == pytest.approx(np.exp(values), rel=1e-15)
     positive = np.abs(values) + 1e-300
-    assert portable_math.log(positive) == pytest.approx(np.log(positive), rel=1e-15, abs=1e-300)
+    assert learner.log(positive) == pytest.approx(np.log(positive), rel=1e-15, abs=1e-300)
 
 
 def plain_exp(x):
-    k = float(round(x * portable_math._INVERSE_LN2))
-    rest = (x - k * portable_math._LN2_HIGH) - k * portable_math._LN2_LOW
-    total = portable_math._EXP_TERMS[-1]
-    for term in portable_math._EXP_TERMS[-2::-1]:
+    k = float(round(x * learner._INVERSE_LN2))
+    rest = (x - k * learner._LN2_HIGH) - k * learner._LN2_LOW
+    total = learner._EXP_TERMS[-1]
+    for term in learner._EXP_TERMS[-2::-1]:
         total = total * rest + term
     return math.ldexp(total, int(k))
 
@@ -442,16 +441,16 @@ def plain_exp(x):
 def test_vectors_are_computed_like_single_numbers():
     # A processor that joins multiplication and addition, or that sums in another order, would show here.
     x = np.arange(-5000, 5001) * 0.06
-    assert portable_math.exp(x).tolist() == [plain_exp(v) for v in x.tolist()]
-    positive = portable_math.exp(x)
-    assert portable_math.log(positive).tolist() == [float(portable_math.log(v)) for v in positive.tolist()]
+    assert learner.exp(x).tolist() == [plain_exp(v) for v in x.tolist()]
+    positive = learner.exp(x)
+    assert learner.log(positive).tolist() == [float(learner.log(v)) for v in positive.tolist()]
 
 
 def test_the_same_bits_everywhere():
     # Taken once; another processor or library must not change them.
     x = np.arange(-500, 501) * 0.06
-    assert int(portable_math.exp(x).view(np.int64).sum() & 0xFFFFFFFF) == 2118822975
-    assert int(portable_math.log(portable_math.exp(x)).view(np.int64).sum() & 0xFFFFFFFF) == 1546188002
+    assert int(learner.exp(x).view(np.int64).sum() & 0xFFFFFFFF) == 2118822975
+    assert int(learner.log(learner.exp(x)).view(np.int64).sum() & 0xFFFFFFFF) == 1546188002
     n = np.arange(1.0, 21.0)
     law = fit_power_laws(n, (1 + 2 / np.sqrt(n) + n % 3 / 50)[:, None], np.ones(20))
     assert law[0].tolist() == [0.02261395084, 0.6921489788, 0.5014539473]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from overlord.errors import PlanError, SpecError, StateError
 from overlord.planning.learning.learner import fixed_point, normalised_prior, softmax
-from overlord.planning.learning.rule import ADO, ODM, DoReMi, FunctionRule, SkillIt, make_rule
+from overlord.planning.learning.rules import ADO, ODM, DoReMi, FunctionRule, SkillIt, make_rule
 
 LOSSES = [0.0, 5e-324, 1e-300, 1e-6, 1.0, 11.0, 1e6]
 RULES = {

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.planning.balancing.bounds import lockstep_bound
-from overlord.planning.balancing.greedy import loads
-from overlord.planning.balancing.karmarkar_karp import balance_karmarkar_karp
-from overlord.planning.balancing.lockstep import deal_slabs, fill_slabs, slab_heights
-from overlord.planning.balancing.zigzag import balance_zigzag
+from overlord.planning.balancing.balance import deal_slabs, fill_slabs, slab_heights
+from overlord.planning.balancing.evenness import lockstep_bound
+from overlord.planning.balancing.methods import balance_karmarkar_karp, balance_zigzag, loads
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 5))
 

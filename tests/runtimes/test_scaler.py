@@ -7,7 +7,7 @@ import pytest
 
 from overlord.runtimes.autoscaling.scaler import Scaler
 from overlord.scaling.autoscaler import Scaling
-from overlord.scaling.source_costs import SourceCost
+from overlord.scaling.profiles import SourceCost
 
 COST_S = 0.03
 

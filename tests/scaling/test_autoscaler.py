@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from overlord.errors import SpecError
 from overlord.scaling.autoscaler import Decision, Fleet, Scaling, bytes_used, cpus_used, decide
-from overlord.scaling.source_costs import SourceCost, demand
+from overlord.scaling.profiles import SourceCost, demand
 
 RATE = 1000.0
 SETTINGS = Scaling()

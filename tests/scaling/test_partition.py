@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from overlord.errors import SpecError
 from overlord.scaling.partition import Partition, cluster_sources, levels, partition
-from overlord.scaling.source_costs import Resources, SourceCost
+from overlord.scaling.profiles import Resources, SourceCost
 
 MB, GB = 1 << 20, 1 << 30
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.scaling import curriculum
 from benchmarks.scaling_simulator import World, simulate
 
-from overlord.scaling.source_costs import SourceCost
+from overlord.scaling.profiles import SourceCost
 
 
 def world(**more) -> World:

@@ -27,17 +27,17 @@ from overlord.errors import SpecError
 from overlord.job.launch_words import Placement
 from overlord.job.layout_specs import Layout
 from overlord.job.specs import Audio, Job, Source, Video
-from overlord.planning.balancing.bounds import lockstep_bound
 from overlord.planning.balancing.evenness import (
     encoder_loads,
     in_lockstep,
     in_pipeline,
+    lockstep_bound,
     over_ranks,
     positions,
     runs_free,
     step_time,
 )
-from overlord.planning.balancing.hybrid import buddy_lpt, ranks_needed
+from overlord.planning.balancing.microbatches import buddy_lpt, ranks_needed
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
 from overlord.reports.explanation import (

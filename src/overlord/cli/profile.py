@@ -34,8 +34,7 @@ from overlord.runtimes.autoscaling.profiling import (
 )
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.scaling.partition import Partition, partition
-from overlord.scaling.profiles import Profile
-from overlord.scaling.source_costs import Resources, SourceCost, mean_shares, schedule_shares
+from overlord.scaling.profiles import Profile, Resources, SourceCost, mean_shares, schedule_shares
 
 # --------------------------------------------------------------------------------------------------------------
 # `overlord profile --plan`: the placement that a profile and some resources give, for a person and for a program.

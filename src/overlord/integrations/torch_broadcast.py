@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, PlanError, SpecError, error_named
-from overlord.integrations.torch_batches import TorchBatch
-from overlord.integrations.torch_copies import Copies, DeviceCopies, FlatBatch, FlatHeader
+from overlord.integrations.torch_batches import Copies, DeviceCopies, FlatBatch, FlatHeader, TorchBatch
 
 _BLOCK = 16 << 10
 """Bytes of the first message; most headers fit, so that one message is enough."""
@@ -37,12 +36,9 @@ class Channel:
     """A process group in which one rank broadcasts and the others receive."""
 
     def __init__(self, group: Any, source: int, stream: Any = None) -> None:
-        """Take a group.
+        """Take a process group (None: the world) and the global rank that broadcasts.
 
-        Args:
-            group: The process group; None for the world.
-            source: The global rank that broadcasts.
-            stream: A CUDA stream for calls on device buffers, so that they do not wait for the model.
+        Calls on device buffers go to `stream`, so that they do not wait for the model.
         """
         self.group = group
         self.source = source
@@ -92,11 +88,7 @@ def _as_bytes(data: torch.Tensor) -> bytes:
 
 
 def share_outcome(make: Callable[[], str] | None) -> str:
-    """Return on every rank of the world the text that rank 0 makes; if that fails, it fails on all ranks.
-
-    Args:
-        make: Makes the text; only rank 0 has it.
-    """
+    """Return on every rank of the world the text that rank 0 makes (others pass None); where it fails, all fail."""
     channel, error = Channel(None, 0), None
     said = b""
     if make is not None:
@@ -184,10 +176,7 @@ class FetchingRanks:
 def open_channel(fetching: FetchingRanks, mesh: Any, stream: Any) -> Channel:
     """Return the channel of this process; all ranks of the world must call this.
 
-    Args:
-        fetching: The ranks that fetch.
-        mesh: A DeviceMesh; its process groups are used if they fit, otherwise groups are made.
-        stream: A CUDA stream for the channel.
+    The process groups of a DeviceMesh are used if they fit, otherwise groups are made.
     """
     groups, me = fetching.groups(), dist.get_rank()
     mine = next(ranks for ranks in groups if me in ranks)
@@ -227,13 +216,9 @@ class Relay:
         step: tuple[int, int, tuple[str, ...]],
         fetch: Callable[[int], FlatBatch] | None,
     ) -> None:
-        """Begin a step.
+        """Begin a step, given by its index, its number of microbatches, and the names of the sources.
 
-        Args:
-            channel: The broadcast group.
-            copies: Copies buffers to the trainer's device.
-            step: Its index, its number of microbatches, and the names of the sources.
-            fetch: Fetches a microbatch; only the rank that fetches has it.
+        Only the rank that fetches has `fetch`, which returns a microbatch by its number.
         """
         self._channel = channel
         self._copies = copies

@@ -17,9 +17,18 @@ import torch.distributed as dist
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import name_choices
 from overlord.errors import ClosedError, PlanError, ServiceLost, SpecError, StateError
-from overlord.integrations.torch_batches import TorchBatch, TorchMeta, TorchMicrobatches, TorchStep
+from overlord.integrations.torch_batches import (
+    Ahead,
+    Copies,
+    FlatBatch,
+    TorchBatch,
+    TorchMeta,
+    TorchMicrobatches,
+    TorchStep,
+    copies_to,
+    device_of,
+)
 from overlord.integrations.torch_broadcast import Channel, FetchingRanks, Relay, open_channel, share_outcome
-from overlord.integrations.torch_copies import Ahead, Copies, FlatBatch, copies_to, device_of
 from overlord.integrations.torch_images import exchange_images, normalize_pixels
 from overlord.job.specs import Job
 from overlord.job_files import SUFFIXES, JobFile, load_job_file

@@ -9,7 +9,7 @@ Rules of this file:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -25,17 +25,15 @@ from overlord.core.spec_errors import did_you_mean, is_whole
 from overlord.errors import SpecError
 from overlord.job.layout_specs import piece_multiple, shape_of
 from overlord.planning.balancing.balance import Level, Method, Objective
-from overlord.planning.balancing.greedy import loads as loads_of
-from overlord.planning.balancing.microbatches import place_hybrid, place_tokens, spread_over_blocks
+from overlord.planning.balancing.methods import loads as loads_of
+from overlord.planning.balancing.microbatches import Placement, place_hybrid, place_tokens, spread_over_blocks
 from overlord.planning.balancing.packing import PackMethod, fill_bins, place_bins
 from overlord.planning.checking import SPLIT_AXES
-from overlord.planning.costs import as_costs
+from overlord.planning.costs import CostFunction, as_costs
 from overlord.planning.encoder import Scope, place_images, split_images
 
 Int64s = npt.NDArray[np.int64]
 Modality = Literal["tokens", "images"]
-CostFn = Callable[[Int64s], npt.ArrayLike]
-"""Lengths (tokens with padding, or patches of images) -> cost of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class DGraph:
     edges: tuple[Edge, ...] = ()
     axis: str | None = None
     group_size: int | None = None
-    cost_fn: CostFn | None = field(default=None, repr=False)
+    cost_fn: CostFunction | None = field(default=None, repr=False)
     costs: Int64s | None = field(default=None, repr=False)
     places: Int64s | None = field(default=None, repr=False)
     """bucket * M + microbatch of every item."""
@@ -119,7 +117,11 @@ class DGraph:
             shares = [f"{name} {weight / total:.1%}" for name, weight in ranked if weight]
             shown = ", ".join(shares[:6]) + (f" and {len(shares) - 6} more" if len(shares) > 6 else "")
             return self._with("mix", f"mixture {self.buffer.draw.mixture_version}: {shown or 'as drawn'}")
-        wanted = [sources] if isinstance(sources, str) else list(_listed("mix: sources", sources))
+        wanted = [sources] if isinstance(sources, str) else sources
+        if not isinstance(wanted, Collection) or not all(isinstance(name, str) for name in wanted):
+            raise SpecError(
+                f"mix: sources is {sources!r:.80}, not a list of names; nothing could be chosen. Give a list of text."
+            )
         for name in wanted:
             if name not in names:
                 raise SpecError(
@@ -149,20 +151,14 @@ class DGraph:
         """
         buckets = self.tree.num_buckets(axis)
         name = _checked_axis(axis, self.tree, self.modality, rows=self.buffer.limits.row_tokens > 0)
-        if group_size is not None and (not is_whole(group_size) or group_size < 1):
+        if group_size is not None and not is_whole(group_size, 1):
             raise SpecError(f"distribute: group_size is {group_size!r}; no group could be made. Use 1 or more.")
         groups = "" if group_size is None else f" in groups of {group_size}"
-        fresh = self._with(
-            "distribute",
-            f"{buckets} buckets over {name}{groups}",
-            axis=name,
-            group_size=group_size,
-            places=None,
-            cp_sizes=None,
-        )
+        detail = f"{buckets} buckets over {name}{groups}"
+        fresh = self._with("distribute", detail, axis=name, group_size=group_size, places=None, cp_sizes=None)
         return fresh if self.cost_fn is None else fresh._costed(self.cost_fn)
 
-    def cost(self, fn: CostFn) -> DGraph:
+    def cost(self, fn: CostFunction) -> DGraph:
         """Say what an item costs: a model of `overlord.costs`, or any function of an array of lengths.
 
         Lengths are tokens with their padding, or the patches of images. Costs become integers, so that every
@@ -217,9 +213,11 @@ class DGraph:
             equal_counts: Over "CP": whether all ranks get the same number of microbatches, with dummies.
         """
         self._need("balance", axis=True, costs=True)
-        if self.modality == "images":
-            return self._balance_images(method, reorder)
         assert self.costs is not None
+        if self.modality == "images":
+            places = place_images(self.items, self.costs, self.num_buckets, method, self.tree, self.owner, self.scope)
+            detail = f"{_name(method)}: {len(self.items)} images over {self.num_buckets} ranks"
+            return self._with("balance", detail, places=places, num_microbatches=1, reorder=reorder)
         if self.axis == "CP":
             placed = place_hybrid(self.buffer, self.items, self.costs, self.tree, equal_counts=equal_counts)
         else:
@@ -235,15 +233,7 @@ class DGraph:
                 level=level,
                 group_size=self.group_size,
             )
-        return self._with(
-            "balance",
-            f"{_name(method)}, {placed.detail}",
-            reorder=reorder,
-            places=placed.places,
-            num_microbatches=placed.count,
-            cp_sizes=placed.cp_sizes,
-            counts=placed.counts,
-        )
+        return self._with_placement("balance", f"{_name(method)}, {placed.detail}", placed, reorder=reorder)
 
     def pack(self, method: PackMethod = "best_fit") -> DGraph:
         """Fill microbatches as full as they go, then give every bucket as many of them, those of like cost together.
@@ -263,15 +253,7 @@ class DGraph:
         graph = self if items is self.items else dataclasses.replace(self, items=items)._costed(self.cost_fn)
         assert graph.costs is not None
         placed = place_bins(self.buffer, items, bins, graph.costs, graph.padded, self.tree)
-        return graph._with(
-            "pack",
-            f"{method}: {placed.detail}",
-            reorder=False,
-            places=placed.places,
-            num_microbatches=placed.count,
-            cp_sizes=None,
-            counts=None,
-        )
+        return graph._with_placement("pack", f"{method}: {placed.detail}", placed, reorder=False)
 
     def placed(self, places: npt.ArrayLike, num_microbatches: int, detail: str = "by hand") -> DGraph:
         """Place every item yourself: `places` is bucket * num_microbatches + microbatch of each."""
@@ -309,15 +291,8 @@ class DGraph:
                 "cp_sizes": self.cp_sizes[shared].astype(np.int32),
                 "first_ranks": firsts.astype(np.int32),
             }
-        plan = lay_out(
-            self.buffer.draw,
-            items,
-            places,
-            self.num_buckets,
-            self.num_microbatches,
-            order=order,
-            pad_multiple=self.pad_multiple,
-        )
+        shape = (self.num_buckets, self.num_microbatches)
+        plan = lay_out(self.buffer.draw, items, places, *shape, order=order, pad_multiple=self.pad_multiple)
         plan = plan.with_kind(self.axis, self.modality, self.broadcast)
         return dataclasses.replace(plan, **extra) if extra else plan
 
@@ -370,7 +345,11 @@ class DGraph:
     def _with(self, primitive: str, detail: str, **changes: Any) -> DGraph:
         return dataclasses.replace(self, edges=(*self.edges, Edge(primitive, detail)), **changes)
 
-    def _costed(self, fn: CostFn) -> DGraph:
+    def _with_placement(self, primitive: str, detail: str, placed: Placement, *, reorder: bool) -> DGraph:
+        at = {"places": placed.places, "num_microbatches": placed.count}
+        return self._with(primitive, detail, reorder=reorder, cp_sizes=placed.cp_sizes, counts=placed.counts, **at)
+
+    def _costed(self, fn: CostFunction) -> DGraph:
         per_item = self.buffer.limits.patches_per_token if self.modality == "images" else 1
         lengths = pad_lengths(self.items.length, self.pad_multiple)  # padding to a full row costs no attention
         return dataclasses.replace(self, costs=as_costs(fn, lengths * per_item, "cost"))
@@ -392,12 +371,6 @@ class DGraph:
                 f"broadcast_at: the samples are distributed over {self.axis}, so the ranks along {axis} need different "
                 "ones; only the first would get any. Broadcast along another axis."
             )
-
-    def _balance_images(self, method: Method, reorder: bool) -> DGraph:
-        assert self.costs is not None
-        places = place_images(self.items, self.costs, self.num_buckets, method, self.tree, self.owner, self.scope)
-        detail = f"{_name(method)}: {len(self.items)} images over {self.num_buckets} ranks"
-        return self._with("balance", detail, places=places, num_microbatches=1, reorder=reorder)
 
 
 # The states of one sample, from its source to the ranks that consume it.
@@ -522,7 +495,7 @@ def _checked_axis(axis: str, tree: ClientPlaceTree, modality: str, *, rows: bool
 def _checked_places(places: npt.ArrayLike, count: int, num_buckets: int, num_microbatches: int) -> Int64s:
     """Return the given places as int64, or raise SpecError where one does not exist."""
     given = np.asarray(places)
-    if not is_whole(num_microbatches) or num_microbatches < 1:
+    if not is_whole(num_microbatches, 1):
         raise SpecError(f"placed: num_microbatches is {num_microbatches!r:.80}; use a whole number of at least 1.")
     most = num_buckets * num_microbatches
     if given.shape != (count,) or given.dtype.kind not in "iu":
@@ -573,12 +546,6 @@ def _check_owner(graph: DGraph, backbone: LoadingPlan, scope: str) -> None:
             f"toward: modality is {graph.modality!r} and scope {scope!r}; only images have an owner. Use it on a "
             "graph of images, with scope 'world' or 'group'."
         )
-
-
-def _listed(what: str, values: object) -> Collection[str]:
-    if not isinstance(values, Collection) or not all(isinstance(value, str) for value in values):
-        raise SpecError(f"{what} is {values!r:.80}, not a list of names; nothing could be chosen. Give a list of text.")
-    return values
 
 
 def _name(fn: object) -> str:

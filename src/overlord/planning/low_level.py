@@ -19,7 +19,7 @@ from overlord.core.messages import LoaderOrder
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, lay_out
 from overlord.core.samples import META, Cursor
-from overlord.core.spec_errors import did_you_mean
+from overlord.core.spec_errors import did_you_mean, is_whole
 from overlord.errors import SpecError
 from overlord.job.layout_specs import piece_multiple, shape_of
 from overlord.planning.checking import check_plan
@@ -48,12 +48,11 @@ def summary_buffer(
         raise SpecError(
             f"summary_buffer: sources are {sources!r:.80}, not a mapping of names to lengths; nothing could be planned."
         )
-    given_limits = {"context_length": context_length, "microbatch_tokens": microbatch_tokens, "step": step}
-    for name, value in (given_limits | {"microbatches": microbatches}).items():
+    counts = {"context_length": context_length, "step": step}
+    optional = {"microbatch_tokens": microbatch_tokens, "microbatches": microbatches}
+    for name, value in (counts | {name: value for name, value in optional.items() if value is not None}).items():
         least = 0 if name == "step" else 1
-        if value is None and name in ("microbatch_tokens", "microbatches"):
-            continue
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+        if not is_whole(value, least):
             raise SpecError(f"summary_buffer: {name} is {value!r:.80}; give a whole number of at least {least}.")
     parts = [_meta_of(name, given) for name, given in sources.items()]
     if not parts or not sum(map(len, parts)):
@@ -175,9 +174,7 @@ def _meta_of(name: str, given: npt.ArrayLike | Columns) -> npt.NDArray[Any]:
     return meta
 
 
-def _for_pieces(
-    what: str, given: npt.ArrayLike, buffer: Buffer, pieces: Pieces, below: int | None
-) -> npt.NDArray[np.int64]:
+def _for_pieces(what: str, given: npt.ArrayLike, buffer: Buffer, pieces: Pieces, below: int) -> npt.NDArray[np.int64]:
     values = np.asarray(given)
     if values.shape not in ((len(buffer),), (len(pieces),)) or values.dtype.kind not in "iu":
         raise SpecError(
@@ -186,8 +183,7 @@ def _for_pieces(
         )
     whole = values.astype(np.int64)
     placed = whole if len(whole) == len(pieces) else whole[pieces.sample]
-    if len(placed) and (int(placed.min()) < 0 or (below is not None and int(placed.max()) >= below)):
+    if len(placed) and not 0 <= int(placed.min()) <= int(placed.max()) < below:
         wrong = int(placed.min()) if int(placed.min()) < 0 else int(placed.max())
-        limit = f"0 to {below - 1}" if below is not None else "0 or more"
-        raise SpecError(f"plan_raw: {what} {wrong} does not exist; its samples would be lost. Use {limit}.")
+        raise SpecError(f"plan_raw: {what} {wrong} does not exist; its samples would be lost. Use 0 to {below - 1}.")
     return placed

@@ -7,6 +7,7 @@ another step.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -19,10 +20,10 @@ from overlord.core.spec_errors import Fault, conflict, did_you_mean, name_choice
 from overlord.errors import SpecError
 from overlord.job.spec_model import Spec, as_number, below, whole
 from overlord.planning import costs
-from overlord.planning.balancing.balance import Level, Method, Objective
+from overlord.planning.balancing.balance import Level, Method, MethodName, Objective
+from overlord.planning.balancing.methods import deal
 from overlord.planning.balancing.microbatches import least_labels, no_room, spread_labels
 from overlord.planning.balancing.packing import PackMethod
-from overlord.planning.balancing.zigzag import deal
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import AnyCost, CostFunction, written_cost
 from overlord.planning.dgraph import DGraph
@@ -30,14 +31,13 @@ from overlord.planning.encoder import Scope
 
 __all__ = ["Strategy", "backbone_balance", "curriculum", "hdp", "long_short", "packed", "vanilla", "vlm_hybrid"]
 
-_MethodName = Literal["greedy", "karmarkar_karp", "zigzag"]
 _Axis = Literal["TP", "CP", "DP"]
 _LLAMA: dict[str, Any] = {"default": "llama_12b"}  # how an editor shows a default
 _VIT: dict[str, Any] = {"default": "vit_2b"}
 
 
 def _as_method(value: object) -> Method:
-    known = get_args(_MethodName)
+    known = get_args(MethodName)
     if not callable(value) and value not in known:
         raise Fault(f"expected {name_choices(known)}; nothing else is understood.{did_you_mean(value, known)}")
     return cast("Method", value)
@@ -54,16 +54,16 @@ def _as_axes(value: object) -> tuple[str, ...]:
     return tuple(cast("list[str]", found))
 
 
-_Balancing = Annotated[Method, PlainValidator(_as_method, json_schema_input_type=_MethodName)]
+_Balancing = Annotated[Method, PlainValidator(_as_method, json_schema_input_type=MethodName)]
 _Axes = Annotated[Collection[str], PlainValidator(_as_axes, json_schema_input_type=list[_Axis])]
 
 
-class StrategySpec(Spec):
+class StrategySpec(Spec, ABC):
     """A strategy by its options."""
 
+    @abstractmethod
     def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan | Mapping[str, LoadingPlan]:
         """Return the plan of a step."""
-        raise NotImplementedError
 
     def written(self) -> object:
         """Return the short form that a file holds: the name, with the options that differ from the defaults.
@@ -270,10 +270,7 @@ class curriculum(StrategySpec):
         {'curriculum': [[0, 'backbone_balance'], [10000, {'long_short': {'threshold': 4096}}]]}
     """
 
-    stages: Annotated[
-        Sequence[tuple[int, Strategy]],
-        PlainValidator(_as_stages),
-    ] = Field(kw_only=False)
+    stages: Annotated[Sequence[tuple[int, Strategy]], PlainValidator(_as_stages)] = Field(kw_only=False)
     """Pairs of first step and strategy: the first begins with step 0, each later than the one before."""
 
     def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan | Mapping[str, LoadingPlan]:

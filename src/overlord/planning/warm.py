@@ -14,14 +14,12 @@ from overlord.core.draw import Pieces, cut_pieces
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.ragged import Ragged
 from overlord.planning import strategies
-from overlord.planning.balancing.balance import Method, Objective, balance, place
+from overlord.planning.balancing.balance import METHODS, MethodName, Objective, balance, place
 from overlord.planning.balancing.packing import PackMethod
 from overlord.planning.checking import run_strategy
 from overlord.planning.drawing import SCALE, Budget, Supply, Tally, draw_more
 from overlord.planning.low_level import summary_buffer
 
-METHODS: tuple[Method, ...] = ("greedy", "karmarkar_karp", "zigzag")
-OBJECTIVES: tuple[Objective, ...] = ("sum", "lockstep", "pipeline")
 _ITEMS = np.array([9, 7, 5, 3, 3, 2, 1]), np.array([1, 7, 2, 3, 6, 2, 5])
 """Costs and sizes."""
 
@@ -52,14 +50,14 @@ def warm_kernels() -> None:
         run_strategy(strategy, buffer, ClientPlaceTree(dp=2, cp=2))
     for method in METHODS:
         balance([3, 2, 1], 2, method=method)
-        for objective in OBJECTIVES:
+        for objective in get_args(Objective):
             _balance(method, objective)
     place(*_ITEMS, 4, 2, 16, group_size=2)
     place(*_ITEMS, 2, 2, 16, level="intra")
     Ragged.from_rows([b"ab", b"c"]).take(np.array([1, 0]))
 
 
-def _balance(method: Method, objective: Objective) -> None:
+def _balance(method: MethodName, objective: Objective) -> None:
     for capacity in (7, 8, 32):  # tight capacities run the fallbacks, too
         place(*_ITEMS, 2, 2, capacity, method=method, objective=objective)
 

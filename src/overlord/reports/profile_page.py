@@ -15,8 +15,7 @@ from overlord.reports.pages import Figure, Row, Table, render, terminal_table
 from overlord.reports.summary import count, number, percent, seconds, shorten, size, without_zeros
 from overlord.reports.svg import OURS, ROW, THEIRS, Frame
 from overlord.scaling.partition import Allotment, Partition
-from overlord.scaling.profiles import Profile, SourceProfile
-from overlord.scaling.source_costs import TINY, Resources, SourceCost
+from overlord.scaling.profiles import TINY, Profile, Resources, SourceCost, SourceProfile
 
 MOST_ROWS = 40
 """Sources that a table of the terminal and a figure hold, the most expensive ones."""

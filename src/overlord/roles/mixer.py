@@ -20,7 +20,8 @@ from overlord.core.spec_errors import did_you_mean
 from overlord.errors import ReportMissing, SpecError, StateError
 from overlord.job.reconcile import RULE_BEGINS
 from overlord.job.specs import Job, Mixture
-from overlord.planning.learning.rule import FunctionRule, MixingRule, make_rule
+from overlord.planning.learning.learner import Learner
+from overlord.planning.learning.rules import FunctionRule, make_rule
 from overlord.roles.changes import InputLog, Report
 
 Int64s = npt.NDArray[np.int64]
@@ -150,7 +151,7 @@ class Mixer:
             "pending": {str(step): [version, *counts] for step, (version, counts) in self._pending.items()},
         }
 
-    def _new_rule(self) -> MixingRule | None:
+    def _new_rule(self) -> Learner | None:
         learn = self._mixture.learn
         if learn is None:
             return None
@@ -169,7 +170,7 @@ class Mixer:
         del self._pending[step]
         self._version = self._rule_base + self._rule.version
 
-    def _teach(self, rule: MixingRule, step: int, report: Report) -> None:
+    def _teach(self, rule: Learner, step: int, report: Report) -> None:
         if isinstance(rule, FunctionRule):
             rule.observe_metrics(step, report)
             return

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from overlord.errors import SpecError
 from overlord.scaling.partition import whole_workers
-from overlord.scaling.source_costs import SourceCost, demand
+from overlord.scaling.profiles import SourceCost, demand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ def cpus_used(workers: Sequence[int], busy: Sequence[float]) -> float:
 
 def bytes_used(workers: Sequence[int], costs: Sequence[SourceCost]) -> int:
     """Return the bytes of files and buffers of a fleet; a source without workers has nothing open."""
-    return sum(n * cost.buffer_bytes + (cost.file_bytes if n else 0) for n, cost in zip(workers, costs, strict=True))
+    return sum(cost.held_bytes(n) for n, cost in zip(workers, costs, strict=True) if n)
 
 
 def _within(workers: Sequence[int], needs: Sequence[_Need], costs: Sequence[SourceCost], fleet: Fleet) -> bool:
@@ -369,12 +369,7 @@ def find_bottleneck(
 
     A source that was waited for a share f of the time delivered in the rest of it what was wanted in all of it, so it
     needs 1 / (1 - f) times its workers; its demand with headroom, if that is more; and one more than it has anyway.
-
-    Args:
-        sources: How long each source was waited for.
-        interval_s: Seconds of the interval.
-        trainer_wait: Share of the interval that trainers waited for their batches.
-        headroom: Workers for each one that the demand keeps busy.
+    `trainer_wait` is the share of the interval that trainers waited for their batches.
 
     Example:
         >>> slow = Waited(source="photos", waited_s=5.0, demand=6.4, workers=4)

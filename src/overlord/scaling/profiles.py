@@ -1,6 +1,10 @@
-"""The profile of a job: the cost of every source, measured on real samples and refreshed by runs.
+"""Costs of sources (the paper's P, T, M): the profile of a job, measured on real samples and refreshed by runs; the
+resources of a launch, and demand by mixture and rate.
 
-Rules of this file:
+A worker is one task slot of a SourceLoader: it reads and measures rows ahead of the plan, and finishes planned ones. An
+actor is a loader host: it holds the files of some sources open, and their workers run in it.
+
+Rules of a profile:
 1. A figure belongs to a source as it was when it was measured: files, sample, tokenizer. `Profile.check` refuses it for
    another one.
 2. A profile records the origin of each figure: when and how it was measured, and on how many samples. That journal is
@@ -13,16 +17,172 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
 from overlord.core.spec_errors import is_finite, list_some
 from overlord.errors import SpecError
-from overlord.job.specs import Source
-from overlord.scaling.source_costs import SourceCost
+from overlord.job.specs import Job, Source
+
+TINY = 0.5
+"""A source that keeps less than this part of one worker busy is tiny: it needs no CPU and no actor of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceCost:
+    """The cost of one source.
+
+    Example:
+        >>> SourceCost(name="web", transform_s=0.0002, file_bytes=1 << 20, buffer_bytes=4 << 20).samples_per_s
+        5000.0
+    """
+
+    name: str
+    transform_s: float
+    """P: seconds that one worker needs for a sample, from reading to finishing it."""
+    handover_s: float = 0.0
+    """T: seconds for planning and handing over a sample, outside of workers."""
+    file_bytes: int = 0
+    """M_d: bytes that an actor holds for the open files of the source."""
+    buffer_bytes: int = 0
+    """M_b: bytes of rows that one worker holds."""
+    tokens: float = 1.0
+    """Tokens of a sample, on average."""
+    cpu_share: float = 1.0
+    """The part of P that needs a CPU: 1.0 for decoding, near 0 for waiting on remote reads. The rest is bounded by
+    workers alone."""
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples that one worker prepares in a second."""
+        return 1.0 / max(self.transform_s, 1e-12)
+
+    def held_bytes(self, workers: int) -> int:
+        """Return the bytes that an actor holds for the source and so many of its workers."""
+        return self.file_bytes + workers * self.buffer_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """The resources for loading, and what planner and constructors take of them."""
+
+    cpus: float
+    bytes: int
+    planner_cpus: float = 1.0
+    planner_bytes: int = 64 << 20
+    constructors: int = 1
+    constructor_cpus: float = 1.0
+    constructor_bytes: int = 512 << 20
+    """Bytes of the steps that one constructor holds ahead of its trainers."""
+    actor_bytes: int = 64 << 20
+    """Bytes of a loader host before it has opened a file."""
+    per_source: int = 16
+    """w_src: workers that one source may have."""
+    per_actor: int = 8
+    """w_actor: workers that one actor may have."""
+    bytes_per_actor: int | None = None
+    """Bytes of one actor at most, where a pod or a host sets a limit; None: only the total `bytes` is limited."""
+
+    @property
+    def loader_cpus(self) -> float:
+        """CPUs left for workers beside the planner and the constructors."""
+        return self.cpus - self.planner_cpus - self.constructors * self.constructor_cpus
+
+    @property
+    def loader_bytes(self) -> int:
+        """Bytes left for actors beside the planner and the constructors."""
+        return self.bytes - self.planner_bytes - self.constructors * self.constructor_bytes
+
+
+def counted_by_workers(costs: Iterable[SourceCost]) -> list[SourceCost]:
+    """Return costs for a budget of workers instead of CPUs: a waiting worker counts as much as a computing one.
+
+    Example:
+        >>> counted_by_workers([SourceCost(name="remote", transform_s=0.1, cpu_share=0.02)])[0].cpu_share
+        1.0
+    """
+    return [replace(cost, cpu_share=1.0) for cost in costs]
+
+
+def sample_shares(
+    weights: Sequence[float], costs: Sequence[SourceCost], level: Literal["sample", "token"] = "sample"
+) -> list[float]:
+    """Return the share of each source in the samples drawn; weights may be shares of tokens.
+
+    Example:
+        >>> costs = [SourceCost(name=n, transform_s=1.0, tokens=t) for n, t in (("a", 100.0), ("b", 300.0))]
+        >>> sample_shares([1.0, 1.0], costs, "token")
+        [0.75, 0.25]
+    """
+    rates = [
+        weight / max(cost.tokens, 1e-9) if level == "token" else weight
+        for weight, cost in zip(weights, costs, strict=True)
+    ]
+    total = sum(rates) or 1.0
+    return [rate / total for rate in rates]
+
+
+def demand(shares: Sequence[float], costs: Sequence[SourceCost], samples_per_s: float) -> list[float]:
+    """Return how many workers of each source are busy at a rate of samples of all sources together.
+
+    Example:
+        >>> demand([0.75, 0.25], [SourceCost(name=n, transform_s=0.01) for n in "ab"], 400.0)
+        [3.0, 1.0]
+    """
+    return [samples_per_s * share * cost.transform_s for share, cost in zip(shares, costs, strict=True)]
+
+
+# The shares of the sources over the schedule of a job.
+
+_POINTS = 200
+"""Steps of a schedule that are sampled."""
+
+
+def schedule_shares(job: Job, steps: int | None, costs: Sequence[SourceCost]) -> list[tuple[int, list[float]]]:
+    """Return the share of each source in the samples, at steps spread over the schedule of a job.
+
+    Learned weights count with their initial values. A temperature without weights depends on file sizes, which are not
+    known here: it counts as equal weights.
+    """
+    given = {source.name: source.weight for source in job.sources if source.weight is not None}
+    base = {name: given.get(name, 0.0) for name in job.names} if given else dict.fromkeys(job.names, 1.0)
+    mixture = job.mixture
+    if mixture.schedule == "static":
+        at = [0]
+    else:
+        last = steps or _last_point(job) + 1
+        at = sorted({round(n * (last - 1) / max(_POINTS - 1, 1)) for n in range(_POINTS)})
+    found = [(step, mixture.weights_at(float(step), job.names, base)) for step in at]
+    return [(step, sample_shares(weights, costs, mixture.level)) for step, weights in found if sum(weights) > 0]
+
+
+def _last_point(job: Job) -> int:
+    """Return the last step at which the schedule changes."""
+    mixture = job.mixture
+    if mixture.stage_weights is not None:
+        starts = [start for start, _ in mixture.stage_weights]
+        # The last stage has no end; it counts for as long as the ones before it.
+        return math.ceil(2 * max(starts)) if max(starts) else 1
+    curves = (mixture.linear_points or mixture.step_points or {}).values()
+    return math.ceil(max((float(at) for points in curves for at in points), default=0.0))
+
+
+def mean_shares(points: Sequence[tuple[int, Sequence[float]]]) -> list[float]:
+    """Return the mean share of each source over the points of a schedule.
+
+    Example:
+        >>> mean_shares([(0, [1.0, 0.0]), (10, [0.5, 0.5])])
+        [0.75, 0.25]
+    """
+    return [sum(column) / len(points) for column in zip(*(one for _, one in points), strict=True)]
+
+
+# The profile of a job.
+
 
 PROFILE_VERSION = 1
 MOST_ENTRIES = 16
@@ -189,11 +349,7 @@ class Profile:
         return [one.name for one in self.sources]
 
     def cost(self, name: str) -> SourceCost:
-        """Return the cost of a source.
-
-        Raises:
-            SpecError: It was not measured.
-        """
+        """Return the cost of a source; SpecError where it was not measured."""
         for one in self.sources:
             if one.name == name:
                 return one.cost
@@ -214,12 +370,9 @@ class Profile:
         return Profile(tuple(known.values()))
 
     def refreshed(self, running: Mapping[str, Running], when: str, what: str) -> Profile:
-        """Return the profile updated by a run; sources that it did not prepare stay as they are.
+        """Return the profile updated by a run; sources that it did not prepare stay, unknown names are ignored.
 
-        Args:
-            running: What was measured of each source; names that the profile does not know are ignored.
-            when: ISO time.
-            what: The line of the journal, such as "refreshed at step 400".
+        `what` is the line of the journal, such as "refreshed at step 400"; `when` its ISO time.
         """
 
         def one(source: SourceProfile) -> SourceProfile:
@@ -230,13 +383,9 @@ class Profile:
         return Profile(tuple(one(source) for source in self.sources))
 
     def check(self, digests: Mapping[str, str]) -> None:
-        """Refuse the profile if sources differ from those it was measured on.
+        """Raise SpecError, which names them, if sources were never measured or have changed since.
 
-        Args:
-            digests: What `cost_digest` gives for each source now.
-
-        Raises:
-            SpecError: Sources have changed, or were never measured; it names them.
+        `digests` are what `cost_digest` gives for each source now.
         """
         known = {one.name: one.digest for one in self.sources}
         changed = [name for name, digest in digests.items() if name in known and known[name] != digest]
@@ -258,7 +407,7 @@ class Profile:
 
     def to_json(self) -> str:
         """Return the profile as text for a file: one figure a line, so that two versions can be compared."""
-        sources = {one.name: _without_name(one) for one in self.sources}
+        sources = {given.pop("name"): given for given in map(dataclasses.asdict, self.sources)}
         parts = [
             f"{_text(name)}: {{\n"
             + ",\n".join(f"  {_text(key)}: {_text(value)}" for key, value in given.items())
@@ -270,15 +419,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, file: str) -> Profile:
-        """Read what `to_json` returned.
-
-        Args:
-            text: The content of the file.
-            file: Its name, for messages.
-
-        Raises:
-            SpecError: The file is damaged, or of another version.
-        """
+        """Read what `to_json` returned; SpecError names the file where it is damaged, or of another version."""
         try:
             whole = json.loads(text)
             version = whole["version"]
@@ -300,11 +441,7 @@ class Profile:
 def cost_digest(source: Source, listing: str, tokenizer_digest: str, placement: str) -> str:
     """Return "how:files:tokenizer": hashes of what decides the cost of a source, so that a refusal names the part.
 
-    Args:
-        source: The source.
-        listing: Digest of its list of files.
-        tokenizer_digest: Digest of the tokenizer's files.
-        placement: Where media are decoded, as the launch says.
+    `listing` is the digest of its list of files, `placement` where media are decoded, as the launch says.
     """
     how = source.model_dump(mode="json", include={"path", "sample", "lengths", "format", "shuffle_bytes"})
     texts = (json.dumps([how, placement], sort_keys=True), listing, tokenizer_digest)
@@ -327,26 +464,16 @@ def _checksum(sources: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _without_name(one: SourceProfile) -> dict[str, Any]:
-    given = dataclasses.asdict(one)
-    del given["name"]
-    return given
-
-
 def _source(name: str, given: Mapping[str, Any]) -> SourceProfile:
     fields = dict(given)
     spread, entries = dict(fields.pop("transform")), fields.pop("entries")
     quantiles = tuple(spread.pop("quantiles"))
-    _check_numbers((*fields.values(), *spread.values(), *quantiles))
+    for value in (*fields.values(), *spread.values(), *quantiles):
+        if not isinstance(value, str) and not (is_finite(value) and value >= 0):
+            raise ValueError(f"{value!r} is no amount")
     return SourceProfile(
         name=name,
         transform=Spread(**spread, quantiles=quantiles),
         entries=tuple(Entry(**entry) for entry in entries),
         **fields,
     )
-
-
-def _check_numbers(values: Sequence[object]) -> None:
-    for value in values:
-        if not isinstance(value, str) and not (is_finite(value) and value >= 0):
-            raise ValueError(f"{value!r} is no amount")

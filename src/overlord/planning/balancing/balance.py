@@ -1,11 +1,12 @@
 """Balancing: assigns items with costs to bins so that consumers wait little for each other. Integers in, places out.
 
-`balance` fills one row of bins, `place` buckets x microbatches. The kernels are in `greedy`, `karmarkar_karp`, `zigzag`
-and `lockstep`; `bounds` has lower bounds for any placement.
+`balance` fills one row of bins, `place` buckets x microbatches. The kernels are in `methods`; `evenness` has lower
+bounds for any placement.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable
@@ -18,24 +19,22 @@ import numpy.typing as npt
 
 from overlord.core.spec_errors import show
 from overlord.errors import OverlordError, PlanError, SpecError
-from overlord.planning.balancing.greedy import (
+from overlord.planning.balancing.methods import (
     NO_LIMIT,
     Int64s,
     Queue,
     balance_greedy,
+    balance_karmarkar_karp,
+    balance_zigzag,
     fill,
     fits_at_all,
     items_of_bins,
     largest_first,
     loads,
 )
-from overlord.planning.balancing.karmarkar_karp import balance_karmarkar_karp
-from overlord.planning.balancing.lockstep import deal_slabs, fill_slabs
-from overlord.planning.balancing.zigzag import balance_zigzag
 
-__all__ = ["Level", "Method", "Objective", "balance", "balance_greedy", "place"]
-
-Method = Literal["greedy", "karmarkar_karp", "zigzag"] | Callable[..., npt.ArrayLike]
+MethodName = Literal["greedy", "karmarkar_karp", "zigzag"]
+Method = MethodName | Callable[..., npt.ArrayLike]
 """How items are assigned to bins: a name, or a function fn(costs, num_bins, sizes, capacity) -> bin of each item."""
 Objective = Literal["sum", "lockstep", "pipeline"]
 Level = Literal["inter", "intra", "interleaved"]
@@ -45,7 +44,7 @@ _MOST_BINS = 1 << 28
 _SUM_BITS = 61
 """Bits of the sum of all costs, which stays below NO_LIMIT."""
 
-METHODS: dict[str, Kernel] = {
+METHODS: dict[MethodName, Kernel] = {
     "greedy": balance_greedy,
     "karmarkar_karp": balance_karmarkar_karp,
     "zigzag": balance_zigzag,
@@ -105,18 +104,6 @@ def balance(
     return bins
 
 
-@dataclass(frozen=True, slots=True)
-class _Goal:
-    """The arguments of `place` that say how to balance."""
-
-    method: Method
-    kernel: Kernel
-    objective: Objective
-    level: Level
-    group_size: int | None
-    stages: int
-
-
 def place(
     costs: Int64s,
     sizes: Int64s,
@@ -172,79 +159,146 @@ def place(
         raise SpecError(f"place: {len(sizes)} sizes for {len(costs)} costs; give one of each for every item.")
     capacity = _count("place", "capacity", capacity, least=0)
     groups = None if group_size is None else _count("place", "group_size", group_size)
-    goal = _Goal(method, _kernel("place", method, capacity), objective, level, groups, stages)
+    kernel = _kernel("place", method, capacity)
     if not fits_at_all(sizes, num_buckets * num_microbatches, capacity):
         return None
     # A capacity above the sum of sizes limits nothing; clipping it keeps products inside int64.
     capacity = min(capacity, int(sizes.sum()))
-    arguments = (costs, sizes, num_buckets, num_microbatches, capacity, goal)
+    placer = _Placer(num_microbatches, capacity, method, kernel, objective, level, groups, stages)
     if level == "intra":
-        return _place_runs(*arguments)
-    places = _place_groups(*arguments)
-    return _place_all(*arguments) if places is None else places
+        return placer.by_runs(costs, sizes, num_buckets)
+    places = placer.by_groups(costs, sizes, num_buckets)
+    return placer.place(costs, sizes, num_buckets) if places is None else places
 
 
-def _place_all(
-    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
-) -> Int64s | None:
-    arguments = (costs, sizes, num_buckets, num_microbatches, capacity, goal)
-    if goal.level == "inter" or goal.objective == "sum":
-        places = _place_buckets(*arguments)
-        return _place_flat(*arguments) if places is None else places
-    flat = _place_flat(*arguments)
-    if goal.objective == "lockstep" or flat is None:
-        return flat
-    # Bins of similar load are best where many items share a bin. Where one item is most of a bucket, even buckets are.
-    even = _place_buckets(*arguments)
-    if even is None:
-        return flat
-    times = [_pipeline_time(costs, one, num_buckets, num_microbatches, goal.stages) for one in (flat, even)]
-    return flat if times[0] <= times[1] else even
+@dataclass(frozen=True, slots=True)
+class _Placer:
+    """How items are placed: the arguments of `place` but for the items and their buckets."""
 
+    num_microbatches: int
+    capacity: int
+    method: Method
+    kernel: Kernel
+    objective: Objective
+    level: Level
+    group_size: int | None
+    stages: int
 
-def _place_flat(
-    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
-) -> Int64s | None:
-    """Place items into D * M bins, then deal the bins to buckets."""
-    num_bins = num_buckets * num_microbatches
-    if goal.objective == "lockstep" and isinstance(goal.method, str):
-        spread = None if goal.method == "greedy" else goal.kernel
-        bins = fill_slabs(costs, sizes, num_buckets, num_microbatches, capacity, spread)
-    else:
-        bins = goal.kernel(costs, sizes, num_bins, capacity)
-    if bins is None:
-        return None
-    stages = goal.stages if goal.objective == "pipeline" else 1
-    places = deal_slabs(loads(costs, bins, num_bins), num_buckets, num_microbatches, stages)
-    return _in_schedule_order(places, num_microbatches, goal)[bins]
+    def place(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+        """Place items without groups of buckets."""
+        if self.level == "inter" or self.objective == "sum":
+            places = self._by_buckets(costs, sizes, num_buckets)
+            return self._by_bins(costs, sizes, num_buckets) if places is None else places
+        flat = self._by_bins(costs, sizes, num_buckets)
+        if self.objective == "lockstep" or flat is None:
+            return flat
+        # Bins of similar load are best where many items share a bin. Where one item is most of a bucket, even buckets
+        # are.
+        even = self._by_buckets(costs, sizes, num_buckets)
+        if even is None:
+            return flat
+        times = [self._pipeline_time(costs, one, num_buckets) for one in (flat, even)]
+        return flat if times[0] <= times[1] else even
 
-
-def _place_buckets(
-    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
-) -> Int64s | None:
-    """Balance over buckets, then inside each over its microbatches."""
-    buckets = goal.kernel(costs, sizes, num_buckets, num_microbatches * capacity)
-    if buckets is None:
-        return None
-    order = largest_first(costs)
-    items, ends = np.empty(len(costs), np.int64), np.empty(num_buckets + 1, np.int64)
-    items_of_bins(order, buckets, items, ends)
-    bins = np.full(len(costs), -1, np.int64)
-    failed = np.arange(num_buckets)
-    if goal.method == "greedy":
-        bins[items], failed = _fill_each(costs[items], sizes[items], ends, num_microbatches, capacity)
-    for bucket in failed:
-        mine = np.sort(items[ends[bucket] : ends[bucket + 1]])
-        found = goal.kernel(costs[mine], sizes[mine], num_microbatches, capacity)
-        if found is None:
+    def by_groups(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+        """Deal items to groups of buckets by cost, then place each group by itself; None without groups or room."""
+        group_size = self.group_size
+        if group_size is None or group_size >= num_buckets:
             return None
-        bins[mine] = found
-    load = loads(costs, buckets * num_microbatches + bins, num_buckets * num_microbatches)
-    rank = np.argsort(
-        np.argsort(-load.reshape(num_buckets, num_microbatches), axis=1, kind="stable"), axis=1, kind="stable"
-    )
-    places = (np.arange(num_buckets)[:, None] * num_microbatches + rank).ravel()
-    return _in_schedule_order(places, num_microbatches, goal)[buckets * num_microbatches + bins]
+        starts = np.arange(0, num_buckets, group_size)
+        widths = np.minimum(group_size, num_buckets - starts)
+        # A group with fewer buckets starts with the load that the missing ones would have.
+        load = int(costs.sum()) // num_buckets * (group_size - widths)
+        room = widths * self.num_microbatches * self.capacity
+        queue = Queue(costs, sizes)
+        fill(*queue.arrays, NO_LIMIT, load, room, queue.bins, 0)
+        if not queue.is_empty:
+            return None
+        groups = queue.in_order()
+        order = np.argsort(groups, kind="stable")
+        ends = np.searchsorted(groups[order], np.arange(len(starts) + 1))
+        places = np.empty(len(costs), np.int64)
+        for group, (start, width) in enumerate(zip(starts.tolist(), widths.tolist(), strict=True)):
+            mine = order[ends[group] : ends[group + 1]]
+            found = self.place(costs[mine], sizes[mine], width)
+            if found is None:
+                return None
+            places[mine] = found + start * self.num_microbatches
+        return places
+
+    def by_runs(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+        """Cut items into runs in drawing order, then balance each run over the buckets."""
+        ends = _equal_runs(sizes, self.num_microbatches, num_buckets * self.capacity)
+        if ends is None:
+            return None
+        places = np.empty(len(costs), np.int64)
+        sums = np.zeros(num_buckets, np.int64)
+        single = dataclasses.replace(self, num_microbatches=1)
+        for microbatch in range(self.num_microbatches):
+            run = slice(int(ends[microbatch]), int(ends[microbatch + 1]))
+            bins = single.by_groups(costs[run], sizes[run], num_buckets)
+            if bins is None:
+                bins = self.kernel(costs[run], sizes[run], num_buckets, self.capacity)
+            if bins is None:
+                return None
+            load = loads(costs[run], bins, num_buckets)
+            buckets = np.empty(num_buckets, np.int64)
+            buckets[np.argsort(-load, kind="stable")] = np.argsort(sums, kind="stable")
+            sums[buckets] += load
+            places[run] = buckets[bins] * self.num_microbatches + microbatch
+        return places
+
+    def _by_bins(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+        """Place items into D * M bins, then deal the bins to buckets."""
+        num_bins = num_buckets * self.num_microbatches
+        if self.objective == "lockstep" and isinstance(self.method, str):
+            spread = None if self.method == "greedy" else self.kernel
+            bins = fill_slabs(costs, sizes, num_buckets, self.num_microbatches, self.capacity, spread)
+        else:
+            bins = self.kernel(costs, sizes, num_bins, self.capacity)
+        if bins is None:
+            return None
+        stages = self.stages if self.objective == "pipeline" else 1
+        places = deal_slabs(loads(costs, bins, num_bins), num_buckets, self.num_microbatches, stages)
+        return self._in_schedule_order(places)[bins]
+
+    def _by_buckets(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+        """Balance over buckets, then inside each over its microbatches."""
+        count = self.num_microbatches
+        buckets = self.kernel(costs, sizes, num_buckets, count * self.capacity)
+        if buckets is None:
+            return None
+        order = largest_first(costs)
+        items, ends = np.empty(len(costs), np.int64), np.empty(num_buckets + 1, np.int64)
+        items_of_bins(order, buckets, items, ends)
+        bins = np.full(len(costs), -1, np.int64)
+        failed = np.arange(num_buckets)
+        if self.method == "greedy":
+            bins[items], failed = _fill_each(costs[items], sizes[items], ends, count, self.capacity)
+        for bucket in failed:
+            mine = np.sort(items[ends[bucket] : ends[bucket + 1]])
+            found = self.kernel(costs[mine], sizes[mine], count, self.capacity)
+            if found is None:
+                return None
+            bins[mine] = found
+        load = loads(costs, buckets * count + bins, num_buckets * count).reshape(num_buckets, count)
+        rank = np.argsort(np.argsort(-load, axis=1, kind="stable"), axis=1, kind="stable")
+        places = (np.arange(num_buckets)[:, None] * count + rank).ravel()
+        return self._in_schedule_order(places)[buckets * count + bins]
+
+    def _in_schedule_order(self, places: Int64s) -> Int64s:
+        """Turn microbatches in falling order of cost into the order in which they run: small, big, small."""
+        if self.objective != "pipeline":
+            return places
+        falling = np.arange(self.num_microbatches)
+        position = np.empty(self.num_microbatches, np.int64)
+        position[np.concatenate((falling[::2][::-1], falling[1::2]))] = falling
+        bucket, microbatch = np.divmod(places, self.num_microbatches)
+        return bucket * self.num_microbatches + position[microbatch]
+
+    def _pipeline_time(self, costs: Int64s, places: Int64s, num_buckets: int) -> int:
+        load = loads(costs, places, num_buckets * self.num_microbatches).reshape(num_buckets, -1)
+        return int((load.sum(axis=1) + (self.stages - 1) * load.max(axis=1)).max())
 
 
 @numba.njit(nogil=True, cache=True)
@@ -264,30 +318,6 @@ def _fill_each(costs: Int64s, sizes: Int64s, ends: Int64s, num_bins: int, capaci
             )
             failed[bucket] = np.any(bins[mine] < 0)
     return bins, np.flatnonzero(failed)
-
-
-def _place_runs(
-    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
-) -> Int64s | None:
-    """Cut items into runs in drawing order, then balance each run over the buckets."""
-    ends = _equal_runs(sizes, num_microbatches, num_buckets * capacity)
-    if ends is None:
-        return None
-    places = np.empty(len(costs), np.int64)
-    sums = np.zeros(num_buckets, np.int64)
-    for microbatch in range(num_microbatches):
-        run = slice(int(ends[microbatch]), int(ends[microbatch + 1]))
-        bins = _place_groups(costs[run], sizes[run], num_buckets, 1, capacity, goal)
-        if bins is None:
-            bins = goal.kernel(costs[run], sizes[run], num_buckets, capacity)
-        if bins is None:
-            return None
-        load = loads(costs[run], bins, num_buckets)
-        buckets = np.empty(num_buckets, np.int64)
-        buckets[np.argsort(-load, kind="stable")] = np.argsort(sums, kind="stable")
-        sums[buckets] += load
-        places[run] = buckets[bins] * num_microbatches + microbatch
-    return places
 
 
 def _equal_runs(sizes: Int64s, num_runs: int, most: int) -> Int64s | None:
@@ -312,51 +342,6 @@ def _equal_runs(sizes: Int64s, num_runs: int, most: int) -> Int64s | None:
         else:
             low = middle + 1
     return best
-
-
-def _place_groups(
-    costs: Int64s, sizes: Int64s, num_buckets: int, num_microbatches: int, capacity: int, goal: _Goal
-) -> Int64s | None:
-    """Deal items to groups of buckets by cost, then place each group by itself; None without groups or room."""
-    group_size = goal.group_size
-    if group_size is None or group_size >= num_buckets:
-        return None
-    starts = np.arange(0, num_buckets, group_size)
-    widths = np.minimum(group_size, num_buckets - starts)
-    # A group with fewer buckets starts with the load that the missing ones would have.
-    load = int(costs.sum()) // num_buckets * (group_size - widths)
-    room = widths * num_microbatches * capacity
-    queue = Queue(costs, sizes)
-    fill(*queue.arrays, NO_LIMIT, load, room, queue.bins, 0)
-    if not queue.is_empty:
-        return None
-    groups = queue.in_order()
-    order = np.argsort(groups, kind="stable")
-    ends = np.searchsorted(groups[order], np.arange(len(starts) + 1))
-    places = np.empty(len(costs), np.int64)
-    for group, (start, width) in enumerate(zip(starts.tolist(), widths.tolist(), strict=True)):
-        mine = order[ends[group] : ends[group + 1]]
-        found = _place_all(costs[mine], sizes[mine], width, num_microbatches, capacity, goal)
-        if found is None:
-            return None
-        places[mine] = found + start * num_microbatches
-    return places
-
-
-def _in_schedule_order(places: Int64s, num_microbatches: int, goal: _Goal) -> Int64s:
-    """Turn microbatches in falling order of cost into the order in which they run: small, big, small."""
-    if goal.objective != "pipeline":
-        return places
-    falling = np.arange(num_microbatches)
-    position = np.empty(num_microbatches, np.int64)
-    position[np.concatenate((falling[::2][::-1], falling[1::2]))] = falling
-    bucket, microbatch = np.divmod(places, num_microbatches)
-    return bucket * num_microbatches + position[microbatch]
-
-
-def _pipeline_time(costs: Int64s, places: Int64s, num_buckets: int, num_microbatches: int, stages: int) -> int:
-    load = loads(costs, places, num_buckets * num_microbatches).reshape(num_buckets, num_microbatches)
-    return int((load.sum(axis=1) + (stages - 1) * load.max(axis=1)).max())
 
 
 def _kernel(where: str, method: Method, given_capacity: int | None) -> Kernel:
@@ -466,3 +451,117 @@ def _scaled(costs: npt.NDArray[np.float64], times: int) -> Int64s:
     if largest > most_bits or not np.array_equal(costs, np.rint(costs)):
         costs = np.rint(np.ldexp(costs, most_bits - largest))
     return costs.astype(np.int64)
+
+
+# The lockstep objective: buckets wait for one another at every microbatch, so the sum of the slowest counts.
+#
+# A slab is one microbatch of all buckets. While the largest waiting item costs more than an even share, the next slab
+# gets the height of that item and is filled up to it, within the capacity. When no item exceeds the even share, the
+# remaining items are spread evenly over the remaining slabs.
+
+
+_EVENLY, _BY_SLAB, _SPREAD = 0, 1, 2
+"""Once no item exceeds the even share: fill all remaining slabs together; one by one; leave them to another method."""
+SMALL = 1 << 16
+"""Up to this many items, filling slab by slab is tried too: it takes a few milliseconds and is sometimes better."""
+
+
+def fill_slabs(
+    costs: Int64s,
+    sizes: Int64s,
+    num_buckets: int,
+    num_microbatches: int,
+    capacity: int,
+    spread: Callable[[Int64s, Int64s, int, int], Int64s | None] | None = None,
+) -> Int64s | None:
+    """Return the bin of each item in D * M bins that make even slabs, or None where the items do not fit.
+
+    The bins still have to be dealt to buckets (`deal_slabs`). `spread` fills the even slabs; None is greedy.
+
+    Example:
+        >>> fill_slabs(np.array([9, 4, 3, 2, 1, 1]), np.ones(6, np.int64), 2, 2, 3).tolist()
+        [0, 1, 1, 1, 2, 3]
+    """
+    num_bins = num_buckets * num_microbatches
+    if not fits_at_all(sizes, num_bins, capacity):
+        return None
+    best, least = None, NO_LIMIT
+    ways = (_SPREAD,) if spread else (_EVENLY, _BY_SLAB) if len(costs) <= SMALL else (_EVENLY,)
+    for way in ways:
+        queue = Queue(costs, sizes)
+        slab = _water_fill(*queue.arrays, num_buckets, num_microbatches, capacity, way, queue.bins)
+        bins = queue.in_order()
+        if spread and slab < num_microbatches:
+            rest = np.flatnonzero(bins < 0)
+            found = spread(costs[rest], sizes[rest], num_bins - slab * num_buckets, capacity)
+            if found is not None:
+                bins[rest] = found + slab * num_buckets
+        if bins.min(initial=0) >= 0:
+            height = slab_heights(loads(costs, bins, num_bins), num_buckets)
+            if height < least:
+                best, least = bins, height
+    return balance_greedy(costs, sizes, num_bins, capacity) if best is None else best
+
+
+def slab_heights(load: Int64s, num_buckets: int) -> int:
+    """Return the sum of the slabs' maxima when bins of similar load share a slab, which is the least possible.
+
+    Example:
+        >>> slab_heights(np.array([9, 1, 8, 2]), 2)
+        11
+    """
+    return int(np.sort(load)[::-1][::num_buckets].sum())
+
+
+def deal_slabs(load: Int64s, num_buckets: int, num_microbatches: int, stages: int = 1) -> Int64s:
+    """Return the place bucket * M + microbatch of each bin: similar loads share a microbatch, buckets end up even.
+
+    With p pipeline stages a bucket's heaviest bin counts p times.
+
+    Example:
+        >>> deal_slabs(np.array([9, 1, 8, 2]), 2, 2).tolist()
+        [0, 1, 2, 3]
+    """
+    slabs = np.argsort(-load, kind="stable").reshape(num_microbatches, num_buckets)
+    place = np.empty(len(load), np.int64)
+    place[slabs[0]] = np.arange(num_buckets) * num_microbatches
+    sums = load[slabs[0]] * stages
+    for microbatch in range(1, num_microbatches):
+        bins = slabs[microbatch]
+        buckets = np.argsort(sums, kind="stable")  # the heaviest bin goes to the lightest bucket
+        place[bins] = buckets * num_microbatches + microbatch
+        sums[buckets] += load[bins]
+    return place
+
+
+@numba.njit(nogil=True, cache=True)
+def _water_fill(
+    costs: Int64s,
+    sizes: Int64s,
+    after: Int64s,
+    tree: Int64s,
+    num_buckets: int,
+    num_microbatches: int,
+    capacity: int,
+    way: int,
+    bins: Int64s,
+) -> int:
+    """Fill slabs from the highest to the lowest; return how many were filled."""
+    n, rest, slab, head = len(costs), np.int64(0), 0, 0
+    for i in range(n):
+        rest += costs[i]
+    while slab < num_microbatches:
+        while head < n and bins[head] >= 0:
+            head += 1
+        if head == n:
+            return num_microbatches
+        left = num_microbatches - slab
+        share = -(-rest // (num_buckets * left))
+        if way == _SPREAD and costs[head] <= share:
+            return slab
+        at_once = left if way != _BY_SLAB and costs[head] <= share else 1
+        limit = NO_LIMIT if at_once == left else max(costs[head], share + share // 50)
+        load, room = np.zeros(at_once * num_buckets, np.int64), np.full(at_once * num_buckets, capacity, np.int64)
+        rest -= fill(costs, sizes, after, tree, limit, load, room, bins, slab * num_buckets)
+        slab += at_once
+    return slab

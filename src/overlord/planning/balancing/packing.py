@@ -18,11 +18,9 @@ from overlord.core.samples import PLAIN
 from overlord.core.spec_errors import did_you_mean, is_whole, show
 from overlord.errors import SpecError
 from overlord.job.layout_specs import bin_multiple
-from overlord.planning.balancing.greedy import NO_LIMIT, Int64s, largest_first, loads
-from overlord.planning.balancing.lockstep import deal_slabs
+from overlord.planning.balancing.balance import deal_slabs
+from overlord.planning.balancing.methods import NO_LIMIT, Int64s, largest_first, loads
 from overlord.planning.balancing.microbatches import Placement, least_labels, no_room, spread_labels
-
-__all__ = ["PackMethod", "concat_split", "fill_bins", "pack", "place_bins"]
 
 PackMethod = Literal["best_fit", "first_fit", "concat"]
 """How bins are filled: the longest item first into the fullest bin that takes it, every item into the first bin that
@@ -117,7 +115,7 @@ def concat_split(
         )
     longest = room if longest is None else longest
     for name, value in (("multiple", multiple), ("longest", longest)):
-        if not is_whole(value) or value < 1:
+        if not is_whole(value, 1):
             raise SpecError(f"concat_split: {name} is {show(value)}, no piece could be cut; use 1 or more.")
     if multiple > room:
         raise SpecError(
@@ -139,15 +137,9 @@ def fill_bins(
 ) -> tuple[Pieces, Int64s]:
     """Fill microbatches with the pieces of a step; return the pieces and the bin of each.
 
-    The pieces are those given, unless "concat" cuts samples flagged PLAIN anew, at the ends of microbatches.
-
-    Args:
-        buffer: The step.
-        items: Pieces of at most the context length.
-        padded: The room that each takes.
-        tree: The mesh; a microbatch is filled up to what its ranks can share.
-        multiple: What pieces are padded to.
-        method: How bins are filled.
+    The pieces are those given, unless "concat" cuts samples flagged PLAIN anew, at the ends of microbatches. These are
+    filled up to what the ranks of the mesh can share. `padded` is the room of each piece, `multiple` what it is padded
+    to.
 
     Raises:
         PlanError: A piece that may not be cut is longer than a microbatch.
@@ -369,7 +361,7 @@ def _lengths(where: str, lengths: npt.ArrayLike) -> Int64s:
 
 
 def _capacity(where: str, capacity: int) -> int:
-    if not is_whole(capacity) or capacity < 1:
+    if not is_whole(capacity, 1):
         raise SpecError(f"{where}: capacity is {show(capacity)}, no bin could be filled; use a whole number from 1.")
     return min(int(capacity), NO_LIMIT)
 

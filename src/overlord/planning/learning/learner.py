@@ -2,8 +2,11 @@
 
 Rules of this file:
 1. A source with prior 0 is not in the mixture: its weight stays 0, whatever is reported, and K does not count it.
-2. Weights are multiples of 2^-40 that sum to exactly 1; what a rule keeps is rounded to 13 digits. Both are
-   computed with `portable_math`, so the same reports give the same weights on every machine.
+2. Weights are multiples of 2^-40 that sum to exactly 1; what a rule keeps is rounded to 13 digits. Both are computed
+   with portable functions, so the same reports give the same weights on every machine: numpy and the C library
+   compute exp and log with an error that differs between processors and versions. Here they are made of +, -, *, / and
+   exact scaling by powers of two only, each of which IEEE 754 rounds in one way; sums have a fixed order. The error
+   stays below a few units in the last place.
 3. An observe that fails, or a state that is refused, changes nothing.
 """
 
@@ -19,11 +22,78 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.spec_errors import is_finite, show
+from overlord.core.spec_errors import is_finite, is_whole, show
 from overlord.errors import SpecError, StateError
-from overlord.planning.learning.portable_math import Float64s, exp, total
 
+Float64s = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
+
+# ln 2 in two parts: k * _LN2_HIGH is exact for every exponent k.
+_LN2_HIGH = float.fromhex("0x1.62e42feep-1")
+_LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
+_INVERSE_LN2 = float.fromhex("0x1.71547652b82fep+0")
+_EXP_TERMS = [1.0 / math.factorial(n) for n in range(14)]
+_LOG_TERMS = [2.0 / (2 * n + 1) for n in range(12)]
+_ROOT_HALF = float.fromhex("0x1.6a09e667f3bcdp-1")
+_LARGEST = 709.0
+_SMALLEST = -745.0
+
+
+def exp(values: npt.ArrayLike) -> Float64s:
+    """Return e ** x; x above 709 counts as 709, so the result is finite.
+
+    Example:
+        >>> exp([0.0, 1.0, -800.0]).tolist()
+        [1.0, 2.7182818284590455, 0.0]
+    """
+    given = np.asarray(values, np.float64)
+    x = np.clip(given, _SMALLEST, _LARGEST)
+    k = np.rint(x * _INVERSE_LN2)
+    rest = (x - k * _LN2_HIGH) - k * _LN2_LOW
+    total = np.full_like(rest, _EXP_TERMS[-1])
+    for term in _EXP_TERMS[-2::-1]:
+        total = total * rest + term
+    return np.where(given < _SMALLEST, 0.0, np.ldexp(total, k.astype(np.int64)))
+
+
+def log(values: npt.ArrayLike) -> Float64s:
+    """Return the natural logarithm of positive numbers.
+
+    Example:
+        >>> log([1.0, 8.0]).tolist()
+        [0.0, 2.0794415416798357]
+    """
+    mantissa, exponent = np.frexp(np.asarray(values, np.float64))
+    small = mantissa < _ROOT_HALF
+    mantissa = np.where(small, mantissa * 2.0, mantissa)
+    exponent = (exponent - small).astype(np.float64)
+    ratio = (mantissa - 1.0) / (mantissa + 1.0)
+    square = ratio * ratio
+    total = np.full_like(square, _LOG_TERMS[-1])
+    for term in _LOG_TERMS[-2::-1]:
+        total = total * square + term
+    return exponent * _LN2_HIGH + (exponent * _LN2_LOW + total * ratio)
+
+
+def ordered_sum(values: Float64s) -> Float64s:
+    """Return the sum over the first axis, added one after the other: numpy's own order may change."""
+    total = np.zeros(values.shape[1:], np.float64)
+    for row in values:
+        total = total + row
+    return total
+
+
+def total(values: Float64s) -> float:
+    """Return the sum, exactly rounded."""
+    return math.fsum(values.tolist())
+
+
+def short(values: npt.ArrayLike, digits: int = 13) -> Float64s:
+    """Round to some significant decimal digits, so that a saved state is short and still exact."""
+    given = np.asarray(values, np.float64)
+    text = f"%.{digits - 1}e"
+    return np.array([float(text % x) for x in given.ravel().tolist()], np.float64).reshape(given.shape)
+
 
 WEIGHT_ONE = 1 << 40
 """Fixed-point one of a rule's weights."""
@@ -61,7 +131,7 @@ class StepReport:
 
 
 class Learner(ABC):
-    """The common part of all mixing rules; `MixingRule` documents the methods."""
+    """A mixture that depends on reports: the same reports give the same weights on every machine."""
 
     kind: ClassVar[str]
     remembers_weights: ClassVar[bool] = False
@@ -79,7 +149,7 @@ class Learner(ABC):
 
     @property
     def version(self) -> int:
-        """Which mixture `weights` gives now."""
+        """Which mixture `weights` gives now: one more with every observe that counts."""
         return self._version
 
     @property
@@ -88,7 +158,7 @@ class Learner(ABC):
         return len(self._prior)
 
     def weights(self, step: int) -> Float64s:
-        """Return the weights for a step that is drawn now; they sum to exactly 1."""
+        """Return the weights for a step that is drawn now; they sum to exactly 1. Changes nothing."""
         return self._history[-1][1] / WEIGHT_ONE
 
     def observe(
@@ -99,7 +169,15 @@ class Learner(ABC):
         token_count: npt.ArrayLike,
         extra: Mapping[str, Float64s] = NO_EXTRA,
     ) -> None:
-        """Learn from a step's report; a step that is not after the last one observed is ignored."""
+        """Learn from a step's report. Called for each step, in order; one that is not after the last one is ignored.
+
+        Args:
+            step: The reported step.
+            mixture_version: `version` when that step was drawn: plans are made ahead, reports come later.
+            loss_sum: Sum of the losses of each source's tokens.
+            token_count: Number of these tokens; 0 for a source that was not in the step or is not reported.
+            extra: Further values for each source by name, nan where missing, such as "reference" for DoReMi.
+        """
         if step <= self._last_step:
             return
         report = self._checked(step, mixture_version, loss_sum, token_count, extra)
@@ -115,7 +193,7 @@ class Learner(ABC):
         return twin
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that was learned, as JSON."""
+        """Return everything that was learned: JSON, bounded in size, exact."""
         return {
             "kind": self.kind,
             "sources": self.num_sources,
@@ -126,7 +204,7 @@ class Learner(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; a damaged one is refused and changes nothing."""
+        """Continue from a state; a damaged one, or one of another rule, raises StateError and changes nothing."""
         saved = SavedState(state, self.kind)
         if saved.text("kind") != self.kind:
             raise saved.refusal("kind", f"is {state['kind']!r}, and this mixture learns by {self.kind!r}")
@@ -348,7 +426,7 @@ def normalised_prior(prior: Sequence[float] | Float64s, what: str = "the prior i
 
 def at_least(name: str, value: int, least: int) -> int:
     """Return a whole number, or raise SpecError if it is too small."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+    if not is_whole(value, least):
         raise SpecError(f"{name} is {value!r}; the mixture would never learn. Give a whole number of at least {least}")
     return int(value)
 

@@ -29,7 +29,7 @@ from overlord.runtimes.launching.deployment import Prepared, SourceFacts
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.scaling.autoscaler import Bottleneck, Fleet, Scaling, Waited, decide, find_bottleneck
 from overlord.scaling.partition import partition
-from overlord.scaling.source_costs import (
+from overlord.scaling.profiles import (
     Resources,
     SourceCost,
     counted_by_workers,
