@@ -25,7 +25,7 @@ class Client:
 
     def __init__(self, feed: Feed, rank: int, first_step: int) -> None:
         ranks = feed.mesh.world_size
-        if not is_whole(rank) or not 0 <= rank < ranks:
+        if not is_whole(rank, 0, ranks - 1):
             raise SpecError(
                 f"rank {rank!r} is not in the mesh of {ranks} ranks; it would wait for data forever. "
                 f"Use a rank from 0 to {ranks - 1}, launch with a larger mesh, or call service.reshard first."
@@ -70,7 +70,7 @@ class Client:
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send metrics of a step to the planner, such as `{"loss/web": 2.1}`. They take effect at step + lag."""
-        if not is_whole(step) or step < 0:
+        if not is_whole(step, 0):
             raise SpecError(f"report: step is {step!r}, which is not a step. Report `step.index`.")
         if not isinstance(metrics, Mapping):
             raise SpecError(f"report: metrics are {metrics!r:.80}, not a mapping. Report as in {{'loss/web': 2.1}}.")
