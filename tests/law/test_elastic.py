@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.core.place_tree import ranks_of_host
-from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
+from overlord.core.plan import plan_from_bytes, plan_to_bytes
 from overlord.roles.changes import Change, InputLog, changes_from_json
 from overlord.roles.planner import Meshes
 from overlord.runtimes.hosts.step_server import Seats

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from overlord.roles.views import Batch, BatchMeta, KeyedBatch, Microbatches, Step
+from overlord.roles.client import Batch, BatchMeta, KeyedBatch, Microbatches, Step
 
 IMAGE_INDICES = ("image_positions", "image_rows")
 """Columns of the provenance that index tensors, and so are on the same device."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from overlord.errors import SpecError
 from overlord.integrations.torch_batches import IMAGE_INDICES, TorchBatch
-from overlord.roles.views import Batch, RankView
+from overlord.roles.client import Batch, RankView
 
 T = TypeVar("T")
 

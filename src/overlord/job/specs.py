@@ -16,13 +16,17 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, model_validator
 
 from overlord.core.spec_errors import Fault, conflict, did_you_mean, list_some
-from overlord.job.chat_specs import Chat
-from overlord.job.media_specs import (
+from overlord.job.mixture_specs import Learn, Mixture
+from overlord.job.sample_specs import (
     Audio,
     Augment,
+    Chat,
+    Custom,
     ImageSpec,
     ImageText,
     Interleaved,
+    Sample,
+    Text,
     Video,
     audio_frames,
     audio_tokens,
@@ -33,8 +37,6 @@ from overlord.job.media_specs import (
     video_frames,
     video_grid,
 )
-from overlord.job.mixture_specs import Learn, Mixture
-from overlord.job.sample_specs import Custom, Sample, Text
 from overlord.job.spec_model import Spec, Takes, Word, as_bytes, as_number, describe_schema, real, spec_field, whole
 
 # --------------------------------------------------------------------------------------------------------------

@@ -28,11 +28,10 @@ from typing import Any, Literal, Protocol, TypeVar, TypeVarTuple, cast, get_args
 
 from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan
-from overlord.core.plan_codec import plan_to_bytes
+from overlord.core.plan import LoadingPlan, plan_to_bytes
 from overlord.core.samples import Cursor
 from overlord.errors import Fenced, NothingToDraw, ReaderError, Rewound, SourceError, SpecError, StateError, StoreError
-from overlord.job.launch_words import OnSourceFailure
+from overlord.job.layout_specs import OnSourceFailure
 from overlord.job.specs import Mixture
 from overlord.roles.changes import FIXED_WHILE_RUNNING
 from overlord.roles.planner import SNAPSHOT_EVERY, Due, Planner

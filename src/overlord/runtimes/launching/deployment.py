@@ -23,8 +23,8 @@ from overlord.core.spec_errors import list_some
 from overlord.core.states import StreamState, restricted_parts
 from overlord.errors import NothingToDraw, OverlordError, SourceError, SpecError, joined
 from overlord.job.layout_specs import Layout, bin_multiple, piece_multiple
-from overlord.job.media_specs import ImageSpec
 from overlord.job.reconcile import reconcile_state, unweighted
+from overlord.job.sample_specs import ImageSpec
 from overlord.job.specs import Audio, ImageText, Job, Source, Text, Video, stream_parts
 from overlord.planning.checking import run_strategy
 from overlord.planning.strategies import backbone_balance
