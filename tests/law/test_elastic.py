@@ -260,7 +260,7 @@ def test_what_is_asked_twice_is_done_once(ids_job, cache):
         for _ in range(3):
             next(client)
         assert {name: ask() for name, ask in asked.items()} == made
-        assert len(planner._inputs.changes) == 3
+        assert len(planner.inputs.changes) == 3
         assert planner.skip_steps(3, change_id="other") > made["skip"]
 
 

@@ -49,32 +49,20 @@ _METRICS = ("loss", "reference", "excess")
 class Mixer:
     """The mixture of a stream, step by step; a part of the Drawer."""
 
-    def __init__(
-        self, job: Job, base: Mapping[str, float], inputs: InputLog, step: int, state: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, job: Job, inputs: InputLog, step: int, state: Mapping[str, Any] | None) -> None:
         self._names = list(inputs.roster_at(step - 1).names)
-        self._base = base
         self._inputs = inputs
         self._lag = job.lag
-        self._version = 0
+        self.version = 0
+        """The version of the mixture: grows with every report that took effect and every change."""
         self._pending: dict[int, tuple[int, list[int]]] = {}
-        self._mixture, self._since = inputs.mixture_at(step - 1)
+        self.mixture, self._since = inputs.mixture_at(step - 1)  # the mixture in force
         self._rule = self._new_rule()
         self._rule_base = 0
         if state is not None:
             self._restore(state)
         elif self._rule is not None and step > 0:
             raise _damaged("it has none")
-
-    @property
-    def mixture(self) -> Mixture:
-        """The mixture in force."""
-        return self._mixture
-
-    @property
-    def version(self) -> int:
-        """The version of the mixture: grows with every report that took effect and every change."""
-        return self._version
 
     def missing_report(self, step: int) -> int | None:
         """Return the step of the report that is needed to draw `step` and has not arrived; None if there is none."""
@@ -95,9 +83,9 @@ class Mixer:
         mixture, since = self._inputs.mixture_at(step)
         self._names = list(self._inputs.roster_at(step).names)  # an added source also changes the mixture
         if since != self._since:
-            self._mixture, self._since = mixture, since
-            self._version += 1
-            self._rule_base = self._version
+            self.mixture, self._since = mixture, since
+            self.version += 1
+            self._rule_base = self.version
             self._pending.clear()
             self._rule = self._new_rule()
         elif step - self._lag in self._pending:
@@ -135,7 +123,7 @@ class Mixer:
         """Return the weight of each source at a step, or inside one."""
         if self._rule is not None:
             return [float(w) for w in self._rule.weights(int(position))]
-        return self._mixture.weights_at(position, self._names, self._base)
+        return self.mixture.weights_at(position, self._names, self._inputs.base)
 
     def weights_ahead(self, step: int) -> list[float]:
         """Return the weights of a future step, as far as they are known now: later reports may change them.
@@ -146,32 +134,32 @@ class Mixer:
         if self._rule is not None and since == self._since:
             weights = self.weights(step) + [0.0] * (len(roster.names) - len(self._names))
         else:
-            weights = mixture.weights_at(float(step), list(roster.names), self._base)
+            weights = mixture.weights_at(float(step), list(roster.names), self._inputs.base)
         return [0.0 if i in roster.parked or i in roster.removed else w for i, w in enumerate(weights)]
 
     def end(self, draw: Draw) -> None:
         """Keep the loss tokens of each source in a drawn step until its report takes effect."""
-        learn = self._mixture.learn
+        learn = self.mixture.learn
         if self._rule is not None and learn is not None and draw.step % learn.every == 0:
             counts = np.bincount(draw.source, draw.meta["loss_tokens"], len(self._names)).astype(np.int64)
-            self._pending[draw.step] = (self._version, counts.tolist())
+            self._pending[draw.step] = (self.version, counts.tolist())
 
     def state(self) -> dict[str, Any] | None:
         """Return the state to save, as JSON; None for a mixture that has not changed."""
-        if self._rule is None and self._version == 0:
+        if self._rule is None and self.version == 0:
             return None
         return {
-            "version": self._version,
+            "version": self.version,
             "rule_base": self._rule_base,
             "rule": None if self._rule is None else self._rule.state_dict(),
             "pending": {str(step): [version, *counts] for step, (version, counts) in self._pending.items()},
         }
 
     def _new_rule(self) -> MixingRule | None:
-        learn = self._mixture.learn
+        learn = self.mixture.learn
         if learn is None:
             return None
-        prior = self._mixture.weights_at(0.0, self._names, self._base)
+        prior = self.mixture.weights_at(0.0, self._names, self._inputs.base)
         given, options = dict(zip(self._names, prior, strict=True)), learn.options()
         if learn.graph is not None:
             # A source has influence 1 on itself unless the graph says otherwise.
@@ -184,7 +172,7 @@ class Mixer:
         assert report is not None and self._rule is not None
         self._teach(self._rule, step, report)
         del self._pending[step]
-        self._version = self._rule_base + self._rule.version
+        self.version = self._rule_base + self._rule.version
 
     def _teach(self, rule: MixingRule, step: int, report: Report) -> None:
         if isinstance(rule, FunctionRule):
@@ -199,7 +187,7 @@ class Mixer:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         try:
-            self._version, self._rule_base = int(state["version"]), int(state["rule_base"])
+            self.version, self._rule_base = int(state["version"]), int(state["rule_base"])
             self._pending = {
                 int(step): (int(row[0]), [int(n) for n in row[1:]]) for step, row in state["pending"].items()
             }
@@ -368,14 +356,14 @@ class _MetadataBuffer:
 class Drawer:
     """Draws steps in order, beginning at a state."""
 
-    def __init__(
-        self, job: Job, loaders: Loaders, state: StreamState, base: Mapping[str, float], inputs: InputLog
-    ) -> None:
+    state: StreamState
+    """The state before the next step."""
+    mixer: Mixer
+
+    def __init__(self, job: Job, loaders: Loaders, state: StreamState, inputs: InputLog) -> None:
         self._job = job
         self._loaders = loaders
-        self._base = base
         self._inputs = inputs
-        self._state = state
         self._awake: set[int] = set()
         self._nothing_drawn: set[int] = set()
         """Sources of which nothing was drawn since their last epoch ended."""
@@ -385,51 +373,46 @@ class Drawer:
         once = job.mixture.stopping in _ONCE
         self._most_epochs: float = 1 if once else job.mixture.max_repetition or math.inf
 
-    @property
-    def state(self) -> StreamState:
-        """The state before the next step."""
-        return self._state
-
     def draw(self) -> DrawnStep | None:
         """Draw the next step, or return None at the end of the stream."""
         if self._stopped:
             return None
-        before = self._state
+        before = self.state
         try:
             self._update_roster()
-            self.mixer.begin(self._state.step)
-            for _ in range(self._inputs.skips_at(self._state.step)):
+            self.mixer.begin(self.state.step)
+            for _ in range(self._inputs.skips_at(self.state.step)):
                 skipped = self._draw()
                 if skipped is None:
                     return None
-                self._state = dataclasses.replace(skipped.after, step=self._state.step)
+                self.state = dataclasses.replace(skipped.after, step=self.state.step)
             drawn = self._draw()
             if drawn is not None:
                 self.mixer.end(drawn.draw)
-                self._state = dataclasses.replace(drawn.after, mixer=self.mixer.state())
-                drawn = DrawnStep(drawn.draw, self._state)
+                self.state = dataclasses.replace(drawn.after, mixer=self.mixer.state())
+                drawn = DrawnStep(drawn.draw, self.state)
             return drawn
         except BaseException:
             self._begin_at(before)  # rows that were taken must be drawn again by a retry
             raise
 
     def _begin_at(self, state: StreamState) -> None:
-        self._state = state
-        self.mixer = Mixer(self._job, self._base, self._inputs, state.step, state.mixer)
+        self.state = state
+        self.mixer = Mixer(self._job, self._inputs, state.step, state.mixer)
         self._metadata = _MetadataBuffer(state)
         self._stopped = bool(state.finished.all())
         self._nothing_drawn.clear()
 
     def _update_roster(self) -> None:
         """Read the roster of this step; a source that was just added gets a row in the state."""
-        self._roster = self._inputs.roster_at(self._state.step)
-        if len(self._roster.names) > len(self._state.epoch):
-            self._state = self._state.grown(len(self._roster.names))
-            self._metadata = _MetadataBuffer(self._state)
+        self._roster = self._inputs.roster_at(self.state.step)
+        if len(self._roster.names) > len(self.state.epoch):
+            self.state = self.state.grown(len(self._roster.names))
+            self._metadata = _MetadataBuffer(self.state)
 
     def _draw(self) -> DrawnStep | None:
-        step = self._state.step
-        work = self._state.copy()
+        step = self.state.step
+        work = self.state.copy()
         batch = self._job.batch
         budget = Budget(batch.global_samples or _UNLIMITED, batch.global_tokens or _UNLIMITED)
         parts: list[tuple[Int32s, MetaArray]] = []
@@ -456,7 +439,7 @@ class Drawer:
     def _rest_undrawn(self, weights: Sequence[float]) -> None:
         awake = {i for i, weight in enumerate(weights) if weight > 0}
         if self._awake - awake:
-            self._loaders.rest({i: self._state.cursor(i) for i in sorted(self._awake - awake)})
+            self._loaders.rest({i: self.state.cursor(i) for i in sorted(self._awake - awake)})
         self._awake = awake
 
     def _weights(self, position: float, work: StreamState) -> list[float]:
@@ -593,7 +576,7 @@ class Drawer:
         """Raise if the stream would end only because the remaining sources are parked or have no weight."""
         if not any(weights) and not self._away:
             raise PlanError(
-                f"step {self._state.step} has nothing to draw from: the mixture gives no remaining source a weight. "
+                f"step {self.state.step} has nothing to draw from: the mixture gives no remaining source a weight. "
                 "The run would end as if its data were used up. Give a source a weight with service.set_mixture(..)."
             )
         waiting = [i for i in sorted(self._away) if not work.finished[i]]
@@ -603,7 +586,7 @@ class Drawer:
                 for i in waiting[:4]
             )
             raise NothingToDraw(
-                f"step {self._state.step} has nothing to draw from: all sources that are left in the mixture are "
+                f"step {self.state.step} has nothing to draw from: all sources that are left in the mixture are "
                 f"parked: {shown}. The run would end without their samples. Repair them and call "
                 "service.return_source(name), or give another source a weight with service.set_mixture(..)."
             )
@@ -612,7 +595,7 @@ class Drawer:
         work.epoch[:], work.group[:], work.offset[:] = self._metadata.cursors().T
         # At the beginning of an epoch the state must not depend on whether its first rows were already requested.
         work.group[work.passed == 0], work.offset[work.passed == 0] = BEGIN, 0
-        return dataclasses.replace(work, step=self._state.step + 1)
+        return dataclasses.replace(work, step=self.state.step + 1)
 
     def _refuse_overlong(self, draw: Draw) -> None:
         if self._job.overlength != "error":

@@ -259,7 +259,7 @@ def left_behind(what: str, first_step: int) -> StateError:
 
 def workload(planner: Planner, ahead: Sequence[int]) -> dict[str, Any]:
     """Tell what is drawn of every source, and what will be so many steps ahead; safe while others plan."""
-    state, weights, names = planner.latest_state, planner.latest_weights, planner.names
+    state, weights, names = planner.latest_state, planner.latest_weights, planner.inputs.names
     missing = [0.0] * (len(names) - len(weights))
     samples = [int(count) for count in state.samples] + [0] * (len(names) - len(state.samples))
     tokens = [int(count) for count in state.tokens] + [0] * (len(names) - len(state.tokens))
@@ -398,7 +398,7 @@ def goes_back(planner: Planner, rank: int, step: int, reached: Mapping[int, int]
         return step < planner.first_step  # it has not been in this lineage, however far the others are by now
     if step < max(planner.first_step, checkpoints.began if known is None else known):
         return True
-    return planner.newest_report >= step and not set(attached) - {rank}
+    return planner.inputs.newest_report >= step and not set(attached) - {rank}
 
 
 def refuse_coming_step(planner: Planner, step: int) -> None:

@@ -627,8 +627,8 @@ def start_planner(
 ) -> Planner:
     """Make the Planner of a stream, at the state it goes on from."""
     job, options = prepared.job, prepared.options
-    strategy, base = options.strategy or backbone_balance(), history.inputs.base
-    base.update(base_weights(job, facts))
+    strategy = options.strategy or backbone_balance()
+    history.inputs.base.update(base_weights(job, facts))
 
     @functools.lru_cache(maxsize=16)
     def limits(tree: ClientPlaceTree) -> Limits:
@@ -636,7 +636,7 @@ def start_planner(
         return limits_of(job, options.layout, tree)
 
     start = PlannerStart(
-        state=draw_again(job, loaders, standing.state, base, history),
+        state=draw_again(job, loaders, standing.state, history),
         inputs=history.inputs,
         parts=standing.parts,
         poisoned=history.verdicts,
