@@ -24,7 +24,7 @@ import numpy as np
 import overlord as ol
 from benchmarks.measuring import arguments, publish
 from overlord.core.messages import MetaDelta
-from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
+from overlord.core.plan import plan_from_bytes, plan_to_bytes
 from overlord.core.samples import META, Cursor
 from overlord.core.states import StreamState
 from overlord.job.specs import stream_parts

@@ -42,7 +42,7 @@ import pyarrow as pa
 from overlord.core.order import NO_GROUP, DataFile, SourceOrder
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
-from overlord.roles.read_buffer import GroupReader
+from overlord.roles.source_loader import GroupReader
 
 def pss():
     # The share of a library changes whenever another process that uses it comes or goes.

@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 import overlord as ol
-from overlord.job.manifests import read_manifest
 from overlord.job.spec_model import Spec, as_bytes
-from overlord.job_files import LaunchOptions, load_job_file
+from overlord.job_files import LaunchOptions, load_job_file, read_manifest
 from overlord.storage import filesystem_of
 
 ROOT = Path(__file__).parents[1]

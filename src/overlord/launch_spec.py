@@ -17,8 +17,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, field_serializer, m
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import Fault, Locate, conflict, did_you_mean, name_choices
 from overlord.errors import SpecError
-from overlord.job.launch_words import DEFAULT_CACHE, OnSourceFailure, Placement, Runtime
-from overlord.job.layout_specs import Keys, Layout
+from overlord.job.layout_specs import DEFAULT_CACHE, Keys, Layout, OnSourceFailure, Placement, Runtime
 from overlord.job.reconcile import Reconcile
 from overlord.job.spec_model import Spec, Word, as_bytes, as_number, below, one_of, real, whole
 from overlord.planning.checking import Strategy

@@ -19,8 +19,7 @@ from overlord.core.plan import LoadingPlan
 from overlord.core.spec_errors import is_whole
 from overlord.core.states import check_seal
 from overlord.errors import SpecError, StateError
-from overlord.job.launch_words import DEFAULT_CACHE, OnSourceFailure, Placement, Runtime
-from overlord.job.layout_specs import Keys, Layout
+from overlord.job.layout_specs import DEFAULT_CACHE, Keys, Layout, OnSourceFailure, Placement, Runtime
 from overlord.job.reconcile import Reconcile
 from overlord.job.spec_model import as_number
 from overlord.job.specs import Job, Mixture, Source

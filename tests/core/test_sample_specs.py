@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.job.media_specs import ImageText, image_grid, image_tokens
+from overlord.job.sample_specs import ImageText, image_grid, image_tokens
 
 
 def qwen(width: int, height: int, spec: ImageText) -> tuple[int, int]:

@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import overlord as ol
 from overlord.core.ragged import BAD_COLUMN, num_rows, take_rows
 from overlord.core.samples import META, Cursor
-from overlord.roles.read_buffer import KNOWN_BYTES, Chunk, ReadBuffer
-from overlord.roles.source_loader import SourceLoader
+from overlord.roles.source_loader import KNOWN_BYTES, Chunk, ReadBuffer, SourceLoader
 from overlord.testing import (
     Fault,
     FaultScript,

@@ -20,7 +20,7 @@ import overlord as ol
 from overlord.integrations.torch_batches import HostCopies, pack
 from overlord.integrations.torch_broadcast import Channel, Relay
 from overlord.integrations.torch_loader import DataLoader
-from overlord.roles.views import Batch, RankView
+from overlord.roles.client import Batch, RankView
 
 WORLD, STEPS, PATIENCE = 4, 3, datetime.timedelta(seconds=45)
 

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as arrays_of
 import overlord as ol
 from overlord.integrations.torch_batches import ALIGNMENT, Ahead, FlatHeader, HostCopies, pack
 from overlord.integrations.torch_loader import DataLoader, TorchBatch
-from overlord.roles.views import Batch, RankView
+from overlord.roles.client import Batch, RankView
 
 DTYPES = st.sampled_from(["<i8", "<i4", "|u1", "<f4", "|b1"])
 SHAPES = arrays_of.array_shapes(min_dims=0, max_dims=3, min_side=0)

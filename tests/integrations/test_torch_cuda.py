@@ -17,7 +17,7 @@ import overlord as ol
 from overlord.integrations.torch_batches import DeviceCopies
 from overlord.integrations.torch_broadcast import Channel, Relay
 from overlord.integrations.torch_loader import DataLoader, exchange_images
-from overlord.roles.views import Batch, RankView
+from overlord.roles.client import Batch, RankView
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

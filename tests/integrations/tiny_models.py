@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import overlord as ol
 from overlord.integrations.torch_loader import normalize_pixels
-from overlord.roles.views import BatchMeta
+from overlord.roles.client import BatchMeta
 from overlord.transforms.microbatches.per_rank import slice_indices
 
 IGNORE = -100

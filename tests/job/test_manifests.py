@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from overlord.errors import SpecError
-from overlord.job.manifests import read_manifest
 from overlord.job.specs import Audio, Chat, ImageText, Interleaved, Source, Text, Video
+from overlord.job_files import read_manifest
 
 
 def write(path: Path, text: str) -> Path:

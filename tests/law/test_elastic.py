@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.core.place_tree import ranks_of_host
-from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
+from overlord.core.plan import plan_from_bytes, plan_to_bytes
 from overlord.roles.changes import Change, InputLog, changes_from_json
 from overlord.roles.planner import Meshes
 from overlord.runtimes.hosts.step_server import Seats
@@ -260,7 +260,7 @@ def test_what_is_asked_twice_is_done_once(ids_job, cache):
         for _ in range(3):
             next(client)
         assert {name: ask() for name, ask in asked.items()} == made
-        assert len(planner._inputs.changes) == 3
+        assert len(planner.inputs.changes) == 3
         assert planner.skip_steps(3, change_id="other") > made["skip"]
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.core.draw import Pieces
-from overlord.core.plan import order_in_bins
-from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
+from overlord.core.plan import order_in_bins, plan_from_bytes, plan_to_bytes
 from overlord.planning.checking import check_plan, run_strategy
 
 TREE = ol.ClientPlaceTree(dp=4, cp=2, tp=2)

@@ -226,7 +226,7 @@ import psutil
 from overlord.core.order import NO_GROUP, DataFile, SourceOrder
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
-from overlord.roles.read_buffer import GroupReader
+from overlord.roles.source_loader import GroupReader
 
 process, held, peak = psutil.Process(), [], [0]
 

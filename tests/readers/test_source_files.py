@@ -27,7 +27,7 @@ from overlord.readers import source_files, spill
 from overlord.readers.filesystems import StoredFile
 from overlord.readers.jsonl import JsonlReader
 from overlord.readers.source_files import SourceFiles
-from overlord.roles.read_buffer import GroupReader
+from overlord.roles.source_loader import GroupReader
 
 from .conftest import read_all, read_block, rows_of
 

@@ -289,7 +289,7 @@ def test_sizes_at_306_sources_and_256_ranks(tmp_path, cache):
 
 
 def mixture_at(service, step):
-    return dict(planner_of(service)._inputs.mixture_at(step)[0].weights)
+    return dict(planner_of(service).inputs.mixture_at(step)[0].weights)
 
 
 @pytest.mark.parametrize(("keep", "at"), [(256, 40), (16, 80)])
@@ -318,7 +318,7 @@ def test_every_word_counts_as_often_as_it_was_said(ids_job, cache, tmp_path, ids
         run.advance(report=False)
     run.crash()
     assert list(planner_of(run.service).sources.parked(32)) == ["b"]
-    changes = planner_of(run.service)._inputs.changes
+    changes = planner_of(run.service).inputs.changes
     assert [change.kind for change in changes] == ["park", "return", "park"]
     run.service.close()
 

@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, offsets_of
 from overlord.core.samples import BAD
 from overlord.errors import SpecError
-from overlord.job.media_specs import Augment, ImageText, Interleaved, any_resize, image_grid, smart_resize
+from overlord.job.sample_specs import Augment, ImageText, Interleaved, any_resize, image_grid, smart_resize
 from overlord.transforms.samples.image_text import ImageTextTransform
 from overlord.transforms.samples.images import (
     ImageDecoder,

@@ -33,8 +33,7 @@ from overlord.core.ragged import (
 )
 from overlord.core.samples import BAD, SKIP
 from overlord.errors import SpecError
-from overlord.job.media_specs import Augment, Interleaved, image_tokens
-from overlord.job.sample_specs import Text
+from overlord.job.sample_specs import Augment, Interleaved, Text, image_tokens
 from overlord.job.specs import Source
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles

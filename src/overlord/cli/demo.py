@@ -13,7 +13,7 @@ from overlord.cli.output import Screen, Tell, write_text
 from overlord.cli.running import run_job
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
-from overlord.job.launch_words import Runtime
+from overlord.job.layout_specs import Runtime
 from overlord.job_files import JobFile, LaunchOptions, dump_job_yaml, load_job_file
 from overlord.reports.run_report import render_report
 from overlord.reports.summary import RunSummary

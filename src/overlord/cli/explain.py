@@ -24,8 +24,7 @@ from overlord.core.plan import LoadingPlan
 from overlord.core.samples import BAD, SKIP, Cursor, MetaArray
 from overlord.core.states import StreamState
 from overlord.errors import SpecError
-from overlord.job.launch_words import Placement
-from overlord.job.layout_specs import Layout
+from overlord.job.layout_specs import Layout, Placement
 from overlord.job.specs import Audio, Job, Source, Video
 from overlord.planning.balancing.evenness import (
     encoder_loads,

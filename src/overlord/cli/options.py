@@ -16,7 +16,7 @@ import typer
 
 from overlord.cli.output import Screen
 from overlord.errors import SpecError
-from overlord.job.launch_words import DEFAULT_CACHE
+from overlord.job.layout_specs import DEFAULT_CACHE
 from overlord.job.specs import Job
 from overlord.job_files import JobFile, load_job_file
 from overlord.launch_spec import Budget, Launch

@@ -25,8 +25,8 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import is_whole
 from overlord.errors import OverlordError, SpecError, StateError, joined
 from overlord.job.layout_specs import Layout
-from overlord.job.manifests import read_text
 from overlord.job.specs import Job, Source
+from overlord.job_files import read_text
 from overlord.launch_spec import Launch
 from overlord.planning.strategies import name_of
 from overlord.readers.index import IndexCache

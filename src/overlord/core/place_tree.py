@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.spec_errors import did_you_mean, show
+from overlord.core.spec_errors import did_you_mean, is_whole, show
 from overlord.errors import SpecError
 
 Int32s = npt.NDArray[np.int32]
@@ -336,7 +336,7 @@ class ClientPlaceTree:
 
     def check_world_size(self, world_size: int) -> None:
         """Raise SpecError if the trainer has another number of ranks than the mesh."""
-        if isinstance(world_size, bool) or not isinstance(cast("object", world_size), int | np.integer):
+        if not is_whole(world_size):
             raise SpecError(
                 f"world_size is {show(world_size)}, not a number of ranks; it cannot be compared with the "
                 f"{self.world_size} ranks of the mesh {self}. Give the number of ranks of the trainer."
@@ -677,7 +677,7 @@ def _dp_of(world_size: int, sizes: Mapping[str, int | None]) -> int:
 
 
 def _counted(size: object, name: str, what: str = "from_megatron") -> int:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if type(size) is not int or size < 1:  # not of numpy: a mesh is written as JSON
         raise SpecError(
             f"{what}: {name} is {size!r}: it must be a whole number of at least 1, or there are no ranks to "
             f"feed. Write {name}=1 for an axis you do not use."

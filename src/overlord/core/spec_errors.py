@@ -193,12 +193,14 @@ def is_finite(value: object) -> TypeGuard[int | float]:
         return False
 
 
-def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
-    """Whether a value is a whole number, of Python or of numpy, and not below the least one.
+def is_whole(value: object, least: int | None = None, most: int | None = None) -> TypeGuard[int]:
+    """Whether a value is a whole number, of Python or of numpy, and within the limits given.
 
     Example:
-        >>> is_whole(3), is_whole(True), is_whole("3"), is_whole(0, 1)
-        (True, False, False, False)
+        >>> is_whole(3), is_whole(True), is_whole("3"), is_whole(0, 1), is_whole(5, 0, 4)
+        (True, False, False, False, False)
     """
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    return whole and (least is None or cast("int", value) >= least)
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        return False
+    number = int(value)
+    return (least is None or number >= least) and (most is None or number <= most)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ import numpy.typing as npt
 
 from overlord.core.order import BEGIN, NO_GROUP
 from overlord.core.samples import Cursor
+from overlord.core.spec_errors import is_finite, is_whole
 from overlord.errors import StateError
 
 STATE_VERSION = 3
@@ -32,7 +32,6 @@ _COLUMNS = ("epoch", "group", "offset", "deficit", "samples", "tokens", "skipped
 
 
 _MOST = (1 << 63) - 1
-_HUGE = sys.float_info.max
 _RANGES = {"epoch": (0, (1 << 31) - 1), "group": (BEGIN, _MOST), "deficit": (-_MOST, _MOST), "finished": (0, 1)}
 """Least and most of a column; the others count from 0 on."""
 
@@ -198,14 +197,12 @@ def check_form(state: Mapping[str, Any]) -> None:
     for key in ("fingerprint", "sources", "reports"):
         if not isinstance(state[key], Mapping):
             raise _damaged(f"{key} is {state[key]!r:.80}")
-    if not _whole(state["step"], 0, _MOST):
+    if not is_whole(state["step"], 0, _MOST):
         raise _damaged(f"step is {state['step']!r:.80}")
     if state["mixer"] is not None and not isinstance(state["mixer"], Mapping):
         raise _damaged(f"mixer is {state['mixer']!r:.80}")
     for step, report in state["reports"].items():
-        known = isinstance(report, Mapping) and all(
-            isinstance(v, (int, float)) and not isinstance(v, bool) and -_HUGE <= v <= _HUGE for v in report.values()
-        )
+        known = isinstance(report, Mapping) and all(is_finite(v) for v in report.values())
         if not str(step).isdecimal() or not known:
             raise _damaged(f"the report of step {step!r:.80} is {report!r:.80}")
     if not isinstance(state["changes"], Sequence) or not all(_is_change(one) for one in state["changes"]):
@@ -216,7 +213,7 @@ def check_form(state: Mapping[str, Any]) -> None:
 
 
 def _is_change(given: Any) -> bool:
-    if not isinstance(given, Mapping) or not _whole(given.get("at"), 0, _MOST):
+    if not isinstance(given, Mapping) or not is_whole(given.get("at"), 0, _MOST):
         return False
     return isinstance(given.get("mixture", None if given.get("kind") == "mixture" else {}), Mapping)
 
@@ -247,12 +244,8 @@ def _check_row(name: str, row: Any) -> None:
         raise _damaged(f"the row of source {name!r} is {row!r:.80}, not {len(_COLUMNS)} numbers")
     for column, value in zip(_COLUMNS, row, strict=True):
         least, most = _RANGES.get(column, (0, _MOST))
-        if not _whole(value, least, most) or (column == "group" and value == NO_GROUP):
+        if not is_whole(value, least, most) or (column == "group" and value == NO_GROUP):
             raise _damaged(f"{column} of source {name!r} is {value!r:.80}")
-
-
-def _whole(value: Any, least: int, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _damaged(what: str) -> StateError:

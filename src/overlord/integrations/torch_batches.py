@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from overlord.errors import SpecError
-from overlord.roles.views import Batch, BatchMeta, KeyedBatch, Microbatches, RankView, Step
+from overlord.roles.client import Batch, BatchMeta, KeyedBatch, Microbatches, RankView, Step
 
 T = TypeVar("T")
 

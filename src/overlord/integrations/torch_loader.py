@@ -33,8 +33,7 @@ from overlord.integrations.torch_images import exchange_images, normalize_pixels
 from overlord.job.specs import Job
 from overlord.job_files import SUFFIXES, JobFile, load_job_file
 from overlord.launch_spec import Launch, LaunchOptions
-from overlord.roles.client import Client
-from overlord.roles.views import Step
+from overlord.roles.client import Client, Step
 from overlord.runtimes.client_feed import check_state_at, connect_local
 from overlord.session import Service, connect, launch, refuse_torch_workers
 

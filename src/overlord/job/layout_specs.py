@@ -1,4 +1,4 @@
-"""`Layout`: in which keys and shapes a trainer takes its batches. It changes no sample and no order."""
+"""`Layout`: keys and shapes of the batches a trainer takes; and the words of a launch. None changes the stream."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from overlord.job.spec_model import Spec, real, whole
 
 if TYPE_CHECKING:
     from overlord.core.draw import Limits
+
+
+Runtime = Literal["local", "ray", "inline"]
+"""Where the roles run."""
+Placement = Literal["auto", "loader", "constructor"]
+"""Where the media of a source are decoded."""
+OnSourceFailure = Literal["stop", "park", "reweight"]
+"""What happens to a source that cannot be read: the run stops; it is parked until it is back; it is parked for good."""
+DEFAULT_CACHE = "~/.cache/overlord"
+"""Folder for the indices of files."""
 
 Keys = Literal["hf", "megatron", "torchtitan"]
 Rows = Literal["packed", "padded", "full"]

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, field_serializer, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from overlord.core.spec_errors import Fault, Loc, conflict
-from overlord.job.spec_model import Spec, Takes, as_finite, as_position, code_of, real, spec_field, whole
+from overlord.job.spec_model import Spec, Takes, as_finite, as_position, below, code_of, real, spec_field, whole
 
 # --------------------------------------------------------------------------------------------------------------
 # `Learn`: how a mixture follows the trainer's reports. The update rules themselves are in planning.
@@ -151,8 +151,11 @@ class MixtureOptions(TypedDict, total=False):
     learn: Learn | None
 
 
-def _inside(at: Loc, fault: Fault) -> Fault:
-    return Fault(fault.text, at=(*at, *fault.at), show_value=fault.show_value)
+def _as_weight(value: object) -> float:
+    weight = as_finite(value)
+    if weight < 0:
+        raise Fault("a weight must be 0 or more; write 0 to leave the source out")
+    return weight
 
 
 def _as_weights(value: object) -> dict[str, float]:
@@ -162,12 +165,8 @@ def _as_weights(value: object) -> dict[str, float]:
     for name, weight in cast("Mapping[object, object]", value).items():
         if not isinstance(name, str):
             raise Fault("the name of a source must be text; in a file, put it in quotes", at=(name,))
-        try:
-            weights[name] = as_finite(weight)
-        except Fault as fault:
-            raise _inside((name,), fault) from None
-        if weights[name] < 0:
-            raise Fault("a weight must be 0 or more; write 0 to leave the source out", at=(name,))
+        with below(name):
+            weights[name] = _as_weight(weight)
     return weights
 
 
@@ -180,25 +179,19 @@ def _as_stages(value: object) -> tuple[tuple[int | float, dict[str, float]], ...
         pair = cast("Sequence[object]", stage) if isinstance(stage, (list, tuple)) else ()
         if len(pair) != 2:
             raise Fault(f"this is not a stage. {example}", at=(number,))
-        try:
+        with below(number, 0):
             start = as_position(pair[0])
-        except Fault as fault:
-            raise _inside((number, 0), fault) from None
-        if number == 0 and start != 0:
-            raise Fault(
-                f"the first stage must start at step 0; steps 0 to {start} would have no weights. Start it at 0",
-                at=(0, 0),
-            )
-        if number and start <= stages[-1][0]:
-            raise Fault(
-                f"stages must start one after another, but the one before starts at {stages[-1][0]}; one of "
-                "them would never be used. Sort them and give each its own first step",
-                at=(number, 0),
-            )
-        try:
+            if number == 0 and start != 0:
+                raise Fault(
+                    f"the first stage must start at step 0; steps 0 to {start} would have no weights. Start it at 0"
+                )
+            if number and start <= stages[-1][0]:
+                raise Fault(
+                    f"stages must start one after another, but the one before starts at {stages[-1][0]}; one of "
+                    "them would never be used. Sort them and give each its own first step"
+                )
+        with below(number, 1):
             stages.append((start, _as_weights(pair[1])))
-        except Fault as fault:
-            raise _inside((number, 1), fault) from None
     return tuple(stages)
 
 
@@ -213,11 +206,8 @@ def _as_curves(value: object) -> dict[str, Points]:
             raise Fault("this must map steps to weights, such as {0: 1.0, 1000: 0.1}", at=(name,))
         curve: Points = {}
         for position, weight in cast("Mapping[object, object]", points).items():
-            try:
-                step = as_position(position)
-                curve[step] = _as_weights({name: weight})[name]
-            except Fault as fault:
-                raise Fault(fault.text, at=(name, position)) from None
+            with below(name, cast("Any", position)):
+                curve[as_position(position)] = _as_weight(weight)
         curves[name] = dict(sorted(curve.items()))
     return curves
 
@@ -336,11 +326,8 @@ class Mixture(Spec):
     def weights_at(self, position: float, names: Sequence[str], base: Mapping[str, float]) -> list[float]:
         """Return the weight of each source at a step; they are >= 0 and do not sum to anything in particular.
 
-        Args:
-            position: The step; with a fraction for draws inside it.
-            names: The sources, in the order of the result.
-            base: Weights that count when the mixture has none: those beside the sources, or their
-                sizes. Empty makes all sources equal.
+        The position has a fraction for draws inside the step. `base` are the weights that count when the mixture has
+        none: those beside the sources, or their sizes; empty makes all sources equal.
         """
         if self.stage_weights is not None:
             number = bisect.bisect_right([start for start, _ in self.stage_weights], position) - 1
@@ -366,14 +353,8 @@ class Mixture(Spec):
     ) -> Mixture:
         """Return the mixture with one more source at every point of its schedule; the others stay in their ratio.
 
-        A mixture that names the source already decides its share.
-
-        Args:
-            name: The source.
-            weight: Against the weights of the others; None for the mean of those that have one.
-            position: The step it comes at.
-            names: The other sources.
-            base: Weights that count when the mixture has none.
+        A mixture that names the source already decides its share. The weight is relative to those of the other sources
+        (`names`), None for the mean of those that have one; `position` is the step from which it is drawn.
 
         Example:
             >>> Mixture({"web": 3, "code": 1}).with_source("math", None, 0, ["web", "code"], {}).weights

@@ -55,11 +55,7 @@ def mixtures_over(
 ) -> list[tuple[int, Mixture]]:
     """Return from which step on each mixture is in force, in order; the first one, from -1 on, is the job's own.
 
-    Args:
-        own: The job's mixture.
-        changes: (step, a mixture that is set or a source that joins), in the order of the calls. At one step mixtures
-            take effect before sources that join.
-        base: The weights given with the sources.
+    The changes are in the order of the calls. At one step mixtures take effect before sources that join.
     """
     found = [(-1, own)]
     for at, change in sorted(changes, key=_turn):
@@ -78,13 +74,8 @@ def _turn(change: tuple[int, Mixture | Joining]) -> tuple[int, bool]:
 def reconcile_state(state: Mapping[str, Any], parts: Mapping[str, Any], how: Reconcile) -> Mapping[str, Any]:
     """Return the state as a state of this job, where it may be made one; otherwise as it is, for a strict check.
 
-    Args:
-        state: What was saved.
-        parts: The job's stream fingerprint.
-        how: What may differ.
-
     Raises:
-        StateError: when sources differ in a way that is not allowed.
+        StateError: when sources differ from those of the fingerprint `parts` in a way that is not allowed.
     """
     check_form(state)
     known, wanted = names_of(state), list(parts["sources"])
@@ -170,9 +161,7 @@ def _tables(mixture: Mapping[str, Any]) -> dict[str, Any]:
 def _in_force(state: Mapping[str, Any], old: Mapping[str, Any]) -> Mixture | None:
     """Return the mixture that was set, or that sources have joined, while a stream ran; None where it is the job's own.
 
-    Args:
-        state: The state.
-        old: The fingerprint of the stream that it was taken from.
+    `old` is the fingerprint of the stream that the state was taken from.
 
     Raises:
         StateError: The log of changes is damaged.

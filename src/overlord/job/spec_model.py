@@ -94,10 +94,8 @@ class Spec(BaseModel):
                     f"({data[name]!r}); one would be lost. Give it once."
                 )
             data[name] = value
-        try:
+        with _as_spec_error(kind, data):
             super().__init__(**data)
-        except ValidationError as error:
-            raise _spec_error(kind, error, data, None) from None
 
     # Without this mark pydantic would call __init__ for nested specs too, and a problem in one of
     # them would become a SpecError before its place in the whole job is known.
@@ -107,39 +105,30 @@ class Spec(BaseModel):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         cls.positional = tuple(name for name, field in cls.model_fields.items() if field.kw_only is False)
-        by_place, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-        names = [*cls.positional, *(n for n in cls.model_fields if n not in cls.positional)]
         parameters: list[inspect.Parameter] = []
-        for name in names:
-            field = cls.model_fields[name]
+        for name, field in cls.model_fields.items():
             default = inspect.Parameter.empty if field.is_required() else field.get_default()
-            kind = by_place if name in cls.positional else by_name
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if field.kw_only is False else inspect.Parameter.KEYWORD_ONLY
             parameters.append(inspect.Parameter(field.alias or name, kind, default=default))
-        cls.__signature__ = inspect.Signature(parameters)
+        cls.__signature__ = inspect.Signature(sorted(parameters, key=lambda one: one.kind))
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
         """Build from a mapping; a problem is a SpecError."""
-        try:
+        with _as_spec_error(cls, obj):
             return super().model_validate(obj, **options)
-        except ValidationError as error:
-            raise _spec_error(cls, error, obj, None) from None
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
         """Build from JSON text; a problem is a SpecError."""
-        try:
+        with _as_spec_error(cls, None):
             return super().model_validate_json(json_data, **options)
-        except ValidationError as error:
-            raise _spec_error(cls, error, None, None) from None
 
     @classmethod
     def from_mapping(cls, data: object, locate: Locate | None = None) -> Self:
         """Build from a mapping that was read from a file; `locate` tells where a field stands in it."""
-        try:
-            return cls.__pydantic_validator__.validate_python(data)
-        except ValidationError as error:
-            raise _spec_error(cls, error, data, locate) from None
+        with _as_spec_error(cls, data, locate):
+            return cls.nested(data)
 
     @classmethod
     def nested(cls, data: object) -> Self:
@@ -162,16 +151,15 @@ class Spec(BaseModel):
         if not isinstance(data, Mapping):
             return data
         known = cls.known_keys()
-        faults: list[Fault] = []
-        for key in cast("Mapping[Any, Any]", data):
-            if key not in known:
-                faults.append(
-                    conflict(
-                        f"unknown key; it would be ignored and {cls.__name__} would not do what you asked."
-                        f"{did_you_mean(key, known)} Known keys: {', '.join(known)}",
-                        key,
-                    )
-                )
+        faults = [
+            conflict(
+                f"unknown key; it would be ignored and {cls.__name__} would not do what you asked."
+                f"{did_you_mean(key, known)} Known keys: {', '.join(known)}",
+                key,
+            )
+            for key in cast("Mapping[Any, Any]", data)
+            if key not in known
+        ]
         for name, field in cls.model_fields.items():
             key = field.alias or name
             if field.is_required() and key not in data:
@@ -199,10 +187,9 @@ class Spec(BaseModel):
 
     def __repr_args__(self) -> Any:
         """Show the positional fields, then what differs from its default."""
-        fields = type(self).model_fields
         for name in self.positional:
             yield None, getattr(self, name)
-        for name, field in fields.items():
+        for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name not in self.positional and field.repr and value != field.get_default():
                 yield field.alias or name, value
@@ -234,10 +221,15 @@ def below(*at: str | int) -> Iterator[None]:
         raise Fault(fault.text, at=(*at, *fault.at), show_value=fault.show_value) from None
 
 
-def _spec_error(kind: type[Spec], error: ValidationError, data: object, locate: Locate | None) -> SpecError:
-    name = follow(data, ("name",))
-    title = f"{kind.__name__} {name!r}" if isinstance(name, str) and name else kind.__name__
-    return SpecError(explain(error.errors(include_url=False), data, title=title, locate=locate))
+@contextmanager
+def _as_spec_error(kind: type[Spec], data: object, locate: Locate | None = None) -> Iterator[None]:
+    """Raise what pydantic finds wrong with the data as a SpecError."""
+    try:
+        yield
+    except ValidationError as error:
+        name = follow(data, ("name",))
+        title = f"{kind.__name__} {name!r}" if isinstance(name, str) and name else kind.__name__
+        raise SpecError(explain(error.errors(include_url=False), data, title=title, locate=locate)) from None
 
 
 def describe_schema(kind: type[Spec]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The job: `Source`, `Batch`, `Job`, and what of a job decides the stream (its fingerprint).
 
-All configuration is here and in the two files beside it (samples, mixture): frozen, checked when
-built. Reading job files is I/O and lives above, in `job/job_files.py`.
+All configuration of the stream is here and in the files beside it (samples, mixture): frozen, checked when built. Job
+files are read in `overlord/job_files.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, model_validator
 
 from overlord.core.spec_errors import Fault, conflict, did_you_mean, list_some
-from overlord.job.chat_specs import Chat
-from overlord.job.media_specs import (
+from overlord.job.mixture_specs import Learn, Mixture
+from overlord.job.sample_specs import (
     Audio,
     Augment,
+    Chat,
+    Custom,
     ImageSpec,
     ImageText,
     Interleaved,
+    Sample,
+    Text,
     Video,
     audio_frames,
     audio_tokens,
@@ -33,8 +37,6 @@ from overlord.job.media_specs import (
     video_frames,
     video_grid,
 )
-from overlord.job.mixture_specs import Learn, Mixture
-from overlord.job.sample_specs import Custom, Sample, Text
 from overlord.job.spec_model import Spec, Takes, Word, as_bytes, as_number, describe_schema, real, spec_field, whole
 
 # --------------------------------------------------------------------------------------------------------------
@@ -198,10 +200,7 @@ class Batch(Spec):
                 "unclear. Give exactly one, such as global_tokens=2**20",
                 "global_tokens",
             )
-        for name, value in (
-            ("global_tokens", self.global_tokens),
-            ("microbatch_tokens", self.microbatch_tokens),
-        ):
+        for name, value in (("global_tokens", self.global_tokens), ("microbatch_tokens", self.microbatch_tokens)):
             if value is not None and value < length:
                 raise conflict(
                     f"{value} is less than context_length = {length}; a sample of full length would never "
@@ -236,7 +235,7 @@ def _as_mixture(value: object) -> object:
 
 
 class Job(Spec):
-    """Everything that decides the stream, and nothing about who consumes it.
+    """Everything that decides the stream, and nothing about its trainers.
 
     Example:
         >>> web = Source("web", "web/*.parquet")
@@ -297,10 +296,7 @@ class Job(Spec):
 
 def _check_names(job: Job) -> None:
     if not job.sources:
-        raise conflict(
-            "there are no sources, so there is nothing to read. Add at least one",
-            "sources",
-        )
+        raise conflict("there are no sources, so there is nothing to read. Add at least one", "sources")
     seen: dict[str, int] = {}
     for number, source in enumerate(job.sources):
         if source.name in seen:
@@ -358,14 +354,10 @@ def _check_tokenizer(job: Job) -> None:
         sample = source.sample
         if isinstance(sample, Custom) or (isinstance(sample, Text) and sample.tokenized):
             continue
-        ready = (
-            ""
-            if not isinstance(sample, Text)
-            else (f", or write {sample!r} with tokenized=True if the column already holds token ids")
-        )
+        ready = f", or write {sample!r} with tokenized=True if the column already holds token ids"
         raise conflict(
             f"missing, but source {source.name!r} holds text; it could be neither counted nor packed. Give "
-            f'tokenizer="tokenizer.json" or a Hugging Face tokenizer folder{ready}',
+            f'tokenizer="tokenizer.json" or a Hugging Face tokenizer folder{ready if isinstance(sample, Text) else ""}',
             "tokenizer",
         )
 
@@ -374,20 +366,13 @@ def _check_contexts(job: Job) -> None:
     length = job.batch.context_length
     for source in job.sources:
         sample = source.sample
-        if isinstance(sample, ImageSpec) and sample.min_tokens > length:
-            what = "size" if sample.size is not None else "min_pixels"
+        if isinstance(sample, (ImageSpec, Video)) and sample.min_tokens > length:
+            item, one = ("clip", "a clip") if isinstance(sample, Video) else ("image", "an image")
+            what = "size" if isinstance(sample, ImageSpec) and sample.size is not None else "min_pixels"
             raise conflict(
-                f"{length} tokens are fewer than the {sample.min_tokens} of the smallest image of source "
-                f"{source.name!r} ({what}={getattr(sample, what)}, patch*merge={sample.factor}); an image is "
-                f"never cut, so no sample would fit. Write a longer context_length or a smaller {what}",
-                "batch",
-                "context_length",
-            )
-        if isinstance(sample, Video) and sample.min_tokens > length:
-            raise conflict(
-                f"{length} tokens are fewer than the {sample.min_tokens} of the smallest clip of source "
-                f"{source.name!r} (min_pixels={sample.min_pixels}, patch*merge={sample.factor}); a clip is never "
-                "cut, so no sample would fit. Write a longer context_length or a smaller min_pixels",
+                f"{length} tokens are fewer than the {sample.min_tokens} of the smallest {item} of source "
+                f"{source.name!r} ({what}={getattr(sample, what)}, patch*merge={sample.factor}); {one} is never cut, "
+                f"so no sample would fit. Write a longer context_length or a smaller {what}",
                 "batch",
                 "context_length",
             )

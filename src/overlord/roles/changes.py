@@ -91,6 +91,35 @@ class Change:
             head["count"] = self.count
         return head | ({"id": self.id} if self.id else {})
 
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Change:
+        """Read the output of `to_json`; anything else raises one of several errors."""
+        kind = entry["kind"]
+        found = cls(kind, int(entry["at"]), id=str(entry.get("id", "")))
+        if kind == "skip":
+            count = int(entry["count"])
+            if count < 1:
+                raise ValueError(f"count {count}")
+            return replace(found, count=count)
+        if kind == "mixture":
+            return replace(found, mixture=Mixture.from_mapping(entry["mixture"]))
+        if kind == "mesh":
+            return replace(found, mesh=ClientPlaceTree.from_sizes(entry["mesh"]))
+        if kind not in ROSTER_KINDS:
+            raise ValueError(f"kind {kind!r}")
+        if kind == "sources" and "add" in entry:
+            weight = entry["weight"]
+            if weight is not None and not (is_finite(weight) and weight >= 0):
+                raise ValueError(f"weight {weight}")
+            joins = bool(entry.get("joins", True))
+            return replace(found, add=Source.from_mapping(entry["add"]), weight=weight, joins=joins)
+        name = entry["remove" if kind == "sources" else "source"]
+        if not isinstance(name, str):
+            raise ValueError(f"source {name!r}")
+        if kind == "park":
+            return replace(found, source=name, why=str(entry["why"]), failed=bool(entry["failed"]))
+        return replace(found, source=name)
+
 
 class InputLog:
     """The reports and changes of one stream."""
@@ -99,45 +128,33 @@ class InputLog:
         self._job = job
         self._journal = journal
         self._reports: dict[int, dict[str, float]] = {int(k): dict(v) for k, v in reports.items()}
-        self._newest_report = max(self._reports, default=-1)
-        self._changes = list(changes)
-        self._names = tuple(job.names)
+        self.newest_report = max(self._reports, default=-1)
+        """The newest step that was reported; -1 where none was."""
+        self.changes = list(changes)
+        """Every change so far, in the order in which they were made."""
+        self.names = tuple(job.names)
+        """Every source by its number, including removed ones and those added at a later step."""
         self.base: dict[str, float] = {}
         """The weights given with the sources, used by a mixture without weights."""
         self._mixtures: tuple[int, list[tuple[int, Mixture]]] = (-1, [])
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every source by its number, including removed ones and those added at a later step."""
-        return self._names
-
-    @property
-    def changes(self) -> Sequence[Change]:
-        """Every change so far, in the order in which they were made."""
-        return self._changes
 
     def add_report(self, step: int, metrics: Report) -> None:
         """Append the report of a step that has none; it is on disk when this returns."""
         report = dict(metrics)
         self._journal.append({"kind": "report", "step": step, "metrics": report}, durable=True)
         self._reports[step] = report
-        self._newest_report = max(self._newest_report, step)
+        self.newest_report = max(self.newest_report, step)
         if len(self._reports) > 2 * KEPT_REPORTS:  # rarely: filtering them all costs as much as a write
-            self._reports = {s: r for s, r in self._reports.items() if s >= self._newest_report - KEPT_REPORTS}
+            self._reports = {s: r for s, r in self._reports.items() if s >= self.newest_report - KEPT_REPORTS}
 
     def report_of(self, step: int) -> Report | None:
         """Return the report of a step, or None when there is none."""
         found = self._reports.get(step)
-        if found is None and step < self._newest_report - KEPT_REPORTS:
+        if found is None and step < self.newest_report - KEPT_REPORTS:
             for record in self._journal.records():
                 if record["kind"] == "report" and record["step"] == step:
                     return record["metrics"]
         return found
-
-    @property
-    def newest_report(self) -> int:
-        """The newest step that was reported; -1 where none was."""
-        return self._newest_report
 
     def recent(self, first: int, stop: int) -> dict[int, Report]:
         """Return the reports of some steps."""
@@ -147,39 +164,57 @@ class InputLog:
     def add_change(self, change: Change) -> None:
         """Append a change; it is on disk when this returns."""
         self._journal.append({**change.to_json(), "kind": f"change.{change.kind}", "step": change.at}, durable=True)
-        self._changes.append(change)
+        self.changes.append(change)
         if change.add is not None:
-            self._names = (*self._names, change.add.name)
+            self.names = (*self.names, change.add.name)
 
     def mixture_at(self, step: int) -> tuple[Mixture, int]:
         """Return the mixture in force at a step, and the step it holds from (-1: the job's own)."""
-        if self._mixtures[0] != len(self._changes):
-            self._mixtures = (len(self._changes), mixtures_of(self._job.mixture, self._names, self._changes, self.base))
+        if self._mixtures[0] != len(self.changes):
+            self._mixtures = (len(self.changes), mixtures_of(self._job.mixture, self.names, self.changes, self.base))
         return next((mixture, since) for since, mixture in reversed(self._mixtures[1]) if since <= step)
 
     def check(self, what: str, change: Change, base: Mapping[str, float] | None = None) -> None:
         """Refuse a change that conflicts with a change of the log, whichever steps they name.
 
-        Args:
-            what: The name of the call, for the error.
-            change: The new change.
-            base: The weights given with the sources, where the change adds one.
+        `base` are the weights given with the sources, where the change adds one.
 
         Raises:
             SpecError: A mixture would name a source that is removed, or a step would have nothing to draw from.
         """
-        names = self._names if change.add is None else (*self._names, change.add.name)
-        check_timeline(
-            what, self._job.mixture, names, [*self._changes, change], self.base if base is None else base, change.at
-        )
+        names = self.names if change.add is None else (*self.names, change.add.name)
+        changes, weights_of, first = [*self.changes, change], self.base if base is None else base, change.at
+        for at, mixture in {
+            one.at: one.mixture for one in changes if one.mixture is not None and one.at >= first
+        }.items():
+            there = roster_at(names, changes, at).present
+            wrong = next((name for _, name in mixture.places() if name not in there), None)
+            if wrong is not None:
+                raise SpecError(
+                    f"{what}: the mixture that was set for step {at} names {wrong!r}, which would be removed by then; "
+                    "its weight would have no effect. Set a mixture without it for that step first."
+                )
+        mixtures = mixtures_of(self._job.mixture, names, changes, weights_of)
+        ends = [since for since, _ in mixtures[1:]] + [math.inf]
+        for (since, mixture), end in zip(mixtures, ends, strict=True):
+            points = {max(since, 0), first, *mixture.positions(), *(one.at for one in changes)}
+            for point in sorted(point for point in points if max(since, first) <= point < end):
+                roster = roster_at(names, changes, math.floor(point))
+                weighted = dict(zip(roster.names, mixture.weights_at(point, roster.names, weights_of), strict=True))
+                if not any(weighted[name] for name in roster.present):
+                    raise SpecError(
+                        f"{what}: no source has a weight at step {point}; nothing could be drawn. All sources with a "
+                        f"weight there ({list_some([name for name in weighted if weighted[name]])}) are removed by "
+                        "then. Give another source a weight first, with set_mixture or add_source."
+                    )
 
     def step_of(self, change_id: str) -> int | None:
         """Return the step that a change with this id takes effect at; None if the log has no such change."""
-        return next((change.at for change in self._changes if change_id and change.id == change_id), None)
+        return next((change.at for change in self.changes if change_id and change.id == change_id), None)
 
     def meshes(self) -> list[tuple[int, ClientPlaceTree]]:
         """Return (first step, mesh) of every mesh that the stream was given while it ran, in order of steps."""
-        found = {change.at: change.mesh for change in self._changes if change.mesh is not None}
+        found = {change.at: change.mesh for change in self.changes if change.mesh is not None}
         return sorted(found.items(), key=lambda pair: pair[0])
 
     def mesh_at(self, step: int) -> ClientPlaceTree | None:
@@ -189,39 +224,34 @@ class InputLog:
     def changes_from(self, step: int, *, whole: bool = False) -> list[dict[str, Any]]:
         """Return as JSON the changes that a stream needs if it is resumed at a step.
 
-        Args:
-            step: The step.
-            whole: Include what only a recovery of the same service needs: the meshes, and the ids of changes.
+        `whole` includes what only a recovery of the same service needs: the meshes, and the ids of changes.
         """
-        set_at = max((c.at for c in self._changes if c.mixture is not None and c.at < step), default=-1)
-        latest = {change.at: change for change in self._changes if change.mixture is not None and change.at >= set_at}
-        skips = [change for change in self._changes if change.kind == "skip" and change.at >= step]
-        chosen = {id(change) for change in (*latest.values(), *skips, *roster_changes_from(self._changes, step))}
-        kept = [
-            change for change in self._changes if id(change) in chosen
-        ]  # in log order: of one step the last one wins
+        set_at = max((c.at for c in self.changes if c.mixture is not None and c.at < step), default=-1)
+        latest = {change.at: change for change in self.changes if change.mixture is not None and change.at >= set_at}
+        skips = [change for change in self.changes if change.kind == "skip" and change.at >= step]
+        chosen = {id(change) for change in (*latest.values(), *skips, *roster_changes_from(self.changes, step))}
+        kept = [change for change in self.changes if id(change) in chosen]  # in log order: of one step the last wins
         if not whole:
             return [replace(change, id="").to_json() for change in kept]
         begins = [at for at, _ in self.meshes()]
         in_force = max((at for at in begins if at <= step), default=step)
-        kept += [change for change in self._changes if change.mesh is not None and change.at >= in_force]
+        kept += [change for change in self.changes if change.mesh is not None and change.at >= in_force]
         return [change.to_json() for change in kept]
 
     def roster_at(self, step: int) -> Roster:
         """Return the sources at a step, and which of them are not drawn from."""
-        return roster_at(self._names, self._changes, step)
+        return roster_at(self.names, self.changes, step)
 
     def skips_at(self, step: int) -> int:
         """Return how many global batches are skipped before a step."""
-        return sum(change.count for change in self._changes if change.kind == "skip" and change.at == step)
+        return sum(change.count for change in self.changes if change.kind == "skip" and change.at == step)
 
 
 class SourceChanges:
     """Adds, removes, parks and returns sources of a running stream."""
 
-    def __init__(self, inputs: InputLog, base: dict[str, float], effective: Effective) -> None:
+    def __init__(self, inputs: InputLog, effective: Effective) -> None:
         self._inputs = inputs
-        self._base = base
         self._effective = effective
 
     def check_name(self, name: str) -> None:
@@ -256,20 +286,16 @@ class SourceChanges:
     def add(
         self, source: Source, weight: float | None, at: int, base: Mapping[str, float], change_id: str = ""
     ) -> None:
-        """Append that a source is added at a step; its loaders must be open.
+        """Append that a source is added at the step that `step_of_add` returned; its loaders must be open.
 
-        Args:
-            source: The source, as it was opened.
-            weight: Relative to the other weights; None for their mean.
-            at: The step that `step_of_add` returned.
-            base: The weights given with all sources, including this one.
-            change_id: The caller's id of the change.
+        `weight` is relative to the other weights (None: their mean), `base` has the weights given with all sources,
+        including this one.
         """
         self.check_name(source.name)
         self._check_share(source.name, weight, at)
         change = Change("sources", at, add=source, weight=weight, id=change_id)
         self._inputs.check("add_source", change, base)
-        self._base.update(base)
+        self._inputs.base.update(base)
         self._inputs.add_change(change)
 
     def _check_share(self, name: str, weight: float | None, at: int) -> None:
@@ -288,20 +314,12 @@ class SourceChanges:
 
     def mean_weight(self) -> float:
         """Return the mean of the positive weights given with the sources."""
-        others = [weight for weight in self._base.values() if weight > 0]
+        others = [weight for weight in self._inputs.base.values() if weight > 0]
         return sum(others) / len(others) if others else 1.0
 
     def remove(self, name: str, at_step: int | None = None, *, change_id: str = "") -> int:
         """Remove a source from the mixture permanently, from a step on; return that step."""
-        made = self.made(change_id)
-        if made is not None:
-            return made
-        at = self._effective("remove_source", at_step)
-        self._find("remove_source", name, at)
-        change = Change("sources", at, source=name, id=change_id)
-        self._inputs.check("remove_source", change)
-        self._inputs.add_change(change)
-        return at
+        return self._make("remove_source", Change("sources", 0, source=name, id=change_id), at_step)
 
     def park(
         self,
@@ -313,32 +331,34 @@ class SourceChanges:
         change_id: str = "",
     ) -> int:
         """Stop drawing from a source from a step on, until it is returned; return that step."""
-        made = self.made(change_id)
-        if made is not None:
-            return made
-        at = self._effective("park_source", at_step)
-        number, roster = self._find("park_source", name, at)
-        if number in roster.parked:
-            raise SpecError(
-                f"park_source: {name!r} is already parked, since step {roster.parked[number].since}; nothing would "
-                "change. Call return_source to draw from it again."
-            )
-        self._inputs.add_change(Change("park", at, source=name, why=why, failed=failed, id=change_id))
-        return at
+        change = Change("park", 0, source=name, why=why, failed=failed, id=change_id)
+        return self._make("park_source", change, at_step)
 
     def give_back(self, name: str, at_step: int | None = None, *, change_id: str = "") -> int:
         """Draw from a parked source again from a step on, from its cursor; return that step."""
-        made = self.made(change_id)
+        return self._make("return_source", Change("return", 0, source=name, id=change_id), at_step)
+
+    def _make(self, what: str, change: Change, at_step: int | None) -> int:
+        made = self.made(change.id)
         if made is not None:
             return made
-        at = self._effective("return_source", at_step)
-        number, roster = self._find("return_source", name, at)
-        if number not in roster.parked:
+        change = replace(change, at=self._effective(what, at_step))
+        number, roster = self._find(what, change.source, change.at)
+        parked = roster.parked.get(number)
+        if change.kind == "park" and parked is not None:
             raise SpecError(
-                f"return_source: {name!r} is not parked at step {at}; nothing would change. Remove the call."
+                f"park_source: {change.source!r} is already parked, since step {parked.since}; nothing would change. "
+                "Call return_source to draw from it again."
             )
-        self._inputs.add_change(Change("return", at, source=name, id=change_id))
-        return at
+        if change.kind == "return" and parked is None:
+            raise SpecError(
+                f"return_source: {change.source!r} is not parked at step {change.at}; nothing would change. Remove the "
+                "call."
+            )
+        if change.kind == "sources":
+            self._inputs.check(what, change)
+        self._inputs.add_change(change)
+        return change.at
 
     def parked(self, step: int) -> dict[str, Parked]:
         """Return the sources that are parked at a step, by name."""
@@ -390,19 +410,18 @@ class Roster:
     """By number, the parked sources. They keep their cursor and deficit until they are returned."""
 
     @property
+    def present(self) -> list[str]:
+        """The sources that were not removed."""
+        return [name for number, name in enumerate(self.names) if number not in self.removed]
+
+    @property
     def drawn(self) -> list[str]:
         """The sources that may be drawn from."""
         return [n for i, n in enumerate(self.names) if i not in self.removed and i not in self.parked]
 
 
 def roster_at(names: Sequence[str], changes: Sequence[Change], step: int) -> Roster:
-    """Return the sources at a step.
-
-    Args:
-        names: All sources by number; those added by a change are last, in the order they are added.
-        changes: The log.
-        step: The step.
-    """
+    """Return the sources at a step, from all names by number; those added by a change are last, in that order."""
     comes = {change.add.name: change.at for change in changes if change.add is not None}
     here = tuple(name for name in names if comes.get(name, step) <= step)
     numbers = {name: number for number, name in enumerate(here)}
@@ -462,14 +481,7 @@ def check_mixture(mixture: Mixture, now: Mixture, names: Sequence[str]) -> None:
 def mixtures_of(
     own: Mixture, names: Sequence[str], changes: Sequence[Change], base: Mapping[str, float]
 ) -> list[tuple[int, Mixture]]:
-    """Return (first step, mixture) of every mixture, in order of steps; the first is the job's own, from step -1.
-
-    Args:
-        own: The job's mixture.
-        names: All sources by number.
-        changes: The log, in the order of the calls.
-        base: The weights given with the sources.
-    """
+    """Return (first step, mixture) of every mixture, in order of steps; the first is the job's own, from step -1."""
     moving: list[tuple[int, Mixture | Joining]] = []
     for change in changes:
         if change.mixture is not None:
@@ -480,45 +492,6 @@ def mixtures_of(
             others = [name for i, name in enumerate(roster.names[:number]) if i not in roster.removed]
             moving.append((change.at, Joining(change.add.name, change.weight, others)))
     return mixtures_over(own, moving, base)
-
-
-def check_timeline(
-    what: str, own: Mixture, names: Sequence[str], changes: Sequence[Change], base: Mapping[str, float], first: int
-) -> None:
-    """Refuse a log in which a mixture names a removed source, or a step has no source to draw from.
-
-    Args:
-        what: The name of the call, for the error.
-        own: The job's mixture.
-        names: All sources by number.
-        changes: The log.
-        base: The weights given with the sources.
-        first: The first step to check.
-    """
-    latest = {change.at: change.mixture for change in changes if change.mixture is not None and change.at >= first}
-    for at, mixture in latest.items():
-        roster = roster_at(names, changes, at)
-        there = [name for number, name in enumerate(roster.names) if number not in roster.removed]
-        wrong = next((name for _, name in mixture.places() if name not in there), None)
-        if wrong is not None:
-            raise SpecError(
-                f"{what}: the mixture that was set for step {at} names {wrong!r}, which would be removed by then; its "
-                "weight would have no effect. Set a mixture without it for that step first."
-            )
-    mixtures = mixtures_of(own, names, changes, base)
-    ends = [since for since, _ in mixtures[1:]] + [math.inf]
-    for (since, mixture), end in zip(mixtures, ends, strict=True):
-        points = {max(since, 0), first, *mixture.positions(), *(change.at for change in changes)}
-        for point in sorted(point for point in points if max(since, first) <= point < end):
-            roster = roster_at(names, changes, math.floor(point))
-            weights = mixture.weights_at(point, roster.names, base)
-            if not any(weight for number, weight in enumerate(weights) if number not in roster.removed):
-                gone = [roster.names[number] for number, weight in enumerate(weights) if weight]
-                raise SpecError(
-                    f"{what}: no source has a weight at step {point}; nothing could be drawn. All sources with a "
-                    f"weight there ({list_some(gone)}) are removed by then. Give another source a weight first, with "
-                    "set_mixture or add_source."
-                )
 
 
 # -- changes as JSON, as the journal and states hold them ----------------------------------------------------------
@@ -549,72 +522,32 @@ def source_to_json(source: Source) -> dict[str, Any]:
     return {k: v for k, v in source.model_dump(mode="json", by_alias=True).items() if v is not None}
 
 
-def source_change(entry: Mapping[str, Any]) -> Change:
-    """Read a roster change: a source that is added, removed, parked or returned."""
-    kind, at = entry["kind"], int(entry["at"])
-    if kind == "sources" and "add" in entry:
-        weight = entry["weight"]
-        if weight is not None and not (is_finite(weight) and weight >= 0):
-            raise ValueError(f"weight {weight}")
-        return Change(
-            "sources", at, add=Source.from_mapping(entry["add"]), weight=weight, joins=bool(entry.get("joins", True))
-        )
-    name = entry["remove" if kind == "sources" else "source"]
-    if not isinstance(name, str):
-        raise ValueError(f"source {name!r}")
-    if kind == "park":
-        return Change("park", at, source=name, why=str(entry["why"]), failed=bool(entry["failed"]))
-    return Change(kind, at, source=name)
-
-
 def roster_log(given: Sequence[Mapping[str, Any]]) -> list[Change]:
     """Read the roster changes from the change log of a state, before its job is known.
 
     Raises:
         StateError: for a log that is damaged.
     """
-    changes: list[Change] = []
-    for entry in given:
-        try:
-            if entry.get("kind") in ROSTER_KINDS:
-                changes.append(source_change(entry))
-        except (KeyError, TypeError, ValueError, OverflowError, SpecError) as error:
-            raise _no_change(entry, error) from None
-    return changes
+    return [_change_of(entry) for entry in given if entry.get("kind") in ROSTER_KINDS]
 
 
 def changes_from_json(given: Any, job: Job) -> list[Change]:
     """Read the change log of a state."""
-    changes: list[Change] = []
     entries: Sequence[Any] = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    for entry in entries:
-        try:
-            kind, at, name = entry["kind"], int(entry["at"]), str(entry.get("id", ""))
-            if kind == "skip":
-                count = int(entry["count"])
-                if count < 1:
-                    raise ValueError(f"count {count}")
-                changes.append(Change("skip", at, count=count, id=name))
-            elif kind == "mixture":
-                mixture = Mixture.from_mapping(entry["mixture"])
-                check_mixture(mixture, job.mixture, [source.name for source in job.sources])
-                changes.append(Change("mixture", at, mixture=mixture, id=name))
-            elif kind == "mesh":
-                changes.append(Change("mesh", at, mesh=ClientPlaceTree.from_sizes(entry["mesh"]), id=name))
-            elif kind in ROSTER_KINDS:
-                change = source_change(entry)
-                if (change.add.name if change.add is not None else change.source) not in job.names:
-                    raise ValueError("no source of the job has that name")
-                changes.append(replace(change, id=name))
-            else:
-                raise ValueError(f"kind {kind!r}")
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, SpecError) as error:
-            raise _no_change(entry, error) from None
-    return changes
+    return [_change_of(entry, job) for entry in entries]
 
 
-def _no_change(entry: object, error: Exception) -> StateError:
-    return StateError(
-        f"the state is damaged: {entry!r:.80} is not a change of a job ({error}); the stream would continue "
-        "differently. Use an undamaged state, as client.state_dict() returned it."
-    )
+def _change_of(entry: Any, job: Job | None = None) -> Change:
+    try:
+        change = Change.from_json(entry)
+        if job is not None and change.mixture is not None:
+            check_mixture(change.mixture, job.mixture, job.names)
+        name = change.source if change.add is None else change.add.name
+        if job is not None and change.kind in ROSTER_KINDS and name not in job.names:
+            raise ValueError("no source of the job has that name")
+        return change
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, SpecError) as error:
+        raise StateError(
+            f"the state is damaged: {entry!r:.80} is not a change of a job ({error}); the stream would continue "
+            "differently. Use an undamaged state, as client.state_dict() returned it."
+        ) from None

@@ -1,19 +1,419 @@
-"""Client: the trainer's side. Iterates over steps, reports metrics and positions, gives the state."""
+"""Client: the trainer's side. Iterates over steps, reports metrics and positions, gives the state.
+
+    Client         the stream of one rank, from a `Feed`: the DataConstructor of its host, as a runtime reaches it
+    Step, Batch    what it delivers: a step, and its microbatches as mappings of arrays with their provenance
+    Stage, needs   which keys of a batch a pipeline stage needs: the first embeds, the last computes the loss
+
+Trainer processes import this module: it loads numpy, and neither numba nor what the other roles need.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.samples import SampleId
 from overlord.core.spec_errors import is_whole
 from overlord.errors import ClosedError, SpecError
-from overlord.roles.views import ENCODER, Batch, Microbatches, Step
 
-if TYPE_CHECKING:  # it names every message between roles, and a trainer loads none of them
-    from overlord.roles.ports import Feed
+FIRST_STAGE_KEYS = (
+    "input_ids",
+    "tokens",
+    "input",
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
+    "input_features",
+    "feature_attention_mask",
+)
+"""What embedding needs: token ids, and what the encoders read."""
+LAST_STAGE_KEYS = ("labels", "shift_labels", "loss_mask")
+"""What the loss needs."""
+EVERY_STAGE_KEYS = (
+    "attention_mask",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_length_q",
+    "max_length_k",
+    "max_seqlen",
+    "local_cp_size",
+    "positions",
+    "use_cache",
+)
+"""What attention needs in every layer."""
+TOKEN_KEYS = ("input_ids", "tokens", "input")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The layers that a pipeline rank (or one of its chunks) holds."""
+
+    pp_rank: int = 0
+    pp: int = 1
+    chunk: int | None = None
+    """Which of the rank's model chunks; None for all of them."""
+    vpp: int = 1
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the embedding is among them."""
+        return self.pp_rank == 0 and self.chunk in (None, 0)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.pp_rank == self.pp - 1 and self.chunk in (None, self.vpp - 1)
+
+
+def needs(stage: Stage, key: str, *, mtp: bool = False, rotary: bool = True) -> bool:
+    """Return whether a pipeline stage needs a key: the first embeds, the last computes the loss.
+
+    Args:
+        stage: The stage.
+        key: A key of the batch.
+        mtp: Whether the last stage predicts several tokens.
+        rotary: Whether every layer turns its queries by `position_ids` (all but Megatron's, which counts itself).
+
+    Example:
+        >>> [key for key in ("tokens", "labels", "cu_seqlens") if needs(Stage(1, 4), key)]
+        ['cu_seqlens']
+    """
+    if key == "position_ids":
+        return rotary or stage.embeds or (mtp and stage.has_loss)
+    if key in FIRST_STAGE_KEYS:
+        return stage.embeds or (mtp and stage.has_loss and key in TOKEN_KEYS)
+    if key in LAST_STAGE_KEYS:
+        return stage.has_loss
+    return key in EVERY_STAGE_KEYS
+
+
+# -- what a rank receives: steps, microbatches as mappings of arrays, and the provenance of every segment --------------
+
+
+Array = npt.NDArray[Any]
+AnyBatch = TypeVar("AnyBatch")
+
+ENCODER = -1
+"""The number of the microbatch that holds the encoder inputs of a rank; its bucket is the rank itself."""
+
+_ORIGIN = ("source", "epoch", "row", "segment_offsets", "segment_lengths")
+
+
+@dataclass(frozen=True, slots=True)
+class StepHeader:
+    """What is known of a step before any of its microbatches is built."""
+
+    index: int
+    num_microbatches: int
+    global_loss_tokens: int
+    global_tokens: int
+    global_samples: int
+    order_digest: str
+    plan_digest: str
+    mesh: ClientPlaceTree
+    """The mesh of the step."""
+    next_mesh: ClientPlaceTree | None = None
+    """The mesh of the next step, if it is known to be another one."""
+    global_squared_tokens: int = 0
+    mixture_version: int = 0
+    weights: Sequence[float] = ()
+    """The mixture's weights at the beginning of the step, one for each source."""
+    encodes: bool = False
+    """Whether images are encoded apart from their tokens: every rank then has encoder inputs."""
+    fetches: bool = True
+    """False for a rank that gets its batches by the trainer's own broadcast (`broadcast_at`)."""
+    names: tuple[str, ...] = ()
+    """The sources of the step, by number."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One rank's arrays of one microbatch, as a runtime delivers them."""
+
+    arrays: Mapping[str, Array]
+    """Batch keys, and `meta.x` columns of the provenance."""
+    scalars: Mapping[str, int]
+
+
+_NOWHERE = np.empty(0, np.int64)
+
+
+class BatchMeta:
+    """The provenance of the segments of a microbatch, aligned with its cu_seqlens.
+
+    A microbatch without pieces, which only keeps ranks in step, has one segment with source id -1.
+    """
+
+    def __init__(self, names: tuple[str, ...], columns: Mapping[str, Array], facts: Mapping[str, int]) -> None:
+        self._names = names
+        self._columns = columns
+        self.cu_seqlens: npt.NDArray[np.int32] = columns["cu_seqlens"]
+        """Where segments (or rows) begin in the whole sequence, padding included."""
+        self.local_cp_size = facts.get("local_cp_size", 1)
+        """Ranks that share this microbatch's sequences: cp, or less where hybrid data parallelism decides."""
+        self.loss_tokens = facts.get("loss_tokens", 0)
+        """Labels of this microbatch, over all ranks that share its sequences."""
+
+    @property
+    def dummy(self) -> bool:
+        """Whether nothing of this microbatch counts in the loss, so that the mean over its labels is not a number.
+
+        Such a microbatch keeps ranks in step, or all of its samples were found broken. Run it like any other, and
+        divide the sum of its losses, which is 0, by `step.global_loss_tokens`.
+        """
+        return self.loss_tokens == 0
+
+    @property
+    def image_positions(self) -> npt.NDArray[np.int64]:
+        """The positions of image tokens in this rank's sequence, if they are encoded elsewhere (`step.encoder`)."""
+        return self._columns.get("image_positions", _NOWHERE)
+
+    @property
+    def image_rows(self) -> npt.NDArray[np.int64]:
+        """Which row of all that the rank received belongs at each of `image_positions`."""
+        return self._columns.get("image_rows", _NOWHERE)
+
+    @property
+    def source_ids(self) -> npt.NDArray[np.int64]:
+        """The source of each segment, as an index into `source_names`."""
+        return self._columns["source"]
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The job's sources."""
+        return self._names
+
+    @property
+    def segment_offsets(self) -> npt.NDArray[np.int64]:
+        """The first token of each segment inside its sample: 0, or more for later pieces of a split sample."""
+        return self._columns["segment_offsets"]
+
+    @property
+    def segment_lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each segment without padding."""
+        return self._columns["segment_lengths"]
+
+    def detached(self) -> BatchMeta:
+        """Return a copy that does not refer to shared memory."""
+        columns = {name: column.copy() for name, column in self._columns.items()}
+        facts = {"local_cp_size": self.local_cp_size, "loss_tokens": self.loss_tokens}
+        return BatchMeta(self._names, columns, facts)
+
+    def __repr__(self) -> str:
+        return f"BatchMeta({len(self.segment_lengths)} segments of {int(self.segment_lengths.sum())} tokens)"
+
+    @cached_property
+    def sample_ids(self) -> list[SampleId]:
+        """The sample of each segment."""
+        columns = (self._columns[k].tolist() for k in ("source", "row", "epoch"))
+        return [SampleId(self._names[s] if s >= 0 else "", r, e) for s, r, e in zip(*columns, strict=True)]
+
+
+class KeyedBatch(Mapping[str, Any]):
+    """A mapping of keys, as a model takes them: what batches of arrays and of tensors have in common."""
+
+    _values: dict[str, Any]
+    _facts: Mapping[str, int]
+    """Numbers about the rank and its microbatch."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{k}{list(v.shape) if hasattr(v, 'shape') else '=' + str(v)}" for k, v in self.items())
+        return f"{type(self).__name__}({shapes})"
+
+    def chunk(self, number: int) -> dict[str, Any]:
+        """Return what one model chunk of a virtual pipeline needs: the first embeds, the last computes the loss."""
+        facts = self._facts
+        stage = Stage(facts.get("pp_rank", 0), facts.get("pp", 1), number, facts.get("vpp", 1))
+        if not 0 <= number < stage.vpp:
+            raise SpecError(
+                f"chunk: {number} is not one of the {stage.vpp} model chunks of a rank; it would get no data. Set vpp= "
+                "of the mesh, and use 0 to vpp - 1."
+            )
+        mtp, rotary = bool(facts.get("mtp", 0)), bool(facts.get("rotary", 1))
+        return {key: value for key, value in self.items() if needs(stage, key, mtp=mtp, rotary=rotary)}
+
+    def pair(self) -> tuple[dict[str, Any], Any]:
+        """Return (inputs, labels), as torchtitan's trainer takes a batch."""
+        return {key: value for key, value in self.items() if key != "labels"}, self.get("labels")
+
+
+class Batch(KeyedBatch):
+    """One microbatch of one rank: a mapping of arrays that a model takes as keyword arguments.
+
+    Arrays of the local runtime lie in shared memory and stay valid as long as they are referenced;
+    treat them as read-only.
+    """
+
+    def __init__(self, view: RankView, names: tuple[str, ...]) -> None:
+        self._values, columns = _apart(view.arrays)
+        numbers, facts = _apart(view.scalars)
+        self._values.update(numbers)
+        # A rank that gets its batch by broadcast fetches nothing, so its segments are not known here.
+        columns = {"origin": np.zeros((5, 0), np.int64), "cu_seqlens": np.zeros(1, np.int32), **columns}
+        self.meta = BatchMeta(names, columns | dict(zip(_ORIGIN, columns["origin"], strict=True)), facts)
+        self._facts = facts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays: what this rank reads of the microbatch."""
+        return sum(v.nbytes for v in self.values() if isinstance(v, np.ndarray))
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """Numbers about the rank and its microbatch."""
+        return self._facts
+
+    def digest(self) -> str:
+        """Return the content digest: keys, types, shapes and bytes; and the places of images encoded elsewhere."""
+        digest = hashlib.blake2b(digest_size=16)
+        for index in (self.meta.image_positions, self.meta.image_rows):
+            digest.update(np.ascontiguousarray(index).data)
+        for key in sorted(self):
+            value = self[key]
+            if isinstance(value, np.ndarray):
+                digest.update(f"{key} {value.dtype.str} {value.shape}".encode())
+                digest.update(np.ascontiguousarray(value).data)
+            else:
+                digest.update(f"{key} {value}".encode())
+        return digest.hexdigest()
+
+
+def _apart(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what is for the model, and what is about the batch (`meta.x`)."""
+    values: dict[str, Any] = {}
+    about: dict[str, Any] = {}
+    for key, value in given.items():
+        if key.startswith("meta."):
+            about[key[5:]] = value
+        else:
+            values[key] = value
+    return values, about
+
+
+class Microbatches(Sequence[AnyBatch]):
+    """The microbatches of one step, each fetched when it is accessed."""
+
+    def __init__(self, fetch: Callable[[int], AnyBatch], count: int) -> None:
+        self._fetch = fetch
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        at = index + self._count if index < 0 else index
+        if not 0 <= at < self._count:
+            raise IndexError(f"microbatch {index} of a step with {self._count}")
+        return self._fetch(at)
+
+
+class Step:
+    """One step of one rank."""
+
+    def __init__(
+        self,
+        header: StepHeader,
+        microbatches: Microbatches[Batch],
+        source_names: tuple[str, ...] = (),
+        encoder: Callable[[], Batch] | None = None,
+    ) -> None:
+        self.index = header.index
+        self.global_loss_tokens = header.global_loss_tokens
+        """Labels of the whole global batch: divide the summed loss by this on every rank.
+
+        The same on every rank and host, and exactly the labels that all ranks get: samples that do not decode, and what
+        is missing of samples that are shorter than their length column says, are not in it.
+        """
+        self.global_tokens = header.global_tokens
+        self.global_squared_tokens = header.global_squared_tokens
+        """Sum of squared sequence lengths of the whole global batch: the attention part of a FLOPs count."""
+        self.global_samples = header.global_samples
+        self.order_digest = header.order_digest
+        self.plan_digest = header.plan_digest
+        self.mesh = header.mesh
+        """The mesh of this step: another one from the step on that `service.reshard` returned."""
+        self.mixture_version = header.mixture_version
+        """The version of the mixture that the step was drawn with; reports and live changes increase it."""
+        self.weights = tuple(header.weights)
+        """That mixture's weights, one for each of `source_names`."""
+        self.source_names = source_names
+        """The job's sources, in alphabetical order, followed by those added while the stream ran."""
+        self.fetches = header.fetches
+        """False where the trainer broadcasts to this rank: its batches are empty."""
+        self.microbatches = microbatches
+        self._fetch_encoder = encoder
+
+    @cached_property
+    def encoder(self) -> Batch | None:
+        """What this rank encodes in this step, and how the tokens travel; None where images come with their tokens.
+
+        Run the encoder once a step on its `pixel_values`, send `output[send_rows]` by an all-to-all over all ranks with
+        `send_splits` and `recv_splits`, and put the received rows into each microbatch's embeddings:
+        `embeddings[batch.meta.image_positions] = received[batch.meta.image_rows]`.
+        """
+        return self._fetch_encoder() if self._fetch_encoder is not None else None
+
+    def __repr__(self) -> str:
+        return f"Step(index={self.index}, microbatches={len(self.microbatches)}, samples={self.global_samples})"
+
+
+# -- the client ----------------------------------------------------------------------------------------------------
+
+
+class Feed(Protocol):
+    """What a Client requests: served by the DataConstructor of its host."""
+
+    mesh: ClientPlaceTree
+    """The mesh of this rank's first step; the newest mesh for a rank that no mesh has."""
+
+    def open_step(self, step: int) -> StepHeader | None:
+        """Wait until a step is planned, and return its header; None past the end of the stream.
+
+        Also None for a step with a mesh that does not have this rank. The request also reports that the trainer has
+        finished the steps before it.
+        """
+        ...
+
+    def microbatch(self, step: int, microbatch: int) -> RankView:
+        """Wait until a microbatch is built, and return this rank's view of it."""
+        ...
+
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        """Send the trainer's metrics; they are durable when this returns."""
+        ...
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state of the stream before a step."""
+        ...
+
+    def close(self, next_step: int) -> None:
+        """Release everything held for this rank; the steps before `next_step` have been trained on."""
+        ...
 
 
 class Client:
@@ -25,7 +425,7 @@ class Client:
 
     def __init__(self, feed: Feed, rank: int, first_step: int) -> None:
         ranks = feed.mesh.world_size
-        if not is_whole(rank) or not 0 <= rank < ranks:
+        if not is_whole(rank, 0, ranks - 1):
             raise SpecError(
                 f"rank {rank!r} is not in the mesh of {ranks} ranks; it would wait for data forever. "
                 f"Use a rank from 0 to {ranks - 1}, launch with a larger mesh, or call service.reshard first."
@@ -70,7 +470,7 @@ class Client:
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send metrics of a step to the planner, such as `{"loss/web": 2.1}`. They take effect at step + lag."""
-        if not is_whole(step) or step < 0:
+        if not is_whole(step, 0):
             raise SpecError(f"report: step is {step!r}, which is not a step. Report `step.index`.")
         if not isinstance(metrics, Mapping):
             raise SpecError(f"report: metrics are {metrics!r:.80}, not a mapping. Report as in {{'loss/web': 2.1}}.")

@@ -13,9 +13,8 @@ import numpy as np
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, known_early
-from overlord.core.stage_keys import Stage, needs
+from overlord.roles.client import ENCODER, Stage, StepHeader, needs
 from overlord.roles.ports import Loaders
-from overlord.roles.views import ENCODER, StepHeader
 from overlord.transforms.microbatches.per_microbatch import (
     Allocate,
     PackedMicrobatch,

@@ -36,7 +36,7 @@ from overlord.core.samples import Cursor
 from overlord.core.states import StreamState, check_form, describe_differences, names_of, restricted_parts
 from overlord.errors import PlanError, ReaderError, SourceError, SpecError, StateError
 from overlord.job.specs import Job, Mixture
-from overlord.roles.changes import Change, InputLog, Roster, SourceChanges, check_mixture
+from overlord.roles.changes import Change, InputLog, SourceChanges, check_mixture
 from overlord.roles.drawer import Drawer, DrawnStep
 from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.roles.ports import Loaders
@@ -83,16 +83,8 @@ class PlannerStart:
 class Planner:
     """Plans steps in order. Older steps can be requested again, as far as they are kept.
 
-    Args:
-        job: The job.
-        loaders: Where metadata comes from.
-        store: Where the stream is recorded.
-        start: Where the stream starts or continues.
-        make_plan: The strategy.
-        mesh: The mesh of the launch.
-        limits: The limits of plans on a mesh.
-        parks_failing: Whether a source that cannot be read is parked; otherwise the stream stops.
-        keep: Steps behind the slowest client that can be requested again.
+    `mesh` is the mesh of the launch, `keep` how many steps behind the slowest client can be requested again. With
+    `parks_failing` a source that cannot be read is parked; otherwise the stream stops.
     """
 
     def __init__(
@@ -113,13 +105,14 @@ class Planner:
         self._loaders = loaders
         self._make_plan = make_plan
         self._limits = limits
-        self._inputs = inputs
-        self._parts = start.parts
-        self._base = inputs.base
+        self.inputs = inputs
+        """Reports and live changes so far."""
+        self.parts = start.parts
+        """What the stream's fingerprint covers; set again when a source is added."""
         self._parks_failing = parks_failing
         self._poisoned = start.poisoned
-        self._drawer = Drawer(job, loaders, state, self._base, inputs)
-        self.sources = SourceChanges(inputs, self._base, self._effective)
+        self._drawer = Drawer(job, loaders, state, inputs)
+        self.sources = SourceChanges(inputs, self._effective)
         """Live changes of the sources."""
         self.first_step = store.first_step if store.lineage else state.step
         """The step this stream was launched at."""
@@ -129,22 +122,19 @@ class Planner:
         self._states = KeptStates((*start.earlier, state), keep=keep)
         self._plans: OrderedDict[int, LoadingPlan] = OrderedDict()
         self._digests: dict[int, str] = dict(start.digests)
-        self._end: int | None = None
+        self.end: int | None = None
+        """The step before which the stream ends; None while that is not known."""
         self.checkpoints = Checkpoints(
             store, state.step, lambda step: self.state(step, whole=True), lambda: self.next_step
         )
         """What is due to be written to the store."""
-        self._weights: tuple[float, ...] = ()
+        self.latest_weights: tuple[float, ...] = ()
+        """The weights of the newest plan."""
 
     @property
     def next_step(self) -> int:
         """The first step that is not planned."""
         return self._drawer.state.step
-
-    @property
-    def end(self) -> int | None:
-        """The step before which the stream ends; None while that is not known."""
-        return self._end
 
     @property
     def latest_state(self) -> StreamState:
@@ -169,7 +159,7 @@ class Planner:
             return self._plans[step]
         if step < self._drawer.state.step:
             return self._remember(self._plan_again(step))
-        while self._end is None and self._drawer.state.step <= step:
+        while self.end is None and self._drawer.state.step <= step:
             self._plan_next()
         return self._plans.get(step)
 
@@ -183,32 +173,13 @@ class Planner:
         """The mixture in force."""
         return self._drawer.mixer.mixture
 
-    @property
-    def latest_weights(self) -> tuple[float, ...]:
-        """The weights of the newest plan."""
-        return self._weights
-
     def weights_ahead(self, step: int) -> list[float]:
         """Return the weights of a future step, as far as they are known now."""
         return self._drawer.mixer.weights_ahead(step)
 
-    @property
-    def roster(self) -> Roster:
-        """The sources at the next step."""
-        return self._inputs.roster_at(self.next_step)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every source by its number, including those added at a later step."""
-        return self._inputs.names
-
-    def know_parts(self, parts: Mapping[str, Any]) -> None:
-        """Set what the stream's fingerprint covers, after a source was added."""
-        self._parts = parts
-
     def can_read(self, name: str) -> bool:
         """Try to read a source at its cursor; safe while another thread plans."""
-        number, state = self._inputs.names.index(name), self._drawer.state
+        number, state = self.inputs.names.index(name), self._drawer.state
         cursor = state.cursor(number) if number < len(state.epoch) else Cursor(0, BEGIN, 0)
         try:
             return bool(self._loaders.summary_buffer([MetaRequest(number, cursor, 1)]))
@@ -221,15 +192,15 @@ class Planner:
 
     def state(self, step: int, *, whole: bool = False) -> dict[str, Any]:
         """Return the state before a step as JSON; `whole` adds what only a recovery of this service needs."""
-        if self._end is not None and step > self._end:
-            step = self._end
+        if self.end is not None and step > self.end:
+            step = self.end
         if step > self._drawer.state.step:
             self.plan_raw(step - 1)
         state = self._state_before(step)
-        recent = self._inputs.recent(step - self._job.lag, step)
-        changes = self._inputs.changes_from(step, whole=whole)
-        names = self._inputs.names[: len(state.epoch)]
-        return state.to_json(names, restricted_parts(self._parts, names), recent, changes, self._poisoned.to_json())
+        recent = self.inputs.recent(step - self._job.lag, step)
+        changes = self.inputs.changes_from(step, whole=whole)
+        names = self.inputs.names[: len(state.epoch)]
+        return state.to_json(names, restricted_parts(self.parts, names), recent, changes, self._poisoned.to_json())
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another stream: of another job, or of a lineage that this stream was forked from.
@@ -243,7 +214,7 @@ class Planner:
         check_form(state)
         step, names = int(state["step"]), names_of(state)
         here = self.state(step) if self._states.oldest <= step <= self.next_step else None
-        parts = restricted_parts(self._parts, names) if here is None else here["fingerprint"]
+        parts = restricted_parts(self.parts, names) if here is None else here["fingerprint"]
         differences = describe_differences(state["fingerprint"], parts)
         if differences:
             raise StateError(
@@ -258,18 +229,13 @@ class Planner:
                 "silently. Launch a service with state= to resume from it."
             )
 
-    @property
-    def newest_report(self) -> int:
-        """The newest step that was reported; -1 if none was."""
-        return self._inputs.newest_report
-
     def changes_after(self, step: int) -> list[str]:
         """Describe the changes that take effect after a step."""
-        return [f"{change.kind} at step {change.at}" for change in self._inputs.changes if change.at > step]
+        return [f"{change.kind} at step {change.at}" for change in self.inputs.changes if change.at > step]
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the trainer's metrics of a step; the first report of a step counts."""
-        if self._inputs.report_of(step) is not None:
+        if self.inputs.report_of(step) is not None:
             return
         if self.next_step <= step < self._promised:
             self.plan_raw(step)  # it may have been handed out before a crash, and is not planned again yet
@@ -279,40 +245,39 @@ class Planner:
                 "trained on. Report `step.index` of a step that was delivered."
             )
         self._drawer.mixer.check_report(step, metrics)
-        self._inputs.add_report(step, metrics)
+        self.inputs.add_report(step, metrics)
 
     def set_mixture(self, mixture: Mixture, at_step: int | None = None, *, change_id: str = "") -> int:
         """Change the mixture from a step that is not planned (default: the next) on; return that step."""
-        made = self._inputs.step_of(change_id)
+        made = self.inputs.step_of(change_id)
         if made is not None:
             return made
         at = self._effective("set_mixture", at_step)
-        roster = self._inputs.roster_at(at)
-        check_mixture(mixture, self.mixture, [n for i, n in enumerate(roster.names) if i not in roster.removed])
+        check_mixture(mixture, self.mixture, self.inputs.roster_at(at).present)
         change = Change("mixture", at, mixture=mixture, id=change_id)
-        self._inputs.check("set_mixture", change)
-        self._inputs.add_change(change)
+        self.inputs.check("set_mixture", change)
+        self.inputs.add_change(change)
         return at
 
     def skip_steps(self, count: int, at_step: int | None = None, *, change_id: str = "") -> int:
         """Skip `count` global batches before a step that is not planned (default: the next); return that step."""
-        made = self._inputs.step_of(change_id)
+        made = self.inputs.step_of(change_id)
         if made is not None:
             return made
         if count < 1:
             raise SpecError(f"skip_steps: count is {count}; nothing would be skipped. Give 1 or more.")
         at = self._effective("skip_steps", at_step)
-        self._inputs.add_change(Change("skip", at, count=count, id=change_id))
+        self.inputs.add_change(Change("skip", at, count=count, id=change_id))
         return at
 
     def reshard(self, tree: ClientPlaceTree, at_step: int | None = None, *, change_id: str = "") -> int:
         """Change the mesh from a step that is not planned (default: the next) on; return that step."""
-        made = self._inputs.step_of(change_id)
+        made = self.inputs.step_of(change_id)
         if made is not None:
             return made
         at = self._effective("reshard", at_step)
         self._check_mesh(tree)
-        self._inputs.add_change(Change("mesh", at, mesh=tree, id=change_id))
+        self.inputs.add_change(Change("mesh", at, mesh=tree, id=change_id))
         return at
 
     def _check_mesh(self, tree: ClientPlaceTree) -> None:
@@ -330,7 +295,7 @@ class Planner:
     def _effective(self, what: str, at_step: int | None) -> int:
         # Steps up to the promised horizon may have been handed out before a crash, and must not change. If no source
         # can be drawn from, none was.
-        first = max(self.next_step, self._promised if self._inputs.roster_at(self.next_step).drawn else 0)
+        first = max(self.next_step, self._promised if self.inputs.roster_at(self.next_step).drawn else 0)
         at = first if at_step is None else at_step
         if at < first:
             ahead = f"may have been handed out before the planner was replaced (the first that was not is {first})"
@@ -354,14 +319,14 @@ class Planner:
     def _plan_next(self) -> None:
         step = self._drawer.state.step
         if self._job.max_steps is not None and step >= self._job.max_steps:
-            self._end = step
+            self.end = step
             return
         self.checkpoints.reserve(step)
         before = self._drawer.state
         self._poisoned.step = step
         drawn = self._draw_or_park(step)
         if drawn is None:
-            self._end = step
+            self.end = step
             return
         after = drawn.after
         self._states.add(after, self.checkpoints.passed)
@@ -383,7 +348,7 @@ class Planner:
                 self.sources.park(error.source, step, why=str(error)[:REASON_LENGTH], failed=True)
 
     def _record(self, plan: LoadingPlan, before: StreamState, after: StreamState) -> None:
-        self._weights = plan.draw.weights
+        self.latest_weights = plan.draw.weights
         if plan.step in self._digests:  # it was planned before a crash
             if plan.digest != self._digests[plan.step]:
                 raise _differs(plan.step)
@@ -399,7 +364,7 @@ class Planner:
                 "order": plan.draw.digest,
                 "plan": plan.digest,
                 "mixture": plan.draw.mixture_version,
-                "cursors": {self._inputs.names[i]: list(after.cursor(i)) for i in moved.tolist()},
+                "cursors": {self.inputs.names[i]: list(after.cursor(i)) for i in moved.tolist()},
             },
             durable=False,
         )
@@ -413,7 +378,7 @@ class Planner:
     def _plan_again(self, step: int) -> LoadingPlan:
         """Make an old plan again, from the nearest state before it."""
         before = self._state_before(step)
-        drawn = Drawer(self._job, self._loaders, before, self._base, self._inputs).draw()
+        drawn = Drawer(self._job, self._loaders, before, self.inputs).draw()
         plan = None
         if drawn is not None:
             self._states.add_replayed(drawn.after)
@@ -428,7 +393,7 @@ class Planner:
         nearest = self._states.nearest(step)
         if nearest.step == step:
             return nearest
-        drawer = Drawer(self._job, self._loaders, nearest, self._base, self._inputs)
+        drawer = Drawer(self._job, self._loaders, nearest, self.inputs)
         while drawer.state.step < step:
             drawn = drawer.draw()
             if drawn is None:
@@ -503,13 +468,10 @@ class Meshes:
     def passed(self, reached: Mapping[int, int], attached: Collection[int]) -> int:
         """Return the step before which all ranks that ever attached have finished.
 
-        The eras, of one mesh each, are checked in order. In an era those ranks count that its mesh has and that have
-        reached its first step. If all of them have finished its last step, the era is over, and the next one is
-        checked; otherwise the slowest of them decides.
-
-        Args:
-            reached: For every rank that ever attached, the step before which it has finished.
-            attached: The ranks that are attached now.
+        `reached` has, for every rank that ever attached, the step before which it has finished. The eras, of one mesh
+        each, are checked in order. In an era those ranks count that its mesh has and that have reached its first step.
+        If all of them have finished its last step, the era is over, and the next one is checked; otherwise the slowest
+        of them decides.
         """
         done, eras = self._first_step, self.eras()
         for number, (begin, tree) in enumerate(eras):
@@ -542,13 +504,9 @@ class Due:
 
 
 class Checkpoints:
-    """The snapshots and the horizon of one stream.
+    """The snapshots and the horizon of one stream, which starts or continues at `step`.
 
-    Args:
-        store: The store.
-        step: The step that the stream starts or continues at.
-        state_of: Returns the state before a step.
-        next_step: Returns the first step that is not planned.
+    `state_of` returns the state before a step, `next_step` the first step that is not planned.
     """
 
     def __init__(
@@ -585,8 +543,7 @@ class Checkpoints:
     def due(self, *, last: bool = False) -> Due | None:
         """Return what is due to be written, if anything; call `saved` once it is written.
 
-        Args:
-            last: Whether the stream is closing, so that a snapshot is due at any step.
+        `last`: the stream is closing, so that a snapshot is due at any step.
         """
         mark, horizon = self.store.journal.mark(), self._next_step() + AHEAD  # before the state: more may be appended
         if self._snapshot_due or (last and self.passed > self._saved):
@@ -617,11 +574,7 @@ class Checkpoints:
 
 
 class KeptStates:
-    """Some states of a stream, by step.
-
-    Args:
-        states: The states known at the start.
-        keep: Steps behind the slowest client that can be requested again.
+    """Some states of a stream, by step; `keep` steps behind the slowest client can be requested again.
 
     Example:
         >>> states = KeptStates([StreamState.begin(1)], keep=256)

@@ -49,13 +49,9 @@ class PoisonedRowLog(Protocol):
 
 
 class PoisonedRows:
-    """The poisoned rows of one stream.
+    """The poisoned rows of one stream: those `known` from its state, and those that are added.
 
-    Args:
-        journal: Where verdicts are appended.
-        known: The verdicts of its state, as `verdicts_from_json` returns them.
-        step: The step that is being planned.
-        lock: Held while verdicts are read or changed; given by a runtime with threads.
+    A runtime with threads gives a lock, which is held while verdicts are read or changed.
 
     Example:
         >>> import tempfile

@@ -9,10 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from overlord.core.messages import MetaDelta, MetaRequest, Payload
-from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor, SampleId
-from overlord.roles.views import RankView, StepHeader
 
 Collect = Callable[[], list[Payload]]
 """Waits for the requested payloads: one for each source, in the order of the sources."""
@@ -55,35 +53,4 @@ class Telemetry(Protocol):
 
     def wrong_lengths(self, found: Sequence[tuple[SampleId, str]]) -> None:
         """Report samples that were cut or padded to their planned length, each with the reason."""
-        ...
-
-
-class Feed(Protocol):
-    """What a Client requests: served by the DataConstructor of its host."""
-
-    mesh: ClientPlaceTree
-    """The mesh of this rank's first step; the newest mesh for a rank that no mesh has."""
-
-    def open_step(self, step: int) -> StepHeader | None:
-        """Wait until a step is planned, and return its header; None past the end of the stream.
-
-        Also None for a step with a mesh that does not have this rank. The request also reports that the trainer has
-        finished the steps before it.
-        """
-        ...
-
-    def microbatch(self, step: int, microbatch: int) -> RankView:
-        """Wait until a microbatch is built, and return this rank's view of it."""
-        ...
-
-    def report(self, step: int, metrics: dict[str, float]) -> None:
-        """Send the trainer's metrics; they are durable when this returns."""
-        ...
-
-    def state(self, step: int) -> dict[str, Any]:
-        """Return the state of the stream before a step."""
-        ...
-
-    def close(self, next_step: int) -> None:
-        """Release everything held for this rank; the steps before `next_step` have been trained on."""
         ...

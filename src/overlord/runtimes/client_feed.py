@@ -26,8 +26,7 @@ import numpy as np
 
 from overlord.core.spec_errors import is_whole
 from overlord.errors import ClosedError, OverlordError, Rewound, ServiceLost, SpecError, StateError, error_named
-from overlord.roles.client import Client
-from overlord.roles.views import RankView, StepHeader
+from overlord.roles.client import Client, RankView, StepHeader
 from overlord.runtimes.transport.doors import BEAT, knock, path_of, written_out
 from overlord.runtimes.transport.wire import expect_within, header_from_json, mesh_from_text, receive, send
 

@@ -10,10 +10,9 @@ from typing import Any, Literal
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import chain_digest
 from overlord.core.samples import SampleId
-from overlord.job.launch_words import DEFAULT_CACHE, Runtime
+from overlord.job.layout_specs import DEFAULT_CACHE, Runtime
 from overlord.job.specs import Job
-from overlord.roles.client import Client
-from overlord.roles.views import Step
+from overlord.roles.client import Client, Step
 from overlord.session import Service, launch
 
 

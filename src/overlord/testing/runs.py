@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.job.launch_words import DEFAULT_CACHE, Runtime
+from overlord.job.layout_specs import DEFAULT_CACHE, Runtime
 from overlord.job.specs import Job
 from overlord.launch_spec import LaunchOptions
 from overlord.runtimes.launching.deployment import limits_of

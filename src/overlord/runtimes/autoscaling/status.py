@@ -27,9 +27,9 @@ def describe(
     view_bytes: int,
 ) -> dict[str, Any]:
     """Return a JSON-able picture of a running service."""
-    names = planner.names
+    names = planner.inputs.names
     state = planner.latest_state.grown(len(names))
-    roster = planner.roster
+    roster = planner.inputs.roster_at(planner.next_step)
     mixture = planner.mixture
     weights = planner.latest_weights or mixture.weights_at(0.0, names, base_weights(job, facts))
     weights = (*weights, *([0.0] * (len(names) - len(weights))))

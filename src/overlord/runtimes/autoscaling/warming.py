@@ -10,7 +10,7 @@ import numpy as np
 
 from overlord.core.ragged import Ragged, gather_runs
 from overlord.job.layout_specs import Layout
-from overlord.job.media_specs import ImageSpec
+from overlord.job.sample_specs import ImageSpec
 from overlord.job.specs import Audio, Chat, Job, Video
 from overlord.planning.warm import warm_kernels, warm_launch
 from overlord.transforms.microbatches.packing_kernels import copy_runs, warm_packing

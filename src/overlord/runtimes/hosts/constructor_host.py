@@ -22,8 +22,8 @@ from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan import LoadingPlan
 from overlord.errors import OverlordError, ReportMissing, error_named
+from overlord.roles.client import RankView, StepHeader
 from overlord.roles.data_constructor import DataConstructor
-from overlord.roles.views import RankView, StepHeader
 from overlord.runtimes.hosts.cluster_role import ClusterRole
 from overlord.runtimes.hosts.conversation import Conversation, Desk
 from overlord.runtimes.hosts.peers import RemoteLoaders, RemotePlanner

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from overlord.errors import SpecError
+from overlord.roles.client import StepHeader
 from overlord.roles.data_constructor import DataConstructor
-from overlord.roles.views import StepHeader
 from overlord.runtimes.hosts.planner_host import Plans, left_behind
 from overlord.runtimes.hosts.step_server import Built, StepServer, view_text
 from overlord.runtimes.transport.doors import answer_all

@@ -30,8 +30,7 @@ from overlord.core.messages import (
     Waiting,
 )
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan
-from overlord.core.plan_codec import plan_from_bytes, plan_to_bytes
+from overlord.core.plan import LoadingPlan, plan_from_bytes, plan_to_bytes
 from overlord.core.samples import WHOLE, Cursor, Part
 from overlord.roles.assignment import NO_HOST
 from overlord.roles.poisoned_rows import Verdict, poisoned_in

@@ -28,11 +28,10 @@ from typing import Any, Literal, Protocol, TypeVar, TypeVarTuple, cast, get_args
 
 from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan
-from overlord.core.plan_codec import plan_to_bytes
+from overlord.core.plan import LoadingPlan, plan_to_bytes
 from overlord.core.samples import Cursor
 from overlord.errors import Fenced, NothingToDraw, ReaderError, Rewound, SourceError, SpecError, StateError, StoreError
-from overlord.job.launch_words import OnSourceFailure
+from overlord.job.layout_specs import OnSourceFailure
 from overlord.job.specs import Mixture
 from overlord.roles.changes import FIXED_WHILE_RUNNING
 from overlord.roles.planner import SNAPSHOT_EVERY, Due, Planner
@@ -260,7 +259,7 @@ def left_behind(what: str, first_step: int) -> StateError:
 
 def workload(planner: Planner, ahead: Sequence[int]) -> dict[str, Any]:
     """Tell what is drawn of every source, and what will be so many steps ahead; safe while others plan."""
-    state, weights, names = planner.latest_state, planner.latest_weights, planner.names
+    state, weights, names = planner.latest_state, planner.latest_weights, planner.inputs.names
     missing = [0.0] * (len(names) - len(weights))
     samples = [int(count) for count in state.samples] + [0] * (len(names) - len(state.samples))
     tokens = [int(count) for count in state.tokens] + [0] * (len(names) - len(state.tokens))
@@ -399,7 +398,7 @@ def goes_back(planner: Planner, rank: int, step: int, reached: Mapping[int, int]
         return step < planner.first_step  # it has not been in this lineage, however far the others are by now
     if step < max(planner.first_step, checkpoints.began if known is None else known):
         return True
-    return planner.newest_report >= step and not set(attached) - {rank}
+    return planner.inputs.newest_report >= step and not set(attached) - {rank}
 
 
 def refuse_coming_step(planner: Planner, step: int) -> None:

@@ -28,8 +28,8 @@ from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.errors import ClosedError, OverlordError, SpecError
+from overlord.roles.client import ENCODER, StepHeader
 from overlord.roles.data_constructor import DataConstructor
-from overlord.roles.views import ENCODER, StepHeader
 from overlord.runtimes.hosts.planner_host import Plans
 from overlord.runtimes.supervision.cleanup import out_of_files
 from overlord.runtimes.transport.shared_memory import Arena, Segment

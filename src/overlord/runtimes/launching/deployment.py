@@ -23,8 +23,8 @@ from overlord.core.spec_errors import list_some
 from overlord.core.states import StreamState, restricted_parts
 from overlord.errors import NothingToDraw, OverlordError, SourceError, SpecError, joined
 from overlord.job.layout_specs import Layout, bin_multiple, piece_multiple
-from overlord.job.media_specs import ImageSpec
 from overlord.job.reconcile import reconcile_state, unweighted
+from overlord.job.sample_specs import ImageSpec
 from overlord.job.specs import Audio, ImageText, Job, Source, Text, Video, stream_parts
 from overlord.planning.checking import run_strategy
 from overlord.planning.strategies import backbone_balance
@@ -627,8 +627,8 @@ def start_planner(
 ) -> Planner:
     """Make the Planner of a stream, at the state it goes on from."""
     job, options = prepared.job, prepared.options
-    strategy, base = options.strategy or backbone_balance(), history.inputs.base
-    base.update(base_weights(job, facts))
+    strategy = options.strategy or backbone_balance()
+    history.inputs.base.update(base_weights(job, facts))
 
     @functools.lru_cache(maxsize=16)
     def limits(tree: ClientPlaceTree) -> Limits:
@@ -636,7 +636,7 @@ def start_planner(
         return limits_of(job, options.layout, tree)
 
     start = PlannerStart(
-        state=draw_again(job, loaders, standing.state, base, history),
+        state=draw_again(job, loaders, standing.state, history),
         inputs=history.inputs,
         parts=standing.parts,
         poisoned=history.verdicts,

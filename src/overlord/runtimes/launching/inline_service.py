@@ -14,8 +14,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import is_whole
 from overlord.errors import ClosedError, Rewound
 from overlord.job.specs import Job
-from overlord.roles.client import Client
-from overlord.roles.views import RankView, StepHeader
+from overlord.roles.client import Client, RankView, StepHeader
 from overlord.runtimes.client_feed import check_step
 from overlord.runtimes.hosts.cluster_role import ClusterRole, Means
 from overlord.runtimes.hosts.cluster_roles import ROLES

@@ -8,8 +8,7 @@ from typing import Any
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
-from overlord.job.launch_words import OnSourceFailure, Placement
-from overlord.job.layout_specs import Layout
+from overlord.job.layout_specs import Layout, OnSourceFailure, Placement
 from overlord.job.reconcile import Reconcile
 from overlord.job.specs import Job
 from overlord.launch_spec import Launch

@@ -124,7 +124,7 @@ def admit(
         source = source.replace(weight=weight if weight is not None else changes.mean_weight())
         prepared = dataclasses.replace(prepared, job=prepared.job.replace(sources=[*prepared.job.sources[:-1], source]))
     changes.add(source, weight, at, base_weights(prepared.job, facts), change_id)
-    planner.know_parts(parts_of(prepared, facts))
+    planner.parts = parts_of(prepared, facts)
     return prepared, at
 
 

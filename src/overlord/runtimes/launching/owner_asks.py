@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan
-from overlord.core.plan_codec import plan_from_bytes
+from overlord.core.plan import LoadingPlan, plan_from_bytes
 from overlord.job.specs import Mixture, Source
 from overlord.roles.changes import mixture_to_json, source_to_json
 from overlord.runtimes.hosts.planner_host import SourceChange

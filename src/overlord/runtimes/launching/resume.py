@@ -247,15 +247,13 @@ def earlier_states(
     return found
 
 
-def draw_again(
-    job: Job, loaders: Loaders, state: StreamState, base: Mapping[str, float], history: History
-) -> StreamState:
+def draw_again(job: Job, loaders: Loaders, state: StreamState, history: History) -> StreamState:
     """Draw from a snapshot on up to a step that was asked for; what comes out must be what was drawn then."""
     asked, found = history.beginning.replay_to, history.beginning.found
     if asked is None or found is None:
         return state
     orders = {record["step"]: record["order"] for record in found.records if record["kind"] == "plan"}
-    drawer = Drawer(job, loaders, state, dict(base), history.inputs)
+    drawer = Drawer(job, loaders, state, history.inputs)
     while drawer.state.step < asked:
         step = drawer.state.step
         drawn = drawer.draw()

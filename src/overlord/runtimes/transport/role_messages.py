@@ -24,7 +24,7 @@ from overlord.core.messages import (
     Waiting,
 )
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan_codec import plan_from_bytes
+from overlord.core.plan import plan_from_bytes
 from overlord.core.samples import Cursor, Part
 from overlord.runtimes.transport.frames import (
     Frame,

@@ -20,7 +20,7 @@ from typing import Any
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import ServiceLost
-from overlord.roles.views import StepHeader
+from overlord.roles.client import StepHeader
 
 _HEAD = struct.Struct("<II")
 to_text = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` makes an encoder for every message

@@ -30,7 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, num_rows, unread_rows
 from overlord.core.samples import BAD, SKIP
 from overlord.errors import SpecError
-from overlord.job.chat_specs import ChatLoss
+from overlord.job.sample_specs import ChatLoss
 from overlord.job.specs import Chat, Job
 from overlord.transforms.samples.per_sample import (
     Bools,

@@ -15,7 +15,7 @@ from PIL import ExifTags, Image, ImageEnhance, UnidentifiedImageError
 
 from overlord.core.samples import derive, hash64
 from overlord.errors import SpecError
-from overlord.job.media_specs import IMAGE_FORMATS
+from overlord.job.sample_specs import IMAGE_FORMATS
 from overlord.job.specs import Augment, ImageSpec
 from overlord.transforms.samples.per_sample import MediaFault, decoder_faults
 
