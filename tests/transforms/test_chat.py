@@ -21,7 +21,7 @@ from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, concat_rows, slic
 from overlord.core.samples import BAD, SKIP
 from overlord.errors import SpecError
 from overlord.job.specs import Batch, Chat, Job, Source, Text, stream_parts
-from overlord.readers.arrow_columns import kinds_of_schema, to_rows
+from overlord.readers.arrow import kinds_of_schema, to_rows
 from overlord.transforms.samples.chat import BUILTIN_TEMPLATES, ChatTransform, inline_templates, rendering
 from overlord.transforms.samples.per_sample import Measured
 from overlord.transforms.samples.sample_kinds import make_transform

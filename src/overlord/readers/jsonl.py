@@ -23,7 +23,7 @@ from overlord.core.ragged import (
     other_kind,
     sizes_column,
 )
-from overlord.readers.filesystems import ByteStream, StoredFile, compression_of_name
+from overlord.readers.files import ByteStream, StoredFile, compression_of_name
 from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader, Kind
 
 HEAD_ROWS = 256

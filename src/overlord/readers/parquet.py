@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from overlord.core.ragged import RowBatch
-from overlord.readers.arrow_columns import SchemaReader, require_columns, to_rows
-from overlord.readers.filesystems import MappedFile, StoredFile
+from overlord.readers.arrow import SchemaReader, require_columns, to_rows
+from overlord.readers.files import MappedFile, StoredFile
 from overlord.readers.parquet_footer import read_block_metadata, read_footer
 from overlord.readers.reader import BlockIndex, DamagedFile, Kind, Rows
 from overlord.readers.spill import RELEASE_BYTES, SpillPlace, is_too_much, spill_rows, spilled

@@ -22,11 +22,10 @@ from overlord.core.order import FileBlocks
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
 from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
 from overlord.job.specs import Source
-from overlord.readers.arrow_ipc import ArrowReader
-from overlord.readers.filesystems import StoredFile, format_of_name, verify_unchanged
+from overlord.readers.arrow import ArrowReader
+from overlord.readers.files import StoredFile, format_of_name, list_files, verify_unchanged
 from overlord.readers.index import IndexCache, build_indices, read_array, write_array
 from overlord.readers.jsonl import JsonlReader, why_no_row
-from overlord.readers.listing import list_files
 from overlord.readers.parquet import ParquetReader
 from overlord.readers.reader import BlockIndex, Kind, Reader, Rows, missing_column, reason_of, unreadable
 from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows

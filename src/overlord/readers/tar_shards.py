@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from overlord.core.ragged import RowBatch
-from overlord.readers.filesystems import ByteStream, StoredFile, compression_of_name
+from overlord.readers.files import ByteStream, StoredFile, compression_of_name
 from overlord.readers.jsonl import HEAD_ROWS, RowBuilder, kind_of_values, parse_object, reach
 from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader, DamagedFile, Kind, missing_column
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from overlord.core.ragged import RowBatch
 from overlord.core.samples import BAD
 from overlord.job.specs import Audio, audio_frames, audio_tokens
-from overlord.transforms.samples.media_text import ItemThenText, media_library
 from overlord.transforms.samples.per_sample import (
     Bools,
     Finished,
@@ -28,6 +27,7 @@ from overlord.transforms.samples.per_sample import (
     ragged_column,
     row_memory,
 )
+from overlord.transforms.samples.text import ItemThenText, media_library
 from overlord.transforms.samples.tokenize import TextTokenizer
 
 Float32s = npt.NDArray[np.float32]

@@ -15,7 +15,6 @@ from overlord.core.ragged import RowBatch
 from overlord.core.samples import BAD
 from overlord.job.specs import Video, pick_frames, video_frames, video_grid
 from overlord.transforms.samples.images import MAX_PIXELS, resize_image
-from overlord.transforms.samples.media_text import ItemThenText, media_library
 from overlord.transforms.samples.per_sample import (
     Bools,
     Finished,
@@ -30,6 +29,7 @@ from overlord.transforms.samples.per_sample import (
     ragged_column,
     row_memory,
 )
+from overlord.transforms.samples.text import ItemThenText, media_library
 from overlord.transforms.samples.tokenize import TextTokenizer
 
 UInt8s = npt.NDArray[np.uint8]
