@@ -91,7 +91,7 @@ def test_spilled_rows_are_those_of_the_row_group(
     skip = data.draw(st.integers(0, int(source.blocks(0).rows[block])))
     found: list[list[RowBatch]] = []
     for spills in (False, True):
-        monkeypatch.setattr(parquet, "is_too_much", lambda *_, answer=spills: answer)
+        monkeypatch.setattr(arrow, "is_too_much", lambda *_, answer=spills: answer)
         found.append(list(source.stream(0, block, skip=skip, batch_rows=batch_rows)))
     plain, spilled = ([row for batch in batches for row in rows_of(batch)] for batches in found)
     assert str(plain) == str(spilled) and len(plain) == int(source.blocks(0).rows[block]) - skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,36 @@ Bools = npt.NDArray[np.bool_]
 
 
 class SchemaReader:
-    """What the readers of Arrow's formats share: a file has a schema, and blocks of any size."""
+    """What the readers of Parquet and Arrow IPC share: a file has a schema, and blocks of any size."""
+
+    block_name: str
+    """What a block is called, for messages."""
+
+    def stream(
+        self,
+        file: StoredFile,
+        index: BlockIndex,
+        block: int,
+        *,
+        columns: Mapping[str, Kind],
+        skip: int,
+        batch_rows: int,
+        scratch: Path | None,
+    ) -> Iterator[RowBatch]:
+        """Yield the rows of one block; one that would take much memory while it is read is spilled to disk."""
+        mapped = file.map()
+        native = mapped.native if mapped else file.open()
+        row_bytes = int(index.bytes[block]) / max(1, int(index.rows[block]))
+        held, read = self._open_block(file, mapped, native, index, block, columns)
+        spills = scratch is not None and is_too_much(held, row_bytes, batch_rows)
+        rows = read(skip, spill_rows(row_bytes) if spills else batch_rows)
+        del mapped, native, read  # a spilled block closes the file
+        if scratch is not None and spills:
+            size = int(row_bytes * max(0, int(index.rows[block]) - skip))
+            place = SpillPlace(scratch, f"{self.block_name} {block} of {file.path}", size)
+            yield from spilled(rows, place, batch_rows)
+        else:
+            yield from rows
 
     def divides(self, file: StoredFile) -> bool:
         """Return True: blocks are as large as the writer made them."""
@@ -50,6 +79,18 @@ class SchemaReader:
         return kinds_of_schema(self._schema(file), columns)
 
     def _schema(self, file: StoredFile) -> pa.Schema:
+        raise NotImplementedError
+
+    def _open_block(
+        self,
+        file: StoredFile,
+        mapped: MappedFile | None,
+        native: pa.NativeFile,
+        index: BlockIndex,
+        block: int,
+        columns: Mapping[str, Kind],
+    ) -> tuple[int, Callable[[int, int], Rows]]:
+        """Return how many bytes are held while a block is read, and what yields its rows, given (skip, batch_rows)."""
         raise NotImplementedError
 
 
@@ -344,6 +385,7 @@ class ArrowReader(SchemaReader):
     """Reads Arrow IPC. In its index, start and stop are byte offsets (stream) or batch numbers (file)."""
 
     name = "arrow"
+    block_name = "record batch"
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
         """Find the record batches of a file."""
@@ -371,33 +413,29 @@ class ArrowReader(SchemaReader):
             blocks.append((batch.num_rows, _bytes_of(batch, paths.values()), start, stop))
             start = stop
 
-    def stream(
+    def _open_block(
         self,
         file: StoredFile,
+        mapped: MappedFile | None,
+        native: pa.NativeFile,
         index: BlockIndex,
         block: int,
-        *,
         columns: Mapping[str, Kind],
-        skip: int,
-        batch_rows: int,
-        scratch: Path | None,
-    ) -> Iterator[RowBatch]:
-        """Yield the rows of one record batch: views of the mapped file where it is not compressed."""
-        mapped = file.map()
-        native = mapped.native if mapped else file.open()
-        size, rows = int(index.bytes[block]), int(index.rows[block])
-        row_bytes = size / max(1, rows)
-        too_much = scratch is not None and is_too_much(size, row_bytes, batch_rows)
-        spills = too_much and (mapped is None or _is_compressed(native))
-        batch = _Batch(native, mapped, int(index.start[block]), block)
-        del mapped, native  # a spilled record batch closes the file
-        if scratch is not None and spills:
-            parts = batch.rows(columns, file.path, skip, spill_rows(row_bytes))
-            del batch
-            left = int(row_bytes * max(0, rows - skip))
-            yield from spilled(parts, SpillPlace(scratch, f"record batch {block} of {file.path}", left), batch_rows)
-        else:
-            yield from batch.rows(columns, file.path, skip, batch_rows)
+    ) -> tuple[int, Callable[[int, int], Rows]]:
+        def rows(skip: int, batch_rows: int) -> Rows:
+            batch = _read_batch(native, int(index.start[block]), block)
+            validate_columns(batch, list(columns), file.path)
+            passed = 0
+            for at in range(skip, batch.num_rows, batch_rows):
+                part = batch.slice(at, batch_rows)
+                passed += part.nbytes
+                if mapped and passed >= RELEASE_BYTES:
+                    mapped.release_pages()
+                    passed = 0
+                yield to_rows(part, columns, file.path)
+
+        # Rows of a mapped batch are views of the file, unless it is compressed.
+        return int(index.bytes[block]) if mapped is None or _is_compressed(native) else 0, rows
 
     def seeks(self, file: StoredFile) -> bool:
         """Return whether the file can be mapped and is not compressed."""
@@ -407,29 +445,6 @@ class ArrowReader(SchemaReader):
     def _schema(self, file: StoredFile) -> pa.Schema:
         native = file.open()
         return (ipc.open_file(native) if _is_file_format(native) else ipc.open_stream(native)).schema
-
-
-class _Batch:
-    """One record batch of an open file, read when its rows are asked for."""
-
-    def __init__(self, native: pa.NativeFile, mapped: MappedFile | None, start: int, block: int) -> None:
-        self._native = native
-        self._mapped = mapped
-        self._start = start
-        self._block = block
-
-    def rows(self, columns: Mapping[str, Kind], path: str, skip: int, batch_rows: int) -> Rows:
-        """Yield the rows behind the first `skip`."""
-        batch = _read_batch(self._native, self._start, self._block)
-        validate_columns(batch, list(columns), path)
-        passed = 0
-        for at in range(skip, batch.num_rows, batch_rows):
-            part = batch.slice(at, batch_rows)
-            passed += part.nbytes
-            if self._mapped and passed >= RELEASE_BYTES:
-                self._mapped.release_pages()
-                passed = 0
-            yield to_rows(part, columns, path)
 
 
 def _is_file_format(native: pa.NativeFile) -> bool:

@@ -151,11 +151,6 @@ def compression_of_name(path: str) -> Compression | None:
     return "zstd" if name.endswith(".zst") else None
 
 
-def is_data_file(path: str) -> bool:
-    """Return whether a file found in a folder is data, not metadata beside it."""
-    return format_of_name(path) is not None and path.rsplit("/", 1)[-1] not in _NOT_DATA
-
-
 # From paths, globs, folders and URLs to the files of a source.
 
 
@@ -273,10 +268,15 @@ def _walk_folder(filesystem: fs.FileSystem, folder: str, format: str | None) -> 
         inside = info.path[len(folder) :].strip("/").split("/")
         if info.type is fs.FileType.File and not any(part.startswith((".", "_")) for part in inside):
             infos.append(info)
-    data = [i for i in infos if is_data_file(i.path) and format in (None, format_of_name(i.path))]
+    named = {i.path: format_of_name(i.path) for i in infos}
+    data = [
+        i
+        for i in infos
+        if named[i.path] in (SUFFIXES if format is None else (format,)) and i.base_name not in _NOT_DATA
+    ]
     if data or format is None:
         return data, infos
-    return [i for i in infos if format_of_name(i.path) is None and not i.path.lower().endswith(_TABLES)], infos
+    return [i for i in infos if named[i.path] is None and not i.path.lower().endswith(_TABLES)], infos
 
 
 def _glob(filesystem: fs.FileSystem, pattern: str) -> tuple[_Infos, _Infos]:

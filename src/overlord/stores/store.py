@@ -19,7 +19,7 @@ import json
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,12 @@ from overlord.stores.owners import claim
 from overlord.stores.places import Place
 
 VERSION = 1
+KEPT_LINEAGES = 4
+KEPT_LOADERS = 2
+KEEP = 256
+"""Steps behind the newest snapshot that stay resumable."""
+
+logger = logging.getLogger("overlord")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +72,8 @@ class Snapshot:
             >>> Snapshot.from_bytes(snapshot.to_bytes()[:-1], "here") is None
             True
         """
-        head = {"first_step": self.first_step, "service": self.service, "segment": self.segment}
-        given = {"version": VERSION, **head, "horizon": self.horizon, "state": self.state}
-        return checked_json(given)
+        given = {name: getattr(self, name) for name in ("first_step", "service", "segment", "horizon", "state")}
+        return checked_json({"version": VERSION, **given})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Snapshot | None:
@@ -98,14 +103,6 @@ def read_checked(data: bytes) -> Any:
     """Read what `checked_json` wrote; None when it is damaged."""
     head, _, body = data.partition(b"\n")
     return json.loads(body) if head == b"%08x" % zlib.crc32(body) else None
-
-
-KEPT_LINEAGES = 4
-KEPT_LOADERS = 2
-KEEP = 256
-"""Steps behind the newest snapshot that stay resumable."""
-
-logger = logging.getLogger("overlord")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +217,6 @@ class Store:
                 found.journal.damaged,
             )
         return found
-
-    def of_this_service(self, found: FoundLineage | None) -> bool:
-        """Whether a lineage was written by this service, so that it can continue it."""
-        return found is not None and found.newest.service == self._service
 
     def begin(self, state: Mapping[str, Any], *, horizon: int) -> None:
         """Begin a lineage at a state; remove the oldest ones."""
@@ -370,30 +363,27 @@ def _read_lineage(place: Place, number: int) -> FoundLineage | None:
     folder = _folder(number)
     sizes = place.names(folder)
     snapshots: list[Snapshot] = []
-    for name in sorted(name for name in sizes if name.startswith("snapshot-")):
-        found = Snapshot.from_bytes(place.read(f"{folder}/{name}") or b"", f"{place.name}/{folder}/{name}")
+    for where, data in _newest_first(place, folder, sizes, "snapshot-"):
+        found = Snapshot.from_bytes(data, where)
         if found is None:
-            logger.warning("%s/%s/%s is damaged and was skipped", place.name, folder, name)
+            logger.warning("%s is damaged and was skipped", where)
         else:
-            snapshots.append(found)
+            snapshots.insert(0, found)
     if not snapshots:
         return None
     first = min(snapshot.segment for snapshot in snapshots)
-    return FoundLineage(number, snapshots, read_journal(place, folder, first), _newest_loaders(place, folder), sizes)
+    saved = (read_checked(data) for _, data in _newest_first(place, folder, sizes, "loaders-"))
+    loaders: Mapping[str, Any] = next((found for found in saved if found is not None), {})
+    return FoundLineage(number, snapshots, read_journal(place, folder, first), loaders, sizes)
 
 
 def _newest_good(place: Place, number: int) -> Snapshot | None:
     folder = _folder(number)
-    for name in sorted((name for name in place.names(folder) if name.startswith("snapshot-")), reverse=True):
-        found = Snapshot.from_bytes(place.read(f"{folder}/{name}") or b"", f"{place.name}/{folder}/{name}")
-        if found is not None:
-            return found
-    return None
+    files = _newest_first(place, folder, place.names(folder), "snapshot-")
+    return next((found for where, data in files if (found := Snapshot.from_bytes(data, where)) is not None), None)
 
 
-def _newest_loaders(place: Place, folder: str) -> Mapping[str, Any]:
-    for name in sorted((name for name in place.names(folder) if name.startswith("loaders-")), reverse=True):
-        found = read_checked(place.read(f"{folder}/{name}") or b"")
-        if found is not None:
-            return found
-    return {}
+def _newest_first(place: Place, folder: str, names: Iterable[str], prefix: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the full name and the content of the files of a lineage with a prefix; their names sort as steps do."""
+    for name in sorted((name for name in names if name.startswith(prefix)), reverse=True):
+        yield f"{place.name}/{folder}/{name}", place.read(f"{folder}/{name}") or b""

@@ -6,9 +6,10 @@ number of an augmentation comes from the item's own seed, and the crop is known 
 
 from __future__ import annotations
 
+import functools
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,17 +39,15 @@ from overlord.transforms.samples.per_sample import (
     Finished,
     Measured,
     MediaFault,
-    TransformFacts,
     Workers,
     decoder_faults,
-    fit_rows,
+    finish_tokens,
     flat,
     media_columns,
-    media_of,
     ragged_column,
-    row_memory,
+    read_headers,
 )
-from overlord.transforms.samples.text import ItemThenText
+from overlord.transforms.samples.text import ItemThenText, ItemTokens
 from overlord.transforms.samples.tokenize import TextTokenizer, decode_texts
 
 try:
@@ -278,27 +277,23 @@ class ImageDecoder:
     """Decodes images to their planned grid: decoded, cropped, resized, altered, cut into patches."""
 
     def __init__(self, spec: ImageSpec) -> None:
-        self._patch = spec.patch
-        self._merge = spec.merge
-        self._temporal = spec.temporal
-        self._augment = spec.augment
-        self._formats = spec.formats
         check_formats(spec)
-        self._upright = spec.exif_transpose
+        self._spec = spec
 
     def item_bytes(self, grids: npt.NDArray[np.int32]) -> Int64s:
         """Return the bytes of each image's patches."""
-        return np.prod(grids.astype(np.int64), axis=1) * (3 * self._temporal * self._patch**2)
+        return np.prod(grids.astype(np.int64), axis=1) * (3 * self._spec.temporal * self._spec.patch**2)
 
     def decode(self, data: memoryview, grid: npt.NDArray[np.int32], seed: int, out: UInt8s) -> None:
         """Decode, resize to the planned grid and patchify one image into its place."""
-        image = decode_image(data, self._formats, upright=self._upright)
-        if self._augment is not None:
-            image = crop_image(image, self._augment, seed)
-        image = resize_image(image, int(grid[1]) * self._patch, int(grid[2]) * self._patch)
-        if self._augment is not None:
-            image = alter_image(image, self._augment, seed)
-        patchify_into(image, self._patch, self._merge, out, temporal=self._temporal)
+        spec = self._spec
+        image = decode_image(data, spec.formats, upright=spec.exif_transpose)
+        if spec.augment is not None:
+            image = crop_image(image, spec.augment, seed)
+        image = resize_image(image, int(grid[1]) * spec.patch, int(grid[2]) * spec.patch)
+        if spec.augment is not None:
+            image = alter_image(image, spec.augment, seed)
+        patchify_into(image, spec.patch, spec.merge, out, temporal=spec.temporal)
 
 
 # -- augmentation -----------------------------------------------------------------------------------------------
@@ -377,56 +372,11 @@ def _below(counts: Int64s, name: str, seeds: UInt64s) -> Int64s:
 # -- samples of images and text ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ImagePlaces:
-    """The tokens that stand for images: placeholders, and perhaps one token before and one after them."""
-
-    image: int
-    before: int | None
-    after: int | None
-
-    @classmethod
-    def of(cls, spec: ImageSpec, tokenizer: TextTokenizer) -> ImagePlaces:
-        """Look up the tokens that a spec names."""
-        around = (("before", spec.before), ("after", spec.after))
-        ids = (None if token is None else tokenizer.id_of(token, field) for field, token in around)
-        return cls(tokenizer.id_of(spec.image_token, "image_token"), *ids)
-
-    @property
-    def margin(self) -> tuple[int, int]:
-        """Tokens before and after the placeholders of an image."""
-        return self.lead, self.extra - self.lead
-
-    @property
-    def lead(self) -> int:
-        """Tokens before the placeholders of an image."""
-        return int(self.before is not None)
-
-    @property
-    def extra(self) -> int:
-        """Tokens of an image besides its placeholders."""
-        return self.lead + int(self.after is not None)
-
-    def write(self, tokens: npt.NDArray[np.int32], start: Int64s, length: Int64s) -> None:
-        """Write images into tokens; `start` is where each has its first placeholder, `length` how many it has."""
-        tokens[expand_ranges(start, length)] = self.image
-        if self.before is not None:
-            tokens[start - 1] = self.before
-        if self.after is not None:
-            tokens[start + length] = self.after
-
-
-def read_sizes(
-    items: Iterable[tuple[int, memoryview]], count: int, formats: Sequence[str], *, upright: bool
-) -> tuple[Int64s, Int64s, list[Fault]]:
-    """Return width and height of `count` images, 1 x 1 where no header is given or readable, and what is wrong."""
-    widths, heights = np.ones(count, np.int64), np.ones(count, np.int64)
-    faults: list[Fault] = []
-    for item, data in items:
-        try:
-            widths[item], heights[item] = image_size(data, formats, upright=upright)
-        except MediaFault as fault:
-            faults.append((item, str(fault)))
+def _read_sizes(spec: ImageSpec, images: Ragged, bad: Bools) -> tuple[Int64s, Int64s, list[Fault]]:
+    """Return width and height of images, 1 x 1 of bad ones, and what is wrong with those that are bad from now on."""
+    read = functools.partial(image_size, formats=spec.formats, upright=spec.exif_transpose)
+    sizes, faults = read_headers(images, bad, read, (1, 1))
+    widths, heights = np.array(sizes, np.int64).reshape(-1, 2).T
     return widths, heights, faults
 
 
@@ -441,26 +391,22 @@ def plan_grids(spec: ImageSpec, widths: Int64s, heights: Int64s, seeds: UInt64s,
     return grids
 
 
-class ImageTextTransform:
+class ImageTextTransform(ItemThenText):
     """One image and its text."""
 
     def __init__(self, spec: ImageText, tokenizer: TextTokenizer) -> None:
         self._spec = spec
-        self._layout = ItemThenText(spec, "image", spec.image_token, tokenizer)
+        super().__init__(spec, "image", tokenizer)
         self.columns = tuple(c for c in (spec.image, spec.text, spec.width, spec.height) if c)
-        self.facts = TransformFacts(self.columns, ("tokens", "image"), byte_size="grows")
         self.decoder = ImageDecoder(spec)
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
-        text = self._layout.text.measure(rows, lengths, seeds)
+        text = self._text.measure(rows, lengths, seeds)
         bad = (text.flags & BAD) > 0
         images = ragged_column(rows, self._spec.image)
         widths, heights = self._sizes(rows, images, bad, text.faults)
         grids = plan_grids(self._spec, widths, heights, seeds, bad)
-        return self._layout.measured(text, bad, images, grids[:, 1] * grids[:, 2] // self._spec.merge**2, grids, seeds)
-
-    def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
-        return self._layout.finish(kept, planned, bad, workers)
+        return self._measured(text, bad, images, grids[:, 1] * grids[:, 2] // self._spec.merge**2, grids, seeds)
 
     def _sizes(self, rows: RowBatch, images: Ragged, bad: Bools, faults: list[Fault]) -> tuple[Int64s, Int64s]:
         if self._spec.width and self._spec.height:
@@ -469,12 +415,8 @@ class ImageTextTransform:
             faults.extend((int(r), "the width or height column is not positive") for r in np.flatnonzero(wrong & ~bad))
             bad |= wrong
             return np.where(bad, 1, widths), np.where(bad, 1, heights)
-        good = ((row, row_memory(images, row)) for row in np.flatnonzero(~bad).tolist())
-        widths, heights, unreadable = read_sizes(
-            good, len(images), self._spec.formats, upright=self._spec.exif_transpose
-        )
-        faults.extend(unreadable)
-        bad[[row for row, _ in unreadable]] = True
+        widths, heights, unreadable = _read_sizes(self._spec, images, bad)
+        faults += unreadable
         return widths, heights
 
 
@@ -502,12 +444,11 @@ class InterleavedTransform:
     def __init__(self, spec: Interleaved, tokenizer: TextTokenizer) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
-        self._places = ImagePlaces.of(spec, tokenizer)
+        self._image = ItemTokens.of(spec, "image", tokenizer)
         nothing = np.empty(0, np.int32)
         self._begin, self._end = _around(tokenizer) if spec.special_tokens else (nothing, nothing)
         self._layout_column = spec.parts or spec.text
         self.columns: tuple[str, ...] = (*spec.images, self._layout_column)
-        self.facts = TransformFacts(self.columns, ("tokens", "image"), byte_size="grows")
         self.decoder = ImageDecoder(spec)
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
@@ -521,15 +462,9 @@ class InterleavedTransform:
         numbers = np.arange(len(owner)) - np.repeat(offsets_of(layout.items)[:-1], layout.items)
         item_seed = item_seeds(seeds[owner], numbers)
         single = Ragged(encoded.values, encoded.offsets[0] + offsets_of(nbytes))
-        widths, heights, unreadable = read_sizes(
-            ((item, row_memory(single, item)) for item in range(len(single))),
-            len(single),
-            self._spec.formats,
-            upright=self._spec.exif_transpose,
-        )
-        faults.extend((int(owner[item]), f"image {int(numbers[item])}: {reason}") for item, reason in unreadable)
         stand_in = np.zeros(len(single), np.bool_)
-        stand_in[[item for item, _ in unreadable]] = True
+        widths, heights, unreadable = _read_sizes(self._spec, single, stand_in)
+        faults.extend((int(owner[item]), f"image {int(numbers[item])}: {reason}") for item, reason in unreadable)
         bad = broken.copy()
         bad[owner[stand_in]] = True
         grids = plan_grids(self._spec, widths, heights, item_seed, stand_in)
@@ -545,16 +480,13 @@ class InterleavedTransform:
             images=layout.items,
             flags=(np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0)).astype(np.int32),
             kept=kept,
-            margin=self._places.margin,
+            margin=self._image.margin,
             # One reason per row: a sample is bad once, however many of its images are.
             faults=sorted(dict(reversed(faults)).items()),
         )
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
-        tokens, _ = fit_rows(ragged_column(kept, "tokens"), planned)
-        loss, _ = fit_rows(ragged_column(kept, "loss"), planned)
-        counted = loss.values * np.repeat(~bad, planned)
-        return Finished(tokens, Ragged(counted, loss.offsets), media_of("image", kept, planned, bad), [], [])
+        return finish_tokens(kept, planned, bad, "image")
 
     def _lay_out(self, rows: RowBatch, have: Int64s, broken: Bools, faults: list[Fault]) -> _Layout:
         """Split every row at its images; marks rows that do not make sense as broken: they are one empty text."""
@@ -597,7 +529,7 @@ class InterleavedTransform:
         at_run, at_image = (expand_ranges(pieces[:-1] + first, more) for first, more in ((1, items + 1), (2, items)))
         at_run += expand_ranges(np.zeros(len(items), np.int64), items + 1)
         at_image += expand_ranges(np.zeros(len(items), np.int64), items)
-        lengths[at_run], lengths[at_image] = runs.lengths, placeholders + self._places.extra
+        lengths[at_run], lengths[at_image] = runs.lengths, placeholders + sum(self._image.margin)
         lengths[pieces[:-1]], lengths[pieces[1:] - 1] = len(self._begin) * ~broken, len(self._end) * ~broken
         ends = offsets_of(lengths)
         whole = np.diff(ends[pieces])
@@ -614,8 +546,12 @@ class InterleavedTransform:
         ):
             where = expand_ranges(places[at], lengths[at])
             tokens[where], loss[where] = values, 1
-        first = places[at_image] + self._places.lead
-        self._places.write(tokens, first, placeholders)
+        first = places[at_image] + self._image.margin[0]
+        tokens[expand_ranges(first, placeholders)] = self._image.item
+        if self._image.before is not None:
+            tokens[first - 1] = self._image.before
+        if self._image.after is not None:
+            tokens[first + placeholders] = self._image.after
         start = first - np.repeat(offsets[:-1], items)
         return Ragged(tokens, offsets), Ragged(loss, offsets), start, empty
 

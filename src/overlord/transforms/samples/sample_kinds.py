@@ -13,7 +13,7 @@ import numpy.typing as npt
 from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, num_rows, sizes_column, unread_rows
 from overlord.core.samples import BAD, SKIP
 from overlord.errors import SpecError
-from overlord.job.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Text, Video
+from overlord.job.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Spec, Text, Video
 from overlord.transforms.samples.audio import AudioTransform
 from overlord.transforms.samples.chat import ChatTransform
 from overlord.transforms.samples.images import ImageTextTransform, InterleavedTransform
@@ -26,10 +26,9 @@ from overlord.transforms.samples.per_sample import (
     Isolate,
     Measured,
     SampleTransform,
-    TransformFacts,
     UInt64s,
     Workers,
-    fit_rows,
+    finish_tokens,
     measured_text,
     ragged_column,
     run_rows,
@@ -67,15 +66,16 @@ def make_transform(source: Source, tokenizer: TextTokenizer | None, isolate: Iso
         )
     if isinstance(spec, Chat):
         return ChatTransform(spec, tokenizer, isolate)
-    if isinstance(spec, ImageText):
-        return ImageTextTransform(spec, tokenizer)
-    if isinstance(spec, Interleaved):
-        return InterleavedTransform(spec, tokenizer)
-    if isinstance(spec, Audio):
-        return AudioTransform(spec, tokenizer)
-    if isinstance(spec, Video):
-        return VideoTransform(spec, tokenizer)
-    return TextTransform(spec, tokenizer)
+    return _TRANSFORMS[type(spec)](spec, tokenizer)
+
+
+_TRANSFORMS: dict[type[Spec], Callable[[Any, TextTokenizer], SampleTransform]] = {
+    Text: TextTransform,
+    ImageText: ImageTextTransform,
+    Interleaved: InterleavedTransform,
+    Audio: AudioTransform,
+    Video: VideoTransform,
+}
 
 
 # Custom: a user's function turns a row into tokens.
@@ -95,7 +95,6 @@ class CustomTransform:
 
     def __init__(self, spec: Custom, isolate: Isolate | None = None) -> None:
         self.columns: tuple[str, ...] = tuple(spec.columns or ())
-        self.facts = TransformFacts(self.columns, ("tokens",), holds_gil=True)
         self.decoder = None
         self._function = functools.partial(custom_rows, spec.fn)
         self._run = isolate(self._function, spec.name, spec.deadline) if isolate and spec.process else None
@@ -111,9 +110,7 @@ class CustomTransform:
         return measured
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
-        tokens, _ = fit_rows(ragged_column(kept, "tokens"), planned)
-        loss, _ = fit_rows(ragged_column(kept, "loss"), planned)
-        return Finished(tokens, loss, None, [], [])
+        return finish_tokens(kept, planned, bad)
 
 
 def custom_rows(fn: RowToTokens, rows: RowBatch) -> RowBatch:

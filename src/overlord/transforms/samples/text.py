@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, expand_ranges, offsets_of, unread_rows
 from overlord.core.samples import BAD, SKIP
 from overlord.errors import SpecError
-from overlord.job.specs import Audio, ImageText, Text, Video
+from overlord.job.specs import Audio, ImageSpec, ImageText, Text, Video
 from overlord.transforms.samples.per_sample import (
     STAND_IN_TOKEN,
     Bools,
@@ -20,12 +19,10 @@ from overlord.transforms.samples.per_sample import (
     Finished,
     Int64s,
     Measured,
-    TransformFacts,
     UInt64s,
     Workers,
     fit_rows,
     flat,
-    mask_rows,
     measured_text,
     media_columns,
     media_of,
@@ -44,7 +41,6 @@ class TextTransform:
         self._bos = _border_id(spec, tokenizer, "bos")
         self._eos = _border_id(spec, tokenizer, "eos")
         self.columns: tuple[str, ...] = (spec.column,)
-        self.facts = TransformFacts(self.columns, ("tokens",))
         self.decoder = None
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
@@ -79,13 +75,28 @@ class TextTransform:
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
         faults: list[Fault] = []
-        tokens, wrong = _text_tokens(kept, bad, faults, self._encode)
+        tokens, wrong = self._kept_tokens(kept, bad, faults)
         # The stand-in of an empty text (next to an image) does not count in the loss.
         loss = np.repeat(~bad & ~np.asarray(kept["empty"], np.bool_), planned).astype(np.uint8)
         fitted, padding = fit_rows(tokens, planned)
         loss[padding] = 0
-        mask_rows(loss, fitted.offsets, [row for row, _ in faults])
+        for row, _ in faults:
+            loss[fitted.offsets[row] : fitted.offsets[row + 1]] = 0
         return Finished(fitted, Ragged(loss, fitted.offsets), None, faults, wrong)
+
+    def _kept_tokens(self, kept: RowBatch, bad: Bools, faults: list[Fault]) -> tuple[Ragged, list[Fault]]:
+        """Return the tokens of kept rows, and the rows with another length than claimed."""
+        if "tokens" in kept:
+            return ragged_column(kept, "tokens"), []
+        tokens, _ = self._encode(ragged_column(kept, "raw"), bad.copy(), faults)
+        claimed = np.asarray(kept["claimed"])
+        broken = {row for row, _ in faults}
+        wrong = [
+            (int(r), f"its length column says {int(claimed[r])} tokens, the text has {int(tokens.lengths[r])}")
+            for r in np.flatnonzero((tokens.lengths != claimed) & ~bad)
+            if int(r) not in broken
+        ]
+        return tokens, wrong
 
     def _encode(self, column: Ragged, bad: Bools, faults: list[Fault]) -> tuple[Ragged, Bools]:
         """Encode rows; bad and empty ones become one stand-in token. Marks rows that are not UTF-8 as bad."""
@@ -147,26 +158,6 @@ def _border_id(spec: Text, tokenizer: TextTokenizer | None, field: Literal["bos"
     return tokenizer.border_id(field, wanted)
 
 
-def _text_tokens(
-    kept: RowBatch,
-    bad: Bools,
-    faults: list[Fault],
-    encode: Callable[[Ragged, Bools, list[Fault]], tuple[Ragged, Bools]],
-) -> tuple[Ragged, list[Fault]]:
-    """Return the tokens of the texts, and the rows with another length than claimed."""
-    if "tokens" in kept:
-        return ragged_column(kept, "tokens"), []
-    tokens, _ = encode(ragged_column(kept, "raw"), bad.copy(), faults)
-    claimed = np.asarray(kept["claimed"])
-    broken = {row for row, _ in faults}
-    wrong = [
-        (int(r), f"its length column says {int(claimed[r])} tokens, the text has {int(tokens.lengths[r])}")
-        for r in np.flatnonzero((tokens.lengths != claimed) & ~bad)
-        if int(r) not in broken
-    ]
-    return tokens, wrong
-
-
 def _rows_with(column: Ragged, found: Bools) -> Bools:
     """Return which rows hold a value that was found."""
     rows = np.zeros(len(column), np.bool_)
@@ -174,37 +165,40 @@ def _rows_with(column: Ragged, found: Bools) -> Bools:
     return rows
 
 
-# One item (an image, a sound or a clip), then its text: the part that ImageText, Audio and Video have in common.
+# -- one item (an image, a sound or a clip), then its text: what ImageText, Audio and Video have in common -----------
 
 
-def media_library(name: str) -> Any:
-    """Return a library that only sounds and clips need.
+@dataclass(frozen=True, slots=True)
+class ItemTokens:
+    """The tokens that stand for an item: its placeholders, and perhaps one token before and one after them."""
 
-    Raises:
-        SpecError: when it is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise SpecError(
-            f"a source of sounds or clips needs the library {name!r}, which cannot be imported ({error}); none of its "
-            "rows could be measured. Install it with: pip install overlord-data[media]"
-        ) from error
+    item: int
+    before: int | None
+    after: int | None
+
+    @classmethod
+    def of(cls, spec: ImageSpec | Audio | Video, kind: str, tokenizer: TextTokenizer) -> ItemTokens:
+        """Look up the tokens that a spec names for an "image", "audio" or "video"."""
+        field = f"{kind}_token"
+        around = (("before", spec.before), ("after", spec.after))
+        ids = (None if token is None else tokenizer.id_of(token, name) for name, token in around)
+        return cls(tokenizer.id_of(getattr(spec, field), field), *ids)
+
+    @property
+    def margin(self) -> tuple[int, int]:
+        """Tokens before and after the placeholders of an item."""
+        return int(self.before is not None), int(self.after is not None)
 
 
 class ItemThenText:
     """One item a row: [before] placeholders [after] text."""
 
-    def __init__(
-        self, spec: ImageText | Audio | Video, kind: str, item_token: str | int, tokenizer: TextTokenizer
-    ) -> None:
-        self.text = TextTransform(Text(spec.text), tokenizer)
+    def __init__(self, spec: ImageText | Audio | Video, kind: str, tokenizer: TextTokenizer) -> None:
+        self._text = TextTransform(Text(spec.text), tokenizer)
         self._kind = kind
-        self._item_token = tokenizer.id_of(item_token, f"{kind}_token")
-        self._before = None if spec.before is None else tokenizer.id_of(spec.before, "before")
-        self._after = None if spec.after is None else tokenizer.id_of(spec.after, "after")
+        self._tokens = ItemTokens.of(spec, kind, tokenizer)
 
-    def measured(
+    def _measured(
         self, text: Measured, bad: Bools, items: Ragged, length: Int64s, grid: Int64s, seeds: UInt64s,
         seconds: npt.NDArray[np.float64] | None = None,
     ) -> Measured:  # fmt: skip
@@ -219,24 +213,23 @@ class ItemThenText:
             seeds: The seeds of the rows.
             seconds: Seconds of a temporal patch.
         """
-        lead = length + (self._before is not None) + (self._after is not None)
         ones, seen = np.ones(len(bad), np.int64), self._kind != "audio"
-        start = np.full(len(bad), int(self._before is not None))
-        text.kept.update(
-            media_columns(items, items=ones, nbytes=items.lengths, start=start, length=length, grid=grid, seeds=seeds,
-                          seconds=seconds)
-        )  # fmt: skip
+        before, after = self._tokens.margin
+        start = np.full(len(bad), before)
+        text.kept |= media_columns(
+            items, items=ones, nbytes=items.lengths, start=start, length=length, grid=grid, seeds=seeds, seconds=seconds
+        )
         # An item without a text is still a sample; only its text is a stand-in.
         return Measured(
-            tokens=text.tokens + lead,
+            tokens=text.tokens + length + before + after,
             image_tokens=length if seen else 0 * length,
             images=ones if seen else 0 * ones,
             flags=np.where(bad, BAD, 0).astype(np.int32),
             kept=text.kept,
             faults=text.faults,
             wrong_lengths=text.wrong_lengths,
-            front=lead,
-            margin=(int(self._before is not None), int(self._after is not None)),
+            front=length + before + after,
+            margin=self._tokens.margin,
         )
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
@@ -244,18 +237,18 @@ class ItemThenText:
         start = flat(ragged_column(kept, "media_start")).astype(np.int64)
         length = flat(ragged_column(kept, "media_length")).astype(np.int64)
         behind = start + length
-        lead = behind + (self._after is not None)
-        text = self.text.finish(kept, np.maximum(planned - lead, 0), bad, workers)
+        lead = behind + self._tokens.margin[1]
+        text = self._text.finish(kept, np.maximum(planned - lead, 0), bad, workers)
         offsets = offsets_of(planned)
         first = offsets[:-1]
         tokens = np.full(int(offsets[-1]), STAND_IN_TOKEN, np.int32)
         loss = np.zeros(int(offsets[-1]), np.uint8)
         # A cut may leave the item out, never half of it: there is no placeholder without its features.
-        tokens[expand_ranges(first + start, np.where(behind <= planned, length, 0))] = self._item_token
-        if self._before is not None:
-            tokens[first[planned > 0]] = self._before
-        if self._after is not None:
-            tokens[(first + behind)[behind < planned]] = self._after
+        tokens[expand_ranges(first + start, np.where(behind <= planned, length, 0))] = self._tokens.item
+        if self._tokens.before is not None:
+            tokens[first[planned > 0]] = self._tokens.before
+        if self._tokens.after is not None:
+            tokens[(first + behind)[behind < planned]] = self._tokens.after
         places = expand_ranges(first + lead, text.tokens.lengths)
         tokens[places] = text.tokens.values
         loss[places] = text.loss.values
