@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from overlord.errors import SpecError
 from overlord.job.specs import Audio, Batch, ImageText, Job, Mixture, Source, Text, Video
-from overlord.transforms.samples.media_text import media_library
+from overlord.transforms.samples.per_sample import media_library
 
 # --------------------------------------------------------------------------------------------------------------
 # A small word model that writes the demo's text: articles, encyclopedia entries, threads, code, captions.

@@ -49,21 +49,45 @@ def filesystem_of(url: str, options: StorageOptions, *, attempts: int | None = N
     Raises:
         SpecError: The scheme or a storage option is unknown.
     """
-    if "://" not in url:
+    scheme, is_url, rest = url.partition("://")
+    scheme = scheme.lower()
+    if not is_url:
         _check_options("local", options, {})
         return fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(url)), ""
-    scheme = url.split("://", 1)[0].lower()
-    rest = url.split("://", 1)[1]
-    if scheme not in _SCHEMES:
-        known = ", ".join(f"{s}://" for s in _SCHEMES)
-        raise SpecError(
-            f"the path {url!r} has the unknown scheme {scheme!r}; nothing can be listed. "
-            f"Use {known} or a path without a scheme."
-        )
-    return _SCHEMES[scheme](url, scheme, rest, options, attempts)
+    if scheme == "file":
+        _check_options("local", options, {})
+        path = rest[len("localhost") :] if rest.startswith("localhost/") else rest
+        if not path.startswith("/"):
+            raise SpecError(f"the path {url!r} names a host; only files of this host can be read. Write file:///path.")
+        return fs.LocalFileSystem(), path, ""
+    if scheme in ("s3", "s3a"):
+        chosen = _check_options("s3", options, _S3_OPTIONS)
+        endpoint = chosen.get("endpoint_override")
+        if endpoint is not None:
+            if "://" in endpoint:
+                chosen["scheme"], chosen["endpoint_override"] = endpoint.rstrip("/").split("://", 1)
+            # Without a region the client queries a metadata server, which stores other than S3 do not have.
+            chosen.setdefault("region", "us-east-1")
+        if attempts is not None:
+            chosen["retry_strategy"] = fs.AwsStandardS3RetryStrategy(max_attempts=attempts)
+            chosen.setdefault("allow_delayed_open", True)  # a small object then takes one request, not three
+        return _connect(url, lambda: fs.S3FileSystem(**chosen)), rest, f"{scheme}://"
+    if scheme in ("gs", "gcs"):
+        chosen = _check_options("gs", options, _GCS_OPTIONS)
+        if "retry_time_limit" in chosen:
+            chosen["retry_time_limit"] = datetime.timedelta(seconds=chosen["retry_time_limit"])
+        return _connect(url, lambda: fs.GcsFileSystem(**chosen)), rest, f"{scheme}://"
+    if scheme == "hdfs":
+        chosen = _check_options("hdfs", options, _HDFS_OPTIONS)
+        parts = urlsplit(url)
+        host, port = parts.hostname or "default", parts.port or (8020 if parts.hostname else 0)
+        found = _connect(url, lambda: fs.HadoopFileSystem(host, port, **chosen))
+        return found, rest[len(parts.netloc) :], f"{scheme}://{parts.netloc}"
+    raise SpecError(
+        f"the path {url!r} has the unknown scheme {scheme!r}; nothing can be listed. "
+        "Use file://, s3://, s3a://, gs://, gcs://, hdfs:// or a path without a scheme."
+    )
 
-
-_Opened = tuple[fs.FileSystem, str, str]
 
 _S3_OPTIONS: dict[str, type] = {
     "access_key": str,
@@ -112,43 +136,6 @@ def _check_options(scheme: str, options: StorageOptions, allowed: Mapping[str, t
     return dict(options)
 
 
-def _open_local(url: str, scheme: str, rest: str, options: StorageOptions, attempts: int | None) -> _Opened:
-    _check_options("local", options, {})
-    path = rest[len("localhost") :] if rest.startswith("localhost/") else rest
-    if not path.startswith("/"):
-        raise SpecError(f"the path {url!r} names a host; only files of this host can be read. Write file:///path.")
-    return fs.LocalFileSystem(), path, ""
-
-
-def _open_s3(url: str, scheme: str, rest: str, options: StorageOptions, attempts: int | None) -> _Opened:
-    chosen = _check_options("s3", options, _S3_OPTIONS)
-    endpoint = chosen.get("endpoint_override")
-    if endpoint is not None:
-        if "://" in endpoint:
-            chosen["scheme"], chosen["endpoint_override"] = endpoint.rstrip("/").split("://", 1)
-        # Without a region the client queries a metadata server, which stores other than S3 do not have.
-        chosen.setdefault("region", "us-east-1")
-    if attempts is not None:
-        chosen["retry_strategy"] = fs.AwsStandardS3RetryStrategy(max_attempts=attempts)
-        chosen.setdefault("allow_delayed_open", True)  # a small object then takes one request, not three
-    return _connect(url, lambda: fs.S3FileSystem(**chosen)), rest, f"{scheme}://"
-
-
-def _open_gcs(url: str, scheme: str, rest: str, options: StorageOptions, attempts: int | None) -> _Opened:
-    chosen = _check_options("gs", options, _GCS_OPTIONS)
-    if "retry_time_limit" in chosen:
-        chosen["retry_time_limit"] = datetime.timedelta(seconds=chosen["retry_time_limit"])
-    return _connect(url, lambda: fs.GcsFileSystem(**chosen)), rest, f"{scheme}://"
-
-
-def _open_hdfs(url: str, scheme: str, rest: str, options: StorageOptions, attempts: int | None) -> _Opened:
-    chosen = _check_options("hdfs", options, _HDFS_OPTIONS)
-    parts = urlsplit(url)
-    host, port = parts.hostname or "default", parts.port or (8020 if parts.hostname else 0)
-    root = f"{scheme}://{parts.netloc}"
-    return _connect(url, lambda: fs.HadoopFileSystem(host, port, **chosen)), rest[len(parts.netloc) :], root
-
-
 def _connect(url: str, make: Callable[[], fs.FileSystem]) -> fs.FileSystem:
     try:
         return make()
@@ -157,13 +144,3 @@ def _connect(url: str, make: Callable[[], fs.FileSystem]) -> fs.FileSystem:
             f"cannot reach the store of {url}: {' '.join(str(error).split())[:160]}; none of its files can "
             "be listed. Check the storage options and the credentials."
         ) from error
-
-
-_SCHEMES: dict[str, Callable[[str, str, str, StorageOptions, int | None], _Opened]] = {
-    "file": _open_local,
-    "s3": _open_s3,
-    "s3a": _open_s3,
-    "gs": _open_gcs,
-    "gcs": _open_gcs,
-    "hdfs": _open_hdfs,
-}

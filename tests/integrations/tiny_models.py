@@ -22,7 +22,7 @@ from torch.nn import functional
 import overlord as ol
 from overlord.integrations.torch_loader import normalize_pixels
 from overlord.roles.client import BatchMeta
-from overlord.transforms.microbatches.per_rank import slice_indices
+from overlord.transforms.microbatches.per_microbatch import slice_indices
 
 IGNORE = -100
 HIDDEN, HEADS, LAYERS = 16, 2, 2

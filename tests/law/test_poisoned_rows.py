@@ -27,7 +27,7 @@ from overlord.stores.journal import Journal
 from overlord.stores.places import open_place
 from overlord.stores.store import newest_lineage
 from overlord.testing import FaultScript, digest_service, launch_for_faults, stream_digests
-from overlord.transforms.samples.custom import CustomTransform
+from overlord.transforms.samples.sample_kinds import CustomTransform
 
 # As the functions of a script travel: by value. A fresh worker would else import this file, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

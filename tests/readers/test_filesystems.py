@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from overlord.errors import ReaderError, SpecError
-from overlord.readers.filesystems import StoredFile, verify_unchanged
-from overlord.readers.listing import list_files
+from overlord.readers.files import StoredFile, list_files, verify_unchanged
 from overlord.storage import filesystem_of
 
 

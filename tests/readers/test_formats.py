@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from overlord.errors import SourceError, SpecError
-from overlord.readers.listing import list_files
+from overlord.readers.files import list_files
 from overlord.readers.source_files import FORMATS, format_of
 
 

@@ -28,9 +28,9 @@ from pyarrow import ipc
 
 from overlord.core.ragged import Ragged
 from overlord.errors import OverlordError
+from overlord.readers.files import list_files
 from overlord.readers.index import IndexCache
 from overlord.readers.jsonl import JsonlReader
-from overlord.readers.listing import list_files
 from overlord.readers.parquet_footer import read_footer, warm_footer
 from overlord.readers.reader import DamagedFile
 from overlord.readers.source_files import SourceFiles

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from overlord.errors import ReaderError, SourceError
-from overlord.readers.filesystems import StoredFile
+from overlord.readers.files import StoredFile, list_files
 from overlord.readers.index import IndexCache, build_indices
 from overlord.readers.jsonl import JsonlReader
-from overlord.readers.listing import list_files
 from overlord.readers.reader import BlockIndex
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import SourceError
-from overlord.readers.listing import glob_regex, list_files
+from overlord.readers.files import glob_regex, list_files
 
 TREE = [
     "0.parquet",

@@ -22,7 +22,7 @@ from pyarrow import fs
 
 from overlord.core.ragged import Ragged, RowBatch
 from overlord.errors import ReaderError
-from overlord.readers import arrow_ipc, parquet, spill
+from overlord.readers import arrow, parquet, spill
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
 
@@ -91,7 +91,7 @@ def test_spilled_rows_are_those_of_the_row_group(
     skip = data.draw(st.integers(0, int(source.blocks(0).rows[block])))
     found: list[list[RowBatch]] = []
     for spills in (False, True):
-        monkeypatch.setattr(parquet, "is_too_much", lambda *_, answer=spills: answer)
+        monkeypatch.setattr(arrow, "is_too_much", lambda *_, answer=spills: answer)
         found.append(list(source.stream(0, block, skip=skip, batch_rows=batch_rows)))
     plain, spilled = ([row for batch in batches for row in rows_of(batch)] for batches in found)
     assert str(plain) == str(spilled) and len(plain) == int(source.blocks(0).rows[block]) - skip
@@ -212,7 +212,7 @@ def test_a_compressed_record_batch_is_spilled(new: Any, compression: str | None,
     with new(tmp_path / "x.arrow", table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
         writer.write_table(table)
     with pa.memory_map(str(tmp_path / "x.arrow")) as native:
-        assert arrow_ipc._is_compressed(native) == (compression is not None)
+        assert arrow._is_compressed(native) == (compression is not None)
     rows = read_block(open_source(tmp_path / "x.arrow"), 0, 0, skip=3, batch_rows=1)
     assert [row["jpg"] for row in rows] == table["jpg"].to_pylist()[3:]
     assert [row["word"] for row in rows] == [b"b", b"a"] * 8 + [b"b"]

@@ -17,7 +17,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from overlord.errors import ReaderError, SourceError
-from overlord.readers.listing import list_files
+from overlord.readers.files import list_files
 
 from .conftest import read_all
 

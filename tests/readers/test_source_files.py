@@ -24,7 +24,7 @@ from overlord.core.order import NO_GROUP, DataFile, SourceOrder
 from overlord.core.ragged import RowBatch
 from overlord.errors import ReaderError
 from overlord.readers import source_files, spill
-from overlord.readers.filesystems import StoredFile
+from overlord.readers.files import StoredFile
 from overlord.readers.jsonl import JsonlReader
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.source_loader import GroupReader

@@ -9,7 +9,7 @@ import pytest
 
 import overlord as ol
 from overlord.testing import digest_service
-from overlord.transforms.microbatches.per_rank import slice_indices
+from overlord.transforms.microbatches.per_microbatch import slice_indices
 
 SLOW = pytest.mark.slow_on_ray
 MESH = ol.ClientPlaceTree(dp=2, cp=4)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 import overlord as ol
 from overlord.stores.journal import Journal, encode, read_journal
 from overlord.stores.places import LocalPlace, open_place
-from overlord.stores.snapshots import Snapshot
-from overlord.stores.store import Store, newest_lineage
+from overlord.stores.store import Snapshot, Store, newest_lineage
 
 FOLDER = "lineage-0001"
 

@@ -21,7 +21,7 @@ from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, concat_rows, slic
 from overlord.core.samples import BAD, SKIP
 from overlord.errors import SpecError
 from overlord.job.specs import Batch, Chat, Job, Source, Text, stream_parts
-from overlord.readers.arrow_columns import kinds_of_schema, to_rows
+from overlord.readers.arrow import kinds_of_schema, to_rows
 from overlord.transforms.samples.chat import BUILTIN_TEMPLATES, ChatTransform, inline_templates, rendering
 from overlord.transforms.samples.per_sample import Measured
 from overlord.transforms.samples.sample_kinds import make_transform
@@ -489,7 +489,7 @@ def test_a_row_that_kills_its_worker_is_a_stand_in(ours) -> None:
     direct = alone.measure(rows, None, np.zeros(3, np.uint64))
     assert len(calls) == 1 and not direct.killed
     assert [tokens_and_loss(found, row) for row in (0, 2)] == [tokens_and_loss(direct, row) for row in (0, 2)]
-    assert transform.facts.holds_gil and transform.facts.gives == ("tokens",)
+    assert transform.decoder is None
 
 
 # ---- templates and specs

@@ -20,9 +20,9 @@ from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, offsets_of
 from overlord.core.samples import BAD
 from overlord.errors import SpecError
 from overlord.job.sample_specs import Augment, ImageText, Interleaved, any_resize, image_grid, smart_resize
-from overlord.transforms.samples.image_text import ImageTextTransform
 from overlord.transforms.samples.images import (
     ImageDecoder,
+    ImageTextTransform,
     crop_boxes,
     decode_image,
     image_size,

@@ -37,7 +37,7 @@ from overlord.job.sample_specs import Augment, Interleaved, Text, image_tokens
 from overlord.job.specs import Source
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
-from overlord.transforms.samples.image_text import InterleavedTransform, RowFault, split_parts
+from overlord.transforms.samples.images import InterleavedTransform, RowFault, split_parts
 from overlord.transforms.samples.per_sample import Finished, Measured, count_loss_tokens
 from overlord.transforms.samples.tokenize import TextTokenizer
 

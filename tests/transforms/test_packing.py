@@ -16,8 +16,7 @@ from overlord.job.layout_specs import Layout
 from overlord.planning.strategies import backbone_balance
 from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.hosts.prefetch import SerialWorkers
-from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob, pack_microbatch
-from overlord.transforms.microbatches.per_rank import slice_indices
+from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob, pack_microbatch, slice_indices
 from overlord.transforms.microbatches.step_samples import Opening, join_payloads
 from overlord.transforms.samples.images import decode_image, image_size, patchify_into
 

@@ -46,8 +46,6 @@ def test_an_image_processor_as_transformers_saves_it(tmp_path: Path) -> None:
     facts = read_processor(tmp_path)
     assert (facts.patch, facts.merge, facts.temporal_patch) == (14, 2, 2)
     assert (facts.min_pixels, facts.max_pixels) == (28 * 28 * 4, 28 * 28 * 256)
-    assert facts.image_mean == tuple(theirs.image_mean) and facts.image_std == tuple(theirs.image_std)
-    assert facts.rescale_factor == 1 / 255
     assert (facts.image_token, facts.video_token) == ("<|image_pad|>", "<|video_pad|>")
     assert (facts.vision_start, facts.vision_end) == ("<|vision_start|>", "<|vision_end|>")
     assert facts.mels is facts.sampling_rate is facts.audio_token is None
@@ -68,8 +66,8 @@ def test_the_old_keys_of_an_image_processor(tmp_path: Path) -> None:
 def test_a_feature_extractor_as_transformers_saves_it(tmp_path: Path, mels: int) -> None:
     WhisperFeatureExtractor(feature_size=mels, chunk_length=20).save_pretrained(tmp_path)
     facts = read_processor(tmp_path)
-    assert (facts.mels, facts.sampling_rate, facts.n_fft, facts.hop, facts.chunk_seconds) == (mels, 16000, 400, 160, 20)
-    assert facts.patch is facts.min_pixels is facts.image_mean is None
+    assert (facts.mels, facts.sampling_rate, facts.chunk_seconds) == (mels, 16000, 20)
+    assert facts.patch is facts.min_pixels is None
 
 
 def test_a_whole_processor_as_transformers_saves_it(tmp_path: Path) -> None:

@@ -90,8 +90,9 @@ def test_a_bare_file_has_the_digest_of_its_bytes(tmp_path: Path) -> None:
 
 def test_a_bare_file_knows_nothing_of_its_folder(folder: Path) -> None:
     tokenizer = TextTokenizer(str(folder / "tokenizer.json"))
-    assert tokenizer.bos_id is tokenizer.eos_id is tokenizer.chat_template is None
-    assert TextTokenizer(str(folder)).bos_id == 0 and TextTokenizer(str(folder)).eos_id == 1
+    assert tokenizer.special_tokens == tokenizer.chat_templates == {}
+    tokenizer = TextTokenizer(str(folder))
+    assert tokenizer.border_id("bos", True) == 0 and tokenizer.border_id("eos", True) == 1
 
 
 def test_names_and_templates_are_in_the_digest(folder: Path) -> None:
@@ -114,7 +115,7 @@ def test_special_tokens_come_from_either_file_in_either_form(tmp_path: Path, fil
     bare(tmp_path)
     write(tmp_path / file, {"eos_token": value})
     tokenizer = TextTokenizer(str(tmp_path))
-    assert tokenizer.eos_id == 1 and tokenizer.bos_id is None and tokenizer.special_tokens == {"eos_token": "</s>"}
+    assert tokenizer.border_id("eos", True) == 1 and tokenizer.special_tokens == {"eos_token": "</s>"}
 
 
 @pytest.mark.parametrize("decoder", [False, True])
@@ -126,7 +127,7 @@ def test_two_files_that_differ_are_read_as_transformers_reads_them(tmp_path: Pat
     write(tmp_path / "tokenizer_config.json", config)
     write(tmp_path / "special_tokens_map.json", {"eos_token": "<pad>", "bos_token": "<s>"})
     theirs = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
-    assert TextTokenizer(str(tmp_path)).eos_id == theirs.eos_token_id
+    assert TextTokenizer(str(tmp_path)).border_id("eos", True) == theirs.eos_token_id
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_templates_are_found_wherever_folders_keep_them(tmp_path: Path, files: d
     bare(tmp_path)
     for name, content in files.items():
         write(tmp_path / name, content)
-    assert TextTokenizer(str(tmp_path)).chat_template == "A"
+    assert TextTokenizer(str(tmp_path)).chat_templates["default"] == "A"
 
 
 def test_named_templates_as_transformers_saves_them(tmp_path: Path) -> None:

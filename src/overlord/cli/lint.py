@@ -32,7 +32,7 @@ from overlord.core.ragged import RowBatch
 from overlord.core.samples import SKIP, SampleId
 from overlord.errors import OverlordError, SpecError
 from overlord.job.specs import Audio, ImageSpec, Job, Video
-from overlord.readers.filesystems import StoredFile
+from overlord.readers.files import StoredFile
 from overlord.readers.source_files import LengthSidecars
 from overlord.readers.spill import most_kept
 from overlord.reports.summary import number, percent

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from overlord.core.samples import FILE_SHIFT
 from overlord.errors import OverlordError, SourceError
-from overlord.readers.filesystems import StoredFile, verify_unchanged
+from overlord.readers.files import StoredFile, verify_unchanged
 from overlord.readers.reader import BlockIndex, DamagedFile, Reader, reason_of, unreadable
 from overlord.storage import replacing
 

@@ -6,6 +6,7 @@ A line that is not UTF-8, not an object, or lacks a wanted column is a bad row; 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from overlord.core.ragged import (
     other_kind,
     sizes_column,
 )
-from overlord.readers.filesystems import ByteStream, StoredFile, compression_of_name
+from overlord.readers.files import ByteStream, StoredFile, compression_of_name
 from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader, Kind
 
 HEAD_ROWS = 256
@@ -70,20 +71,9 @@ class JsonlReader(CompressibleReader):
         scratch: Path | None,
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block; skipped lines are not parsed."""
-        builder = RowBuilder(columns)
-        for line in _lines(file, int(index.start[block]), int(index.stop[block])):
-            if skip:
-                skip -= 1
-                continue
-            row = parse_object(line)
-            if row is None:
-                builder.append_bad()
-            else:
-                builder.append([reach(row, column) for column in columns])
-            if len(builder) == batch_rows:
-                yield builder.finish()
-        if len(builder):
-            yield builder.finish()
+        lines = itertools.islice(_lines(file, int(index.start[block]), int(index.stop[block])), skip, None)
+        rows = (None if row is None else [reach(row, column) for column in columns] for row in map(parse_object, lines))
+        return batches_of(rows, columns, batch_rows)
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the keys of the objects in the head of the file, in the order they appear."""
@@ -285,6 +275,22 @@ class RowBuilder:
         self._cells = [[] for _ in self._kinds]
         self._marks = []
         return batch
+
+
+def batches_of(
+    rows: Iterable[Sequence[Any] | None], columns: Mapping[str, Kind], batch_rows: int
+) -> Iterator[RowBatch]:
+    """Yield rows of values as batches of columns; None is a row that could not be parsed."""
+    builder = RowBuilder(columns)
+    for row in rows:
+        if row is None:
+            builder.append_bad()
+        else:
+            builder.append(row)
+        if len(builder) == batch_rows:
+            yield builder.finish()
+    if len(builder):
+        yield builder.finish()
 
 
 _EMPTY: dict[Kind, Any] = {

@@ -7,18 +7,16 @@ for which that would take much memory is spilled to disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from overlord.core.ragged import RowBatch
-from overlord.readers.arrow_columns import SchemaReader, require_columns, to_rows
-from overlord.readers.filesystems import MappedFile, StoredFile
+from overlord.readers.arrow import SchemaReader, require_columns, to_rows
+from overlord.readers.files import MappedFile, StoredFile
 from overlord.readers.parquet_footer import read_block_metadata, read_footer
 from overlord.readers.reader import BlockIndex, DamagedFile, Kind, Rows
-from overlord.readers.spill import RELEASE_BYTES, SpillPlace, is_too_much, spill_rows, spilled
+from overlord.readers.spill import RELEASE_BYTES
 
 _REMOTE_BUFFER_BYTES = 64 << 10
 _ROW_GROUPS_AT_A_TIME = 16
@@ -32,6 +30,7 @@ class ParquetReader(SchemaReader):
     """Reads Parquet. In its index, start and stop are the position of the row group in the footer."""
 
     name = "parquet"
+    block_name = "row group"
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
         """Find the row groups of a file; the whole footer is never parsed at once."""
@@ -52,34 +51,35 @@ class ParquetReader(SchemaReader):
                 blocks.append((group.num_rows, size, int(start), int(stop)))
         return BlockIndex.of(blocks)
 
-    def stream(
+    def _open_block(
         self,
         file: StoredFile,
+        mapped: MappedFile | None,
+        native: pa.NativeFile,
         index: BlockIndex,
         block: int,
-        *,
         columns: Mapping[str, Kind],
-        skip: int,
-        batch_rows: int,
-        scratch: Path | None,
-    ) -> Iterator[RowBatch]:
-        """Yield the rows of one row group."""
-        mapped = file.map()
-        native = mapped.native if mapped else file.open()
+    ) -> tuple[int, Callable[[int, int], Rows]]:
         metadata = read_block_metadata(native, file.size, index.start, index.stop, block)
-        paths = require_columns(metadata.schema.to_arrow_schema(), list(columns), file.path)
-        held = held_bytes(metadata, _leaves_of(metadata.schema, paths.values()), file.is_local)
-        row_bytes = int(index.bytes[block]) / max(1, int(index.rows[block]))
-        spills = scratch is not None and is_too_much(held, row_bytes, batch_rows)
-        rows = _RowGroup(native, mapped, metadata, paths.values()).rows(
-            columns, file.path, skip, spill_rows(row_bytes) if spills else batch_rows
-        )
-        del mapped, native  # a spilled row group closes the file
-        if scratch is not None and spills:
-            size = int(row_bytes * max(0, int(index.rows[block]) - skip))
-            yield from spilled(rows, SpillPlace(scratch, f"row group {block} of {file.path}", size), batch_rows)
-        else:
-            yield from rows
+        paths = require_columns(metadata.schema.to_arrow_schema(), list(columns), file.path).values()
+        names = [".".join(path) for path in paths]
+        buffered = 0 if mapped else _REMOTE_BUFFER_BYTES
+        parquet = pq.ParquetFile(native, metadata=metadata, pre_buffer=False, buffer_size=buffered)
+
+        def rows(skip: int, batch_rows: int) -> Rows:
+            passed = RELEASE_BYTES  # the first batch may have touched a whole page, far more than it returns
+            for batch in parquet.iter_batches(batch_rows, row_groups=[0], columns=names, use_threads=False):
+                passed += batch.nbytes
+                if mapped and passed >= RELEASE_BYTES:
+                    mapped.release_pages()
+                    passed = 0
+                if skip >= batch.num_rows:
+                    skip -= batch.num_rows
+                    continue
+                yield to_rows(batch.slice(skip), columns, file.path)
+                skip = 0
+
+        return held_bytes(metadata, _leaves_of(metadata.schema, paths), file.is_local), rows
 
     def seeks(self, file: StoredFile) -> bool:
         """Return False: pyarrow decodes a row group from its beginning."""
@@ -88,38 +88,6 @@ class ParquetReader(SchemaReader):
     def _schema(self, file: StoredFile) -> pa.Schema:
         with file.open() as native:
             return read_footer(native, file.size).metadata(0, 0).schema.to_arrow_schema()
-
-
-class _RowGroup:
-    """One row group of an open file."""
-
-    def __init__(
-        self,
-        native: pa.NativeFile,
-        mapped: MappedFile | None,
-        metadata: pq.FileMetaData,
-        paths: Iterable[Sequence[str]],
-    ) -> None:
-        self._mapped = mapped
-        self._columns = [".".join(path) for path in paths]
-        self._parquet = pq.ParquetFile(
-            native, metadata=metadata, pre_buffer=False, buffer_size=0 if mapped else _REMOTE_BUFFER_BYTES
-        )
-
-    def rows(self, columns: Mapping[str, Kind], path: str, skip: int, batch_rows: int) -> Rows:
-        """Yield the rows behind the first `skip`."""
-        batches = self._parquet.iter_batches(batch_rows, row_groups=[0], columns=self._columns, use_threads=False)
-        passed = RELEASE_BYTES  # the first batch may have touched a whole page, far more than it returns
-        for batch in batches:
-            passed += batch.nbytes
-            if self._mapped and passed >= RELEASE_BYTES:
-                self._mapped.release_pages()
-                passed = 0
-            if skip >= batch.num_rows:
-                skip -= batch.num_rows
-                continue
-            yield to_rows(batch.slice(skip), columns, path)
-            skip = 0
 
 
 def held_bytes(metadata: pq.FileMetaData, leaves: Iterable[int], is_local: bool) -> int:

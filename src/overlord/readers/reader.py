@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from overlord.core.ragged import RowBatch
 from overlord.errors import SourceError
-from overlord.readers.filesystems import StoredFile, compression_of_name
+from overlord.readers.files import StoredFile, compression_of_name
 
 BLOCK_BYTES = 1 << 20
 """Size of the blocks in formats that have none of their own."""

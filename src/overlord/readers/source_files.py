@@ -22,11 +22,10 @@ from overlord.core.order import FileBlocks
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
 from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
 from overlord.job.specs import Source
-from overlord.readers.arrow_ipc import ArrowReader
-from overlord.readers.filesystems import StoredFile, format_of_name, verify_unchanged
+from overlord.readers.arrow import ArrowReader
+from overlord.readers.files import StoredFile, format_of_name, list_files, verify_unchanged
 from overlord.readers.index import IndexCache, build_indices, read_array, write_array
 from overlord.readers.jsonl import JsonlReader, why_no_row
-from overlord.readers.listing import list_files
 from overlord.readers.parquet import ParquetReader
 from overlord.readers.reader import BlockIndex, Kind, Reader, Rows, missing_column, reason_of, unreadable
 from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows
@@ -99,13 +98,8 @@ class SourceFiles:
 
     def columns(self) -> list[str]:
         """Return the columns that the first file has."""
-        file = self.files[0]
-        try:
+        with _parser_errors(self.files[0]) as file:
             return self._reader.columns(file)
-        except OverlordError:
-            raise
-        except Exception as error:  # a parser may raise anything on damaged bytes
-            raise unreadable(file, reason_of(error)) from error
 
     def kinds(self) -> dict[str, Kind]:
         """Return the kind of each column that is read: the same for every batch of every file.
@@ -258,12 +252,8 @@ class SourceFiles:
         wanted = self.columns() if self._wanted is None else self._wanted
         seen: dict[str, Kind | None] = {}
         for file in self.files[:_KINDS_FILES]:
-            try:
+            with _parser_errors(file):
                 found = self._reader.kinds(file, wanted)
-            except OverlordError:
-                raise
-            except Exception as error:
-                raise unreadable(file, reason_of(error)) from error
             seen.update((c, k) for c, k in found.items() if seen.get(c) is None)
             if all(seen.get(column) is not None for column in wanted):
                 break
@@ -271,9 +261,11 @@ class SourceFiles:
             looked_at = self.files[:_KINDS_FILES] if self.format == "jsonl" else []
             why = next(filter(None, map(why_no_row, looked_at)), None)
             if why is not None:
+                named = format_of_name(self.files[0].path)
+                other = f", or set format to {named!r}, as the name of the file says"
                 raise SourceError(
                     f"source {self.name!r}: no row can be read from {self.files[0].path}: {why}; the source would have "
-                    f"no samples. Write it as JSON lines{self._named_otherwise()}."
+                    f"no samples. Write it as JSON lines{'' if named in (None, self.format) else other}."
                 )
             raise SourceError(
                 f"source {self.name!r} has no rows in {self.files[0].path} or the files behind it; the mixture would "
@@ -283,11 +275,6 @@ class SourceFiles:
         if missing is not None:
             raise SourceError(f"source {self.name!r}: {missing_column(self.files[0].path, missing, self.columns())}")
         return {column: seen[column] or "bytes" for column in wanted}
-
-    def _named_otherwise(self) -> str:
-        """Return the advice for files with names that imply another format than the one that was set."""
-        named = format_of_name(self.files[0].path)
-        return "" if named in (None, self.format) else f", or set format to {named!r}, as the name of the file says"
 
     def _lost(self, file: StoredFile, block: int, row: int, reason: str) -> ReaderError:
         return ReaderError(
@@ -342,6 +329,17 @@ def format_of(files: Sequence[StoredFile], declared: str | None) -> str:
                 f"has one format. {choice}, or narrow the source's paths with a glob."
             )
     return found
+
+
+@contextlib.contextmanager
+def _parser_errors(file: StoredFile) -> Iterator[StoredFile]:
+    """Turn errors of a parser, which may raise anything on damaged bytes, into SourceError."""
+    try:
+        yield file
+    except OverlordError:
+        raise
+    except Exception as error:
+        raise unreadable(file, reason_of(error)) from error
 
 
 def _first_rows(batches: Rows, count: int) -> Iterator[RowBatch]:

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from overlord.core.ragged import RowBatch
-from overlord.readers.filesystems import ByteStream, StoredFile, compression_of_name
-from overlord.readers.jsonl import HEAD_ROWS, RowBuilder, kind_of_values, parse_object, reach
+from overlord.readers.files import ByteStream, StoredFile, compression_of_name
+from overlord.readers.jsonl import HEAD_ROWS, batches_of, kind_of_values, parse_object, reach
 from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader, DamagedFile, Kind, missing_column
 
 KEY_COLUMN = "__key__"
@@ -69,15 +69,10 @@ class TarReader(CompressibleReader):
         scratch: Path | None,
     ) -> Iterator[RowBatch]:
         """Yield the samples of one block; only the wanted members are read."""
-        builder = RowBuilder(columns)
         start, stop = int(index.start[block]), int(index.stop[block])
         with _open(file) as source:
-            for sample in _samples(source, start, stop, _Wanted(columns), skip):
-                builder.append(_values(sample, columns))
-                if len(builder) == batch_rows:
-                    yield builder.finish()
-        if len(builder):
-            yield builder.finish()
+            samples = _samples(source, start, stop, _Wanted(columns), skip)
+            yield from batches_of((_values(sample, columns) for sample in samples), columns, batch_rows)
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the extensions in the head of the shard, and the key."""

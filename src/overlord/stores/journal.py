@@ -208,9 +208,8 @@ class Journal:
                 self._file.append(data)
             self._check()
         except StoreError:
-            self._cut[segment.name] = (
-                segment.bytes
-            )  # part or all of it may be there, but it was not reported as durable
+            # Part or all of it may be there, but it was not reported as durable.
+            self._cut[segment.name] = segment.bytes
             self._torn = True
             self._end_segment()
             raise

@@ -168,7 +168,6 @@ class LocalPlace:
         return name
 
     def open_append(self, name: str) -> Appender:
-        """Create the file."""
         target = self._target(name)
         with _asking(self.name, "be written"):
             descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -176,7 +175,6 @@ class LocalPlace:
         return _LocalAppender(self.name, descriptor)
 
     def read(self, name: str) -> bytes | None:
-        """Read a file."""
         with _asking(self.name, "be read"):
             try:
                 return (self._folder / name).read_bytes()
@@ -184,23 +182,20 @@ class LocalPlace:
                 return None
 
     def exists(self, name: str) -> bool:
-        """Look whether there is such a file."""
-        return os.access(
-            f"{self.name}/{name}", os.F_OK
-        )  # called for every durable record; `os.path.exists` takes three times as long
+        # Called for every durable record; `os.path.exists` takes three times as long.
+        return os.access(f"{self.name}/{name}", os.F_OK)
 
     def names(self, folder: str = "") -> dict[str, int]:
-        """List a folder, without scratch files that a dead process left."""
         with _asking(self.name, "be read"):
             try:
                 with os.scandir(self._folder / folder) as entries:
+                    # Scratch files that a dead process left begin with a dot.
                     found = [entry for entry in entries if not entry.name.startswith(".")]
                     return {e.name + "/" * e.is_dir(): 0 if e.is_dir() else e.stat().st_size for e in found}
             except FileNotFoundError:
                 return {}
 
     def written_at(self, name: str) -> float | None:
-        """Look at the file's time."""
         with _asking(self.name, "be read"):
             try:
                 return (self._folder / name).stat().st_mtime
@@ -208,7 +203,6 @@ class LocalPlace:
                 return None
 
     def delete(self, name: str) -> None:
-        """Remove it."""
         with _asking(self.name, "be written"):
             if name.endswith("/"):
                 shutil.rmtree(self._folder / name, ignore_errors=True)
@@ -220,9 +214,7 @@ class LocalPlace:
         if "/" in name:
             with _asking(self.name, "be written"):
                 if not target.parent.is_dir():
-                    target.parent.mkdir(
-                        exist_ok=True
-                    )  # the store's own folder is not created again: it may be unmounted
+                    target.parent.mkdir(exist_ok=True)  # not the store's own folder, which may be unmounted
                     _sync_folder(self._folder)
         return target
 
@@ -236,8 +228,6 @@ class LocalPlace:
 
 
 class _LocalAppender:
-    """One open file."""
-
     def __init__(self, place: str, descriptor: int) -> None:
         self._place = place
         self._descriptor = descriptor
@@ -275,7 +265,6 @@ class RemotePlace:
         self.name = name
 
     def write(self, name: str, data: bytes) -> None:
-        """Put an object."""
         with _asking(self.name, "be written"):
             if not isinstance(self._filesystem, (fs.S3FileSystem, fs.GcsFileSystem)):
                 self._filesystem.create_dir(os.path.dirname(f"{self._path}/{name}"), recursive=True)
@@ -301,7 +290,6 @@ class RemotePlace:
         raise NotImplementedError(f"{self.name} has no append; write {name} as an object of its own")
 
     def read(self, name: str) -> bytes | None:
-        """Get an object."""
         with _asking(self.name, "be read"):
             try:
                 with self._filesystem.open_input_stream(f"{self._path}/{name}", compression=None) as stream:
@@ -320,7 +308,6 @@ class RemotePlace:
         return bool(self._of(name))
 
     def names(self, folder: str = "") -> dict[str, int]:
-        """List a folder."""
         with _asking(self.name, "be read"):
             selector = fs.FileSelector(f"{self._path}/{folder}".rstrip("/"), allow_not_found=True)
             found = self._filesystem.get_file_info(selector)
@@ -328,13 +315,11 @@ class RemotePlace:
         return {info.base_name + "/" * (info.type is folders): info.size or 0 for info in found}
 
     def written_at(self, name: str) -> float | None:
-        """Ask for the object's time."""
         with _asking(self.name, "be read"):
             info = self._filesystem.get_file_info(f"{self._path}/{name}")
         return None if info.type is fs.FileType.NotFound else (info.mtime_ns or 0) / 1e9
 
     def delete(self, name: str) -> None:
-        """Remove an object, or all of a folder."""
         with _asking(self.name, "be written"):
             try:
                 if name.endswith("/"):

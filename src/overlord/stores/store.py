@@ -15,23 +15,94 @@ Rules of this file:
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from overlord.errors import StateError
 from overlord.stores.journal import FoundJournal, Journal, Record, read_journal
 from overlord.stores.owners import claim
 from overlord.stores.places import Place
-from overlord.stores.snapshots import Snapshot, checked_json, read_checked
 
+VERSION = 1
 KEPT_LINEAGES = 4
 KEPT_LOADERS = 2
 KEEP = 256
 """Steps behind the newest snapshot that stay resumable."""
 
 logger = logging.getLogger("overlord")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A state, and where in the journal to continue from it."""
+
+    state: dict[str, Any]
+    """As `client.state_dict()` returns it."""
+    first_step: int
+    """The step its lineage began at."""
+    service: str
+    """The service that wrote it."""
+    segment: str
+    """The first segment of the journal that may hold later records."""
+    horizon: int
+    """Steps before this one may have been handed out."""
+
+    @property
+    def step(self) -> int:
+        """The step it resumes at."""
+        return int(self.state["step"])
+
+    @property
+    def name(self) -> str:
+        """The name of its file: names sort as steps do."""
+        return f"snapshot-{self.step:012d}.json"
+
+    def to_bytes(self) -> bytes:
+        """Return the file's bytes.
+
+        Example:
+            >>> snapshot = Snapshot({"step": 16}, 0, "a", "journal-000001-00000001", 80)
+            >>> Snapshot.from_bytes(snapshot.to_bytes(), "here") == snapshot
+            True
+            >>> Snapshot.from_bytes(snapshot.to_bytes()[:-1], "here") is None
+            True
+        """
+        given = {name: getattr(self, name) for name in ("first_step", "service", "segment", "horizon", "state")}
+        return checked_json({"version": VERSION, **given})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Snapshot | None:
+        """Read a snapshot; None when it is damaged.
+
+        Raises:
+            StateError: Another version of overlord wrote it.
+        """
+        given = read_checked(data)
+        if given is None:
+            return None
+        if given["version"] != VERSION:
+            raise StateError(
+                f"{where} is a snapshot of version {given['version']!r}, this overlord reads version {VERSION}; it "
+                "would be misread. Resume with the overlord that wrote it, or launch with another store."
+            )
+        return cls(given["state"], given["first_step"], given["service"], given["segment"], given["horizon"])
+
+
+def checked_json(given: Any) -> bytes:
+    """Return a value as JSON with its checksum."""
+    body = json.dumps(given, separators=(",", ":")).encode()
+    return b"%08x\n%s" % (zlib.crc32(body), body)
+
+
+def read_checked(data: bytes) -> Any:
+    """Read what `checked_json` wrote; None when it is damaged."""
+    head, _, body = data.partition(b"\n")
+    return json.loads(body) if head == b"%08x" % zlib.crc32(body) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +217,6 @@ class Store:
                 found.journal.damaged,
             )
         return found
-
-    def of_this_service(self, found: FoundLineage | None) -> bool:
-        """Whether a lineage was written by this service, so that it can continue it."""
-        return found is not None and found.newest.service == self._service
 
     def begin(self, state: Mapping[str, Any], *, horizon: int) -> None:
         """Begin a lineage at a state; remove the oldest ones."""
@@ -296,30 +363,27 @@ def _read_lineage(place: Place, number: int) -> FoundLineage | None:
     folder = _folder(number)
     sizes = place.names(folder)
     snapshots: list[Snapshot] = []
-    for name in sorted(name for name in sizes if name.startswith("snapshot-")):
-        found = Snapshot.from_bytes(place.read(f"{folder}/{name}") or b"", f"{place.name}/{folder}/{name}")
+    for where, data in _newest_first(place, folder, sizes, "snapshot-"):
+        found = Snapshot.from_bytes(data, where)
         if found is None:
-            logger.warning("%s/%s/%s is damaged and was skipped", place.name, folder, name)
+            logger.warning("%s is damaged and was skipped", where)
         else:
-            snapshots.append(found)
+            snapshots.insert(0, found)
     if not snapshots:
         return None
     first = min(snapshot.segment for snapshot in snapshots)
-    return FoundLineage(number, snapshots, read_journal(place, folder, first), _newest_loaders(place, folder), sizes)
+    saved = (read_checked(data) for _, data in _newest_first(place, folder, sizes, "loaders-"))
+    loaders: Mapping[str, Any] = next((found for found in saved if found is not None), {})
+    return FoundLineage(number, snapshots, read_journal(place, folder, first), loaders, sizes)
 
 
 def _newest_good(place: Place, number: int) -> Snapshot | None:
     folder = _folder(number)
-    for name in sorted((name for name in place.names(folder) if name.startswith("snapshot-")), reverse=True):
-        found = Snapshot.from_bytes(place.read(f"{folder}/{name}") or b"", f"{place.name}/{folder}/{name}")
-        if found is not None:
-            return found
-    return None
+    files = _newest_first(place, folder, place.names(folder), "snapshot-")
+    return next((found for where, data in files if (found := Snapshot.from_bytes(data, where)) is not None), None)
 
 
-def _newest_loaders(place: Place, folder: str) -> Mapping[str, Any]:
-    for name in sorted((name for name in place.names(folder) if name.startswith("loaders-")), reverse=True):
-        found = read_checked(place.read(f"{folder}/{name}") or b"")
-        if found is not None:
-            return found
-    return {}
+def _newest_first(place: Place, folder: str, names: Iterable[str], prefix: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the full name and the content of the files of a lineage with a prefix; their names sort as steps do."""
+    for name in sorted((name for name in names if name.startswith(prefix)), reverse=True):
+        yield f"{place.name}/{folder}/{name}", place.read(f"{folder}/{name}") or b""

@@ -263,7 +263,6 @@ class TimedTransform:
         self._deadline = deadline
         self.clock = clock
         self.columns = inner.columns
-        self.facts = inner.facts
         self.stage = Stage()
         self.alone = False
         """Whether the rows that come now go one by one."""

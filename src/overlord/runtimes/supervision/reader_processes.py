@@ -33,7 +33,7 @@ import numpy as np
 
 from overlord.core.ragged import Ragged, RowBatch, num_rows
 from overlord.errors import ClosedError, ReaderError, ServiceLost, SourceError
-from overlord.readers.filesystems import StoredFile, verify_unchanged
+from overlord.readers.files import StoredFile, verify_unchanged
 from overlord.readers.parquet_footer import warm_footer
 from overlord.readers.reader import BlockIndex, DamagedFile, Kind, Reader, reason_of
 from overlord.readers.source_files import FORMATS

@@ -13,21 +13,17 @@ import numpy.typing as npt
 from overlord.core.ragged import RowBatch
 from overlord.core.samples import BAD
 from overlord.job.specs import Audio, audio_frames, audio_tokens
-from overlord.transforms.samples.media_text import ItemThenText, media_library
 from overlord.transforms.samples.per_sample import (
-    Bools,
-    Finished,
     Int64s,
     Measured,
-    MediaDecoder,
     MediaFault,
-    TransformFacts,
     UInt64s,
-    Workers,
     decoder_faults,
+    media_library,
     ragged_column,
-    row_memory,
+    read_headers,
 )
+from overlord.transforms.samples.text import ItemThenText
 from overlord.transforms.samples.tokenize import TextTokenizer
 
 Float32s = npt.NDArray[np.float32]
@@ -39,30 +35,25 @@ MAX_RATE = 768_000
 _BLOCK = 1 << 16  # samples of all channels that are in memory at once
 
 
-class AudioTransform:
+class AudioTransform(ItemThenText):
     """One sound and its text."""
 
     def __init__(self, spec: Audio, tokenizer: TextTokenizer) -> None:
         for library in ("soundfile", "av"):
             media_library(library)
         self._spec = spec
-        self._layout = ItemThenText(spec, "audio", spec.audio_token, tokenizer)
+        super().__init__(spec, "audio", tokenizer)
         self.columns: tuple[str, ...] = (spec.audio, spec.text)
-        self.facts = TransformFacts(self.columns, ("tokens", "audio"), byte_size="grows")
-        self.decoder: MediaDecoder | None = AudioDecoder(spec)
+        self.decoder = AudioDecoder(spec)
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
         spec = self._spec
-        text = self._layout.text.measure(rows, lengths, seeds)
+        text = self._text.measure(rows, lengths, seeds)
         bad = (text.flags & BAD) > 0
         sounds = ragged_column(rows, spec.audio)
-        samples, rates = np.zeros(len(bad), np.int64), np.ones(len(bad), np.int64)
-        for row in np.flatnonzero(~bad).tolist():
-            try:
-                samples[row], rates[row] = sound_size(row_memory(sounds, row))
-            except MediaFault as fault:
-                text.faults.append((row, str(fault)))
-                bad[row] = True
+        sizes, unreadable = read_headers(sounds, bad, sound_size, (0, 1))
+        text.faults += unreadable
+        samples, rates = np.array(sizes, np.int64).reshape(-1, 2).T
         frames = audio_frames(spec, samples, rates)
         short = ~bad & (frames < spec.min_frames)
         text.faults.extend(
@@ -72,10 +63,7 @@ class AudioTransform:
         bad |= short
         frames[bad] = spec.min_frames
         grid = np.stack([frames, np.full_like(frames, spec.mels), np.full_like(frames, spec.frames)], axis=1)
-        return self._layout.measured(text, bad, sounds, audio_tokens(frames, spec.frames_per_token), grid, seeds)
-
-    def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
-        return self._layout.finish(kept, planned, bad, workers)
+        return self._measured(text, bad, sounds, audio_tokens(frames, spec.frames_per_token), grid, seeds)
 
 
 class AudioDecoder:

@@ -40,11 +40,9 @@ from overlord.transforms.samples.per_sample import (
     Isolate,
     Measured,
     RowFunction,
-    TransformFacts,
     UInt64s,
     Workers,
-    fit_rows,
-    mask_rows,
+    finish_tokens,
     measured_text,
     ragged_column,
     run_rows,
@@ -99,7 +97,6 @@ class ChatTransform:
         self._render = rendering(spec, tokenizer)
         self._run = run(self._render, "chat", spec.deadline) if run is not None and spec.process else None
         self.columns: tuple[str, ...] = tuple(c for c in (spec.messages, spec.tools) if c)
-        self.facts = TransformFacts(self.columns, ("tokens",), holds_gil=True)
         self.decoder = None
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
@@ -123,7 +120,7 @@ class ChatTransform:
         replaced = bad | empty
         kept: RowBatch = {
             "tokens": with_stand_ins(tokens, replaced),
-            "loss": _with_silence(loss, replaced),
+            "loss": with_stand_ins(loss, replaced),
             "empty": empty,
         }
         measured = measured_text(ragged_column(kept, "tokens").lengths, flags, kept, faults + killed)
@@ -131,18 +128,13 @@ class ChatTransform:
         return measured
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
-        tokens, _ = fit_rows(ragged_column(kept, "tokens"), planned)
-        fitted, _ = fit_rows(ragged_column(kept, "loss"), planned)
-        loss = fitted.values.copy()
-        mask_rows(loss, fitted.offsets, np.flatnonzero(bad).tolist())
-        return Finished(tokens, Ragged(loss, fitted.offsets), None, [], [])
+        return finish_tokens(kept, planned, bad)
 
     def _encode(self, texts: list[str], spans: Ragged) -> tuple[Ragged, Ragged]:
         # The template writes the special tokens itself.
-        if self._spec.loss == "all":
-            tokens = self._tokenizer.encode_spans(texts, special_tokens=False).tokens
-            return tokens, Ragged(np.ones(len(tokens.values), np.uint8), tokens.offsets)
         encoded = self._tokenizer.encode_spans(texts, special_tokens=False)
+        if self._spec.loss == "all":
+            return encoded.tokens, Ragged(np.ones(len(encoded.tokens.values), np.uint8), encoded.tokens.offsets)
         return encoded.tokens, loss_in_spans(encoded, spans, np.array([len(text) for text in texts], np.int64))
 
 
@@ -258,12 +250,6 @@ def _mark_spans(
                 last -= 1
             if first <= last:
                 loss[token_of[first] : token_of[last] + 1] = 1
-
-
-def _with_silence(loss: Ragged, replaced: Bools) -> Ragged:
-    """Return the loss with one 0 in place of the rows that a stand-in replaces."""
-    as_tokens = with_stand_ins(Ragged(loss.values.astype(np.int32), loss.offsets), replaced)
-    return Ragged(as_tokens.values.astype(np.uint8), as_tokens.offsets)
 
 
 # -- conversations to text ---------------------------------------------------------------------------------------

@@ -1,23 +1,54 @@
 """Images: size from the header alone, decoding with libjpeg-turbo, crop, resize, patches. uint8 throughout.
 
-Every random number of an augmentation comes from the item's own seed, and the crop is known before decoding.
+Their samples are ImageText (one image, then its text) and Interleaved (texts and images in any order). Every random
+number of an augmentation comes from the item's own seed, and the crop is known before decoding.
 """
 
 from __future__ import annotations
 
+import functools
 import io
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numba
 import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageEnhance, UnidentifiedImageError
 
-from overlord.core.samples import derive, hash64
+from overlord.core.ragged import (
+    BAD_COLUMN,
+    Ragged,
+    RowBatch,
+    expand_ranges,
+    num_rows,
+    offsets_of,
+    sizes_column,
+    unread_rows,
+)
+from overlord.core.samples import BAD, SKIP, derive, hash64
 from overlord.errors import SpecError
 from overlord.job.sample_specs import IMAGE_FORMATS
-from overlord.job.specs import Augment, ImageSpec
-from overlord.transforms.samples.per_sample import MediaFault, decoder_faults
+from overlord.job.specs import Augment, ImageSpec, ImageText, Interleaved, image_grid
+from overlord.transforms.samples.per_sample import (
+    STAND_IN_TOKEN,
+    Bools,
+    Fault,
+    Finished,
+    Measured,
+    MediaFault,
+    Workers,
+    decoder_faults,
+    finish_tokens,
+    flat,
+    media_columns,
+    ragged_column,
+    read_headers,
+)
+from overlord.transforms.samples.text import ItemThenText, ItemTokens
+from overlord.transforms.samples.tokenize import TextTokenizer, decode_texts
 
 try:
     import simplejpeg
@@ -246,27 +277,23 @@ class ImageDecoder:
     """Decodes images to their planned grid: decoded, cropped, resized, altered, cut into patches."""
 
     def __init__(self, spec: ImageSpec) -> None:
-        self._patch = spec.patch
-        self._merge = spec.merge
-        self._temporal = spec.temporal
-        self._augment = spec.augment
-        self._formats = spec.formats
         check_formats(spec)
-        self._upright = spec.exif_transpose
+        self._spec = spec
 
     def item_bytes(self, grids: npt.NDArray[np.int32]) -> Int64s:
         """Return the bytes of each image's patches."""
-        return np.prod(grids.astype(np.int64), axis=1) * (3 * self._temporal * self._patch**2)
+        return np.prod(grids.astype(np.int64), axis=1) * (3 * self._spec.temporal * self._spec.patch**2)
 
     def decode(self, data: memoryview, grid: npt.NDArray[np.int32], seed: int, out: UInt8s) -> None:
         """Decode, resize to the planned grid and patchify one image into its place."""
-        image = decode_image(data, self._formats, upright=self._upright)
-        if self._augment is not None:
-            image = crop_image(image, self._augment, seed)
-        image = resize_image(image, int(grid[1]) * self._patch, int(grid[2]) * self._patch)
-        if self._augment is not None:
-            image = alter_image(image, self._augment, seed)
-        patchify_into(image, self._patch, self._merge, out, temporal=self._temporal)
+        spec = self._spec
+        image = decode_image(data, spec.formats, upright=spec.exif_transpose)
+        if spec.augment is not None:
+            image = crop_image(image, spec.augment, seed)
+        image = resize_image(image, int(grid[1]) * spec.patch, int(grid[2]) * spec.patch)
+        if spec.augment is not None:
+            image = alter_image(image, spec.augment, seed)
+        patchify_into(image, spec.patch, spec.merge, out, temporal=spec.temporal)
 
 
 # -- augmentation -----------------------------------------------------------------------------------------------
@@ -340,3 +367,277 @@ def _draw(name: str, seeds: UInt64s) -> npt.NDArray[np.float64]:
 
 def _below(counts: Int64s, name: str, seeds: UInt64s) -> Int64s:
     return np.minimum((counts * _draw(name, seeds)).astype(np.int64), counts - 1)
+
+
+# -- samples of images and text ------------------------------------------------------------------------------------
+
+
+def _read_sizes(spec: ImageSpec, images: Ragged, bad: Bools) -> tuple[Int64s, Int64s, list[Fault]]:
+    """Return width and height of images, 1 x 1 of bad ones, and what is wrong with those that are bad from now on."""
+    read = functools.partial(image_size, formats=spec.formats, upright=spec.exif_transpose)
+    sizes, faults = read_headers(images, bad, read, (1, 1))
+    widths, heights = np.array(sizes, np.int64).reshape(-1, 2).T
+    return widths, heights, faults
+
+
+def plan_grids(spec: ImageSpec, widths: Int64s, heights: Int64s, seeds: UInt64s, bad: Bools) -> Int64s:
+    """Return the grid (1, patch rows, patch columns) of images once cropped and resized; of bad ones, one token's."""
+    if spec.augment is not None:
+        boxes = crop_boxes(spec.augment, widths, heights, seeds)
+        widths, heights = boxes[:, 2], boxes[:, 3]
+    rows, cols = image_grid(spec, widths, heights)
+    grids = np.stack([np.ones(len(bad), np.int64), rows, cols], axis=1)
+    grids[bad] = (1, spec.merge, spec.merge)
+    return grids
+
+
+class ImageTextTransform(ItemThenText):
+    """One image and its text."""
+
+    def __init__(self, spec: ImageText, tokenizer: TextTokenizer) -> None:
+        self._spec = spec
+        super().__init__(spec, "image", tokenizer)
+        self.columns = tuple(c for c in (spec.image, spec.text, spec.width, spec.height) if c)
+        self.decoder = ImageDecoder(spec)
+
+    def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
+        text = self._text.measure(rows, lengths, seeds)
+        bad = (text.flags & BAD) > 0
+        images = ragged_column(rows, self._spec.image)
+        widths, heights = self._sizes(rows, images, bad, text.faults)
+        grids = plan_grids(self._spec, widths, heights, seeds, bad)
+        return self._measured(text, bad, images, grids[:, 1] * grids[:, 2] // self._spec.merge**2, grids, seeds)
+
+    def _sizes(self, rows: RowBatch, images: Ragged, bad: Bools, faults: list[Fault]) -> tuple[Int64s, Int64s]:
+        if self._spec.width and self._spec.height:
+            widths, heights = (np.asarray(rows[c]).astype(np.int64) for c in (self._spec.width, self._spec.height))
+            wrong: npt.NDArray[np.bool_] = (widths < 1) | (heights < 1)
+            faults.extend((int(r), "the width or height column is not positive") for r in np.flatnonzero(wrong & ~bad))
+            bad |= wrong
+            return np.where(bad, 1, widths), np.where(bad, 1, heights)
+        widths, heights, unreadable = _read_sizes(self._spec, images, bad)
+        faults += unreadable
+        return widths, heights
+
+
+# -- Interleaved: one sequence with placeholders where the images are ----------------------------------------------
+
+
+class RowFault(Exception):
+    """A row's texts and images do not match; the reason is logged with the sample's id."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Rows as runs of text with one image between any two: a row of k images has k + 1 runs, some empty."""
+
+    runs: list[str]
+    items: Int64s
+    """Images of each row."""
+    picks: Int64s
+    """Which of its row's images each one is."""
+
+
+class InterleavedTransform:
+    """Texts and images in any order."""
+
+    def __init__(self, spec: Interleaved, tokenizer: TextTokenizer) -> None:
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._image = ItemTokens.of(spec, "image", tokenizer)
+        nothing = np.empty(0, np.int32)
+        self._begin, self._end = _around(tokenizer) if spec.special_tokens else (nothing, nothing)
+        self._layout_column = spec.parts or spec.text
+        self.columns: tuple[str, ...] = (*spec.images, self._layout_column)
+        self.decoder = ImageDecoder(spec)
+
+    def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
+        """Measure rows; all text is tokenized here, so known `lengths` are not used."""
+        broken = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
+        faults: list[Fault] = unread_rows(rows)
+        images, have = _row_images(rows, self._spec.images)
+        layout = self._lay_out(rows, have, broken, faults)
+        encoded, nbytes = _chosen_images(images, have.sum(axis=1), layout)
+        owner = np.repeat(np.arange(len(broken)), layout.items)
+        numbers = np.arange(len(owner)) - np.repeat(offsets_of(layout.items)[:-1], layout.items)
+        item_seed = item_seeds(seeds[owner], numbers)
+        single = Ragged(encoded.values, encoded.offsets[0] + offsets_of(nbytes))
+        stand_in = np.zeros(len(single), np.bool_)
+        widths, heights, unreadable = _read_sizes(self._spec, single, stand_in)
+        faults.extend((int(owner[item]), f"image {int(numbers[item])}: {reason}") for item, reason in unreadable)
+        bad = broken.copy()
+        bad[owner[stand_in]] = True
+        grids = plan_grids(self._spec, widths, heights, item_seed, stand_in)
+        placeholders = grids[:, 1] * grids[:, 2] // self._spec.merge**2
+        tokens, loss, start, empty = self._join(layout, placeholders, broken)
+        loss.values[np.repeat(bad, loss.lengths)] = 0
+        kept: RowBatch = {"tokens": tokens, "loss": loss, "empty": empty}
+        kept |= media_columns(encoded, items=layout.items, nbytes=nbytes, start=start, length=placeholders, grid=grids,
+                              seeds=item_seed)  # fmt: skip
+        return Measured(
+            tokens=tokens.lengths,
+            image_tokens=np.bincount(owner, placeholders, len(bad)).astype(np.int64),
+            images=layout.items,
+            flags=(np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0)).astype(np.int32),
+            kept=kept,
+            margin=self._image.margin,
+            # One reason per row: a sample is bad once, however many of its images are.
+            faults=sorted(dict(reversed(faults)).items()),
+        )
+
+    def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
+        return finish_tokens(kept, planned, bad, "image")
+
+    def _lay_out(self, rows: RowBatch, have: Int64s, broken: Bools, faults: list[Fault]) -> _Layout:
+        """Split every row at its images; marks rows that do not make sense as broken: they are one empty text."""
+        texts, unreadable = decode_texts(ragged_column(rows, self._layout_column))
+        runs: list[str] = []
+        items: list[int] = []
+        picks: list[int] = []
+        # One row at a time: text is split, or JSON parsed.
+        for row, text in enumerate(texts):
+            laid: tuple[list[str], Sequence[int]] = ([""], [])
+            if not broken[row]:
+                try:
+                    laid = self._split(text, bool(unreadable[row]), have[row])
+                except RowFault as fault:
+                    faults.append((row, str(fault)))
+                    broken[row] = True
+            runs += laid[0]
+            items.append(len(laid[1]))
+            picks += laid[1]
+        return _Layout(runs, np.array(items, np.int64), np.array(picks, np.int64))
+
+    def _split(self, text: str, unreadable: bool, have: Int64s) -> tuple[list[str], Sequence[int]]:
+        """Return the runs of text of one row, and which of its images stand between them."""
+        if unreadable:
+            raise RowFault("the text is not valid UTF-8")
+        if self._spec.parts is not None:
+            return split_parts(text, self._spec.images, have.tolist())
+        runs = text.split(self._spec.marker)
+        if len(runs) - 1 != have.sum():
+            raise RowFault(f"the text has {len(runs) - 1} markers {self._spec.marker!r}, the row {have.sum()} images")
+        return runs, range(len(runs) - 1)
+
+    def _join(self, layout: _Layout, placeholders: Int64s, broken: Bools) -> tuple[Ragged, Ragged, Int64s, Bools]:
+        """Return tokens and loss of every row, the first placeholder of every image in its row, and empty rows."""
+        runs = self._tokenizer.encode(layout.runs, special_tokens=False)
+        items = layout.items
+        # A row is: begin, run, image, run, .. image, run, end.
+        pieces = offsets_of(2 * items + 3)
+        lengths = np.zeros(int(pieces[-1]), np.int64)
+        at_run, at_image = (expand_ranges(pieces[:-1] + first, more) for first, more in ((1, items + 1), (2, items)))
+        at_run += expand_ranges(np.zeros(len(items), np.int64), items + 1)
+        at_image += expand_ranges(np.zeros(len(items), np.int64), items)
+        lengths[at_run], lengths[at_image] = runs.lengths, placeholders + sum(self._image.margin)
+        lengths[pieces[:-1]], lengths[pieces[1:] - 1] = len(self._begin) * ~broken, len(self._end) * ~broken
+        ends = offsets_of(lengths)
+        whole = np.diff(ends[pieces])
+        empty = whole == 0
+        offsets = offsets_of(np.maximum(whole, 1))
+        shift = np.repeat(offsets[:-1] - ends[pieces[:-1]], np.diff(pieces))
+        places = ends[:-1] + shift
+        tokens = np.full(int(offsets[-1]), STAND_IN_TOKEN, np.int32)
+        loss = np.zeros(int(offsets[-1]), np.uint8)
+        for values, at in (
+            (flat(runs), at_run),
+            (np.tile(self._begin, int((~broken).sum())), pieces[:-1]),
+            (np.tile(self._end, int((~broken).sum())), pieces[1:] - 1),
+        ):
+            where = expand_ranges(places[at], lengths[at])
+            tokens[where], loss[where] = values, 1
+        first = places[at_image] + self._image.margin[0]
+        tokens[expand_ranges(first, placeholders)] = self._image.item
+        if self._image.before is not None:
+            tokens[first - 1] = self._image.before
+        if self._image.after is not None:
+            tokens[first + placeholders] = self._image.after
+        start = first - np.repeat(offsets[:-1], items)
+        return Ragged(tokens, offsets), Ragged(loss, offsets), start, empty
+
+
+def split_parts(text: str, columns: Sequence[str], have: Sequence[int]) -> tuple[list[str], list[int]]:
+    """Return the runs of text between the images of a list of parts, and which of the row's images they are.
+
+    Args:
+        text: The parts as JSON.
+        columns: The columns of the row's images.
+        have: How many images each of them holds.
+
+    Raises:
+        RowFault: when the parts are invalid, or name an image that the row does not have.
+
+    Example:
+        >>> split_parts('[{"type": "text", "text": "a"}, {"type": "image", "image": 1}]', ["images"], [2])
+        (['a', ''], [1])
+    """
+    try:
+        parts = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowFault(f"the parts are no JSON: {error}") from error
+    if not isinstance(parts, list):
+        raise RowFault(f"the parts are no list but {type(parts).__name__}")
+    runs: list[str] = [""]
+    picks: list[int] = []
+    in_order = True
+    for number, part in enumerate(cast("list[Any]", parts)):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            runs[-1] += part["text"]
+        elif kind == "image":
+            named = part.get("image")
+            in_order = in_order and named is None
+            picks.append(_image_number(len(picks) if named is None else named, columns, have))
+            runs.append("")
+        else:
+            raise RowFault(f'part {number} is neither {{"type": "text", "text": ..}} nor {{"type": "image", ..}}')
+    if in_order and len(picks) != sum(have):
+        raise RowFault(f"there are {len(picks)} parts that are images, the row has {sum(have)} images")
+    return runs, picks
+
+
+def _image_number(named: object, columns: Sequence[str], have: Sequence[int]) -> int:
+    if isinstance(named, str) and named in columns and have[columns.index(named)]:
+        return sum(have[: columns.index(named)])
+    if isinstance(named, int) and not isinstance(named, bool) and 0 <= named < sum(have):
+        return named
+    raise RowFault(f"a part wants image {named!r}, the row has {sum(have)} images")
+
+
+def _row_images(rows: RowBatch, columns: Sequence[str]) -> tuple[Ragged, Int64s]:
+    """Return all images, one ragged row each, sample by sample; and how many each sample has in each column."""
+    parts: list[Ragged] = []
+    counts: list[Int64s] = []
+    for column in columns:
+        data = ragged_column(rows, column)
+        sizes = data.lengths
+        many = rows.get(sizes_column(column))
+        if isinstance(many, Ragged):
+            sizes = flat(many)
+        counts.append(many.lengths if isinstance(many, Ragged) else np.ones(len(data), np.int64))
+        parts.append(Ragged(data.values, data.offsets[0] + offsets_of(sizes)))
+    have = np.stack(counts, axis=1)
+    if len(parts) == 1:
+        return parts[0], have
+    owner = np.concatenate([np.repeat(np.arange(num_rows(rows)), count) for count in counts])
+    return Ragged.concat(parts).take(np.argsort(owner, kind="stable")), have
+
+
+def _chosen_images(images: Ragged, have: Int64s, layout: _Layout) -> tuple[Ragged, Int64s]:
+    """Return the bytes of all images that each sample uses, concatenated, and the bytes of each image."""
+    chosen = np.repeat(offsets_of(have)[:-1], layout.items) + layout.picks
+    if not np.array_equal(chosen, np.arange(len(images))):
+        images = images.take(chosen)
+    return Ragged(images.values, images.offsets[offsets_of(layout.items)]), images.lengths
+
+
+def _around(tokenizer: TextTokenizer) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return the special tokens that the tokenizer puts before and after a text."""
+    whole, plain = (tokenizer.encode(["a"], special_tokens=special).values for special in (True, False))
+    for at in range(len(whole) - len(plain) + 1):
+        if np.array_equal(whole[at : at + len(plain)], plain):
+            return whole[:at], whole[at + len(plain) :]
+    raise SpecError(
+        "special_tokens is True, but this tokenizer does not put its special tokens around a text, so they have no "
+        "place around a row of texts and images. Write special_tokens=False."
+    )

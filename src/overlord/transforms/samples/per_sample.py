@@ -10,10 +10,11 @@ Rules of this folder:
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,8 @@ from overlord.errors import SpecError
 
 STAND_IN_TOKEN = 0
 
+T = TypeVar("T")
+
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
@@ -34,22 +37,6 @@ Fault = tuple[int, str]
 """(row of the batch, what is wrong with it)."""
 
 _NOWHERE = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class TransformFacts:
-    """What a transform declares about itself."""
-
-    needs: tuple[str, ...]
-    """Columns it reads; empty for all."""
-    gives: tuple[str, ...]
-    """What it adds to a batch: "tokens", "image", "video", "audio"."""
-    changes_length: bool = True
-    """Whether it decides the length of a sample; such a transform always runs before planning."""
-    byte_size: Literal["keeps", "grows"] = "keeps"
-    """Whether its output is larger than its input: then it is better run in the DataConstructor."""
-    holds_gil: bool = False
-    """Whether it is Python code that holds the interpreter lock; such a transform runs in process workers."""
 
 
 @dataclass(slots=True)
@@ -124,6 +111,38 @@ def decoder_faults(what: str) -> Iterator[None]:
         raise MediaFault(f"{what}: {str(reason) or type(error).__name__}") from error
 
 
+def media_library(name: str) -> Any:
+    """Return a library that only sounds and clips need.
+
+    Raises:
+        SpecError: when it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise SpecError(
+            f"a source of sounds or clips needs the library {name!r}, which cannot be imported ({error}); none of its "
+            "rows could be measured. Install it with: pip install overlord-data[media]"
+        ) from error
+
+
+def read_headers(
+    items: Ragged, bad: Bools, read: Callable[[memoryview], T], otherwise: T
+) -> tuple[list[T], list[Fault]]:
+    """Return what `read` finds in the header of every item, and (item, reason) of those without a readable one.
+
+    Those are marked bad; `otherwise` stands for every bad item.
+    """
+    found, faults = [otherwise] * len(items), list[Fault]()
+    for item in np.flatnonzero(~bad).tolist():
+        try:
+            found[item] = read(row_memory(items, item))
+        except MediaFault as fault:
+            faults.append((item, str(fault)))
+            bad[item] = True
+    return found, faults
+
+
 class MediaDecoder(Protocol):
     """Decodes the media of one source, item by item, into memory that the caller has laid out."""
 
@@ -144,7 +163,7 @@ class SampleTransform(Protocol):
     """How the samples of one source are measured and finished."""
 
     columns: tuple[str, ...]
-    facts: TransformFacts
+    """Columns it reads; empty for all."""
 
     @property
     def decoder(self) -> MediaDecoder | None:
@@ -161,13 +180,6 @@ class SampleTransform(Protocol):
 
 
 # -- media: the columns of kept rows, and the message made of them ----------------------------------------------------
-
-MEDIA_COLUMNS = ("media", "media_bytes", "media_start", "media_length", "media_grid", "media_seconds", "media_seed")
-"""The columns of kept rows that hold media, all ragged, one ragged row for each sample:
-media (uint8: all encoded items of the row, concatenated), media_bytes (int64: bytes of each item),
-media_start (int32: its first placeholder in the sample), media_length (int32: its placeholders),
-media_grid (int32: three numbers of each item), media_seconds (float32: of a temporal patch, 0 for images),
-media_seed (uint64: what its augmentations are drawn from)."""
 
 
 def media_columns(
@@ -191,7 +203,7 @@ def media_columns(
         length: Its placeholders.
         grid: Its three numbers: [items, 3].
         seeds: What its augmentations are drawn from.
-        seconds: Seconds of a temporal patch.
+        seconds: Seconds of a temporal patch; 0 for images.
     """
     offsets = offsets_of(items)
     count = int(offsets[-1])
@@ -310,23 +322,27 @@ def row_memory(rows: Ragged, row: int) -> memoryview:
     return memoryview(rows[row])  # type: ignore[arg-type]
 
 
-def with_stand_ins(tokens: Ragged, replaced: npt.NDArray[np.bool_]) -> Ragged:
-    """Return rows of tokens, some of them replaced by one stand-in token."""
+def with_stand_ins(tokens: Ragged, replaced: Bools) -> Ragged:
+    """Return rows of tokens (or of their loss), some of them replaced by one stand-in token, a zero."""
     if not replaced.any():
         return tokens
-    lengths = np.where(replaced, 1, tokens.lengths)
-    cut = Ragged(tokens.values, tokens.offsets)
-    kept_lengths = np.where(replaced, 0, tokens.lengths)
-    offsets = offsets_of(lengths)
-    out = np.full(int(offsets[-1]), STAND_IN_TOKEN, np.int32)
-    out[expand_ranges(offsets[:-1], kept_lengths)] = cut.values[expand_ranges(cut.offsets[:-1], kept_lengths)]
+    kept = np.where(replaced, 0, tokens.lengths)
+    offsets = offsets_of(np.where(replaced, 1, tokens.lengths))
+    out = np.full(int(offsets[-1]), STAND_IN_TOKEN, tokens.values.dtype)
+    out[expand_ranges(offsets[:-1], kept)] = tokens.values[expand_ranges(tokens.offsets[:-1], kept)]
     return Ragged(out, offsets)
 
 
-def mask_rows(loss: npt.NDArray[np.uint8], offsets: Int64s, rows: Sequence[int]) -> None:
-    """Mask whole rows out of the loss."""
-    for row in rows:
-        loss[offsets[row] : offsets[row + 1]] = 0
+def finish_tokens(kept: RowBatch, planned: Int64s, bad: Bools, kind: str | None = None) -> Finished:
+    """Return rows that were tokenized before planning at exactly their planned lengths, with media of a kind.
+
+    No token of a bad row counts in the loss.
+    """
+    tokens, _ = fit_rows(ragged_column(kept, "tokens"), planned)
+    loss, _ = fit_rows(ragged_column(kept, "loss"), planned)
+    counted = loss.values * np.repeat(~bad, planned)
+    media = None if kind is None else media_of(kind, kept, planned, bad)
+    return Finished(tokens, Ragged(counted, loss.offsets), media, [], [])
 
 
 # -- where a function over rows runs: in this thread, or in process workers, which a row may kill ------------------

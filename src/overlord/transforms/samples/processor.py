@@ -44,12 +44,6 @@ class ProcessorFacts:
     """Smaller images are enlarged."""
     max_pixels: int | None = None
     """Larger images are shrunk."""
-    image_mean: tuple[float, ...] | None = None
-    """Mean of each colour, taken off after rescaling."""
-    image_std: tuple[float, ...] | None = None
-    """Deviation of each colour, divided by after that."""
-    rescale_factor: float | None = None
-    """What a colour of 0 .. 255 is multiplied by."""
     video_min_pixels: int | None = None
     """Smaller frames of a clip are enlarged."""
     video_max_pixels: int | None = None
@@ -64,10 +58,6 @@ class ProcessorFacts:
     """Mel bands of a sound."""
     sampling_rate: int | None = None
     """Samples of a second of sound."""
-    n_fft: int | None = None
-    """Samples in a window of the spectrum."""
-    hop: int | None = None
-    """Samples from one window to the next."""
     chunk_seconds: int | None = None
     """Seconds that a sound is cut or padded to."""
     image_token: str | None = None
@@ -225,19 +215,16 @@ def _image_facts(image: Mapping[str, Any], video: Mapping[str, Any], whole: Mapp
         "temporal_patch": _first_whole(places, "temporal_patch_size"),
         "min_pixels": least,
         "max_pixels": most,
-        "image_mean": _colours(image.get("image_mean")),
-        "image_std": _colours(image.get("image_std")),
-        "rescale_factor": _number(image.get("rescale_factor")),
     }
 
 
 def _video_facts(video: Mapping[str, Any]) -> dict[str, Any]:
-    kind = str(video.get("video_processor_type", _FRAME_LIMITS))
+    kind, fps = str(video.get("video_processor_type", _FRAME_LIMITS)), video.get("fps")
     least, most = _pixel_limits(video) if kind.startswith(_FRAME_LIMITS) else (None, None)
     return {
         "video_min_pixels": least,
         "video_max_pixels": most,
-        "fps": _number(video.get("fps")),
+        "fps": float(fps) if isinstance(fps, int | float) and not isinstance(fps, bool) else None,
         "min_frames": _first_whole((video,), "min_frames"),
         "max_frames": _first_whole((video,), "max_frames"),
     }
@@ -250,8 +237,6 @@ def _sound_facts(sound: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "mels": _first_whole(places, "num_mel_bins", "feature_size"),
         "sampling_rate": _first_whole(places, "sampling_rate"),
-        "n_fft": _first_whole(places, "n_fft"),
-        "hop": _first_whole(places, "hop_length"),
         "chunk_seconds": _first_whole(places, "chunk_length"),
     }
 
@@ -290,11 +275,3 @@ def _first_whole(configs: tuple[Mapping[str, Any], ...], *names: str) -> int | N
             if isinstance(value, int | float) and not isinstance(value, bool) and value == int(value):
                 return int(value)
     return None
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _colours(value: object) -> tuple[float, ...] | None:
-    return tuple(float(one) for one in value) if isinstance(value, list) else None

@@ -1,28 +1,31 @@
-"""Text: a column of text, or of token ids, becomes one sequence."""
+"""Text: a column of text, or of token ids, becomes one sequence; alone, or after an image, a sound or a clip."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, expand_ranges, offsets_of, unread_rows
 from overlord.core.samples import BAD, SKIP
 from overlord.errors import SpecError
-from overlord.job.specs import Text
+from overlord.job.specs import Audio, ImageSpec, ImageText, Text, Video
 from overlord.transforms.samples.per_sample import (
+    STAND_IN_TOKEN,
     Bools,
     Fault,
     Finished,
     Int64s,
     Measured,
-    TransformFacts,
     UInt64s,
     Workers,
     fit_rows,
-    mask_rows,
+    flat,
     measured_text,
+    media_columns,
+    media_of,
     ragged_column,
     with_stand_ins,
 )
@@ -38,7 +41,6 @@ class TextTransform:
         self._bos = _border_id(spec, tokenizer, "bos")
         self._eos = _border_id(spec, tokenizer, "eos")
         self.columns: tuple[str, ...] = (spec.column,)
-        self.facts = TransformFacts(self.columns, ("tokens",))
         self.decoder = None
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
@@ -73,13 +75,28 @@ class TextTransform:
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
         faults: list[Fault] = []
-        tokens, wrong = _text_tokens(kept, bad, faults, self._encode)
+        tokens, wrong = self._kept_tokens(kept, bad, faults)
         # The stand-in of an empty text (next to an image) does not count in the loss.
         loss = np.repeat(~bad & ~np.asarray(kept["empty"], np.bool_), planned).astype(np.uint8)
         fitted, padding = fit_rows(tokens, planned)
         loss[padding] = 0
-        mask_rows(loss, fitted.offsets, [row for row, _ in faults])
+        for row, _ in faults:
+            loss[fitted.offsets[row] : fitted.offsets[row + 1]] = 0
         return Finished(fitted, Ragged(loss, fitted.offsets), None, faults, wrong)
+
+    def _kept_tokens(self, kept: RowBatch, bad: Bools, faults: list[Fault]) -> tuple[Ragged, list[Fault]]:
+        """Return the tokens of kept rows, and the rows with another length than claimed."""
+        if "tokens" in kept:
+            return ragged_column(kept, "tokens"), []
+        tokens, _ = self._encode(ragged_column(kept, "raw"), bad.copy(), faults)
+        claimed = np.asarray(kept["claimed"])
+        broken = {row for row, _ in faults}
+        wrong = [
+            (int(r), f"its length column says {int(claimed[r])} tokens, the text has {int(tokens.lengths[r])}")
+            for r in np.flatnonzero((tokens.lengths != claimed) & ~bad)
+            if int(r) not in broken
+        ]
+        return tokens, wrong
 
     def _encode(self, column: Ragged, bad: Bools, faults: list[Fault]) -> tuple[Ragged, Bools]:
         """Encode rows; bad and empty ones become one stand-in token. Marks rows that are not UTF-8 as bad."""
@@ -141,28 +158,99 @@ def _border_id(spec: Text, tokenizer: TextTokenizer | None, field: Literal["bos"
     return tokenizer.border_id(field, wanted)
 
 
-def _text_tokens(
-    kept: RowBatch,
-    bad: Bools,
-    faults: list[Fault],
-    encode: Callable[[Ragged, Bools, list[Fault]], tuple[Ragged, Bools]],
-) -> tuple[Ragged, list[Fault]]:
-    """Return the tokens of the texts, and the rows with another length than claimed."""
-    if "tokens" in kept:
-        return ragged_column(kept, "tokens"), []
-    tokens, _ = encode(ragged_column(kept, "raw"), bad.copy(), faults)
-    claimed = np.asarray(kept["claimed"])
-    broken = {row for row, _ in faults}
-    wrong = [
-        (int(r), f"its length column says {int(claimed[r])} tokens, the text has {int(tokens.lengths[r])}")
-        for r in np.flatnonzero((tokens.lengths != claimed) & ~bad)
-        if int(r) not in broken
-    ]
-    return tokens, wrong
-
-
 def _rows_with(column: Ragged, found: Bools) -> Bools:
     """Return which rows hold a value that was found."""
     rows = np.zeros(len(column), np.bool_)
     rows[np.searchsorted(column.offsets, np.flatnonzero(found), side="right") - 1] = bool(len(rows))
     return rows
+
+
+# -- one item (an image, a sound or a clip), then its text: what ImageText, Audio and Video have in common -----------
+
+
+@dataclass(frozen=True, slots=True)
+class ItemTokens:
+    """The tokens that stand for an item: its placeholders, and perhaps one token before and one after them."""
+
+    item: int
+    before: int | None
+    after: int | None
+
+    @classmethod
+    def of(cls, spec: ImageSpec | Audio | Video, kind: str, tokenizer: TextTokenizer) -> ItemTokens:
+        """Look up the tokens that a spec names for an "image", "audio" or "video"."""
+        field = f"{kind}_token"
+        around = (("before", spec.before), ("after", spec.after))
+        ids = (None if token is None else tokenizer.id_of(token, name) for name, token in around)
+        return cls(tokenizer.id_of(getattr(spec, field), field), *ids)
+
+    @property
+    def margin(self) -> tuple[int, int]:
+        """Tokens before and after the placeholders of an item."""
+        return int(self.before is not None), int(self.after is not None)
+
+
+class ItemThenText:
+    """One item a row: [before] placeholders [after] text."""
+
+    def __init__(self, spec: ImageText | Audio | Video, kind: str, tokenizer: TextTokenizer) -> None:
+        self._text = TextTransform(Text(spec.text), tokenizer)
+        self._kind = kind
+        self._tokens = ItemTokens.of(spec, kind, tokenizer)
+
+    def _measured(
+        self, text: Measured, bad: Bools, items: Ragged, length: Int64s, grid: Int64s, seeds: UInt64s,
+        seconds: npt.NDArray[np.float64] | None = None,
+    ) -> Measured:  # fmt: skip
+        """Return the metadata of rows from that of their text and of their items.
+
+        Args:
+            text: The text alone; its kept columns are taken over.
+            bad: Rows that are stand-ins.
+            items: The encoded items.
+            length: Placeholders of each.
+            grid: Three numbers of each.
+            seeds: The seeds of the rows.
+            seconds: Seconds of a temporal patch.
+        """
+        ones, seen = np.ones(len(bad), np.int64), self._kind != "audio"
+        before, after = self._tokens.margin
+        start = np.full(len(bad), before)
+        text.kept |= media_columns(
+            items, items=ones, nbytes=items.lengths, start=start, length=length, grid=grid, seeds=seeds, seconds=seconds
+        )
+        # An item without a text is still a sample; only its text is a stand-in.
+        return Measured(
+            tokens=text.tokens + length + before + after,
+            image_tokens=length if seen else 0 * length,
+            images=ones if seen else 0 * ones,
+            flags=np.where(bad, BAD, 0).astype(np.int32),
+            kept=text.kept,
+            faults=text.faults,
+            wrong_lengths=text.wrong_lengths,
+            front=length + before + after,
+            margin=self._tokens.margin,
+        )
+
+    def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
+        """Return tokens and loss of exactly the planned lengths, and the items that are whole within them."""
+        start = flat(ragged_column(kept, "media_start")).astype(np.int64)
+        length = flat(ragged_column(kept, "media_length")).astype(np.int64)
+        behind = start + length
+        lead = behind + self._tokens.margin[1]
+        text = self._text.finish(kept, np.maximum(planned - lead, 0), bad, workers)
+        offsets = offsets_of(planned)
+        first = offsets[:-1]
+        tokens = np.full(int(offsets[-1]), STAND_IN_TOKEN, np.int32)
+        loss = np.zeros(int(offsets[-1]), np.uint8)
+        # A cut may leave the item out, never half of it: there is no placeholder without its features.
+        tokens[expand_ranges(first + start, np.where(behind <= planned, length, 0))] = self._tokens.item
+        if self._tokens.before is not None:
+            tokens[first[planned > 0]] = self._tokens.before
+        if self._tokens.after is not None:
+            tokens[(first + behind)[behind < planned]] = self._tokens.after
+        places = expand_ranges(first + lead, text.tokens.lengths)
+        tokens[places] = text.tokens.values
+        loss[places] = text.loss.values
+        media = media_of(self._kind, kept, planned, bad)
+        return Finished(Ragged(tokens, offsets), Ragged(loss, offsets), media, text.faults, text.wrong_lengths)

@@ -77,21 +77,6 @@ class TextTokenizer:
         self.digest = _digest(content, self.special_tokens, self.chat_templates)
         """Digest of everything that decides which tokens a text or a conversation becomes."""
 
-    @property
-    def bos_id(self) -> int | None:
-        """Id of the token the folder names as the beginning of a text, if it names one of the vocabulary."""
-        return self._named_id("bos_token")
-
-    @property
-    def eos_id(self) -> int | None:
-        """Id of the token the folder names as the end of a text, if it names one of the vocabulary."""
-        return self._named_id("eos_token")
-
-    @property
-    def chat_template(self) -> str | None:
-        """The folder's chat template, if it has one."""
-        return self.chat_templates.get(DEFAULT_TEMPLATE)
-
     def reserve(self, ids: Collection[int]) -> None:
         """Keep some ids for the placeholders of media: a text that happens to hold one is spelled out instead."""
         self._reserved = np.array(sorted(one for one in ids if one <= np.iinfo(np.int32).max), np.int32)
@@ -156,17 +141,15 @@ class TextTokenizer:
             )
         return found
 
-    def border_id(self, field: Literal["bos", "eos"], wanted: bool | str | int) -> int | None:
-        """Return the id of the token for `bos` or `eos` of a Text; None if it is False.
+    def border_id(self, field: Literal["bos", "eos"], wanted: bool | str | int) -> int:
+        """Return the id of the token for `bos` or `eos` of a Text: the named one, or with True the tokenizer's own.
 
         Raises:
             SpecError: when there is no such token.
         """
-        if wanted is False:
-            return None
         if wanted is True:
             return self._own_border(field)
-        found = wanted if isinstance(wanted, int) else self._tokenizer.token_to_id(wanted)
+        found = wanted if isinstance(wanted, int) else self.find(wanted)
         if found is None or found > np.iinfo(np.int32).max or self._tokenizer.id_to_token(found) is None:
             raise SpecError(
                 f"{field}={wanted!r}: the tokenizer {self._path!r} has no such token; the model would get an unknown "
@@ -183,7 +166,7 @@ class TextTokenizer:
                 f"{_SPECIAL_MAP} beside tokenizer.json would name its {field}_token); texts would run into each other. "
                 f'Give the whole tokenizer folder, or name the token: {field}="<token>".'
             )
-        found = self._named_id(f"{field}_token")
+        found = self.find(named)
         if found is None:
             raise SpecError(
                 f"{field}=True: the folder {self._path!r} names {named!r} as its {field}_token, which is not in its "
@@ -191,11 +174,6 @@ class TextTokenizer:
                 f'name another token: {field}="<token>".'
             )
         return found
-
-    def _named_id(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        found = None if token is None else self._tokenizer.token_to_id(token)
-        return None if found is None else int(found)
 
 
 def decode_texts(column: Ragged) -> tuple[list[str], npt.NDArray[np.bool_]]:

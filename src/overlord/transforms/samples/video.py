@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,21 +16,17 @@ from overlord.core.ragged import RowBatch
 from overlord.core.samples import BAD
 from overlord.job.specs import Video, pick_frames, video_frames, video_grid
 from overlord.transforms.samples.images import MAX_PIXELS, resize_image
-from overlord.transforms.samples.media_text import ItemThenText, media_library
 from overlord.transforms.samples.per_sample import (
-    Bools,
-    Finished,
     Int64s,
     Measured,
-    MediaDecoder,
     MediaFault,
-    TransformFacts,
     UInt64s,
-    Workers,
     decoder_faults,
+    media_library,
     ragged_column,
-    row_memory,
+    read_headers,
 )
+from overlord.transforms.samples.text import ItemThenText
 from overlord.transforms.samples.tokenize import TextTokenizer
 
 UInt8s = npt.NDArray[np.uint8]
@@ -54,29 +51,24 @@ class Clip:
     height: int
 
 
-class VideoTransform:
+class VideoTransform(ItemThenText):
     """One clip and its text."""
 
     def __init__(self, spec: Video, tokenizer: TextTokenizer) -> None:
         media_library("av")
         self._spec = spec
-        self._layout = ItemThenText(spec, "video", spec.video_token, tokenizer)
+        super().__init__(spec, "video", tokenizer)
         self.columns: tuple[str, ...] = (spec.video, spec.text)
-        self.facts = TransformFacts(self.columns, ("tokens", "video"), byte_size="grows")
-        self.decoder: MediaDecoder | None = VideoDecoder(spec)
+        self.decoder = VideoDecoder(spec)
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
         spec = self._spec
-        text = self._layout.text.measure(rows, lengths, seeds)
+        text = self._text.measure(rows, lengths, seeds)
         bad = (text.flags & BAD) > 0
         encoded = ragged_column(rows, spec.video)
-        clips = [Clip(1, 1, 1.0, 1, 1)] * len(bad)
-        for row in np.flatnonzero(~bad).tolist():
-            try:
-                clips[row] = read_clip(row_memory(encoded, row), key_frames=spec.frames == "key")
-            except MediaFault as fault:
-                text.faults.append((row, str(fault)))
-                bad[row] = True
+        read = functools.partial(read_clip, key_frames=spec.frames == "key")
+        clips, unreadable = read_headers(encoded, bad, read, Clip(1, 1, 1.0, 1, 1))
+        text.faults += unreadable
         have = np.array([clip.keys if spec.frames == "key" else clip.frames for clip in clips], np.int64)
         total = np.array([clip.frames for clip in clips], np.int64)
         rate = np.array([clip.rate for clip in clips], np.float64)
@@ -86,10 +78,7 @@ class VideoTransform:
         grid[bad] = (1, spec.merge, spec.merge)
         tokens = np.prod(grid, axis=1) // spec.merge**2
         seconds = spec.temporal * total / (count * rate)
-        return self._layout.measured(text, bad, encoded, tokens, grid, seeds, seconds)
-
-    def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
-        return self._layout.finish(kept, planned, bad, workers)
+        return self._measured(text, bad, encoded, tokens, grid, seeds, seconds)
 
 
 class VideoDecoder:

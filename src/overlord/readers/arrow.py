@@ -1,6 +1,10 @@
-"""From Arrow record batches to numpy columns, without copying where Arrow's buffers allow it.
+"""Arrow IPC, and Arrow record batches as numpy columns, without copying where Arrow's buffers allow it.
 
-Shared by Parquet and Arrow IPC. Text, binary and lists become Ragged, numbers arrays; a list of binary (or of
+A block of an Arrow file is a record batch, mapped from the disk. Both the file format and the stream format are read,
+which `save_to_disk` of Hugging Face datasets writes. A record batch that is compressed or remote can only be read as a
+whole: a large one is spilled to disk.
+
+Parquet uses the columns too. Text, binary and lists become Ragged, numbers arrays; a list of binary (or of
 the images of Hugging Face datasets) becomes its bytes and their sizes. What is nested deeper (chat messages)
 becomes JSON text with bytes in base64.
 """
@@ -9,7 +13,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,17 +23,48 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
+from pyarrow import ipc
 
 from overlord.core.ragged import BAD_COLUMN, Array, Ragged, RowBatch, no_value, offsets_of, sizes_column
 from overlord.errors import ReaderError
-from overlord.readers.filesystems import StoredFile
-from overlord.readers.reader import Kind, missing_column
+from overlord.readers.files import MappedFile, StoredFile
+from overlord.readers.reader import BlockIndex, Kind, Rows, missing_column
+from overlord.readers.spill import RELEASE_BYTES, SpillPlace, is_too_much, spill_rows, spilled
 
 Bools = npt.NDArray[np.bool_]
 
 
 class SchemaReader:
-    """What the readers of Arrow's formats share: a file has a schema, and blocks of any size."""
+    """What the readers of Parquet and Arrow IPC share: a file has a schema, and blocks of any size."""
+
+    block_name: str
+    """What a block is called, for messages."""
+
+    def stream(
+        self,
+        file: StoredFile,
+        index: BlockIndex,
+        block: int,
+        *,
+        columns: Mapping[str, Kind],
+        skip: int,
+        batch_rows: int,
+        scratch: Path | None,
+    ) -> Iterator[RowBatch]:
+        """Yield the rows of one block; one that would take much memory while it is read is spilled to disk."""
+        mapped = file.map()
+        native = mapped.native if mapped else file.open()
+        row_bytes = int(index.bytes[block]) / max(1, int(index.rows[block]))
+        held, read = self._open_block(file, mapped, native, index, block, columns)
+        spills = scratch is not None and is_too_much(held, row_bytes, batch_rows)
+        rows = read(skip, spill_rows(row_bytes) if spills else batch_rows)
+        del mapped, native, read  # a spilled block closes the file
+        if scratch is not None and spills:
+            size = int(row_bytes * max(0, int(index.rows[block]) - skip))
+            place = SpillPlace(scratch, f"{self.block_name} {block} of {file.path}", size)
+            yield from spilled(rows, place, batch_rows)
+        else:
+            yield from rows
 
     def divides(self, file: StoredFile) -> bool:
         """Return True: blocks are as large as the writer made them."""
@@ -42,6 +79,18 @@ class SchemaReader:
         return kinds_of_schema(self._schema(file), columns)
 
     def _schema(self, file: StoredFile) -> pa.Schema:
+        raise NotImplementedError
+
+    def _open_block(
+        self,
+        file: StoredFile,
+        mapped: MappedFile | None,
+        native: pa.NativeFile,
+        index: BlockIndex,
+        block: int,
+        columns: Mapping[str, Kind],
+    ) -> tuple[int, Callable[[int, int], Rows]]:
+        """Return how many bytes are held while a block is read, and what yields its rows, given (skip, batch_rows)."""
         raise NotImplementedError
 
 
@@ -322,3 +371,124 @@ def _kind_of_type(found: pa.DataType) -> Kind | None:
     if lists and _is_number(found.value_type):
         return "float_list" if _kind_of_type(found.value_type) == "float" else "int_list"
     return "bytes_list" if lists and _is_binary(_storage_type(found.value_type)) else "json"
+
+
+# -- the files -----------------------------------------------------------------------------------------------------
+
+
+_FILE_MAGIC = b"ARROW1"
+_FILE_HEAD_BYTES = 8
+"""The file format is this, the stream format, and a footer."""
+
+
+class ArrowReader(SchemaReader):
+    """Reads Arrow IPC. In its index, start and stop are byte offsets (stream) or batch numbers (file)."""
+
+    name = "arrow"
+    block_name = "record batch"
+
+    def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
+        """Find the record batches of a file."""
+        mapped = file.map()
+        native = mapped.native if mapped else file.open()
+        blocks: list[tuple[int, int, int, int]] = []
+        if _is_file_format(native):
+            reader = ipc.open_file(native)
+            paths = require_columns(reader.schema, columns, file.path)
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number)
+                batch.validate()
+                blocks.append((batch.num_rows, _bytes_of(batch, paths.values()), number, number + 1))
+            return BlockIndex.of(blocks)
+        stream = ipc.open_stream(native)
+        paths = require_columns(stream.schema, columns, file.path)
+        start = native.tell()
+        while True:
+            try:
+                batch = stream.read_next_batch()
+            except StopIteration:
+                return BlockIndex.of(blocks)
+            stop = native.tell()
+            batch.validate()
+            blocks.append((batch.num_rows, _bytes_of(batch, paths.values()), start, stop))
+            start = stop
+
+    def _open_block(
+        self,
+        file: StoredFile,
+        mapped: MappedFile | None,
+        native: pa.NativeFile,
+        index: BlockIndex,
+        block: int,
+        columns: Mapping[str, Kind],
+    ) -> tuple[int, Callable[[int, int], Rows]]:
+        def rows(skip: int, batch_rows: int) -> Rows:
+            batch = _read_batch(native, int(index.start[block]), block)
+            validate_columns(batch, list(columns), file.path)
+            passed = 0
+            for at in range(skip, batch.num_rows, batch_rows):
+                part = batch.slice(at, batch_rows)
+                passed += part.nbytes
+                if mapped and passed >= RELEASE_BYTES:
+                    mapped.release_pages()
+                    passed = 0
+                yield to_rows(part, columns, file.path)
+
+        # Rows of a mapped batch are views of the file, unless it is compressed.
+        return int(index.bytes[block]) if mapped is None or _is_compressed(native) else 0, rows
+
+    def seeks(self, file: StoredFile) -> bool:
+        """Return whether the file can be mapped and is not compressed."""
+        mapped = file.map()
+        return mapped is not None and not _is_compressed(mapped.native)
+
+    def _schema(self, file: StoredFile) -> pa.Schema:
+        native = file.open()
+        return (ipc.open_file(native) if _is_file_format(native) else ipc.open_stream(native)).schema
+
+
+def _is_file_format(native: pa.NativeFile) -> bool:
+    magic = native.read_at(len(_FILE_MAGIC), 0)
+    native.seek(0)  # a file that is not mapped has no position after read_at
+    return magic == _FILE_MAGIC
+
+
+def _bytes_of(batch: pa.RecordBatch, paths: Iterable[Sequence[str]]) -> int:
+    return sum(select(batch, path).nbytes for path in paths)
+
+
+def _read_batch(native: pa.NativeFile, start: int, block: int) -> pa.RecordBatch:
+    if _is_file_format(native):
+        return ipc.open_file(native).get_batch(start)
+    stream = ipc.open_stream(native)
+    if any(pt.is_dictionary(field.type) or field.type.num_fields for field in stream.schema):
+        # Dictionaries, which may be nested, come in messages of their own before the batches.
+        for _ in range(block):
+            stream.read_next_batch()
+        return stream.read_next_batch()
+    native.seek(start)
+    return ipc.read_record_batch(ipc.read_message(native), stream.schema)
+
+
+def _is_compressed(native: pa.NativeFile) -> bool:
+    """Return whether the record batches of a mapped file are compressed, by the header of the first one.
+
+    pyarrow has no function for it. A table of a flatbuffer begins with the distance back to a list of the places of its
+    fields; the header of a message is its third field, the compression of a record batch its fourth.
+    """
+    native.seek(_FILE_HEAD_BYTES if _is_file_format(native) else 0)
+    message = ipc.read_message(native)
+    while message.type != "record batch":
+        message = ipc.read_message(native)
+    data = message.metadata.to_pybytes()
+    (root,) = struct.unpack_from("<I", data)
+    header = root + _field_of(data, root, 2)
+    return _field_of(data, header + struct.unpack_from("<I", data, header)[0], 3) > 0
+
+
+def _field_of(data: bytes, table: int, field: int) -> int:
+    """Return where a field is in a table of a flatbuffer, 0 if it is not there."""
+    places = table - struct.unpack_from("<i", data, table)[0]
+    (size,) = struct.unpack_from("<H", data, places)
+    at = 4 + 2 * field
+    return struct.unpack_from("<H", data, places + at)[0] if at < size else 0
