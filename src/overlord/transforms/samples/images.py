@@ -18,6 +18,7 @@ from overlord.errors import SpecError
 from overlord.job.media_specs import IMAGE_FORMATS
 from overlord.job.specs import Augment, ImageSpec
 from overlord.transforms.samples.per_sample import MediaFault, decoder_faults
+from overlord.transforms.samples.resize import resize
 
 try:
     import simplejpeg
@@ -169,7 +170,7 @@ def resize_image(image: UInt8s, height: int, width: int) -> UInt8s:
     """Return the image at another size (bicubic, antialiased)."""
     if image.shape[:2] == (height, width):
         return image
-    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
+    return resize(image, height, width)
 
 
 def patchify_into(image: UInt8s, patch: int, merge: int, out: UInt8s, *, temporal: int = 1) -> None:
