@@ -17,7 +17,7 @@ from overlord.transforms.microbatches.packing_kernels import copy_runs, warm_pac
 from overlord.transforms.microbatches.positions import mrope_positions
 from overlord.transforms.samples.audio import log_mel
 from overlord.transforms.samples.chat import loss_in_spans
-from overlord.transforms.samples.images import normalize_patches, patchify_into
+from overlord.transforms.samples.images import normalize_patches, patchify_into, resize_image
 from overlord.transforms.samples.tokenize import TokenSpans
 
 
@@ -46,7 +46,7 @@ def warm_common() -> None:
 
 
 def _warm_patches() -> None:
-    patchify_into(np.zeros((1, 1, 3), np.uint8), 1, 1, np.empty(3, np.uint8))
+    patchify_into(resize_image(np.zeros((2, 2, 3), np.uint8), 1, 1), 1, 1, np.empty(3, np.uint8))
 
 
 def _warm_positions() -> None:

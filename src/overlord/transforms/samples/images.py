@@ -47,6 +47,7 @@ from overlord.transforms.samples.per_sample import (
     ragged_column,
     read_headers,
 )
+from overlord.transforms.samples.resize import resize
 from overlord.transforms.samples.text import ItemThenText, ItemTokens
 from overlord.transforms.samples.tokenize import TextTokenizer, decode_texts
 
@@ -200,7 +201,7 @@ def resize_image(image: UInt8s, height: int, width: int) -> UInt8s:
     """Return the image at another size (bicubic, antialiased)."""
     if image.shape[:2] == (height, width):
         return image
-    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
+    return resize(image, height, width)
 
 
 def patchify_into(image: UInt8s, patch: int, merge: int, out: UInt8s, *, temporal: int = 1) -> None:
