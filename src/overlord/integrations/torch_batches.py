@@ -55,7 +55,7 @@ class TorchBatch(KeyedBatch):
     """One microbatch as tensors: `model(**batch)` works. `batch.meta` has the provenance of its segments."""
 
     def __init__(self, batch: Batch, arrived: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Take a batch of arrays; or one without them, and the tensors, whose indices begin with `meta.`."""
+        """Take a batch of arrays; or one without them, and its tensors: indices have the prefix `meta.`."""
         if arrived is None:
             # One copy out of shared memory: tensors may be written to, and the shared segment is free again.
             self._values = {k: torch.tensor(v) if isinstance(v, np.ndarray) else v for k, v in batch.items()}
