@@ -1,4 +1,4 @@
-"""Which keys of a batch a pipeline stage needs: the first embeds, the last computes the loss.
+"""Keys of a batch that a pipeline stage needs: the first embeds, the last computes the loss. How pixels are normalised.
 
 Separate from `transforms.per_rank` because trainer processes import it, and must not load numba.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+"""The pixel normalisation that CLIP's and Qwen-VL's encoders were trained with."""
 FIRST_STAGE_KEYS = (
     "input_ids",
     "tokens",

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from overlord.core.client_messages import StepHeader
 from overlord.core.messages import MetaDelta, MetaRequest, Payload
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor, SampleId
-from overlord.roles.views import RankView, StepHeader
+from overlord.roles.views import RankView
 
 Collect = Callable[[], list[Payload]]
 """Waits for the requested payloads: one for each source, in the order of the sources."""
