@@ -18,6 +18,7 @@ from pathlib import Path
 
 import overlord as ol
 from benchmarks.measuring import arguments, publish
+from overlord.core.client_messages import Report
 from overlord.core.messages import HostNews
 from overlord.runtimes.autoscaling.status import describe
 from overlord.runtimes.hosts.planner_host import PlannerHost
@@ -90,7 +91,7 @@ def measure_reports(folder: Path, rounds: int) -> dict[str, object]:
             # One of them a step, in turns: a second one would find the core and the disk awake, which saves it 50 us.
             began = time.perf_counter()
             if step % 3 == 0:
-                hosted.host.ask({"op": "report", "step": step, "metrics": metrics})
+                hosted.host.ask(Report(step, metrics))
             elif step % 3 == 1:
                 journal.append(record, durable=True)
             else:

@@ -200,7 +200,7 @@ def test_import_has_no_side_effect_and_needs_neither_torch_nor_ray():
 
 def test_a_trainer_that_attaches_loads_no_library_of_the_service():
     heavy = "{'pyarrow', 'numba', 'tokenizers', 'PIL', 'jinja2', 'pydantic', 'yaml', 'cloudpickle', 'torch'}"
-    code = f"import sys, overlord.runtimes.client_feed; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, overlord; overlord.connect; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     from overlord.planning.dgraph import DGraph
     from overlord.planning.low_level import constructor_do_plan, loader_do_plan, plan_raw, summary_buffer
     from overlord.roles.client import Client
+    from overlord.runtimes.client_feed import connect
     from overlord.scaling.autoscaler import Scaling
-    from overlord.session import Service, connect, launch
+    from overlord.session import Service, launch
 
 __version__ = VERSION
 
@@ -146,10 +147,10 @@ _HOMES = {
         "summary_buffer",
     ),
     "roles.client": ("Client",),
+    "runtimes.client_feed": ("connect",),
     "scaling.autoscaler": ("Scaling",),
     "session": (
         "Service",
-        "connect",
         "launch",
     ),
 }

@@ -62,16 +62,12 @@ def _as_layout(value: object) -> object:
 
 
 def _as_tree(value: object) -> ClientPlaceTree:
-    if isinstance(value, ClientPlaceTree):
-        return value
+    if not isinstance(value, (ClientPlaceTree, Mapping, str)):
+        raise Fault("this must give the size of each axis, such as {dp: 2, tp: 2}; ranks would get no data")
     try:
-        if isinstance(value, str):
-            return ClientPlaceTree.parse(value)
-        if isinstance(value, Mapping):
-            return ClientPlaceTree.from_sizes(cast("Mapping[str, Any]", value))
+        return ClientPlaceTree.of(cast("Mapping[str, Any] | str", value))
     except SpecError as error:
         raise Fault(str(error).removeprefix("mesh: "), show_value=False) from None
-    raise Fault("this must give the size of each axis, such as {dp: 2, tp: 2}; ranks would get no data")
 
 
 def _as_loaders(value: object) -> Loaders:

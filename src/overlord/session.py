@@ -6,13 +6,13 @@ import functools
 import logging
 import math
 import os
-import sys
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from overlord.core.client_messages import SourceChange
 from overlord.core.draw import Buffer, Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
@@ -29,8 +29,7 @@ from overlord.planning.checking import Strategy
 from overlord.roles.changes import FIXED_WHILE_RUNNING
 from overlord.roles.client import Client
 from overlord.runtimes.autoscaling.scaler import sizing_of
-from overlord.runtimes.client_feed import connect_local
-from overlord.runtimes.hosts.planner_host import SourceChange
+from overlord.runtimes.client_feed import refuse_torch_workers
 from overlord.runtimes.launching.deployment import Progress, few_samples, limits_of
 from overlord.runtimes.launching.inline_service import InlineService
 from overlord.runtimes.launching.launch_options import LaunchOptions as ServiceOptions
@@ -359,42 +358,6 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
         on_source_failure=options.on_source_failure,
         service=uuid.uuid4().hex,
     )
-
-
-def connect(address: str, rank: int, step: int | None = None) -> Client:
-    """Attach to a service of this host as one rank, from any process.
-
-    A trainer that comes back after a crash gives the step of its checkpoint, `state["step"]`. If later steps were
-    handed out, the service goes back: this waits until all ranks have asked for the same step, and the stream goes on
-    there exactly as `launch(.., state=step)` would. Reports of the steps that are trained again count anew.
-
-    Args:
-        address: What `service.address` or `overlord serve` shows.
-        rank: The trainer's global rank in the service's mesh.
-        step: Where to go on: any step that the service's store keeps. By default where the service was launched.
-
-    Raises:
-        StateError: The ranks ask for different steps, or the store does not keep the step any more.
-        SpecError: Another process is attached as this rank.
-    """
-    return connect_local(address, rank, step)
-
-
-def refuse_torch_workers(what: str) -> None:
-    """Refuse to hand out a whole stream in each of several workers of torch's DataLoader.
-
-    Raises:
-        SpecError: in such a worker.
-    """
-    torch_data = sys.modules.get("torch.utils.data")  # where nobody has imported torch there is no such worker
-    info = None if torch_data is None else torch_data.get_worker_info()
-    if info is not None and info.num_workers > 1:
-        raise SpecError(
-            f"{what}: this is worker {info.id} of {info.num_workers} of a torch.utils.data.DataLoader; each of them "
-            "would hand out the whole stream, and every sample would be trained on more than once. Give it "
-            "num_workers=0, as the service reads ahead by itself, or use overlord.integrations.torch_loader.DataLoader "
-            "without a wrapper."
-        )
 
 
 def _open_door(metrics: int | str, runtime: str) -> MetricsDoor:

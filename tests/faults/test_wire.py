@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-import struct
 import time
 
 import pytest
 
 import overlord as ol
-from overlord.runtimes.transport import wire
-from overlord.runtimes.transport.doors import answer_all, knock
-from overlord.runtimes.transport.wire import receive, send
+from overlord.core.client_messages import Beat, Done, Failure, GetStatus, Views
+from overlord.runtimes.client_feed import connect
+from overlord.runtimes.transport import codec
+from overlord.runtimes.transport.codec import PREFIX, receive, send
+from overlord.runtimes.transport.listener import answer_requests, connect_socket, listen
+from overlord.version import VERSION
+
+OURS = f"overlord {VERSION}".encode()
 
 
-@pytest.mark.parametrize("cut", ["head", "body", "descriptors"])
+@pytest.mark.parametrize("cut", ["prefix", "head", "descriptors"])
 def test_half_a_message_is_none(cut):
     here, there = socket.socketpair(socket.AF_UNIX)
     with here:
@@ -23,18 +28,24 @@ def test_half_a_message_is_none(cut):
         class Half:
             """A socket that dies on the way."""
 
-            def sendall(self, data):
-                there.sendall(data if cut == "descriptors" else data[: 4 if cut == "head" else -1])
+            def send(self, data):
+                there.sendall(data if cut == "descriptors" else data[: {"prefix": 4, "head": -1}[cut]])
                 there.close()
+                return len(data)
 
         try:
-            send(Half(), {"views": {}}, [0] if cut == "descriptors" else None)
+            send(Half(), Views(), [0] if cut == "descriptors" else ())
         except (OSError, AttributeError):
             pass  # which is what happens to who dies
         before = os.listdir("/proc/self/fd")
         with pytest.raises(ol.ServiceLost):
             receive(here)
         assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def packet(head: bytes, *, length: int | None = None, name: bytes = OURS) -> bytes:
+    """The bytes of a message, whose prefix may tell a lie."""
+    return PREFIX.pack(name, len(head) if length is None else length, 0, 0, 0) + head
 
 
 def descriptors(pid: int) -> int:
@@ -57,40 +68,66 @@ def test_descriptors_that_nobody_asked_for_are_not_kept(ids_job, cache):
         before = descriptors(service.pid)
         with open(os.devnull, "rb") as file:
             for _ in range(50):
-                with knock(service.address) as connection:
-                    send(connection, {"op": "status"}, [file.fileno()] * 4)
-                with knock(service.address) as connection:  # beside bytes that do not announce any
-                    socket.send_fds(connection, [struct.pack("<II", 2, 0) + b"{}"], [file.fileno()] * 4)
+                with connect_socket(service.address) as connection, contextlib.suppress(ol.ServiceLost):
+                    send(connection, GetStatus(), [file.fileno()] * 4)  # the service may hang up before they are sent
+                with connect_socket(service.address) as connection:  # beside bytes that do not announce any
+                    socket.send_fds(connection, [packet(codec.frame_of(Beat())[0])], [file.fileno()] * 4)
         assert settled(service.pid, before + 3)
         with service.client() as client:
             assert next(client).index == 0
 
 
-@pytest.mark.parametrize("sent", ["too long", "no JSON", "no object"])
-def test_what_no_client_sends_ends_its_connection(ids_job, cache, sent):
+@pytest.mark.parametrize("sent", ["too long", "no overlord", "no message", "no request"])
+def test_what_no_client_sends_ends_its_connection(sent):
     here, there = socket.socketpair(socket.AF_UNIX)
-    length = wire.MAX_ASKED + 1 if sent == "too long" else 2
-    there.sendall(struct.pack("<II", length, 0) + (b"[]" if sent == "no object" else b"no"))
-    with here, there, pytest.raises((ol.ServiceLost, ValueError)):
-        answer_all(here, lambda message: ({}, []))
+    head = codec.frame_of(Done())[0] if sent == "no request" else b"no"
+    there.sendall(packet(head, length=codec.MAX_ASKED + 1 if sent == "too long" else None,
+                         name=b"GET / HTTP/1.1" if sent == "no overlord" else OURS))  # fmt: skip
+    with here, there:
+        with pytest.raises((ol.ServiceLost, ol.SpecError)):
+            answer_requests(here, lambda message: (Done(), []))
+        if sent.startswith("no re") or sent == "no message":
+            assert "no request to a service" in receive(there)[0].message
+
+
+def test_a_client_of_another_version_is_refused_with_both_versions(ids_job, cache):
+    with ol.launch(ids_job, cache=cache) as service:
+        with connect_socket(service.address) as connection:
+            connection.sendall(packet(b"whatever that version sends", name=b"overlord 9.8.7"))
+            reply, _ = receive(connection)
+        assert isinstance(reply, Failure) and reply.error == "SpecError"
+        assert "overlord 9.8.7 and overlord " + VERSION in reply.message
+        with service.client() as client:
+            assert next(client).index == 0
+
+
+def test_a_service_of_another_version_is_refused_with_both_versions(tmp_path):
+    def serve(connection):
+        connection.recv(1 << 16)
+        connection.sendall(packet(b"whatever that version sends", name=b"overlord 9.8.7"))
+
+    said = rf"overlord 9\.8\.7 and overlord {VERSION} cannot"
+    with listen(tmp_path / "socket", serve), pytest.raises(ol.SpecError, match=said) as refused:
+        connect(f"unix://{tmp_path / 'socket'}", 0)
+    assert str(refused.value).count(". ") == 0, "one sentence"
 
 
 def test_half_sent_messages_are_bounded_in_bytes_and_time(monkeypatch):
-    monkeypatch.setattr(wire, "MESSAGE_S", 0.5)
-    monkeypatch.setattr(wire, "MAX_READING", 3000)
+    monkeypatch.setattr(codec, "MESSAGE_S", 0.5)
+    monkeypatch.setattr(codec, "MAX_READING", 3000)
     here, there = socket.socketpair(socket.AF_UNIX)
     with here, there:
-        wire.expect_within(here, 0.1)
-        there.sendall(struct.pack("<II", 2000, 0) + b"x" * 100)
+        codec.expect_within(here, 0.1)
+        there.sendall(packet(b"x" * 100, length=2000))
         began = time.monotonic()
         with pytest.raises(ol.ServiceLost, match="not complete"):
-            wire.receive_asked(here)
+            codec.receive_request(here)
         assert time.monotonic() - began < 5
-    with wire._reading.room(2000):
+    with codec._reading.room(2000):
         here, there = socket.socketpair(socket.AF_UNIX)
         with here, there:
-            there.sendall(struct.pack("<II", 2000, 0))
+            there.sendall(packet(b"", length=2000))
             with pytest.raises(ol.ServiceLost, match="messages of 2000 bytes are being read"):
-                wire.receive_asked(here)
-    with wire._reading.room(2900):
+                codec.receive_request(here)
+    with codec._reading.room(2900):
         pass  # what was given up is given back

@@ -14,7 +14,7 @@ from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan import plan_from_bytes, plan_to_bytes
 from overlord.roles.changes import Change, InputLog, changes_from_json
 from overlord.roles.planner import Meshes
-from overlord.runtimes.hosts.step_server import Seats
+from overlord.runtimes.hosts.step_server import AttachedClients
 from overlord.stores.journal import Journal
 from overlord.stores.places import open_place
 
@@ -323,7 +323,7 @@ def test_every_rank_has_one_host(hosts, world):
 
 @given(st.integers(0, 3), st.integers(1, 30), st.integers(0, 40))
 def test_a_newcomer_wants_its_first_step_when_the_others_are_near(prefetch, begin, at):
-    seats = Seats(prefetch=prefetch, first_step=0)
+    seats = AttachedClients(prefetch=prefetch, first_step=0)
     seats.take(1, begin)
     assert seats.wanted() == {begin: {1}} and seats.only_new(begin) and not seats.came_to(begin)
     seat = seats.take(0, 0)

@@ -11,32 +11,24 @@ import numpy as np
 import pytest
 
 import overlord as ol
-from overlord.core.messages import Media, MetaDelta, Payload
+from overlord.core.client_messages import GetStatus, Reshard, Resharded
+from overlord.core.messages import HandedOver, Media, MetaDelta, MetaDeltas, Payload
 from overlord.core.ragged import Ragged
 from overlord.core.samples import META, Cursor
 from overlord.roles.assignment import Assignment
-from overlord.runtimes.client_feed import connect_local
+from overlord.runtimes.client_feed import connect
 from overlord.runtimes.hosts.cluster_roles import ConstructorRole, LoaderRole, PlannerRole
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.supervision.cleanup import remove_when_gone
 from overlord.runtimes.transport.bundle import pack, unpack
-from overlord.runtimes.transport.frames import (
-    deltas_from_frame,
-    deltas_to_frame,
-    error_frame,
-    frame_bytes,
-    open_frame,
-    payloads_from_frame,
-    payloads_to_frame,
-)
-from overlord.runtimes.transport.role_host import finished
-from overlord.runtimes.transport.role_messages import (
+from overlord.runtimes.transport.role_codec import (
     answer_from_frame,
     answer_to_frame,
-    message_from_frame,
-    message_to_frame,
+    question_from_frame,
+    to_frame,
     unwrap,
 )
+from overlord.runtimes.transport.role_host import finished
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Switchboard
 from overlord.testing import StreamDigests, digest_service
 
@@ -52,15 +44,16 @@ class Here:
         self.calls: list[tuple[str, int, int]] = []
 
     def ask(self, method, message, sender=SERVICE):
-        frame, blob = message_to_frame(method, message)
+        frame, plan = to_frame(message)
         try:
             self.board.check(sender)
-            answer = finished(getattr(self.role, method)(message_from_frame(method, _carried(frame), blob)))
+            answer = finished(getattr(self.role, method)(question_from_frame(_carried(frame), plan)))
         except Exception as error:
             answer = error
-        back = _carried(answer_to_frame(method, answer))
-        self.calls.append((method, frame_bytes(frame), sum(getattr(part, "nbytes", len(part)) for part in back)))
-        return _Given(answer_from_frame(method, back))
+        back = _carried(answer_to_frame(answer))
+        asked, given = (sum(getattr(part, "nbytes", len(part)) for part in parts) for parts in (frame, back))
+        self.calls.append((method, asked, given))
+        return _Given(answer_from_frame(back))
 
 
 class _Given:
@@ -144,7 +137,7 @@ class Door:
         self.address = address
 
     def client(self, rank):
-        return connect_local(self.address, rank)
+        return connect(self.address, rank)
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +195,7 @@ def test_a_host_gets_its_part_and_nothing_else(jobs, tmp_path, cache):
     with hosts_of(jobs["ids"], tmp_path, cache, mesh=tree, ranks_per_host=1, loader_hosts=1,
                   prefetch=1) as (service, planner, loaders):  # fmt: skip
         digest_service(service, steps=6)
-        status = planner.role.ask({"op": "status"})["answer"]["status"]
+        status = planner.role.ask(GetStatus()).content
         traffic = status["planner"]["traffic"]
         handed = [answer for method, _, answer in loaders[0].calls if method == "hand_over"]
     # Steps ahead of the trainers may still be under way.
@@ -230,10 +223,9 @@ def test_another_mesh_reaches_every_host(jobs, tmp_path, cache, name, before, af
     with hosts_of(job, tmp_path, cache, mesh=old, ranks_per_host=per_host, loader_hosts=2, **options) as (
         service, planner, loaders,
     ):  # fmt: skip
-        message = {"op": "reshard", "mesh": new.sizes(), "step": 4, "id": "once"}
+        message = Reshard(new.sizes(), 4, "once")
         for _ in range(2):
-            answer = planner.ask("ask", message).get()["answer"]
-            assert answer == {"step": 4, "newest": new.sizes()}
+            assert planner.ask("ask", message).get() == Resharded(4, new.sizes())
         assert steps_by_rank(service, max(old.world_size, new.world_size)) == expected
         behind = [step for loader in loaders for step, _ in loader.role._host._staged if 4 <= step < 6]
         # The last steps may be asked for once more while the clients go, one after the other.
@@ -381,12 +373,12 @@ def test_frames_carry_what_they_were_given():
     meta["row"] = [5, 6, 7]
     items = np.arange(8, dtype=np.int32).reshape(2, 4)
     deltas = [MetaDelta(4, meta[:1], Cursor(0, 1, 2)), MetaDelta(2, meta[1:], Cursor(3, 4, 5), items)]
-    back = deltas_from_frame(_carried(deltas_to_frame(deltas)))
+    back = answer_from_frame(_carried(answer_to_frame(MetaDeltas(deltas)))).deltas
     assert [(d.source, d.meta["row"].tolist(), d.next_cursor) for d in back] == [
         (4, [5], Cursor(0, 1, 2)), (2, [6, 7], Cursor(3, 4, 5))
     ]  # fmt: skip
     assert back[0].items is None and back[1].items.tolist() == items.tolist()
-    assert deltas_from_frame(deltas_to_frame([])) == []
+    assert answer_from_frame(answer_to_frame(MetaDeltas([]))).deltas == []
     media = Media(
         kind="image", rows=np.array([0, 1, 3]), start=np.arange(3, dtype=np.int32), length=np.ones(3, np.int32),
         grids=np.ones((3, 3), np.int32), seconds=np.zeros(3, np.float32), seeds=np.arange(3, dtype=np.uint64),
@@ -395,19 +387,22 @@ def test_frames_carry_what_they_were_given():
     )  # fmt: skip
     tokens = Ragged(np.arange(10, dtype=np.int32), np.array([4, 6, 10]))  # a slice: only its own values travel
     payload = Payload(7, 1, tokens, Ragged(np.ones(6, np.uint8), np.array([0, 2, 6])), media)
-    (found,), facts = payloads_from_frame(_carried(payloads_to_frame([payload], buffer_bytes=3)))
-    assert facts == {"buffer_bytes": 3}
+    whole = _carried(answer_to_frame(HandedOver([payload], 3)))
+    assert whole[1].tolist() == [4, 5, 6, 7, 8, 9]
+    back = answer_from_frame(whole)
+    (found,) = back.payloads
+    assert back.buffer_bytes == 3
     assert [row.tolist() for row in (found.tokens[0], found.tokens[1])] == [[4, 5], [6, 7, 8, 9]]
     part = payload.take(np.array([1]), np.array([False]))
     assert part.media.nbytes == 0 and part.media.bad.tolist() == [True, False]
     part = payload.take(np.array([1, 0]), np.array([True, True]))
     assert [bytes(part.media.data(n)) for n in range(3)] == [b"\x04\x05", b"\x06\x07\x08", b"\x00\x01\x02\x03"]
-    (again,), _ = payloads_from_frame(_carried(payloads_to_frame([part])))
+    (again,) = answer_from_frame(_carried(answer_to_frame(HandedOver([part], 0)))).payloads
     assert again.chosen.tolist() == [1, 0] and again.media.encoded
 
 
 def test_an_error_is_raised_where_its_frame_is_opened():
     with pytest.raises(ol.ToleranceError, match="too many"):
-        open_frame(error_frame(ol.ToleranceError("too many")))
+        unwrap(answer_from_frame(answer_to_frame(ol.ToleranceError("too many"))))
     with pytest.raises(ol.OverlordError, match="KeyError: 'x'"):
-        open_frame(error_frame(KeyError("x")))
+        unwrap(answer_from_frame(answer_to_frame(KeyError("x"))))

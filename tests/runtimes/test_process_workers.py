@@ -24,7 +24,8 @@ from hypothesis.extra import numpy as hnp
 import overlord as ol
 from overlord.core.ragged import Ragged, RowBatch, num_rows, slice_rows
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
-from overlord.runtimes.transport.frames import receive_rows, rows_to_bytes, send_rows
+from overlord.runtimes.transport.codec import PREFIX
+from overlord.runtimes.transport.role_codec import receive_rows, send_rows
 from overlord.transforms.samples.per_sample import run_rows
 
 SEGFAULT, EXIT, SLEEP, SPIN, SYS_EXIT = 1000, 1001, 1002, 1003, 1004
@@ -420,11 +421,12 @@ def test_rows_survive_the_wire(columns, data):
 
 @given(st.binary(min_size=1, max_size=60), st.integers(0, 200))
 def test_bytes_that_are_no_rows_are_refused(noise, at):
-    frame = rows_to_bytes({"op": "run"}, {"n": np.arange(9)}).tobytes()
-    broken = frame[: 16 + at % (len(frame) - 16)] + noise + frame[16 + at % (len(frame) - 16) + len(noise) :]
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(broken)
+        send_rows(ours, {"op": "run"}, {"n": np.arange(9)})
+        sent = theirs.recv(1 << 16)
+        lead = PREFIX.size + at % (len(sent) - PREFIX.size)
+        ours.sendall(sent[:lead] + noise + sent[lead + len(noise) :])
         ours.shutdown(socket.SHUT_WR)
         try:
             _, found = receive_rows(theirs)

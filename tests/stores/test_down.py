@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import overlord as ol
+from overlord.core.client_messages import Done, GetStatus, Report
 from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.errors import Fenced
 from overlord.runtimes.autoscaling.status import describe
@@ -54,7 +55,7 @@ class Host:
         return self.host.plan(step, HostNews({0: step}, {0: step}))
 
     def store(self):
-        return self.host.ask({"op": "status"})["status"]["store"]
+        return self.host.ask(GetStatus()).content["store"]
 
 
 @pytest.fixture
@@ -89,10 +90,8 @@ def test_a_store_that_is_away_pauses_planning(ids_job, cache, tmp_path, caplog):
         plans = [host.plan(step) for step in range(18)]
         wait_for(lambda: newest_lineage(open_place(str(store))).newest.step >= 16)
         store.rename(tmp_path / "away")
-        reported: list[float] = []
-        reporter = threading.Thread(
-            target=lambda: reported.append(bool(host.host.ask({"op": "report", "step": 17, "metrics": {"loss": 1.0}})))
-        )
+        reported: list[Done] = []
+        reporter = threading.Thread(target=lambda: reported.append(host.host.ask(Report(17, {"loss": 1.0}))))
         reporter.start()
         wait_for(lambda: host.store()["error"] is not None)
         assert "is gone" in host.store()["error"] or "cannot be" in host.store()["error"]
@@ -102,7 +101,7 @@ def test_a_store_that_is_away_pauses_planning(ids_job, cache, tmp_path, caplog):
         assert not reported, "a report waits until it is written down"
         (tmp_path / "away").rename(store)
         reporter.join(20)
-        assert reported == [False]
+        assert reported == [Done()]
         wait_for(lambda: host.store()["error"] is None)
         assert host.plan(18).step == 18
     assert caplog.text.count("planning pauses at step 18") == 1
@@ -116,7 +115,7 @@ def test_a_service_that_lost_its_store_ends(ids_job, cache, tmp_path):
         host.plan(0)
         claim(open_place(str(tmp_path)), "it")
         with pytest.raises(Fenced, match="a successor has taken over"):
-            host.host.ask({"op": "report", "step": 0, "metrics": {}})
+            host.host.ask(Report(0, {}))
         for _ in range(2):
             with pytest.raises(Fenced):
                 host.plan(1)

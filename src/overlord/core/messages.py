@@ -1,15 +1,19 @@
-"""Messages between roles: small frozen records around columns, without behaviour."""
+"""Messages between roles: small frozen records around columns, without behaviour.
+
+Those derived from `Message` travel between processes (runtimes/transport/role_codec.py); the others are parts of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.client_messages import AddSource, Message
 from overlord.core.ragged import Ragged, expand_ranges, gather_runs, offsets_of
 from overlord.core.samples import Cursor, MetaArray, Part
 
@@ -145,6 +149,10 @@ class Payload:
         tokens, loss = self.tokens.take(samples), self.loss.take(samples)
         return Payload(self.step, self.source, tokens, loss, media, samples, self.labels, self.late)
 
+    def compact(self) -> Payload:
+        """Return the same samples without what its arrays hold besides, as it travels."""
+        return replace(self, tokens=self.tokens.compact(), loss=self.loss.compact())
+
     @staticmethod
     def joined(parts: Sequence[Payload]) -> Payload:
         """Join the payloads of several loaders of one source and step; `chosen` says which samples each has."""
@@ -173,9 +181,26 @@ STORE_DOWN = -1
 """What a constructor host is told to wait for when no report is missing, but the store is down."""
 
 
+# --------------------------------------------------------------------------------------------------------------
+# Messages between the hosts of roles. Direct calls pass these objects, processes and Ray their bytes.
+
+
+class Facts(Message, frozen=True):
+    """Named values, of the messages that have no kind of their own."""
+
+    values: dict[str, Any]
+
+
+class WithPlan(Message, frozen=True, kw_only=True):
+    """A message with a plan, which travels beside it: the planner puts its bytes once for all hosts."""
+
+    plan: Any = None
+    """The plan; between processes what its bytes are known by, or the bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Planner to DataConstructor: a step that cannot be planned yet."""
+    """A step that cannot be planned yet."""
 
     missing: int | None
     """The step whose report must come first, or STORE_DOWN; None where the stream has not come near."""
@@ -185,9 +210,9 @@ class Waiting:
 class HostNews:
     """What a constructor host tells of itself whenever it asks for a plan."""
 
-    reached: Mapping[int, int] = field(default_factory=dict[int, int])
+    reached: dict[int, int] = field(default_factory=dict[int, int])
     """For every rank that ever attached to it, the step before which it is done."""
-    positions: Mapping[int, int] = field(default_factory=dict[int, int])
+    positions: dict[int, int] = field(default_factory=dict[int, int])
     """The step each attached rank is at."""
     view_bytes: int = 0
     told_missing: int | None = None
@@ -198,8 +223,7 @@ class HostNews:
     """How long its trainers have waited for batches, all in all."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
+class PlanRequest(Message, frozen=True):
     """Constructor host to planner host: the plan of a step, with what the host tells of itself."""
 
     step: int
@@ -207,47 +231,121 @@ class PlanRequest:
     news: HostNews
 
 
-@dataclass(frozen=True, slots=True)
-class PlanAnswer:
+class PlanAnswer(WithPlan, frozen=True):
     """Planner host to constructor host: the plan, that it must be waited for, or neither past the end."""
 
     waits: Waiting | None = None
-    plan: Any = None
-    """The plan; between processes a reference to its bytes, which were put once."""
-    next_mesh: ClientPlaceTree | None = None
+    next_mesh: str | None = None
     """The mesh of the step behind it, where it is known to have another one."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostProgress:
+class HostProgress(Message, frozen=True):
     """Constructor host to planner host: how far its clients are."""
 
     host: int
     news: HostNews
 
 
-@dataclass(frozen=True, slots=True)
-class HandOver:
+class MetaRequests(Message, frozen=True):
+    """Planner host to loader host: requests for metadata of some of its sources."""
+
+    requests: list[MetaRequest]
+
+
+class MetaDeltas(Message, frozen=True):
+    """Loader host to planner host: the metadata."""
+
+    deltas: list[MetaDelta]
+
+
+class Follow(Message, frozen=True):
+    """Planner host to the loader host of shadows: what their primaries were asked for, and what is passed."""
+
+    requests: list[MetaRequest]
+    passed: dict[int, Cursor]
+
+
+class AdmitSource(Message, frozen=True):
+    """Supervisor to planner host: write down a source that loaders and constructors know."""
+
+    request: AddSource
+    fact: tuple[str, str, int]
+    """What a planner must know of its files: format, digest of the listing, bytes."""
+
+
+class HandOver(WithPlan, frozen=True):
     """Constructor host to loader host: what some ranks need of parts of sources of a step."""
 
-    plan: Any
-    """As in `PlanAnswer`."""
-    ranks: Sequence[int]
-    parts: Sequence[tuple[int, Part]]
+    ranks: list[int]
+    parts: list[tuple[int, Part]]
 
 
-@dataclass(frozen=True, slots=True)
-class HandedOver:
+class HandedOver(Message, frozen=True):
     """Loader host to constructor host: the samples, one payload for each part of a source."""
 
-    payloads: Sequence[Payload]
+    payloads: list[Payload]
     buffer_bytes: int
     """What the loader host holds in its buffers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Follow:
-    """Planner host to the loader host of shadows: what their primaries were asked for, and what is passed."""
+# --------------------------------------------------------------------------------------------------------------
+# Messages between a service and the processes it starts.
 
-    requests: Sequence[MetaRequest]
-    passed: Mapping[int, Cursor]
+
+class StartRole(Message, frozen=True):
+    """Service to a new process: the role it is."""
+
+    folder: str
+    socket: str
+    site: dict[str, Any]
+    paths: list[str]
+    """`sys.path` of the launcher."""
+    end_s: float
+    """How long the process may take to end when its service is gone."""
+    bundle: npt.NDArray[np.uint8]
+    """The job and its options."""
+
+
+class CallRole(Message, frozen=True):
+    """Call a method of a role; its argument is another message, whose arrays stand behind this one."""
+
+    method: str
+    sender: tuple[str, int]
+    head: bytes
+    plan: bool = False
+    """Whether the last array is the plan of the argument."""
+    paths: dict[str, str] = msgspec.field(default_factory=dict)
+    """The sockets of the peers, where membership is announced."""
+
+
+class ForkChild(Message, frozen=True):
+    """Service to a fork server: start a child, whose end of a socket goes along."""
+
+
+class EndChildren(Message, frozen=True):
+    """Service to a fork server: kill some of its children (None: all), and wait for their end."""
+
+    pids: list[int] | None = None
+
+
+class ForkAnswer(Message, frozen=True):
+    """Fork server to the service."""
+
+    pid: int = 0
+    """The child that was forked."""
+    error: str | None = None
+    """Why the system refused it."""
+    codes: tuple[int, ...] = ()
+    """Exit codes of the children that were ended; negative ones are signals."""
+
+
+class ServeCaller(Message, frozen=True):
+    """Service to a reader process: serve a further connection, whose descriptor goes along."""
+
+
+class Rows(Message, frozen=True):
+    """A service and its workers: a few words, and columns of rows."""
+
+    head: dict[str, Any]
+    columns: dict[str, list[npt.NDArray[Any]]]
+    """Numbers as one array, ragged columns as values and offsets."""

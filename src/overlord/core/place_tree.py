@@ -97,6 +97,13 @@ class ClientPlaceTree:
         return cls.from_sizes(_sizes_from_text(text), what=f"mesh {text!r}")
 
     @classmethod
+    def of(cls, given: ClientPlaceTree | Mapping[str, Any] | str) -> ClientPlaceTree:
+        """Build from a mapping of sizes or the short form of the command line; a tree is returned as it is."""
+        if isinstance(given, ClientPlaceTree):
+            return given
+        return cls.parse(given) if isinstance(given, str) else cls.from_sizes(given)
+
+    @classmethod
     def from_sizes(cls, sizes: Mapping[str, Any], *, what: str = "mesh") -> ClientPlaceTree:
         """Build from a mapping of fields, as `sizes` returns it; `what` begins the message if it is wrong."""
         values = _values_from_sizes(sizes, [f.name for f in fields(cls)], what)

@@ -25,7 +25,7 @@ from overlord.core.draw import Draw, Pieces
 from overlord.core.messages import LoaderOrder, Payload
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.ragged import Ragged, expand_ranges
-from overlord.core.samples import META, Cursor, take_meta
+from overlord.core.samples import Cursor, dtype_from_text, dtype_to_text, padded, take_meta
 from overlord.errors import PlanError, StateError
 
 if TYPE_CHECKING:
@@ -559,7 +559,6 @@ class Routing:
 
 MAGIC = b"OVERPLAN"
 BLOB_VERSION = 3
-_ALIGN = 64
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -658,12 +657,11 @@ def _write(scalars: dict[str, Any], arrays: Arrays) -> memoryview:
     table: dict[str, tuple[str, list[int], int]] = {}
     at = 0
     for name, array in arrays.items():
-        dtype = "META" if array.dtype == META else array.dtype.str
-        table[name] = (dtype, list(array.shape), at)
-        at += -(-array.nbytes // _ALIGN) * _ALIGN
+        table[name] = (dtype_to_text(array.dtype), list(array.shape), at)
+        at += padded(array.nbytes)
     head = json.dumps({"version": BLOB_VERSION, "arrays": table, **scalars}).encode()
     lead = MAGIC + struct.pack("<Q", len(head)) + head
-    begin = -(-len(lead) // _ALIGN) * _ALIGN
+    begin = padded(len(lead))
     # numpy allocates in huge pages; joining into a new `bytes` spends four times the copy on page faults.
     blob = np.empty(begin + at, np.uint8)
     blob[: len(lead)] = np.frombuffer(lead, np.uint8)
@@ -680,10 +678,9 @@ def _read(blob: memoryview) -> tuple[dict[str, Any], Arrays]:
     head: dict[str, Any] = json.loads(bytes(blob[len(MAGIC) + 8 : len(MAGIC) + 8 + length]))
     if head.pop("version") != BLOB_VERSION:
         raise StateError("the plan was written by another version of overlord. Use one version for all hosts of a job.")
-    begin = -(-(len(MAGIC) + 8 + length) // _ALIGN) * _ALIGN
+    begin = padded(len(MAGIC) + 8 + length)
     arrays: Arrays = {}
     for name, (dtype, shape, at) in head.pop("arrays").items():
-        kind = META if dtype == "META" else np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))
-        arrays[name] = np.frombuffer(blob, kind, count, begin + at).reshape(shape)
+        arrays[name] = np.frombuffer(blob, dtype_from_text(dtype), count, begin + at).reshape(shape)
     return head, arrays

@@ -94,6 +94,11 @@ class Ragged:
         """Return rows start..stop without copying values."""
         return Ragged(self.values, self.offsets[start : stop + 1])
 
+    def compact(self) -> Ragged:
+        """Return the same rows without the values before and behind them, which are not copied."""
+        first, last = int(self.offsets[0]), int(self.offsets[-1])
+        return Ragged(self.values[first:last], self.offsets - first)
+
     def take(self, rows: npt.NDArray[np.integer]) -> Ragged:
         """Return the given rows, in that order, copied into one piece."""
         offsets = offsets_of(self.lengths[rows])

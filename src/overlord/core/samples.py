@@ -100,6 +100,34 @@ WHOLE = Part()
 """All of a source."""
 
 
+def dtype_to_text(dtype: np.dtype[Any]) -> str:
+    """Return a dtype as text, for arrays that travel or are stored as raw bytes.
+
+    Raises:
+        TypeError: for Python objects, and for records other than META.
+    """
+    if dtype == META:
+        return "META"
+    if dtype.hasobject or dtype.names is not None:
+        raise TypeError(f"an array of dtype {dtype} cannot be written as raw bytes")
+    return dtype.str
+
+
+def dtype_from_text(text: str) -> np.dtype[Any]:
+    """Read a dtype that `dtype_to_text` wrote."""
+    return META if text == "META" else np.dtype(text)
+
+
+def padded(nbytes: int) -> int:
+    """Return a size rounded up, so that what follows begins at a multiple of 64 bytes.
+
+    Example:
+        >>> padded(0), padded(1), padded(64)
+        (0, 64, 64)
+    """
+    return -(-nbytes // 64) * 64
+
+
 def take_meta(meta: MetaArray, rows: npt.NDArray[np.integer]) -> MetaArray:
     """Return some rows of an array of dtype META.
 
@@ -148,3 +176,8 @@ def permutation(key: int, count: int) -> npt.NDArray[np.int64]:
         [0, 1, 2, 3]
     """
     return np.argsort(hash64(key, np.arange(count)), kind="stable")
+
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+"""The pixel normalisation that CLIP's and Qwen-VL's encoders were trained with; trainers import it without a job."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlord.job.layout_specs import CLIP_MEAN, CLIP_STD
+from overlord.core.samples import CLIP_MEAN, CLIP_STD
 
 
 def normalize_pixels(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -30,12 +30,14 @@ from overlord.integrations.torch_batches import (
 )
 from overlord.integrations.torch_broadcast import Channel, FetchingRanks, Relay, open_channel, share_outcome
 from overlord.integrations.torch_images import exchange_images, normalize_pixels
-from overlord.job.specs import Job
-from overlord.job_files import SUFFIXES, JobFile, load_job_file
-from overlord.launch_spec import Launch, LaunchOptions
 from overlord.roles.client import Client, Step
-from overlord.runtimes.client_feed import check_state_at, connect_local
-from overlord.session import Service, connect, launch, refuse_torch_workers
+from overlord.runtimes.client_feed import check_state_at, connect, refuse_torch_workers
+
+if TYPE_CHECKING:  # a loader of a running service needs nothing of what launches one
+    from overlord.job.specs import Job
+    from overlord.job_files import JobFile
+    from overlord.launch_spec import Launch
+    from overlord.session import Service
 
 __all__ = [
     "DataLoader",
@@ -102,14 +104,17 @@ class DataLoader:
         plain = mesh is None or isinstance(mesh, (ClientPlaceTree, Mapping, str))
         self._device_mesh = None if plain else mesh
         tree = mesh if plain else ClientPlaceTree.from_device_mesh(mesh)
+        self._launch_options: Launch | None = None
         if isinstance(self._job, str):
             _refuse_options(self._job, options)
-            self._options = LaunchOptions().call({"mesh": tree})
+            # The service's mesh, once attached, where none is given.
+            self._mesh: ClientPlaceTree | None = None if tree is None else ClientPlaceTree.of(tree)
         else:
-            self._options = self._job.call(options | {"mesh": tree})
-        self._mesh: ClientPlaceTree | None = self._options.mesh
-        if isinstance(self._job, str) and mesh is None:
-            self._mesh = None  # the service's, once attached
+            self._launch_options = self._job.call(options | {"mesh": tree})
+            self._mesh = self._launch_options.mesh
+        self._inline = self._launch_options is not None and self._launch_options.runtime == "inline"
+        given_state = None if self._launch_options is None else self._launch_options.state
+        self._state_given = given_state is not None
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
         self._shared = world > 1
         self._rank = rank if rank is not None else (dist.get_rank() if world else 0)
@@ -117,7 +122,7 @@ class DataLoader:
             if world:
                 self._mesh.check_world_size(world)
             self._mesh.coords(self._rank)
-        if self._shared and self._options.runtime == "inline" and not isinstance(self._job, str):
+        if self._shared and self._inline:
             raise SpecError(
                 "DataLoader: runtime is 'inline', which lives in one process, but the process group has "
                 f"{world}; they would each read a stream of their own. Use runtime='local' or 'ray'."
@@ -132,8 +137,8 @@ class DataLoader:
         self._axes: tuple[str, ...] | None = None
         self._channel: Channel | None = None
         self._relay: Relay | None = None
-        if isinstance(self._options.state, Mapping):
-            self.load_state_dict(self._options.state)
+        if isinstance(given_state, Mapping):
+            self.load_state_dict(given_state)
 
     def __iter__(self) -> Iterator[TorchStep]:
         refuse_torch_workers("DataLoader")
@@ -148,7 +153,7 @@ class DataLoader:
         """
         if self._client is None:
             self._refuse_closed("state_dict")
-        asked = self._options.state is not None and self._step is None  # of the store, which knows it
+        asked = self._state_given and self._step is None  # of the store, which knows it
         begun = self._client is not None or asked or (isinstance(self._job, str) and self._state is None)
         return {"stream": json.dumps(self._attached().state_dict() if begun else self._state)}
 
@@ -204,7 +209,7 @@ class DataLoader:
             self._refuse_closed("DataLoader")
             self._client = self._attach()
             # The inline runtime has one thread only: this one.
-            self._copies = copies_to(self._device, ahead=self._options.runtime != "inline")
+            self._copies = copies_to(self._device, ahead=not self._inline)
         return self._client
 
     def _attach(self) -> Client:
@@ -217,8 +222,10 @@ class DataLoader:
         return self._service.client(self._rank)
 
     def _launch(self) -> str:
-        job = cast("JobFile", self._job).job
-        options = {name: getattr(self._options, name) for name in Launch.known_keys()}
+        from overlord.session import launch
+
+        job, given = cast("JobFile", self._job).job, cast("Launch", self._launch_options)
+        options = {name: getattr(given, name) for name in given.known_keys()}
         if self._step is not None:  # a state was loaded
             options["state"] = self._state
         self._service = launch(job, **options | {"mesh": self._mesh})
@@ -226,7 +233,7 @@ class DataLoader:
 
     def _connect(self, address: str) -> Client:
         """Attach to a running service, and use its mesh."""
-        client = connect_local(address, self._rank, self._step, self._state)
+        client = connect(address, self._rank, self._step, self._state)
         self._step = self._state = None  # from now on the client knows
         try:
             found = client.mesh
@@ -338,8 +345,6 @@ def _job_or_address(given: object) -> JobFile | str:
     Raises:
         SpecError: It is neither.
     """
-    if isinstance(given, Job):
-        return JobFile(given)
     if isinstance(given, str) and given.startswith("unix://"):
         return given
     path = Path(given) if isinstance(given, (str, os.PathLike)) else None
@@ -347,6 +352,11 @@ def _job_or_address(given: object) -> JobFile | str:
         with path.open("rb") as file:
             if file.read(7) == b"unix://":  # what `overlord serve --address-file` wrote
                 return str(path)
+    from overlord.job.specs import Job
+    from overlord.job_files import SUFFIXES, JobFile, load_job_file
+
+    if isinstance(given, Job):
+        return JobFile(given)
     if path is not None and path.suffix in SUFFIXES:
         return load_job_file(path)
     remedy = f" Write 'unix://{path.absolute()}' if it is the folder of a service." if path and path.is_dir() else ""

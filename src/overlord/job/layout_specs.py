@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.samples import CLIP_MEAN, CLIP_STD
 from overlord.core.spec_errors import conflict
 from overlord.job.spec_model import Spec, real, whole
 
@@ -28,10 +29,6 @@ Keys = Literal["hf", "megatron", "torchtitan"]
 Rows = Literal["packed", "padded", "full"]
 Slicing = Literal["zigzag", "whole_zigzag", "contiguous"]
 Positions = Literal["plain", "mrope", "mrope_text"]
-
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-"""What CLIP's and Qwen-VL's encoders were trained with."""
 
 
 class Layout(Spec):

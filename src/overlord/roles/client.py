@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.client_messages import StepHeader
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.samples import SampleId
 from overlord.core.spec_errors import is_whole
@@ -111,33 +112,6 @@ ENCODER = -1
 """The number of the microbatch that holds the encoder inputs of a rank; its bucket is the rank itself."""
 
 _ORIGIN = ("source", "epoch", "row", "segment_offsets", "segment_lengths")
-
-
-@dataclass(frozen=True, slots=True)
-class StepHeader:
-    """What is known of a step before any of its microbatches is built."""
-
-    index: int
-    num_microbatches: int
-    global_loss_tokens: int
-    global_tokens: int
-    global_samples: int
-    order_digest: str
-    plan_digest: str
-    mesh: ClientPlaceTree
-    """The mesh of the step."""
-    next_mesh: ClientPlaceTree | None = None
-    """The mesh of the next step, if it is known to be another one."""
-    global_squared_tokens: int = 0
-    mixture_version: int = 0
-    weights: Sequence[float] = ()
-    """The mixture's weights at the beginning of the step, one for each source."""
-    encodes: bool = False
-    """Whether images are encoded apart from their tokens: every rank then has encoder inputs."""
-    fetches: bool = True
-    """False for a rank that gets its batches by the trainer's own broadcast (`broadcast_at`)."""
-    names: tuple[str, ...] = ()
-    """The sources of the step, by number."""
 
 
 @dataclass(frozen=True, slots=True)

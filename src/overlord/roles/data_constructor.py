@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
+from overlord.core.client_messages import StepHeader, mesh_to_text
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, known_early
-from overlord.roles.client import ENCODER, Stage, StepHeader, needs
+from overlord.roles.client import ENCODER, Stage, needs
 from overlord.roles.ports import Loaders
 from overlord.transforms.microbatches.per_microbatch import (
     Allocate,
@@ -191,5 +192,5 @@ class DataConstructor:
             global_samples=len(plan.draw),
             order_digest=plan.draw.digest,
             plan_digest=plan.digest,
-            mesh=plan.mesh,
+            mesh_text=mesh_to_text(plan.mesh),
         )

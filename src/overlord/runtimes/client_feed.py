@@ -1,9 +1,14 @@
-"""Where a client waits for a service that may come back: how long, what it says meanwhile, and when it gives up.
+"""How a trainer attaches to the service of its host: a Unix socket to ask on, shared memory to read from.
 
 Rules of this file:
-1. The folder of a service is there as long as somebody will start it again. A client waits as long as that, and no
+1. A service that dies is started again, and a client goes on where it was: every request may be sent twice, and a
+   client that comes back says at which step it is. Nothing is raised as long as the service may return.
+2. The folder of a service is there as long as its launcher will start it again. A client waits as long as that, and no
    longer; of a cluster's folder, which goes with the constructor host of this machine, it also waits for the return.
-2. What a service was given up for is written in its folder; whoever waits raises it.
+   Why a service will not come back is written in its folder, and raised by the clients that wait.
+3. Leases are those of one connection. Arrays outlive it, and what they hold of it must not be released on another.
+4. The step behind the one that was handed out is fetched before the trainer waits for it, as soon as it is built: a
+   client whose service is gone has it in hand.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import logging
 import mmap
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -20,15 +26,18 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 
+from overlord.core import client_messages as msg
+from overlord.core.client_messages import Attach, Failure, Request, StepHeader, Views, mesh_from_text
 from overlord.core.spec_errors import is_whole
 from overlord.errors import ClosedError, OverlordError, Rewound, ServiceLost, SpecError, StateError, error_named
-from overlord.roles.client import Client, RankView, StepHeader
-from overlord.runtimes.transport.doors import BEAT, knock, path_of, written_out
-from overlord.runtimes.transport.wire import expect_within, header_from_json, mesh_from_text, receive, send
+from overlord.roles.client import Client, RankView
+from overlord.runtimes.transport.codec import expect_within, raised, receive, send
+from overlord.runtimes.transport.listener import connect_socket, read_address, socket_path
 
 FAILED = "failed"
 """The file in a service's folder that says why it will not come back."""
@@ -41,23 +50,25 @@ PAUSES_S = (0.02, 0.5)
 
 logger = logging.getLogger("overlord")
 
+R = TypeVar("R")
+
 
 class Barrier:
     """One wait of a client for its service."""
 
-    def __init__(self, address: str, *, several_doors: bool, what: str) -> None:
+    def __init__(self, address: str, *, several_sockets: bool, what: str) -> None:
         """Begin to wait.
 
         Args:
             address: The service's.
-            several_doors: Whether the address is a folder with the doors of a cluster's host.
+            several_sockets: Whether the address is a folder with the sockets of a cluster's host.
             what: What the client wants, for the warnings.
         """
         self._address = address
-        self._several = several_doors
+        self._several = several_sockets
         self._what = what
-        path = path_of(address)
-        self._folder = path if several_doors else path.parent
+        path = socket_path(address)
+        self._folder = path if several_sockets else path.parent
         self._began = self._seen = time.monotonic()
         self._warn_at = self._began + FIRST_WARNING_S
         self._pause_s = PAUSES_S[0]
@@ -123,18 +134,6 @@ def why_it_failed(folder: Path) -> OverlordError | None:
     return error_named(told["error"], told["message"])
 
 
-# --------------------------------------------------------------------------------------------------------------
-# How a trainer attaches to the service of its host: a Unix socket to ask on, shared memory to read from.
-#
-# Rules of this file:
-# 1. A service that dies is started again, and a client goes on where it was: every message may be sent twice, and who
-#    comes back says at which step. Nothing is raised as long as the service may return.
-# 2. Leases are those of one connection. Arrays outlive it, and what they hold of it must not be released on another.
-# 3. The step behind the one that was handed out is fetched before anybody waits for it, as soon as it is built: a
-#    client
-#    whose service is gone has it in hand.
-
-
 SILENCE_S = 5.0
 """After so long without an answer a client asks whether the service still lives: a step may take longer."""
 BEAT_S = 10.0
@@ -147,17 +146,24 @@ WARN_S = 5.0
 LEAVE_S = 10.0
 """How long a client that goes waits for a service that is away, to say how far it came."""
 
-logger = logging.getLogger("overlord")
 
+def connect(address: str, rank: int, step: int | None = None, state: Mapping[str, Any] | None = None) -> Client:
+    """Attach to a service of this host as one rank, from any process.
 
-def connect_local(address: str, rank: int, step: int | None = None, state: Mapping[str, Any] | None = None) -> Client:
-    """Attach to a running service as one rank.
+    A trainer that comes back after a crash gives the step of its checkpoint, `state["step"]`. If later steps were
+    handed out, the service goes back: this waits until all ranks have asked for the same step, and the stream goes on
+    there exactly as `launch(.., state=step)` would. Reports of the steps that are trained again count anew.
 
     Args:
-        address: The service's.
-        rank: The rank.
-        step: The step to go on at; where that is behind what was handed out, all ranks must ask for it.
-        state: The state before that step: one that is not the service's own is refused.
+        address: What `service.address` or `overlord serve` shows.
+        rank: The trainer's global rank in the service's mesh.
+        step: Where to go on: any step that the service's store keeps. By default where the service was launched.
+        state: The state before that step: one that is not of the service's stream is refused.
+
+    Raises:
+        StateError: The ranks ask for different steps, the store does not keep the step any more, or the state is not
+            one of the service's stream.
+        SpecError: Another process is attached as this rank.
     """
     if not is_whole(rank):
         raise SpecError(f"rank is {rank!r:.80}, not a whole number; it has no data. Give the trainer's global rank.")
@@ -170,25 +176,56 @@ def connect_local(address: str, rank: int, step: int | None = None, state: Mappi
         raise
 
 
+def refuse_torch_workers(what: str) -> None:
+    """Refuse to hand out a whole stream in each of several workers of torch's DataLoader.
+
+    Raises:
+        SpecError: in such a worker.
+    """
+    torch_data = sys.modules.get("torch.utils.data")  # without torch there is no such worker
+    info = None if torch_data is None else torch_data.get_worker_info()
+    if info is not None and info.num_workers > 1:
+        raise SpecError(
+            f"{what}: this is worker {info.id} of {info.num_workers} of a torch.utils.data.DataLoader; each of them "
+            "would hand out the whole stream, and every sample would be trained on more than once. Give it "
+            "num_workers=0, as the service reads ahead by itself, or use overlord.integrations.torch_loader.DataLoader "
+            "without a wrapper."
+        )
+
+
 def check_step(step: object) -> None:
     """Refuse what is no step to go on at."""
     if step is not None and (not is_whole(step) or int(cast("int", step)) < 0):
         raise SpecError(
-            f"step is {step!r:.80}, not a number of steps; nobody could tell where to go on. Give the step of your "
+            f"step is {step!r:.80}, not a number of steps; there is nothing to go on at. Give the step of your "
             "checkpoint: state['step'] of what client.state_dict() returned."
         )
 
 
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state as it is sent; a value that cannot be, such as a number beyond 64 bits, is in no state."""
+    try:
+        msgspec.msgpack.encode(found := dict(state))
+    except (TypeError, OverflowError, UnicodeEncodeError) as error:
+        raise StateError(
+            f"the state is damaged: {error}; resuming from it would start an unknown stream. Pass what "
+            "client.state_dict() returned, unchanged."
+        ) from error
+    return found
+
+
 def check_state_at(address: str, state: Mapping[str, Any]) -> None:
-    """Refuse a state that is not one of the stream of a running service; nobody attaches, and nothing moves.
+    """Refuse a state that is not one of the stream of a running service, without attaching.
 
     Raises:
         StateError: it says what differs.
     """
-    barrier = Barrier(written_out(address), several_doors=path_of(written_out(address)).is_dir(), what="a trainer")
+    barrier = Barrier(
+        read_address(address), several_sockets=socket_path(read_address(address)).is_dir(), what="a trainer"
+    )
     while True:
         try:
-            opened(ask_once(address, {"op": "check_state", "state": dict(state)}))
+            raised(ask_once(address, msg.CheckState(_plain(state))))
             return
         except Rewound as error:
             barrier.wait(error)
@@ -196,41 +233,31 @@ def check_state_at(address: str, state: Mapping[str, Any]) -> None:
 
 def status_of(address: str) -> dict[str, Any]:
     """Ask a running service for its status."""
-    return opened(ask_once(address, {"op": "status"}))["status"]
+    return raised(ask_once(address, msg.GetStatus())).content
 
 
-def ask_once(address: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Ask a running service one thing, without a seat in it; an error is an answer, see `opened`.
+def ask_once(address: str, request: Request[R]) -> R | Failure:
+    """Ask a running service one thing without attaching to it; an error is an answer, see `raised`.
 
     Raises:
         ServiceLost: when it is gone.
     """
-    with knock(address) as connection:
-        try:
-            send(connection, message)
-        except OSError as error:
-            raise ServiceLost(f"the connection broke: {error}") from error
+    with connect_socket(address) as connection:
+        send(connection, request)
         return receive(connection)[0]
-
-
-def opened(reply: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer; raise it if it is an error."""
-    if "error" in reply:
-        raise error_named(reply["error"], reply["message"])
-    return reply
 
 
 class _Line:
     """A connection to a service, and the books of what is leased over it."""
 
     def __init__(
-        self, connection: socket.socket, hello: Mapping[str, Any], waits: Callable[[list[Any]], None] | None = None
+        self, connection: socket.socket, request: Attach, waits: Callable[[list[Any]], None] | None = None
     ) -> None:
-        """Say hello.
+        """Attach.
 
         Args:
             connection: To the service.
-            hello: What is said.
+            request: As which rank, and where.
             waits: Told of the ranks (with the steps they are at) that must ask for the same step first; it may raise.
         """
         self.connection = connection
@@ -242,46 +269,46 @@ class _Line:
         """The step that was asked for ahead, and whose answer has not been read."""
         try:
             expect_within(connection, BEAT_S)
-            message = {"op": "hello", "pid": os.getpid(), **hello}
-            send(connection, message)
-            self.facts = opened(receive(connection)[0])
-            while "waits" in self.facts and waits is not None:
-                waits(self.facts["waits"])
-                send(connection, message)
-                self.facts = opened(receive(connection)[0])
+            while True:
+                send(connection, request)
+                reply = raised(receive(connection)[0])
+                if not isinstance(reply, msg.RanksMissing) or waits is None:
+                    break
+                waits(reply.waits)
             expect_within(connection, SILENCE_S)
         except BaseException:
             self.hang_up()
             raise
-        self.lease_bytes: int = self.facts["lease_bytes"]
+        assert isinstance(reply, msg.Attached)
+        self.facts = reply
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message, and give back what nobody looks at any more."""
+    def send(self, request: Request[Any]) -> None:
+        """Send a request, and give back leases whose arrays are gone."""
         # One by one: an array that goes while this runs must not be forgotten.
-        released = [self.released.popleft() for _ in range(len(self.released))]
-        send(self.connection, {**message, "release": released})
+        released = tuple(self.released.popleft() for _ in range(len(self.released)))
+        send(self.connection, msgspec.structs.replace(request, release=released) if released else request)
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
     """A view that lies in mapped memory."""
 
-    view: dict[str, Any]
+    view: msg.View
     segment: mmap.mmap
     line: _Line
 
     def let_go(self) -> None:
-        self.line.released.append(self.view["lease"])
+        self.line.released.append(self.view.lease)
 
 
 class LocalFeed:
-    """A rank's door to the service of its host. Arrays lie in shared memory until nothing refers to them."""
+    """A rank's connection to the service of its host. Arrays lie in shared memory until nothing refers to them."""
 
     def __init__(
         self, address: str, rank: int, step: int | None = None, state: Mapping[str, Any] | None = None
     ) -> None:
-        self._address = written_out(address)
-        self._several_doors = path_of(self._address).is_dir()
+        self._address = read_address(address)
+        self._several_sockets = socket_path(self._address).is_dir()
         self._rank = rank
         self._lock = threading.RLock()
         self._ready: dict[tuple[int, int], _Ready] = {}
@@ -292,22 +319,22 @@ class LocalFeed:
         self._line: _Line | None = self._first_line(step, state)
         self._names: tuple[str, ...] = ()
         facts = self._line.facts
-        self.mesh = mesh_from_text(facts["mesh"])
+        self.mesh = mesh_from_text(facts.begin.mesh)
         """The mesh of the step at which this rank begins; of a rank that none has, the newest."""
-        self.first_step: int = facts["first_step"] or 0
-        if facts.get("twice"):
+        self.first_step: int = facts.begin.first_step or 0
+        if facts.twice:
             logger.warning(
                 "rank %d of %s has a client in this process already: both get the same samples. Close the one that is "
                 "not needed, or give each its own rank", rank, address,
             )  # fmt: skip
         if step is not None:
             self._at = self.first_step  # one that comes back before it took a step must not begin elsewhere
-        elif (facts.get("reached") or 0) > self.first_step and not facts.get("twice"):
+        elif (facts.reached or 0) > self.first_step and not facts.twice:
             logger.warning(
                 "rank %d of %s was at step %d before, and begins again at step %d, where the service was launched. To "
                 "go on from a checkpoint, attach with its step: ol.connect(address, rank, step=..), which may be %d to "
-                "%d, or load its state into a DataLoader", rank, address, facts["reached"], self.first_step,
-                *facts["steps"],
+                "%d, or load its state into a DataLoader", rank, address, facts.reached, self.first_step,
+                *facts.begin.steps,
             )  # fmt: skip
 
     def open_step(self, step: int) -> StepHeader | None:
@@ -315,40 +342,40 @@ class LocalFeed:
         with self._lock:
             self._check_open()
             self._at = step
-            for key in [key for key in self._ready if key[0] != step]:  # nobody looked at them
+            for key in [key for key in self._ready if key[0] != step]:  # the trainer did not look at them
                 self._ready.pop(key).let_go()
             header, told = self._take_in_hand(step), False
             if header is None:
-                reply, fds = self._ask({"op": "step", "step": step})
-                if reply["header"] is None:
+                reply, fds = self._ask("step", msg.OpenStep(step))
+                if reply.header is None:
                     return None
                 self._take(step, reply, fds)
-                header, told = self._header_of(reply), True
+                header, told = self._header_of(reply.header, reply.names), True
             self._look_ahead(step, told)
             return header
 
     def microbatch(self, step: int, microbatch: int) -> RankView:
         """Return one microbatch; waits until it is built."""
         key = (step, microbatch)
-        with self._lock:  # a segment's descriptor comes once: who asks next must find it mapped
+        with self._lock:  # a segment's descriptor comes once: the next request must find it mapped
             if key not in self._ready:
-                self._take(step, *self._ask({"op": "microbatch", "step": step, "microbatch": microbatch}))
+                self._take(step, *self._ask("microbatch", msg.TakeMicrobatch(step, microbatch)))
             if key not in self._ready:
                 return RankView({}, {})
             ready = self._ready.pop(key)
         view, line = ready.view, ready.line
         root = np.frombuffer(ready.segment, np.uint8)
         # Every array below is a view of `root`: the lease ends when the last of them is gone.
-        arrays = {k: _view(root, dtype, shape, offset) for k, dtype, shape, offset in view["arrays"]}
+        arrays = {k: _view(root, dtype, shape, offset) for k, dtype, shape, offset in view.facts.arrays}
         nbytes = sum(a.nbytes for a in arrays.values())
-        if sum(line.leased.values()) + nbytes > line.lease_bytes:
+        if sum(line.leased.values()) + nbytes > line.facts.lease_bytes:
             # A trainer that keeps many batches must not hold the service's memory: it gets copies.
             arrays = {k: a.copy() for k, a in arrays.items()}
             ready.let_go()
         else:
-            line.leased[view["lease"]] = nbytes
-            weakref.finalize(root, _let_go, line.leased, line.released, view["lease"]).atexit = False
-        return RankView(arrays, view["scalars"])
+            line.leased[view.lease] = nbytes
+            weakref.finalize(root, _let_go, line.leased, line.released, view.lease).atexit = False
+        return RankView(arrays, view.facts.scalars)
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Hand over metrics; durable when it returns.
@@ -357,20 +384,20 @@ class LocalFeed:
         """
         self._check_open()
         # A service that has just come back may not have planned again what this client has had for long.
-        message = {"op": "report", "step": step, "metrics": metrics, "at": self._at, "lineage": self._lineage}
+        request = msg.Report(step, metrics, self._at, self._lineage)
         barrier = self._barrier("report")
         while True:
             try:
-                reply = _unless_rewound(ask_once(self._address, message))
+                reply = _unless_rewound(ask_once(self._address, request))
                 break
             except (OSError, ServiceLost) as error:
                 self._check_open()
                 barrier.wait(error)
-        opened(reply)
+        raised(reply)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state before a step."""
-        return self._ask({"op": "state", "step": step})[0]["state"]
+        return self._ask("state", msg.GetState(step))[0].content
 
     def close(self, next_step: int | None = None) -> None:
         """Detach; arrays that are still referenced stay readable."""
@@ -378,13 +405,13 @@ class LocalFeed:
             return
         self._closed = True  # a thread that waits for the service to come back gives up
         with self._lock:
-            path = path_of(self._address)
-            folder = path if self._several_doors else path.parent
+            path = socket_path(self._address)
+            folder = path if self._several_sockets else path.parent
             if next_step is not None and folder.exists():  # without its folder the service was closed before
                 try:
-                    self._ask({"op": "leave", "next_step": next_step}, patience_s=LEAVE_S)
+                    self._ask("leave", msg.Leave(next_step), patience_s=LEAVE_S)
                 except OverlordError:
-                    pass  # it went first, is too busy, or another process has the rank; nobody is there to be told
+                    pass  # it went first, is too busy, or another process has the rank
             self._drop_line()
             self._ready.clear()
 
@@ -397,7 +424,7 @@ class LocalFeed:
             try:
                 self._hear_ahead(line)
             except (OSError, ServiceLost):
-                self._drop_line()  # the way of all who ask finds out whether it comes back
+                self._drop_line()  # the next request finds out whether it comes back
         header = self._in_hand.pop(step, None)
         self._in_hand.clear()
         return header
@@ -407,7 +434,7 @@ class LocalFeed:
         if self._line is None:
             return
         try:
-            self._line.send({"op": "ahead", "step": step + 1} | ({} if told else {"at": step}))
+            self._line.send(msg.LookAhead(step + 1, None if told else step))
             self._line.ahead = step + 1
         except OSError:
             self._drop_line()
@@ -419,36 +446,37 @@ class LocalFeed:
             return
         reply, fds = receive(line.connection, self._check_alive)
         _unless_rewound(reply)
-        if reply.get("header") is not None:
+        if isinstance(reply, Views) and reply.header is not None:
             self._take(step, reply, fds)
-            self._in_hand[step] = self._header_of(reply)
+            self._in_hand[step] = self._header_of(reply.header, reply.names)
 
-    def _header_of(self, reply: dict[str, Any]) -> StepHeader:
-        self._names = tuple(reply.get("names", self._names))
-        return header_from_json(reply["header"], self._names)
+    def _header_of(self, header: StepHeader, names: tuple[str, ...] | None) -> StepHeader:
+        if names is not None:
+            self._names = names
+        return msgspec.structs.replace(header, names=self._names)
 
-    def _take(self, step: int, reply: dict[str, Any], fds: list[int]) -> None:
+    def _take(self, step: int, reply: Views, fds: list[int]) -> None:
         """Keep the views that came, with their segments mapped."""
         line = self._line
         assert line is not None, "views come over a line"
         unseen = iter(fds)
-        for microbatch, view in reply["views"].items():
-            number = view["segment"]
-            if view["new"]:
+        for microbatch, view in reply.views.items():
+            if view.new:
                 fd = next(unseen)
-                line.maps[number] = mmap.mmap(fd, view["capacity"], prot=mmap.PROT_READ)
+                line.maps[view.segment] = mmap.mmap(fd, view.capacity, prot=mmap.PROT_READ)
                 os.close(fd)
-            self._ready[step, int(microbatch)] = _Ready(view, line.maps[number], line)
-        for old in reply["gone"]:
+            self._ready[step, microbatch] = _Ready(view, line.maps[view.segment], line)
+        for old in reply.gone:
             line.maps.pop(old, None)
 
     # -- asking, and coming back ---------------------------------------------------------------
 
-    def _ask(self, message: dict[str, Any], patience_s: float | None = None) -> tuple[dict[str, Any], list[int]]:
-        """Ask until there is an answer, over as many lines as it takes.
+    def _ask(self, what: str, request: Request[R], patience_s: float | None = None) -> tuple[R, list[int]]:
+        """Ask until there is an answer, over as many connections as it takes.
 
         Args:
-            message: The question.
+            what: What it asks for, for the warnings.
+            request: The question.
             patience_s: How long to wait for a service that is away; as long as it may come back, by default.
         """
         with self._lock:
@@ -458,50 +486,50 @@ class LocalFeed:
                     self._check_open()
                 try:
                     if self._line is None:
-                        at = {} if self._at is None else {"at": self._at, "lineage": self._lineage}
-                        self._line = _Line(knock(self._address, self._rank), {"rank": self._rank, **at})
-                        self._lineage = int(self._line.facts.get("lineage", 0))
-                    self._line.send(message)
+                        again = Attach(self._rank, os.getpid(), self._at, self._lineage)
+                        self._line = _Line(connect_socket(self._address, self._rank), again)
+                        self._lineage = self._line.facts.begin.lineage
+                    self._line.send(request)
                     self._hear_ahead(self._line)
                     reply, fds = receive(self._line.connection, self._check_alive)
                     _unless_rewound(reply)
                     break
                 except (OSError, ServiceLost) as error:
                     self._drop_line()
-                    barrier = barrier or self._barrier(message["op"])
+                    barrier = barrier or self._barrier(what)
                     if patience_s is not None and barrier.waited_s > patience_s:
                         raise ServiceLost(f"the service at {self._address} is away ({error})") from error
                     barrier.wait(error)
-                except BaseException:  # as a Ctrl-C: the answer would come to who asks next
+                except BaseException:  # as a Ctrl-C: the answer would be taken for that of the next request
                     self._drop_line()
                     raise
-        return opened(reply), fds
+        return raised(reply), fds
 
     def _first_line(self, step: int | None, state: Mapping[str, Any] | None) -> _Line:
-        """Attach for the first time. A service that was killed a moment ago has left its door, and comes back."""
+        """Attach for the first time. A service that was killed a moment ago has left its socket, and comes back."""
         barrier = self._barrier("attaching")
         behind = False
         others = None if step is None else _Others(self._rank, step)
-        hello = {"rank": self._rank} | ({} if step is None else {"step": step, "state": state})
+        request = Attach(self._rank, os.getpid(), step=step, state=None if state is None else _plain(state))
         while True:
             try:
-                connection, behind = knock(self._address, self._rank), True
-                line = _Line(connection, hello, others)
-                self._lineage = int(line.facts.get("lineage", 0))
+                connection, behind = connect_socket(self._address, self._rank), True
+                line = _Line(connection, request, others)
+                self._lineage = line.facts.begin.lineage
                 return line
             except Rewound as error:  # it is started again at that very step, however long that takes
                 barrier = self._barrier("attaching")
                 barrier.wait(error)
             except (OSError, ServiceLost) as error:
-                # Where there is no door the address is wrong; where there is one that nobody answers at, it is not.
-                door = behind or isinstance(error.__cause__, ConnectionRefusedError)
-                if not door or barrier.waited_s > FIRST_ATTACH_S:
+                # Where there is no socket the address is wrong; where there is one without an answer, it is not.
+                there = behind or isinstance(error.__cause__, ConnectionRefusedError)
+                if not there or barrier.waited_s > FIRST_ATTACH_S:
                     raise
                 barrier.wait(error)
 
     def _barrier(self, doing: str) -> Barrier:
         what = f"rank {self._rank} ({doing}{'' if self._at is None else f', at step {self._at}'})"
-        return Barrier(self._address, several_doors=self._several_doors, what=what)
+        return Barrier(self._address, several_sockets=self._several_sockets, what=what)
 
     def _check_alive(self) -> None:
         """Find out whether a service that is silent lives: a stopped process keeps its connections open.
@@ -510,9 +538,9 @@ class LocalFeed:
             ServiceLost: when it does not answer.
         """
         self._check_open()
-        with knock(self._address, self._rank) as connection:
+        with connect_socket(self._address, self._rank) as connection:
             expect_within(connection, BEAT_S)
-            send(connection, {"op": BEAT})
+            send(connection, msg.Beat())
             receive(connection)
 
     def _check_open(self) -> None:
@@ -556,14 +584,14 @@ class _Others:
             logger.warning("rank %d waits for all ranks to ask for step %d: %s", self._rank, self._step, told)
 
 
-def _unless_rewound(reply: dict[str, Any]) -> dict[str, Any]:
+def _unless_rewound(reply: Any) -> Any:
     """Return an answer; raise that of a service that is being started again at an earlier step: ask that one."""
-    if reply.get("error") == Rewound.__name__:
-        raise Rewound(reply["message"])
+    if isinstance(reply, Failure) and reply.error == Rewound.__name__:
+        raise Rewound(reply.message)
     return reply
 
 
-def _view(root: Any, dtype: str, shape: list[int], offset: int) -> Any:
+def _view(root: Any, dtype: str, shape: tuple[int, ...], offset: int) -> Any:
     return np.ndarray(shape, dtype, root, offset)  # its base is `root`, whose end is the end of the lease
 
 

@@ -29,6 +29,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from overlord.core.client_messages import GetStatus, Request
 from overlord.errors import Fenced, OverlordError, ServiceLost, StoreError
 from overlord.job.specs import Job
 from overlord.runtimes.hosts.cluster_role import LOCK_FREE, Means
@@ -39,16 +40,11 @@ from overlord.runtimes.launching.inline_service import CONSTRUCTOR, InlineServic
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.supervision.host_changes import spares_of
 from overlord.runtimes.supervision.supervisor import Supervisor, assignment_of
+from overlord.runtimes.transport.codec import Frame
 from overlord.runtimes.transport.direct import CallerMeans, CallerPace, DirectEngine, DirectPeer, MakeRole
-from overlord.runtimes.transport.frames import Frame
 from overlord.runtimes.transport.process_engine import InlineBlobs
+from overlord.runtimes.transport.role_codec import answer_from_frame, answer_to_frame, question_from_frame, to_frame
 from overlord.runtimes.transport.role_host import answer_of, finished
-from overlord.runtimes.transport.role_messages import (
-    answer_from_frame,
-    answer_to_frame,
-    message_from_frame,
-    message_to_frame,
-)
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender, Switchboard
 from overlord.storage import StorageOptions
 from overlord.stores.places import Appender, Place, open_place
@@ -60,6 +56,7 @@ LEAST_S = 0.01
 START_TRIES = 64
 """How often a service that was killed is launched again, when roles die while it starts."""
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 StoreFailure = Literal["", "store_errors", "full_disk"]
@@ -297,8 +294,8 @@ class FaultPeer(DirectPeer):
         """Call a method of the role."""
         if method == "beat":
             return _Beat(self._engine, self)
-        frame, blob = message_to_frame(method, message)
-        copy = message_from_frame(method, copied(frame), blob)
+        frame, plan = to_frame(message)
+        copy = question_from_frame(copied(frame), plan)
         return self._engine.carry(self, Letter(method, copy, sender))
 
     def take(self, letter: Letter) -> None:
@@ -317,7 +314,7 @@ class FaultPeer(DirectPeer):
         if letter.fate.kills == "after":
             self._engine.die(self, letter.fate)
         elif not letter.fate.answer_lost:
-            letter.answer = answer_from_frame(letter.method, copied(answer_to_frame(letter.method, answer)))
+            letter.answer = answer_from_frame(copied(answer_to_frame(answer)))
 
 
 @dataclass(slots=True)
@@ -620,7 +617,7 @@ class FaultService(InlineService):
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met, and what was lost."""
-        return self._ask({"op": "status"})["status"]
+        return self._ask(GetStatus()).content
 
     @property
     def supervisor(self) -> Supervisor:
@@ -668,10 +665,10 @@ class FaultService(InlineService):
         assert self._supervisor is not None
         self.engine.on_time = self._supervisor.tick
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: Request[R]) -> R:
         while True:
             try:
-                return self.supervisor.ask(message)
+                return self.supervisor.ask(request)
             except Gone:
                 pass  # the service was killed meanwhile
 

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from overlord.core.client_messages import Document, GetWorkload
 from overlord.core.spec_errors import did_you_mean
 from overlord.errors import OverlordError, SpecError
 from overlord.job.specs import Job
@@ -354,7 +355,7 @@ class Scaler:
 
 def service_scaler(
     options: LaunchOptions,
-    ask: Callable[[dict[str, Any]], dict[str, Any]],
+    ask: Callable[[GetWorkload], Document],
     workload: Callable[[], Mapping[int, Mapping[str, Any]]],
     resize: Callable[[Sequence[int], Sequence[float]], None],
 ) -> Scaler:
@@ -369,7 +370,7 @@ def service_scaler(
     names: list[str] = []
 
     def watch(ahead: Sequence[int]) -> Mapping[str, Any]:
-        facts = ask({"op": "workload", "ahead": list(ahead)})["workload"]
+        facts = ask(GetWorkload(list(ahead))).content
         names[:] = facts["names"]
         done = workload()
         return {**facts, "sources": {name: done.get(number, _NO_WORKLOAD) for number, name in enumerate(names)}}

@@ -11,37 +11,38 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
+from overlord.core.client_messages import Request, StepHeader
 from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan import LoadingPlan
 from overlord.errors import OverlordError, ReportMissing, error_named
-from overlord.roles.client import RankView, StepHeader
+from overlord.roles.client import RankView
 from overlord.roles.data_constructor import DataConstructor
+from overlord.runtimes.hosts.client_connection import ClientConnection, ClientContext
 from overlord.runtimes.hosts.cluster_role import ClusterRole
-from overlord.runtimes.hosts.conversation import Conversation, Desk
 from overlord.runtimes.hosts.peers import RemoteLoaders, RemotePlanner
 from overlord.runtimes.hosts.planner_host import Plans
 from overlord.runtimes.hosts.step_server import RanksOf, StepServer
-from overlord.runtimes.launching.deployment import (
-    make_constructor,
-)
+from overlord.runtimes.launching.deployment import make_constructor
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.newcomers import without_newcomer
-from overlord.runtimes.transport.doors import door_name, open_door
+from overlord.runtimes.transport.listener import listen, socket_name
 from overlord.runtimes.transport.shared_memory import Arena
 from overlord.transforms.microbatches.per_microbatch import PackedMicrobatch
 from overlord.transforms.microbatches.step_samples import StepSamples
 
+R = TypeVar("R")
+
 
 class ConstructorHost:
-    """The DataConstructor of one machine with its shared memory and its door."""
+    """The DataConstructor of one machine with its shared memory and its socket."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class ConstructorHost:
             read_bytes=read_bytes,
             early=not successor and not options.recover,
         )
-        self._desk = Desk(
+        self._context = ClientContext(
             planner, self._server, constructor, arena, options.budget_bytes, served or (lambda step: None)
         )
         self.ends_for: OverlordError | None = None
@@ -76,11 +77,11 @@ class ConstructorHost:
     @property
     def view_bytes(self) -> int:
         """Shared memory in use."""
-        return self._desk.arena.used_bytes
+        return self._context.arena.used_bytes
 
-    def open_door(self, address: Path) -> AbstractContextManager[None]:
+    def listen(self, path: Path) -> AbstractContextManager[None]:
         """Serve clients on a socket while the context is open."""
-        return open_door(address, self._converse)
+        return listen(path, self._serve)
 
     def tell_progress(self) -> None:
         """Tell the planner how far the clients are."""
@@ -92,14 +93,14 @@ class ConstructorHost:
             self._server.close(self.ends_for)
             self.tell_progress()
         finally:
-            self._desk.arena.close()
+            self._context.arena.close()
 
-    def _converse(self, connection: socket.socket) -> None:
-        talk = Conversation(self._desk, connection)
+    def _serve(self, connection: socket.socket) -> None:
+        client = ClientConnection(self._context, connection)
         try:
-            talk.run()
+            client.run()
         finally:
-            talk.close()
+            client.close()
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class ConstructorRole(ClusterRole):
             self._progress.set()
 
     def begin(self, message: Any) -> Any:
-        """Build ahead, and open the door for the trainers of this host."""
+        """Build ahead, and listen for the trainers of this host."""
         workers = self._workers_for("workers")
         planner = RemotePlanner(self._board, self._blobs, self._site["number"], message["first_step"])
         loaders = RemoteLoaders(self._board, planner)
@@ -147,9 +148,7 @@ class ConstructorRole(ClusterRole):
         )
         self._host = host
         self._ends.callback(host.close)
-        door = self._claim_folder() / door_name(number, hosts)
-        door.unlink(missing_ok=True)  # a predecessor that was killed has left it
-        self._ends.enter_context(host.open_door(door))
+        self._ends.enter_context(host.listen(self._claim_folder() / socket_name(number, hosts)))
         return {}
 
     def tell_progress(self, message: Any) -> Any:
@@ -210,7 +209,7 @@ class InlineConstructor(ConstructorRole):
         if step not in self._labels:
             self._labels[step] = self._gathered(plan).labels
         header = self._constructor.header_of(rank, plan, self._labels[step])
-        return replace(header, next_mesh=next_mesh)
+        return replace(header, next_mesh_text=next_mesh)
 
     def microbatch(self, rank: int, step: int, microbatch: int) -> RankView:
         """Build a rank's view of a microbatch; the last few are remembered."""
@@ -230,9 +229,9 @@ class InlineConstructor(ConstructorRole):
         arrays = self._packed[key].named()
         return RankView({key: arrays[name] for key, name in names.items()}, scalars)
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Request[R]) -> R:
         """Pass on what a client asks or tells."""
-        return self._planner.ask(message)
+        return self._planner.ask(request)
 
     def left(self, rank: int, next_step: int) -> None:
         """Tell how far a client came that goes."""

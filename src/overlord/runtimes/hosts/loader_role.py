@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from overlord.core.messages import Follow, HandedOver, HandOver, MetaDelta, MetaRequest
+from overlord.core.messages import Follow, HandedOver, HandOver, MetaDeltas, MetaRequests
 from overlord.core.order import BEGIN
 from overlord.core.samples import Cursor, Part
 from overlord.job.specs import Source
@@ -23,7 +23,7 @@ from overlord.runtimes.launching.deployment import (
 )
 from overlord.runtimes.launching.newcomers import open_newcomer, prepare_newcomer, without_newcomer
 from overlord.runtimes.supervision.supervisor import check_same_files
-from overlord.runtimes.transport.role_messages import Unfinished
+from overlord.runtimes.transport.role_codec import Unfinished
 from overlord.runtimes.transport.shared_memory import give_back_freed_memory
 
 
@@ -94,10 +94,10 @@ class LoaderRole(ClusterRole):
         """Tell what the workers of each source have done."""
         return {"sources": self._fleet.workload()}
 
-    def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
+    def summary_buffer(self, asked: MetaRequests) -> MetaDeltas:
         """Tell what is known of some samples."""
-        self._have([request.source for request in requests])
-        return self._fleet.summary_buffer(requests)
+        self._have([request.source for request in asked.requests])
+        return MetaDeltas(self._fleet.summary_buffer(asked.requests))
 
     def hand_over(self, asked: HandOver) -> Unfinished:
         """Hand a constructor host its part of a step: popped now, in the order of the calls, and finished later."""

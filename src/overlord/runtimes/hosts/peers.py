@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.client_messages import Request
 from overlord.core.messages import (
     Follow,
     HandedOver,
@@ -24,19 +25,19 @@ from overlord.core.messages import (
     HostProgress,
     MetaDelta,
     MetaRequest,
+    MetaRequests,
     Payload,
     PlanAnswer,
     PlanRequest,
     Waiting,
 )
-from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, plan_from_bytes, plan_to_bytes
 from overlord.core.samples import WHOLE, Cursor, Part
 from overlord.roles.assignment import NO_HOST
 from overlord.roles.poisoned_rows import Verdict, poisoned_in
 from overlord.roles.ports import Collect
 from overlord.roles.source_loader import LoaderCounters
-from overlord.runtimes.transport.role_messages import unwrap
+from overlord.runtimes.transport.role_codec import unwrap
 from overlord.runtimes.transport.switchboard import Call, PeerGone, Pending, Switchboard
 
 PLANNER = "planner"
@@ -47,6 +48,8 @@ ADDED = frozenset(
 """What is added up over the hosts of a source, where `status` tells of it."""
 MOST_UNFOLLOWED = 64
 """Requests of one source that a shadow is told of at most: the older ones lie behind its position."""
+
+R = TypeVar("R")
 
 
 def loader_name(host: int) -> str:
@@ -79,7 +82,7 @@ class RemotePlanner:
         self._blobs = blobs
         self._host = host
         self.first_step = first_step
-        self.next_mesh: ClientPlaceTree | None = None
+        self.next_mesh: str | None = None
         """The mesh of the step behind the one whose plan was taken last, where it is known to have another one."""
         # As long as anybody holds the plan: its columns are views into that very block.
         self._blob_of: WeakKeyDictionary[LoadingPlan, tuple[Any, int]] = WeakKeyDictionary()
@@ -112,9 +115,9 @@ class RemotePlanner:
             self._blob_of[plan] = (blob, newest)
         return blob
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Request[R]) -> R:
         """Pass on what a client asks or tells."""
-        return self._board.insist(PLANNER, "ask", message)["answer"]
+        return self._board.insist(PLANNER, "ask", request)
 
     def tell(self, news: HostNews) -> None:
         """Tell how far the clients of this host are."""
@@ -187,8 +190,12 @@ class RemoteLoaders:
             next((r.source, part) for part in assignment.parts_of(r.source) if part.has(r.cursor.group))
             for r in requests
         ]
-        for answer in self._ask_all("summary_buffer", parts, lambda part: [asked[source] for source, _ in part]):
-            found.update((delta.source, delta) for delta in answer)
+
+        def message(part: Sequence[_Asked]) -> MetaRequests:
+            return MetaRequests([asked[source] for source, _ in part])
+
+        for answer in self._ask_all("summary_buffer", parts, message):
+            found.update((delta.source, delta) for delta in answer.deltas)
         self.requests_made += len(requests)
         for delta in found.values():
             self.metadata_bytes += delta.meta.nbytes + (0 if delta.items is None else delta.items.nbytes)
@@ -208,7 +215,7 @@ class RemoteLoaders:
             self._board,
             "hand_over",
             self._drawn(plan),
-            lambda part: HandOver(planner.blob_of(plan), asking, part),
+            lambda part: HandOver(asking, list(part), plan=planner.blob_of(plan)),
         )
 
         def collect() -> list[Payload]:

@@ -16,7 +16,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import base64
 import logging
 import math
 import threading
@@ -24,8 +23,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, TypeVar, TypeVarTuple, cast, get_args
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
+from overlord.core import client_messages as msg
+from overlord.core.client_messages import Beginning, Document, Reply, Request, SourceChange
 from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, plan_to_bytes
@@ -159,6 +160,7 @@ TRY_EVERY_S = 1.0
 WARN_EVERY_S = 60.0
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Patience:
@@ -238,9 +240,6 @@ class ReturnWatch:
 # What clients and the owner of a service ask of its planner, as messages.
 
 
-SourceChange = Literal["remove_source", "park_source", "return_source"]
-
-
 def change_source(planner: Planner, change: SourceChange, name: str, at_step: int | None, change_id: str = "") -> int:
     """Remove a source, park it, or let it return; return the first step it holds for."""
     changes = planner.sources
@@ -274,52 +273,52 @@ def workload(planner: Planner, ahead: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def answer(planner: Planner, message: dict[str, Any]) -> dict[str, Any]:
-    """Answer a client, or the owner of a service; nobody else asks the planner meanwhile.
+def _beginning(planner: Planner, step: int | None, mesh: ClientPlaceTree) -> Beginning:
+    store = planner.checkpoints.store
+    return Beginning(step, str(mesh), store.lineage, (min(store.oldest_step, planner.next_step), planner.next_step))
+
+
+def answer(planner: Planner, request: Any) -> Reply:
+    """Answer a client, or the owner of a service; the planner is asked nothing else meanwhile.
 
     Raises:
-        SpecError: for a message nobody knows, or what cannot be done.
+        SpecError: for a request that is not known, or what cannot be done.
     """
-    op, step = message.get("op"), message.get("step")
-    if op == "state":
-        return {"state": planner.state(int(message["step"]))}
-    if op == "report":
-        at, newest, lineage = int(message["step"]), message.get("at"), message.get("lineage")
-        if lineage not in (None, planner.checkpoints.store.lineage) and at > planner.first_step:
-            raise left_behind(f"the report of step {at}", planner.first_step)
-        if newest is not None and planner.next_step <= at <= newest:
-            planner.plan_raw(at)  # handed out before this planner came in the place of another
-        planner.report(at, message["metrics"])
-        return {}
-    if op == "set_mixture":
-        mixture = Mixture.from_mapping(message["mixture"])
-        return {"step": planner.set_mixture(mixture, step, change_id=message["id"])}
-    if op == "skip_steps":
-        return {"step": planner.skip_steps(int(message["count"]), step, change_id=message["id"])}
-    if op in get_args(SourceChange):
-        return {
-            "step": change_source(planner, cast("SourceChange", op), str(message["source"]), step, str(message["id"]))
-        }
-    if op == "reshard":
-        tree = ClientPlaceTree.from_sizes(message["mesh"])
-        at = planner.reshard(tree, step, change_id=message["id"])
-        return {"step": at, "newest": planner.meshes.newest.sizes()}
-    if op == "begins":
-        begin, meshes = planner.meshes.begin_of(int(message["rank"])), planner.meshes
-        mesh = str(meshes.newest if begin is None else meshes.at(begin))
-        store = planner.checkpoints.store
-        steps = [min(store.oldest_step, planner.next_step), planner.next_step]
-        return {"first_step": begin, "mesh": mesh, "lineage": store.lineage, "steps": steps}
-    if op == "check_state":
-        planner.check_state(message["state"])
-        return {}
-    if op == "mixture":
-        fixed = (*FIXED_WHILE_RUNNING, "temperature")
-        return {"mixture": {name: getattr(planner.mixture, name) for name in fixed}}
-    if op == "plan":
-        plan = planner.plan_raw(int(message["step"]))
-        return {"plan": None if plan is None else base64.b64encode(plan_to_bytes(plan)).decode()}
-    raise SpecError(f"the service does not know the message {op!r}; client and service differ in version.")
+    match request:
+        case msg.GetState():
+            return Document(planner.state(request.step))
+        case msg.Report():
+            at, newest, lineage = request.step, request.at, request.lineage
+            if lineage not in (None, planner.checkpoints.store.lineage) and at > planner.first_step:
+                raise left_behind(f"the report of step {at}", planner.first_step)
+            if newest is not None and planner.next_step <= at <= newest:
+                planner.plan_raw(at)  # handed out before this planner came in the place of another
+            planner.report(at, request.metrics)
+            return msg.Done()
+        case msg.SetMixture():
+            mixture = Mixture.from_mapping(request.mixture)
+            return msg.ChangedAt(planner.set_mixture(mixture, request.step, change_id=request.id))
+        case msg.SkipSteps():
+            return msg.ChangedAt(planner.skip_steps(request.count, request.step, change_id=request.id))
+        case msg.ChangeSource():
+            return msg.ChangedAt(change_source(planner, request.change, request.source, request.step, request.id))
+        case msg.Reshard():
+            tree = ClientPlaceTree.from_sizes(request.mesh)
+            at = planner.reshard(tree, request.step, change_id=request.id)
+            return msg.Resharded(at, planner.meshes.newest.sizes())
+        case msg.FindBeginning():
+            begin, meshes = planner.meshes.begin_of(request.rank), planner.meshes
+            return _beginning(planner, begin, meshes.newest if begin is None else meshes.at(begin))
+        case msg.CheckState():
+            planner.check_state(request.state)
+            return msg.Done()
+        case msg.GetMixture():
+            fixed = (*FIXED_WHILE_RUNNING, "temperature")
+            return Document({name: getattr(planner.mixture, name) for name in fixed})
+        case msg.GetPlan():
+            plan = planner.plan_raw(request.step)
+            return msg.PlanBytes(None if plan is None else bytes(plan_to_bytes(plan)))
+    raise SpecError(f"a planner does not answer {type(request).__name__}.")
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -358,7 +357,7 @@ class Plans(Protocol):
         ...
 
     @property
-    def next_mesh(self) -> ClientPlaceTree | None:
+    def next_mesh(self) -> str | None:
         """The mesh of the step behind the one whose plan was taken last, where it is known to have another one."""
         ...
 
@@ -366,7 +365,7 @@ class Plans(Protocol):
         """Return the plan of a step; None past the end of the stream."""
         ...
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Request[R]) -> R:
         """Pass on what a client asks or tells."""
         ...
 
@@ -586,44 +585,43 @@ class PlannerHost:
                 self._hear(host, news)
                 self._forget_passed()
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Request[Any]) -> Any:
         """Answer a client, or the owner of the service; what that promises is written down first, however long that is.
 
         Raises:
-            SpecError: for a message nobody knows.
+            SpecError: for a request that is not known.
             Fenced: when another service owns the store.
         """
-        op = message.get("op")
-        if op == "status":
-            return {"status": self._status()}
-        if op == "workload":  # without the lock: a planner that waits for loaders is what the asker wants to know of
+        if isinstance(request, msg.GetStatus):
+            return Document(self._status())
+        if isinstance(request, msg.GetWorkload):  # without the lock: it is asked for when a planner waits for loaders
             waited = max((news.waited_s for news in self._news.values()), default=0.0)
-            return {"workload": {**workload(self._planner, message["ahead"]), "waited_s": waited}}
+            return Document({**workload(self._planner, request.ahead), "waited_s": waited})
         self._check_not_rewound()
-        if op == "join":
-            return self.durably(self._join, message)
-        if op == "labels":
-            return self._labels(message)
+        if isinstance(request, msg.Join):
+            return self.durably(self._join, request)
+        if isinstance(request, msg.CountLabels):
+            return self._labels(request)
         with self._changed:
-            if op == "plan" and not self._pace.threads and self._down is None:
+            if isinstance(request, msg.GetPlan) and not self._pace.threads and self._down is None:
                 self._look_for_parked()  # as for a host that asks for a plan: without threads nothing else looks
             try:
-                return self.durably(answer, self._planner, message)
+                return self.durably(answer, self._planner, request)
             finally:
                 self._changed.notify_all()  # a step may have waited for what was told
 
-    def _join(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _join(self, request: msg.Join) -> Beginning | msg.RanksMissing:
         """Let a rank go on at a step, or tell whom it waits for; all ranks that go back must ask for the same step.
 
         Raises:
             StateError: The state is not one of this stream, the ranks disagree, or the step cannot be told exactly.
             Rewound: All ranks go back.
         """
-        rank, step, planner = int(message["rank"]), int(message["step"]), self._planner
+        rank, step, planner = request.rank, request.step, self._planner
         with self._changed:
             self._check_not_rewound()
-            if message.get("state") is not None:
-                planner.check_state(message["state"])
+            if request.state is not None:
+                planner.check_state(request.state)
             refuse_coming_step(planner, step)
             now = self._pace.now()
             self._asked = {r: asked for r, asked in self._asked.items() if now - asked[1] < ASKED_S}
@@ -641,16 +639,16 @@ class PlannerHost:
                     self._told.clear()
                 raise ranks_disagree(steps)
             if not back:
-                return {"first_step": step, "mesh": str(planner.meshes.at(step))}
+                return _beginning(planner, step, planner.meshes.at(step))
             if step not in self._replayable:
                 self._check_replayable(step)
                 self._replayable.add(step)
             # The mesh that trains now, which is that of the trainers that come back; a later one is left behind.
             mesh = planner.meshes.at(max(planner.next_step - 1, planner.first_step))
             others = [r for r in range(mesh.world_size) if r not in steps and positions.get(r) != step]
-            if others and not message.get("alone"):
+            if others and not request.alone:
                 self._pace.wait(self._changed, JOIN_S)
-                return {"waits": [[r, positions.get(r)] for r in others]}
+                return msg.RanksMissing([(r, positions.get(r)) for r in others])
             self._write_rewind(step, mesh)
         if self._rewound is not None:
             self._rewound()
@@ -686,24 +684,24 @@ class PlannerHost:
     def _rewind_error(self, step: int) -> Rewound:
         return Rewound(f"the service goes back to step {step} and is being started again; ask again")
 
-    def _labels(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _labels(self, request: msg.CountLabels) -> msg.Labels:
         """Hear which samples of a step do not decode on a host; tell those of all, waiting a while for other hosts.
 
         Nothing of this is written down: a planner that comes in the place of another is told it again.
         """
-        until, world_size = self._pace.now() + PATIENCE_S, int(message["world_size"])
+        until, world_size = self._pace.now() + PATIENCE_S, request.world_size
         with self._heard:
-            ranks, lost = self._decoded.setdefault(str(message["plan"]), (set(), {}))
-            ranks.update(message["ranks"])
-            lost.update((int(sample), int(labels)) for sample, labels in message["lost"])
+            ranks, lost = self._decoded.setdefault(request.plan, (set(), {}))
+            ranks.update(request.ranks)
+            lost.update(request.lost)
             while len(self._decoded) > KEPT_LABELS:
                 self._decoded.popitem(last=False)
             self._heard.notify_all()
             while True:
                 missing = sorted(set(range(world_size)) - ranks)
-                near = self._any_near(missing, int(message["from"]))
+                near = self._any_near(missing, request.near_from)
                 if not near or self._closing or not self._pace.wait(self._heard, until - self._pace.now()):
-                    return {"missing": missing, "lost": sorted(lost.items()), "near": near}
+                    return msg.Labels(missing, sorted(lost.items()), near)
 
     def _any_near(self, ranks: Sequence[int], step: int) -> bool:
         """Whether one of some ranks is attached and at a step or beyond: its host decodes what comes next for it."""

@@ -7,7 +7,8 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from overlord.core.messages import HostProgress, PlanAnswer, PlanRequest
+from overlord.core.client_messages import AddSource, Request, mesh_to_text
+from overlord.core.messages import AdmitSource, HostProgress, PlanAnswer, PlanRequest
 from overlord.core.plan import LoadingPlan
 from overlord.errors import Rewound
 from overlord.job.specs import Source
@@ -139,28 +140,29 @@ class PlannerRole(ClusterRole):
         if isinstance(found, LoadingPlan):  # not for a step that only somebody waits for
             self._lead_shadows(asked.step)
             following = self._host.planner.meshes.at(asked.step + 1)
-            return PlanAnswer(plan=self._blob_of(found), next_mesh=None if following == found.mesh else following)
+            next_mesh = None if following == found.mesh else mesh_to_text(following)
+            return PlanAnswer(next_mesh=next_mesh, plan=self._blob_of(found))
         return PlanAnswer(found)
 
-    def ask(self, message: Any) -> Any:
+    def ask(self, request: Request[Any]) -> Any:
         """Answer a client, or the owner of the service."""
-        return {"answer": self._host.ask(message)}
+        return self._host.ask(request)
 
     def tell(self, progress: HostProgress) -> Any:
         """Hear how far the clients of a host are."""
         self._host.tell(progress.news, progress.host)
         return {}
 
-    def check_source(self, message: Any) -> Any:
+    def check_source(self, request: AddSource) -> Any:
         """Refuse a source that cannot come; tell the step that it comes at already, if it was asked for before."""
         with self._host.alone():
-            made = self._host.planner.sources.made(message["id"])
+            made = self._host.planner.sources.made(request.id)
             if made is None:
-                source = Source.from_mapping(message["source"])
-                self._host.planner.sources.check_add(source.name, message["weight"], message["step"])
+                source = Source.from_mapping(request.source)
+                self._host.planner.sources.check_add(source.name, request.weight, request.step)
         return {"step": made}
 
-    def add_source(self, message: Any) -> Any:
+    def add_source(self, message: AdmitSource) -> Any:
         """Write down a source that loaders and constructors know already; tell the step it comes at.
 
         Waits for a store that is down, as every other change does.
@@ -172,17 +174,18 @@ class PlannerRole(ClusterRole):
         with self._host.alone():
             return {"step": self._host.planner.sources.made(message["id"])}
 
-    def _admit(self, message: dict[str, Any]) -> int:
+    def _admit(self, message: AdmitSource) -> int:
+        request = message.request
         with self._host.alone():
-            made = self._host.planner.sources.made(message["id"])
+            made = self._host.planner.sources.made(request.id)
             if made is not None:
                 return made
-            source = Source.from_mapping(message["source"])
-            weight = source.weight if message["weight"] is None else message["weight"]
+            source = Source.from_mapping(request.source)
+            weight = source.weight if request.weight is None else request.weight
             prepared = prepare_newcomer(self._prepared, source)
-            facts = {**self._facts, prepared.job.names[-1]: SourceFacts(*message["fact"])}
+            facts = {**self._facts, prepared.job.names[-1]: SourceFacts(*message.fact)}
             planner = self._host.planner
-            self._prepared, at = admit(planner, prepared, facts, weight, message["step"], message["id"])
+            self._prepared, at = admit(planner, prepared, facts, weight, request.step, request.id)
             self._facts = facts
             return at
 

@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. A step is wanted when it lies in a client's window [its step, its step + prefetch], or when
-   somebody waits for it. What is not wanted is dropped; whoever asks for it later gets it built again.
+   a client waits for it. What is not wanted is dropped, and built again for a client that asks later.
    Samples are gathered for the ranks that this host has in the mesh of a step, until another one attaches. A step
    whose mesh does not have a client's rank is the end for it.
 2. Work goes to the lowest wanted step first. Beyond the byte budget only what a client needs now is built.
@@ -24,16 +24,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
+from overlord.core.client_messages import CountLabels, StepHeader, ViewFacts, mesh_to_text
 from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.errors import ClosedError, OverlordError, SpecError
-from overlord.roles.client import ENCODER, StepHeader
+from overlord.roles.client import ENCODER
 from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.hosts.planner_host import Plans
 from overlord.runtimes.supervision.cleanup import out_of_files
 from overlord.runtimes.transport.shared_memory import Arena, Segment
-from overlord.runtimes.transport.wire import to_text
 from overlord.transforms.microbatches.per_microbatch import PackedMicrobatch
 from overlord.transforms.microbatches.step_samples import StepSamples
 
@@ -42,7 +44,7 @@ from overlord.transforms.microbatches.step_samples import StepSamples
 
 
 class WaitMeter:
-    """Seconds in which anybody waited; asked under the lock of whoever it belongs to.
+    """Seconds in which at least one client waited; guarded by the lock of its owner.
 
     Example:
         >>> now, changed = iter([10.0, 13.0]), threading.Condition()
@@ -77,17 +79,15 @@ class WaitMeter:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Who is attached to a constructor host, how far they are, and which steps they want.
+# The clients that are attached to a constructor host, how far they are, and which steps they want.
 #
-# Rules of this file:
-# 1. A rank that comes with a later mesh wants nothing before the others are near its first step: nobody runs ahead of
-#    a
-#    stream because of it.
+# 1. A rank that comes with a later mesh wants nothing before the others are near its first step: the stream does not
+#    run ahead because of it.
 # 2. A rank that the mesh of a step does not have wants nothing from there on.
 
 
 @dataclass(slots=True)
-class Seat:
+class AttachedClient:
     """One attached client."""
 
     rank: int
@@ -99,20 +99,20 @@ class Seat:
     """Whether it has come to a step whose mesh does not have it."""
 
 
-class Seats:
-    """The clients of one host. Not safe by itself: whoever uses it holds its own lock.
+class AttachedClients:
+    """The clients of one host. Not thread-safe: the caller holds a lock.
 
     Example:
-        >>> seats = Seats(prefetch=1, first_step=0)
-        >>> number = seats.take(0, 0)
-        >>> seats.move(number, 5)
-        >>> seats.wanted()
+        >>> clients = AttachedClients(prefetch=1, first_step=0)
+        >>> number = clients.take(0, 0)
+        >>> clients.move(number, 5)
+        >>> clients.wanted()
         {5: {0}, 6: {0}}
-        >>> newcomer = seats.take(1, 9)
-        >>> seats.wanted()
+        >>> newcomer = clients.take(1, 9)
+        >>> clients.wanted()
         {5: {0}, 6: {0}}
-        >>> seats.move(number, 8)
-        >>> seats.wanted()
+        >>> clients.move(number, 8)
+        >>> clients.wanted()
         {8: {0}, 9: {0, 1}}
     """
 
@@ -120,7 +120,7 @@ class Seats:
         self._early = early
         self._prefetch = prefetch
         self._first_step = first_step
-        self._seats: dict[int, Seat] = {}
+        self._clients: dict[int, AttachedClient] = {}
         self._waiting: Counter[tuple[int, int]] = Counter()
         self._reached: dict[int, int] = {}
 
@@ -129,7 +129,7 @@ class Seats:
         return self._reached.get(rank)
 
     def take(self, rank: int, begin: int, at: int | None = None) -> int:
-        """Seat a client; return its seat.
+        """Attach a client; return its number.
 
         Args:
             rank: Its rank.
@@ -138,40 +138,40 @@ class Seats:
         """
         step = begin if at is None else at
         self._reached[rank] = max(step, self._reached.get(rank, step))
-        number = max(self._seats, default=-1) + 1
-        self._seats[number] = Seat(rank, step, new=step == begin > self._first_step)
+        number = max(self._clients, default=-1) + 1
+        self._clients[number] = AttachedClient(rank, step, new=step == begin > self._first_step)
         return number
 
-    def free(self, seat: int) -> None:
-        """Free a seat."""
-        self._seats.pop(seat)
+    def free(self, client: int) -> None:
+        """Forget a client."""
+        self._clients.pop(client)
 
-    def rank_of(self, seat: int) -> int:
-        """Return the rank of a seat."""
-        return self._seats[seat].rank
+    def rank_of(self, client: int) -> int:
+        """Return the rank of a client."""
+        return self._clients[client].rank
 
-    def move(self, seat: int, step: int) -> None:
+    def move(self, client: int, step: int) -> None:
         """Note that a client is at a step, and has finished with those before it."""
-        self._seats[seat].step = step
-        self._seats[seat].ended = False
-        self._reached[self._seats[seat].rank] = step
+        self._clients[client].step = step
+        self._clients[client].ended = False
+        self._reached[self._clients[client].rank] = step
 
-    def serve(self, seat: int) -> None:
+    def serve(self, client: int) -> None:
         """Note that a client has what it asked for: a newcomer is one of the others now."""
-        self._seats[seat].new = False
+        self._clients[client].new = False
 
-    def end(self, seat: int) -> None:
+    def end(self, client: int) -> None:
         """Note that a client is done: the mesh of the step it is at does not have its rank."""
-        self._seats[seat].new, self._seats[seat].ended = False, True
+        self._clients[client].new, self._clients[client].ended = False, True
 
-    def leave(self, seat: int, next_step: int) -> None:
-        """Note that a client goes in peace, having trained on the steps before `next_step`."""
-        self._reached[self._seats[seat].rank] = next_step
+    def leave(self, client: int, next_step: int) -> None:
+        """Note that a client leaves in order, having trained on the steps before `next_step`."""
+        self._reached[self._clients[client].rank] = next_step
 
     @property
     def positions(self) -> dict[int, int]:
         """The step each attached rank is at."""
-        return {seat.rank: seat.step for seat in self._seats.values()}
+        return {client.rank: client.step for client in self._clients.values()}
 
     @property
     def reached(self) -> dict[int, int]:
@@ -185,18 +185,18 @@ class Seats:
             expected: The ranks this host has in the mesh of the step.
             world_size: Ranks of that mesh.
         """
-        seated = frozenset(seat.rank for seat in self._seats.values() if seat.rank < world_size)
-        return frozenset(expected) if seated <= frozenset(expected) else seated
+        attached = frozenset(client.rank for client in self._clients.values() if client.rank < world_size)
+        return frozenset(expected) if attached <= frozenset(expected) else attached
 
     @property
     def ever_attached(self) -> bool:
-        """Whether anybody ever attached."""
+        """Whether a client ever attached."""
         return bool(self._reached)
 
     @contextmanager
-    def waiting(self, seat: int, step: int) -> Iterator[None]:
+    def waiting(self, client: int, step: int) -> Iterator[None]:
         """While this is open, a client waits for a step."""
-        key = (step, self._seats[seat].rank)
+        key = (step, self._clients[client].rank)
         self._waiting[key] += 1
         try:
             yield
@@ -206,52 +206,52 @@ class Seats:
 
     def stands_at(self, step: int) -> bool:
         """Whether a client is at a step, or waits for something of it."""
-        return any(step == s for s, _ in self._waiting) or any(step == seat.step for seat in self._wanting())
+        return any(step == s for s, _ in self._waiting) or any(step == client.step for client in self._wanting())
 
     def came_to(self, step: int) -> bool:
         """Whether a client is at a step, or beyond it."""
-        return any(seat.step >= step for seat in self._seats.values() if not seat.new)
+        return any(client.step >= step for client in self._clients.values() if not client.new)
 
     def only_new(self, step: int) -> bool:
-        """Whether nobody wants a step but ranks that come with it or after it."""
-        others = [seat for seat in self._seats.values() if not seat.new and not seat.ended]
+        """Whether a step is wanted only by ranks that come with it or after it."""
+        others = [client for client in self._clients.values() if not client.new and not client.ended]
         waited = any(step == s for s, _ in self._waiting)
-        return self.ever_attached and not waited and not any(self._in_window(seat, step) for seat in others)
+        return self.ever_attached and not waited and not any(self._in_window(client, step) for client in others)
 
-    def _in_window(self, seat: Seat, step: int) -> bool:
-        return seat.step <= step <= seat.step + self._prefetch
+    def _in_window(self, client: AttachedClient, step: int) -> bool:
+        return client.step <= step <= client.step + self._prefetch
 
     def _foremost(self) -> int | None:
-        """Return the furthest step that anybody wants who is not new; None where all are."""
-        there = [seat.step for seat in self._seats.values() if not seat.new and not seat.ended]
+        """Return the furthest step that a client wants that is not new; None where all are new."""
+        there = [client.step for client in self._clients.values() if not client.new and not client.ended]
         return max(there) + self._prefetch if there else None
 
-    def _wanting(self) -> list[Seat]:
-        """Return who wants anything now."""
-        foremost, seats = self._foremost(), self._seats.values()
+    def _wanting(self) -> list[AttachedClient]:
+        """Return the clients that want anything now."""
+        foremost, clients = self._foremost(), self._clients.values()
         # The others may be past a newcomer's first step already: then it is late, and gets it at once.
-        return [s for s in seats if (foremost is None or foremost >= s.step if s.new else not s.ended)]
+        return [s for s in clients if (foremost is None or foremost >= s.step if s.new else not s.ended)]
 
-    def _last_of(self, seat: Seat, foremost: int | None) -> int:
+    def _last_of(self, client: AttachedClient, foremost: int | None) -> int:
         """Return the last step that a client wants: a newcomer wants with the others, and its first alone."""
-        last = seat.step + self._prefetch
-        if not seat.new:
+        last = client.step + self._prefetch
+        if not client.new:
             return last
-        return seat.step if foremost is None else max(seat.step, min(last, foremost))
+        return client.step if foremost is None else max(client.step, min(last, foremost))
 
     def wanted(self) -> dict[int, set[int]]:
         """Return wanted steps in ascending order with the ranks that want them."""
         if not self.ever_attached and not self._early:
-            return {}  # who comes back says where it is
+            return {}  # clients that come back say where they are
         if not self.ever_attached:
             return {step: set() for step in range(self._first_step, self._first_step + self._prefetch)}
         wanted: dict[int, set[int]] = {}
         for step, rank in self._waiting:
             wanted.setdefault(step, set()).add(rank)
         foremost = self._foremost()
-        for seat in self._wanting():
-            for step in range(seat.step, self._last_of(seat, foremost) + 1):
-                wanted.setdefault(step, set()).add(seat.rank)
+        for client in self._wanting():
+            for step in range(client.step, self._last_of(client, foremost) + 1):
+                wanted.setdefault(step, set()).add(client.rank)
         return {step: wanted[step] for step in sorted(wanted)}
 
 
@@ -289,8 +289,8 @@ class Built:
     segment: Segment
     packed: PackedMicrobatch
     plan: LoadingPlan
-    views: dict[int, str]
-    """What a rank is told of its view, as JSON: written before a client waits for it."""
+    views: dict[int, ViewFacts]
+    """What a rank is told of its view: made before a client waits for it."""
 
 
 AT_ONCE = 64
@@ -300,14 +300,14 @@ Bin = tuple[int, int, int]
 """(step, bucket, microbatch)."""
 
 
-class StepShelf:
-    """What is there of each step. Not safe by itself: whoever uses it holds its own lock."""
+class StepCache:
+    """What is there of each step. Not thread-safe: the caller holds a lock."""
 
     def __init__(self, constructor: DataConstructor, arena: Arena) -> None:
         self._constructor = constructor
         self._arena = arena
         self.plans: dict[int, LoadingPlan] = {}
-        self.next_meshes: dict[int, ClientPlaceTree | None] = {}
+        self.next_meshes: dict[int, str | None] = {}
         """Of planned steps: the mesh of the step behind, where that was known to be another one."""
         self.samples: dict[int, Gathered] = {}
         self.built: dict[Bin, Built] = {}
@@ -399,8 +399,9 @@ class StepShelf:
         """Return a rank's header of a step, and where its microbatches are found that go along with it."""
         header = self._constructor.header_of(rank, plan, self.labels[plan.step])
         following = self.plans.get(plan.step + 1)
-        next_mesh = self.next_meshes.get(plan.step) if following is None else following.mesh
-        header = header if next_mesh == plan.mesh else dataclasses.replace(header, next_mesh=next_mesh)
+        next_mesh = self.next_meshes.get(plan.step) if following is None else mesh_to_text(following.mesh)
+        if next_mesh != header.mesh_text:
+            header = msgspec.structs.replace(header, next_mesh_text=next_mesh)
         bucket = self._constructor.bin_of(rank, plan, 0)
         places = {n: (plan.step, bucket[0], n) for n in range(min(header.num_microbatches, AT_ONCE)) if bucket}
         if header.encodes:
@@ -420,25 +421,18 @@ class StepShelf:
         return built
 
     def build(self, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]) -> Built:
-        """Build one microbatch of one bucket in shared memory, with what its ranks are told of it."""
-        return _build(self._constructor, self._arena, plan, gathered, place)
+        """Build one microbatch of one bucket in shared memory, with what each of its ranks is told of it."""
+        constructor = self._constructor
+        segment, packed = _pack(constructor, self._arena, plan, gathered.samples, place)
+        ranks = [rank for rank in gathered.ranks if constructor.bin_of(rank, plan, place[1]) == place]
+        return Built(segment, packed, plan, {rank: view_facts(constructor, rank, plan, packed) for rank in ranks})
 
 
-def _build(
-    constructor: DataConstructor, arena: Arena, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]
-) -> Built:
-    """Build one microbatch of one bucket, and write what each of its ranks is told of it."""
-    segment, packed = _pack(constructor, arena, plan, gathered.samples, place)
-    ranks = [rank for rank in gathered.ranks if constructor.bin_of(rank, plan, place[1]) == place]
-    return Built(segment, packed, plan, {rank: view_text(constructor, rank, plan, packed) for rank in ranks})
-
-
-def view_text(constructor: DataConstructor, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> str:
-    """Write what a rank is told of a microbatch: numbers, and type, shape and place of its arrays."""
+def view_facts(constructor: DataConstructor, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> ViewFacts:
+    """Describe a rank's view of a microbatch: numbers, and type, shape and place of its arrays."""
     names, scalars = constructor.view_of(rank, plan, packed)
     specs = {spec.name: (spec.dtype, spec.shape, spec.offset) for spec in packed.arrays}
-    told = {"scalars": scalars, "arrays": [(key, *specs[name]) for key, name in names.items()]}
-    return to_text(told)[1:-1]
+    return ViewFacts(scalars, [(key, *specs[name]) for key, name in names.items()])
 
 
 def _pack(
@@ -494,13 +488,13 @@ class StepServer:
         self._arena = arena
         self.ranks_of = ranks_of
         """The ranks this host is expected to serve on a mesh."""
-        self._seats = Seats(prefetch=prefetch, first_step=planner.first_step, early=early)
+        self._clients = AttachedClients(prefetch=prefetch, first_step=planner.first_step, early=early)
         self._refused: dict[int, SpecError] = {}
         self._prefetch = prefetch
         self._budget = budget_bytes
         self._read_bytes = read_bytes
         self._changed = threading.Condition()
-        self._shelf = StepShelf(constructor, arena)
+        self._cache = StepCache(constructor, arena)
         self._end: int | None = None
         self._failed: tuple[int, OverlordError] | None = None
         self._closing, self._waits = False, WaitMeter()
@@ -521,7 +515,7 @@ class StepServer:
             thread.start()
 
     def close(self, why: OverlordError | None = None) -> None:
-        """End the threads; whoever waits is told why: by default that the launcher closed the service."""
+        """End the threads; clients that wait are told why: by default that the launcher closed the service."""
         self._ends_for = why
         self._closing = True
         self.moved()
@@ -531,24 +525,24 @@ class StepServer:
     def news(self) -> HostNews:
         """Return how far the clients of this host are, and what they hold."""
         with self._changed:
-            seats, waited_s = self._seats, self._waits.seconds()
-            return HostNews(seats.reached, seats.positions, self._arena.used_bytes, waited_s=waited_s)
+            clients, waited_s = self._clients, self._waits.seconds()
+            return HostNews(clients.reached, clients.positions, self._arena.used_bytes, waited_s=waited_s)
 
     def attach(self, rank: int, begin: int, at: int | None = None) -> tuple[int, int | None]:
-        """Seat a client where its rank begins, or where it stood; return its seat, and how far its rank came before."""
+        """Attach a client where its rank begins, or where it was; return its number, and how far its rank had come."""
         with self._changed:
-            reached = self._seats.reached_by(rank)
-            seat = self._seats.take(rank, begin, at)
+            reached = self._clients.reached_by(rank)
+            client = self._clients.take(rank, begin, at)
             self._changed.notify_all()
-            return seat, reached
+            return client, reached
 
-    def detach(self, seat: int) -> None:
-        """Free a seat; nothing is built for it any more."""
+    def detach(self, client: int) -> None:
+        """Detach a client; nothing is built for it any more."""
         with self._changed:
-            self._seats.free(seat)
+            self._clients.free(client)
             self.moved()
 
-    def open_step(self, seat: int, step: int) -> tuple[StepHeader, dict[int, Built]] | None:
+    def open_step(self, client: int, step: int) -> tuple[StepHeader, dict[int, Built]] | None:
         """Move the client's window; return the header of a step, or None past the end, also that of its rank.
 
         With it come the microbatches that are built already, each held once more for the caller. Call `moved` when the
@@ -556,75 +550,75 @@ class StepServer:
         """
         with self._changed:
             self._check_not_ended()
-            self._seats.move(seat, step)
-            if step not in self._shelf.labels:
+            self._clients.move(client, step)
+            if step not in self._cache.labels:
                 self.moved()
-                if self._missing is not None and step not in self._shelf.plans:
+                if self._missing is not None and step not in self._cache.plans:
                     self._tell_missing(step, self._missing)
-            rank = self._seats.rank_of(seat)
+            rank = self._clients.rank_of(client)
 
             def look() -> LoadingPlan | bool | None:
-                plan = self._shelf.plans.get(step)
+                plan = self._cache.plans.get(step)
                 if plan is None:
                     return self._past_end(step) or None
-                return plan if rank >= plan.mesh.world_size or step in self._shelf.labels else None
+                return plan if rank >= plan.mesh.world_size or step in self._cache.labels else None
 
             found = self._wait(step, look)
             if not isinstance(found, LoadingPlan):
                 return None
             if rank >= found.mesh.world_size:
-                self._seats.end(seat)
+                self._clients.end(client)
                 self.moved()
                 return None
-            self._seats.serve(seat)
-            header, places = self._shelf.places(rank, found)
-            return header, self._shelf.take(places)
+            self._clients.serve(client)
+            header, places = self._cache.places(rank, found)
+            return header, self._cache.take(places)
 
     def look_ahead(
-        self, seat: int, step: int, at: int | None, most_bytes: int
+        self, client: int, step: int, at: int | None, most_bytes: int
     ) -> tuple[StepHeader, dict[int, Built]] | None:
         """Return what `open_step` would of a step that the client comes to next, if all of it is there; never waits.
 
         Args:
-            seat: The client's.
+            client: Its number.
             step: The step behind the one it is at.
-            at: The step it is at, if it has that one from looking ahead and nobody was told so far.
+            at: The step it is at, if it has that one from looking ahead and the server was not told so far.
             most_bytes: What the client may hold.
         """
         with self._changed:
             self._check_not_ended()
             if at is not None:
-                self._seats.move(seat, at)
-            plan = self._shelf.plans.get(step)
-            if plan is None or self._seats.rank_of(seat) >= plan.mesh.world_size or step not in self._shelf.labels:
+                self._clients.move(client, at)
+            plan = self._cache.plans.get(step)
+            if plan is None or self._clients.rank_of(client) >= plan.mesh.world_size or step not in self._cache.labels:
                 return None
-            header, places = self._shelf.places(self._seats.rank_of(seat), plan)
-            if not self._shelf.has_all(places, most_bytes):
+            header, places = self._cache.places(self._clients.rank_of(client), plan)
+            if not self._cache.has_all(places, most_bytes):
                 return None
-            return header, self._shelf.take(places)
+            return header, self._cache.take(places)
 
     def moved(self) -> None:
-        """Drop what nobody wants any more, and wake who builds."""
+        """Drop what is not wanted any more, and wake the threads that build."""
         with self._changed:
-            self._shelf.keep(self._wanted_steps())
+            self._cache.keep(self._wanted_steps())
             self._changed.notify_all()
 
-    def microbatch(self, seat: int, step: int, microbatch: int) -> Built | None:
+    def microbatch(self, client: int, step: int, microbatch: int) -> Built | None:
         """Return a microbatch of the client's bucket; its segment is held once more for the caller.
 
         None for a rank that gets its data by the trainer's own broadcast.
         """
 
         def look() -> Built | bool | None:
-            plan = self._shelf.plans.get(step)
+            plan = self._cache.plans.get(step)
             if plan is None:
                 return None
-            place = self._constructor.bin_of(self._seats.rank_of(seat), plan, microbatch)
-            return False if place is None else self._shelf.built.get((step, *place))
+            place = self._constructor.bin_of(self._clients.rank_of(client), plan, microbatch)
+            return False if place is None else self._cache.built.get((step, *place))
 
         with self._changed:
             try:
-                with self._seats.waiting(seat, step):
+                with self._clients.waiting(client, step):
                     self._changed.notify_all()
                     built = self._wait(step, look)
                     if not isinstance(built, Built):
@@ -632,12 +626,12 @@ class StepServer:
                     self._arena.hold(built.segment.number)
                     return built
             finally:
-                self._shelf.keep(self._wanted_steps())
+                self._cache.keep(self._wanted_steps())
 
-    def leave(self, seat: int, next_step: int) -> None:
-        """Note that a client goes in peace, having trained on the steps before `next_step`."""
+    def leave(self, client: int, next_step: int) -> None:
+        """Note that a client leaves in order, having trained on the steps before `next_step`."""
         with self._changed:
-            self._seats.leave(seat, next_step)
+            self._clients.leave(client, next_step)
 
     # -- what is wanted ------------------------------------------------------------------------
 
@@ -645,9 +639,9 @@ class StepServer:
         """Return wanted steps in ascending order with the ranks that want them and, where it is known, are there."""
         failed = self._failed[0] if self._failed is not None else None
         wanted: dict[int, set[int]] = {}
-        for step, ranks in self._seats.wanted().items():
+        for step, ranks in self._clients.wanted().items():
             if not self._past_end(step) and (failed is None or step < failed) and step not in self._refused:
-                plan = self._shelf.plans.get(step)
+                plan = self._cache.plans.get(step)
                 wanted[step] = ranks if plan is None else {rank for rank in ranks if rank < plan.mesh.world_size}
         return wanted
 
@@ -656,9 +650,9 @@ class StepServer:
 
     def _has_room(self, step: int, wanted: dict[int, set[int]]) -> bool:
         """Whether a step may be built now: within the budget, or because a client is at it."""
-        if step == next(iter(wanted)) or self._seats.stands_at(step):
+        if step == next(iter(wanted)) or self._clients.stands_at(step):
             return True
-        held = sum(gathered.samples.nbytes for gathered in self._shelf.samples.values())
+        held = sum(gathered.samples.nbytes for gathered in self._cache.samples.values())
         held += self._arena.used_bytes + self._read_bytes()
         # Steps are much alike: what is being gathered, and what would come now, will be like the last.
         return held + (len(self._gathering) + 1) * self._last_bytes <= self._budget
@@ -668,7 +662,7 @@ class StepServer:
         if missing == STORE_DOWN:
             return  # the planner's host has said so
         with self._changed:
-            stands = self._seats.came_to(step)
+            stands = self._clients.came_to(step)
         if missing != self._told_missing and stands:
             self._told_missing = missing
             logger.warning("step %d waits for the report of step %d; call client.report on one rank", step, missing)
@@ -709,17 +703,17 @@ class StepServer:
             self._attempt(step_of(task), partial(work, task))
 
     def _attempt(self, step: int, work: Callable[[], None]) -> bool:
-        """Do some work for a step; a failure is kept for whoever waits for that step."""
+        """Do some work for a step; a failure is kept for the clients that wait for that step."""
         try:
             work()
-        except BaseException as error:  # the border of the roles: also a decoder's panic must reach who waits
+        except BaseException as error:  # the border of the roles: also a decoder's panic must reach the client
             known = error if isinstance(error, OverlordError) else out_of_files(error)
             if known is None:
                 logger.exception("step %d failed", step)
                 known = OverlordError(f"step {step} failed: {type(error).__name__}: {error}")
             with self._changed:
                 if isinstance(known, SpecError):
-                    self._refused[step] = known  # who asks for it is wrong; others go on
+                    self._refused[step] = known  # the request is wrong; others go on
                 elif self._failed is None or step < self._failed[0]:
                     self._failed = (step, known)
                 self.moved()
@@ -731,11 +725,11 @@ class StepServer:
     def _plan_loop(self) -> None:
         def choose() -> int | None:
             wanted = self._wanted_steps()
-            return next((s for s in wanted if s not in self._shelf.plans and self._has_room(s, wanted)), None)
+            return next((s for s in wanted if s not in self._cache.plans and self._has_room(s, wanted)), None)
 
         def work(step: int) -> None:
             with self._changed:
-                newcomers = self._seats.only_new(step)
+                newcomers = self._clients.only_new(step)
             news = dataclasses.replace(self.news(), told_missing=self._missing, newcomers=newcomers)
             plan = self._planner.plan(step, news)
             self._missing = plan.missing if isinstance(plan, Waiting) else None
@@ -747,8 +741,8 @@ class StepServer:
                 if plan is None:
                     self._end = min(step, step if self._end is None else self._end)
                 else:
-                    self._shelf.plans[step] = plan
-                    self._shelf.next_meshes[step] = self._planner.next_mesh
+                    self._cache.plans[step] = plan
+                    self._cache.next_meshes[step] = self._planner.next_mesh
                 self.moved()
 
         self._run(choose, work, lambda step: step)
@@ -757,15 +751,15 @@ class StepServer:
         def choose() -> int | None:
             wanted = self._wanted_steps()
             for step, ranks in wanted.items():
-                held, planned = self._shelf.samples.get(step), step in self._shelf.plans
+                held, planned = self._cache.samples.get(step), step in self._cache.plans
                 if planned and step not in self._gathering and (held is None or not ranks <= held.ranks):
-                    unknown = bool(ranks) and step not in self._shelf.labels
-                    missing = unknown or self._shelf.next_missing(step, ranks) is not None
-                    needed = not self._seats.ever_attached or missing
+                    unknown = bool(ranks) and step not in self._cache.labels
+                    missing = unknown or self._cache.next_missing(step, ranks) is not None
+                    needed = not self._clients.ever_attached or missing
                     if needed and self._has_room(step, wanted):
-                        plan = self._shelf.plans[step]
+                        plan = self._cache.plans[step]
                         expected = self.ranks_of(plan.mesh)
-                        self._gathering[step] = (plan, self._seats.gathers_for(expected, plan.mesh.world_size))
+                        self._gathering[step] = (plan, self._clients.gathers_for(expected, plan.mesh.world_size))
                         return step
             return None
 
@@ -784,7 +778,7 @@ class StepServer:
         samples = collecting.pop()()
         with self._changed:
             self._last_bytes = samples.nbytes
-            self._shelf.gathered(self._gathering[step][0], samples, self._gathering[step][1])
+            self._cache.gathered(self._gathering[step][0], samples, self._gathering[step][1])
             del self._gathering[step]
             self.moved()
 
@@ -792,9 +786,9 @@ class StepServer:
         def choose() -> Bin | None:
             wanted = self._wanted_steps()
             for step, ranks in wanted.items():
-                if step in self._shelf.samples and step in self._shelf.plans:
-                    here = ranks & self._shelf.samples[step].ranks
-                    missing = self._shelf.next_missing(step, here, self._packing)
+                if step in self._cache.samples and step in self._cache.plans:
+                    here = ranks & self._cache.samples[step].ranks
+                    missing = self._cache.next_missing(step, here, self._packing)
                     if missing is not None and self._has_room(step, wanted):
                         self._packing.add(missing)
                         return missing
@@ -803,21 +797,21 @@ class StepServer:
         def work(key: Bin) -> None:
             step = key[0]
             with self._changed:
-                plan, gathered = self._shelf.plans.get(step), self._shelf.samples.get(step)
+                plan, gathered = self._cache.plans.get(step), self._cache.samples.get(step)
             made: dict[Bin, Built] = {}
             try:
                 if plan is not None and gathered is not None:
-                    made[key] = self._shelf.build(plan, gathered, key[1:])
+                    made[key] = self._cache.build(plan, gathered, key[1:])
             finally:
                 with self._changed:  # at once: in between, the other thread would take it for missing
                     self._packing.remove(key)
-                    self._shelf.add(made)
+                    self._cache.add(made)
                     if made:
-                        self._shelf.opened(step, key[1:])
+                        self._cache.opened(step, key[1:])
             with self._changed:
-                self._shelf.keep(self._wanted_steps())  # the clients may have moved on meanwhile
-                if step in self._shelf.plans and self._shelf.next_missing(step, self._wanted_steps()[step]) is None:
-                    self._shelf.samples.pop(step, None)
+                self._cache.keep(self._wanted_steps())  # the clients may have moved on meanwhile
+                if step in self._cache.plans and self._cache.next_missing(step, self._wanted_steps()[step]) is None:
+                    self._cache.samples.pop(step, None)
                 self._changed.notify_all()
 
         self._run(choose, work, lambda key: key[0])
@@ -827,34 +821,40 @@ class StepServer:
 
         Every host tells the planner's host which of its samples do not decode, and is told those of all when the last
         one has. A host without attached trainers builds nothing, and one that is short of memory builds nothing ahead:
-        the media of their ranks are then decoded here too, so that no host waits for another's trainers. Whoever
-        decodes a sample finds the same, so the number depends on nothing of this.
+        the media of their ranks are then decoded here too, so that no host waits for another's trainers. Every
+        host that decodes a sample finds the same, so the number depends on nothing of this.
         """
 
         def choose() -> int | None:
             wanted = self._wanted_steps()
-            return next((s for s in wanted if s in self._shelf.checked and s not in self._shelf.labels), None)
+            return next((s for s in wanted if s in self._cache.checked and s not in self._cache.labels), None)
 
         def work(step: int) -> None:
             with self._changed:
-                mine = self._shelf.checked.get(step)
+                mine = self._cache.checked.get(step)
             if mine is None:
                 return
             ranks, lost = set(mine.ranks), dict(mine.lost)
             for tries in itertools.count(1):
                 told = self._planner.ask(
-                    {"op": "labels", "step": step, "plan": mine.plan.digest, "world_size": mine.plan.mesh.world_size,
-                     "ranks": sorted(ranks), "lost": list(lost.items()), "from": step - self._prefetch - 1}
-                )  # fmt: skip
-                if self._closing or not told["missing"]:
+                    CountLabels(
+                        step,
+                        mine.plan.digest,
+                        mine.plan.mesh.world_size,
+                        sorted(ranks),
+                        list(lost.items()),
+                        near_from=step - self._prefetch - 1,
+                    )
+                )
+                if self._closing or not told.missing:
                     break
-                if tries >= OTHERS_TRIES or not told["near"]:
-                    others = told["missing"][: len(mine.ranks)]  # no more at a time than this host has memory for
+                if tries >= OTHERS_TRIES or not told.near:
+                    others = told.missing[: len(mine.ranks)]  # no more at a time than this host has memory for
                     lost |= self._constructor.gather(mine.plan, others, open_all=True)().lost
                     ranks |= set(others)
             with self._changed:
-                if step in self._shelf.plans and not self._closing:
-                    self._shelf.labels[step] = mine.counted - sum(count for _, count in told["lost"])
+                if step in self._cache.plans and not self._closing:
+                    self._cache.labels[step] = mine.counted - sum(count for _, count in told.lost)
                 self.moved()
 
         self._run(choose, work, lambda step: step)

@@ -10,11 +10,22 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from overlord.core.client_messages import (
+    Beginning,
+    FindBeginning,
+    GetState,
+    GetStatus,
+    Join,
+    Report,
+    Request,
+    StepHeader,
+    mesh_from_text,
+)
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import is_whole
 from overlord.errors import ClosedError, Rewound
 from overlord.job.specs import Job
-from overlord.roles.client import Client, RankView, StepHeader
+from overlord.roles.client import Client, RankView
 from overlord.runtimes.client_feed import check_step
 from overlord.runtimes.hosts.cluster_role import ClusterRole, Means
 from overlord.runtimes.hosts.cluster_roles import ROLES
@@ -33,6 +44,7 @@ from overlord.runtimes.transport.switchboard import Switchboard
 
 CONSTRUCTOR = "constructor host 0"
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -72,22 +84,21 @@ class InlineService(OwnerAsks):
     def client(self, rank: int, step: int | None = None, state: Mapping[str, Any] | None = None) -> Client:
         """Return the client of one rank, at a step where one is given: there are no others that could be waited for."""
         check_step(step)
-        found = self._ask({"op": "begins", "rank": int(rank) if is_whole(rank) else -1})
-        mesh, lineage, begin = ClientPlaceTree.parse(found["mesh"]), found["lineage"], found["first_step"]
-        if step is not None and begin is not None:
-            message = {"op": "join", "rank": int(rank), "step": int(step), "state": state, "alone": True}
+        found = self._ask(FindBeginning(int(rank) if is_whole(rank) else -1))
+        if step is not None and found.first_step is not None:
+            request = Join(int(rank), int(step), None if state is None else dict(state), alone=True)
             try:
-                joined = self._ask(message)
+                joined = self._ask(request)
             except Rewound:
-                self.crash()  # and whoever asks next finds it started again, at that step
-                joined = self._ask(message)
-            mesh, begin = ClientPlaceTree.parse(joined["mesh"]), joined["first_step"]
-            lineage = self._ask({"op": "begins", "rank": int(rank)})["lineage"]
-        return Client(Feed(self, rank, mesh, lineage), rank, begin or 0)
+                self.crash()  # the next request starts it again, at that step
+                joined = self._ask(request)
+            assert isinstance(joined, Beginning), "it waits for no other rank"
+            found = joined
+        return Client(Feed(self, rank, mesh_from_text(found.mesh), found.lineage), rank, found.first_step or 0)
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met; there are no hosts that could be lost."""
-        return self._ask({"op": "status"})["status"] | {"hosts": [], "faults": []}
+        return self._ask(GetStatus()).content | {"hosts": [], "faults": []}
 
     def close(self) -> None:
         """End the roles and remove what is temporary."""
@@ -117,8 +128,8 @@ class InlineService(OwnerAsks):
         """Return the object of a role."""
         return getattr(self.supervisor.peer(name), "role", None)
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        return self.supervisor.ask(message)
+    def _ask(self, request: Request[R]) -> R:
+        return self.supervisor.ask(request)
 
     # -- what clients ask -------------------------------------------------------------------------
 
@@ -187,11 +198,11 @@ class Feed:
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Tell the planner of a step."""
         self._follow(f"the report of step {step}", step)
-        self._ask({"op": "report", "step": step, "metrics": metrics})
+        self._ask(Report(step, metrics))
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state before a step."""
-        return self._ask({"op": "state", "step": step})["state"]
+        return self._ask(GetState(step)).content
 
     def close(self, next_step: int) -> None:
         """Tell how far the client came."""
@@ -200,14 +211,14 @@ class Feed:
         except ClosedError:
             pass  # a client may go after its service
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        return self._service.as_constructor(lambda host: host.ask(message))
+    def _ask(self, request: Request[R]) -> R:
+        return self._service.as_constructor(lambda host: host.ask(request))
 
     def _follow(self, what: str, step: int) -> None:
         """Follow a service that was started again; one that went back only from the very step that it went back to."""
         supervisor = self._service.supervisor
         if self._restarts != self._service.restarts:
-            lineage = self._ask({"op": "begins", "rank": self._rank})["lineage"]
+            lineage = self._ask(FindBeginning(self._rank)).lineage
             if lineage != self._lineage and step > supervisor.first_step:
                 raise left_behind(what, supervisor.first_step)
             self._restarts, self._lineage = self._service.restarts, lineage

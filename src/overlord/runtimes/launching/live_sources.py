@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from overlord.core.client_messages import AddSource, Message
+from overlord.core.messages import AdmitSource
 from overlord.errors import OverlordError, SpecError
 from overlord.roles.assignment import NO_HOST, Assignment
 from overlord.runtimes.hosts.peers import PLANNER, loader_name
@@ -59,29 +61,29 @@ class LiveSources:
             for at, source in enumerate(self._added)
         ]
 
-    def add(self, message: dict[str, Any]) -> int:
+    def add(self, request: AddSource) -> int:
         """Let a source come; return the step it comes at.
 
         Raises:
             OverlordError: It was not added, and nothing has changed.
         """
         with self._turn:
-            made = self._ask(PLANNER, "check_source", message)["step"]
+            made = self._ask(PLANNER, "check_source", request)["step"]
             if made is not None:
                 return int(made)
             primary, shadow = self._choose(self._board.book.assignment)
-            opened = self._ask(loader_name(primary), "add_source", {"source": message["source"], "mine": True})
-            self._added.append(message["source"])
+            opened = self._ask(loader_name(primary), "add_source", {"source": request.source, "mine": True})
+            self._added.append(request.source)
             self.facts[opened["name"]] = opened["fact"]
             self._change(lambda now: Assignment((*now.primary, (primary,)), (*now.shadow, shadow)))
             try:
                 for site in self._sites():
                     if site.role != "planner":
                         mine = site.role == "loader" and site.number in (primary, shadow)
-                        self._ask(site.name, "add_source", {"source": message["source"], "mine": mine})
-                return int(self._ask(PLANNER, "add_source", {**message, "fact": opened["fact"]})["step"])
+                        self._ask(site.name, "add_source", {"source": request.source, "mine": mine})
+                return int(self._ask(PLANNER, "add_source", AdmitSource(request, opened["fact"]))["step"])
             except OverlordError as error:
-                made = self._ask(PLANNER, "added_at", {"id": message["id"]})["step"]
+                made = self._ask(PLANNER, "added_at", {"id": request.id})["step"]
                 if made is not None:
                     return int(made)
                 self._take_back(opened["name"])
@@ -115,5 +117,5 @@ class LiveSources:
         primary, *others = sorted(hosts, key=lambda host: (held[host], host))
         return primary, others[0] if others and set(now.shadow) != {NO_HOST} else NO_HOST
 
-    def _ask(self, name: str, method: str, message: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, name: str, method: str, message: Message | dict[str, Any]) -> dict[str, Any]:
         return self._board.insist(name, method, message)

@@ -29,12 +29,14 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
+from overlord.core.client_messages import Message
+from overlord.core.messages import EndChildren, ForkAnswer, ForkChild
 from overlord.errors import ServiceLost
 from overlord.runtimes.supervision.child import LIMITS, ChildProcess, Limits, start_python
-from overlord.runtimes.transport.wire import receive, send
+from overlord.runtimes.transport.role_codec import receive_message, send_message
 
 
 class ForkedChild(ChildProcess):
@@ -104,14 +106,14 @@ class ForkServer:
         try:
             with theirs, self._lock:
                 self._check_running()
-                answer = self._ask({}, [theirs.fileno()])
+                answer = self._ask(ForkChild(), [theirs.fileno()])
                 number = self._number
-            if "error" in answer:
-                raise ServiceLost(f"it cannot be forked: {answer['error']}")
+            if answer.error is not None:
+                raise ServiceLost(f"it cannot be forked: {answer.error}")
         except BaseException:
             ours.close()
             raise
-        return ForkedChild(self, number, answer["pid"], ours)
+        return ForkedChild(self, number, answer.pid, ours)
 
     def runs(self, number: int) -> bool:
         """Whether this server, and no later one, is up."""
@@ -121,7 +123,7 @@ class ForkServer:
         """Kill a child if it lives, and return its exit code; None when its server is gone."""
         with self._lock:
             try:
-                return int(self._ask({"end": [pid]})["codes"][0]) if self.runs(number) else None
+                return self._ask(EndChildren([pid])).codes[0] if self.runs(number) else None
             except ServiceLost:
                 return None
 
@@ -134,7 +136,7 @@ class ForkServer:
                 if self._process is not None and not self._lost:
                     assert self._control is not None
                     self._control.settimeout(self._limits.fork_close)
-                    self._ask({"end": None})
+                    self._ask(EndChildren())
             except ServiceLost:
                 pass  # the whole group is killed below
             finally:
@@ -183,15 +185,15 @@ class ForkServer:
         except ProcessLookupError:
             pass  # the whole group has ended
 
-    def _ask(self, message: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
+    def _ask(self, message: Message, fds: Sequence[int] = ()) -> ForkAnswer:
         """Ask the server, with the lock held."""
         assert self._control is not None
         try:
-            send(self._control, message, fds)
-            answer = receive(self._control)[0]
+            send_message(self._control, message, fds)
+            answer: ForkAnswer = receive_message(self._control)[0]
             self._control.settimeout(self._limits.fork)  # one that is stopped is as good as dead
             return answer
-        except (ServiceLost, OSError) as error:
+        except ServiceLost as error:
             self._lost = True
             raise ServiceLost(f"the fork server is gone: {error}") from error
 
@@ -212,8 +214,8 @@ def run(control: socket.socket, serve: Serve) -> None:
     gc.freeze()  # a collection in a child would touch, and so copy, every page it shares with the server
     while True:
         try:
-            message, fds = receive(control)
-            send(control, _answer(control, message, fds, children, serve))
+            message, fds = receive_message(control)
+            send_message(control, _answer(control, message, fds, children, serve))
         except ServiceLost:
             return
 
@@ -235,15 +237,16 @@ def hold_life_line() -> None:
 
 
 def _answer(
-    control: socket.socket, message: dict[str, Any], fds: list[int], children: set[int], serve: Serve
-) -> dict[str, Any]:
-    if "end" in message:
-        return {"codes": [_end(pid, children) for pid in message["end"] or sorted(children)]}
+    control: socket.socket, message: ForkChild | EndChildren, fds: list[int], children: set[int], serve: Serve
+) -> ForkAnswer:
+    if isinstance(message, EndChildren):
+        pids = sorted(children) if message.pids is None else message.pids
+        return ForkAnswer(codes=tuple(_end(pid, children) for pid in pids))
     try:
         pid = os.fork()
     except OSError as error:
         os.close(fds[0])
-        return {"error": str(error.strerror or error)}
+        return ForkAnswer(error=str(error.strerror or error))
     if pid == 0:
         control.close()
         os.set_inheritable(fds[0], False)  # a program that the function starts must not keep the connection open
@@ -251,7 +254,7 @@ def _answer(
         _live(socket.socket(fileno=fds[0]), serve)
     os.close(fds[0])
     children.add(pid)
-    return {"pid": pid}
+    return ForkAnswer(pid)
 
 
 def _end(pid: int, children: set[int]) -> int:

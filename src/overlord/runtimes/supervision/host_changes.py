@@ -26,7 +26,7 @@ from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.supervision.role_table import RoleTable
 from overlord.runtimes.transport.engine import Engine, RoleInstance
-from overlord.runtimes.transport.role_messages import unwrap
+from overlord.runtimes.transport.role_codec import unwrap
 from overlord.runtimes.transport.switchboard import Peer
 from overlord.scaling.dealing import Deal, deal
 

@@ -33,7 +33,7 @@ from overlord.core.ragged import RowBatch, concat_rows, num_rows, slice_rows
 from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError, ToleranceError
 from overlord.runtimes.supervision.child import LIMITS, Limits, exit_status
 from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
-from overlord.runtimes.transport.frames import receive_rows, send_rows
+from overlord.runtimes.transport.role_codec import receive_rows, send_rows
 
 logger = logging.getLogger("overlord")
 

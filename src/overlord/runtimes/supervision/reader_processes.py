@@ -31,6 +31,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from overlord.core.messages import ServeCaller
 from overlord.core.ragged import Ragged, RowBatch, num_rows
 from overlord.errors import ClosedError, ReaderError, ServiceLost, SourceError
 from overlord.readers.files import StoredFile, verify_unchanged
@@ -40,8 +41,7 @@ from overlord.readers.source_files import FORMATS
 from overlord.runtimes.supervision.child import LIMITS, Limits, exit_status
 from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
 from overlord.runtimes.supervision.process_workers import exchange
-from overlord.runtimes.transport.frames import receive_rows, send_rows
-from overlord.runtimes.transport.wire import receive, send
+from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
 
 logger = logging.getLogger("overlord")
 
@@ -216,8 +216,8 @@ class _ReaderProcess:
             ours, theirs = socket.socketpair()
             try:
                 with theirs:
-                    send(self._child.connection, {}, [theirs.fileno()])
-            except OSError:
+                    send_message(self._child.connection, ServeCaller(), [theirs.fileno()])
+            except ServiceLost:
                 ours.close()
             else:
                 return ours
@@ -420,7 +420,7 @@ def serve(control: socket.socket) -> None:
     streams: Streams = {}
     while True:
         try:
-            _, fds = receive(control)
+            _, fds = receive_message(control)
         except ServiceLost:
             return
         caller = socket.socket(fileno=fds[0])

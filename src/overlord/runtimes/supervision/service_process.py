@@ -35,12 +35,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from overlord.core.client_messages import Beat, Failure, GetStatus, Request
 from overlord.errors import ClosedError, Fenced, OverlordError, Rewound, ServiceLost, SpecError, StoreError, error_named
 from overlord.job.specs import Job
 from overlord.roles.client import Client
-from overlord.runtimes.client_feed import ask_once, connect_local, opened, write_failure
+from overlord.runtimes.client_feed import ask_once, connect, write_failure
 from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.owner_asks import OwnerAsks
@@ -48,8 +49,10 @@ from overlord.runtimes.supervision.child import Backoff, ChildProcess, Limits, L
 from overlord.runtimes.supervision.cleanup import remove_when_gone
 from overlord.runtimes.supervision.service_main import CLOSED, REWOUND, SERVED
 from overlord.runtimes.transport.bundle import pack
-from overlord.runtimes.transport.doors import BEAT, knock
-from overlord.runtimes.transport.wire import receive, send
+from overlord.runtimes.transport.codec import raised, receive, send
+from overlord.runtimes.transport.listener import connect_socket
+
+R = TypeVar("R")
 
 logger = logging.getLogger("overlord")
 
@@ -175,9 +178,9 @@ class ServiceChild(ChildProcess):
         self._beat_due = now + BEAT_EVERY_S
         try:
             if self._heartbeat is None:
-                self._heartbeat = knock(self.address)
+                self._heartbeat = connect_socket(self.address)
                 self._heartbeat.settimeout(self._limits.role_silence)
-            send(self._heartbeat, {"op": BEAT})
+            send(self._heartbeat, Beat())
             self._beat_asked = True
         except (OSError, ServiceLost):
             self._close_heartbeat()  # it is tried again with the next one
@@ -521,7 +524,7 @@ class ServiceProcess(OwnerAsks):
     def client(self, rank: int, step: int | None = None) -> Client:
         """Return the client of one rank in this process."""
         self._wait_up()
-        return connect_local(self.address, rank, step)
+        return connect(self.address, rank, step)
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met; while the service is started again, what was last seen of it.
@@ -538,7 +541,7 @@ class ServiceProcess(OwnerAsks):
                 break
             self._wait_up()
             try:
-                self._seen = opened(ask_once(self.address, {"op": "status"}))["status"]
+                self._seen = raised(ask_once(self.address, GetStatus())).content
                 break
             except ServiceLost:
                 backoff.pause()  # by then its supervisor has noticed the end
@@ -551,17 +554,16 @@ class ServiceProcess(OwnerAsks):
         self._finalizer()
         self._supervisor.wait_closed()
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: Request[R]) -> R:
         """Call the service; calls are idempotent, so one that is interrupted by its death is made again."""
         backoff = Backoff(0.1, 1.0)
         while True:
             self._wait_up()
             with contextlib.suppress(ServiceLost):  # it is called again below
-                reply = ask_once(self.address, message)
-                if reply.get("error") != Rewound.__name__:
-                    break
+                reply = ask_once(self.address, request)
+                if not isinstance(reply, Failure) or reply.error != Rewound.__name__:
+                    return raised(reply)
             backoff.pause()
-        return opened(reply)
 
     def _wait_up(self) -> None:
         """Wait until the service runs; raise why it will not."""

@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from overlord.core.client_messages import AddSource, ChangedAt, Document, GetStatus, Request
 from overlord.errors import AnswerLost, ClosedError, Fenced, OverlordError, Rewound, ServiceLost, StoreError
 from overlord.job.specs import Job
 from overlord.roles.assignment import Assignment, promote
@@ -49,9 +50,9 @@ from overlord.runtimes.supervision.host_changes import WORKERS_PER_HOST, HostCha
 from overlord.runtimes.supervision.role_table import MOST_TRIES, RoleTable
 from overlord.runtimes.supervision.service_main import REWOUND, SERVED
 from overlord.runtimes.transport.bundle import pack, unpack
-from overlord.runtimes.transport.doors import CONTROL, answer_all, open_door
 from overlord.runtimes.transport.engine import Engine, RoleInstance
-from overlord.runtimes.transport.role_messages import unwrap
+from overlord.runtimes.transport.listener import CONTROL, answer_requests, listen
+from overlord.runtimes.transport.role_codec import unwrap
 from overlord.runtimes.transport.switchboard import Peer, PeerGone, Pending
 
 logger = logging.getLogger("overlord")
@@ -224,23 +225,16 @@ class Supervisor:
         """Look after the roles from now on, in a thread."""
         self._watcher.start()
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Request[Any]) -> Any:
         """Answer the owner of the service: its planner does."""
-        if message.get("op") == "beat":
-            return {}
-        if message.get("op") == "add_source":
-            return {"step": self._live.add(message)}
-        if message.get("op") == "status" and self._last_status and (self.table.failed or self.peer(PLANNER) is None):
-            return {
-                "status": self._last_status | self.describe()
-            }  # the planner's last answer, and that it is being replaced
-        if message.get("op") == "status":
+        if isinstance(request, AddSource):
+            return ChangedAt(self._live.add(request))
+        if not isinstance(request, GetStatus):
+            return self._board.insist(PLANNER, "ask", request)
+        if not self._last_status or not (self.table.failed or self.peer(PLANNER) is None):
             self._refresh_progress()
-        answer = self._board.insist(PLANNER, "ask", message)["answer"]
-        if message.get("op") == "status":
-            self._last_status = answer["status"]
-            answer["status"] |= self.describe()
-        return answer
+            self._last_status = self._board.insist(PLANNER, "ask", request).content
+        return Document(self._last_status | self.describe())  # a planner that is being replaced gave it before
 
     def _refresh_progress(self) -> None:
         """Have every constructor host tell the planner how far its clients are; a slow host is not waited for."""
@@ -580,22 +574,22 @@ def supervised(
     )  # fmt: skip
     scaler = service_scaler(options, supervisor.ask, supervisor.hosts.workload, supervisor.hosts.resize)
 
-    def answer(message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        found = supervisor.ask(message)
-        if "status" in found:
-            found["status"]["scaling"] = scaler.describe()
+    def answer(request: Request[Any]) -> tuple[Any, list[int]]:
+        found = supervisor.ask(request)
+        if isinstance(request, GetStatus):
+            found = Document(found.content | {"scaling": scaler.describe()})
         return found, []
 
     try:
         supervisor.begin(progress)
         supervisor.watch()
         scaler.start()
-        with open_door(folder / CONTROL, lambda talk: answer_all(talk, answer)):
+        with listen(folder / CONTROL, lambda connection: answer_requests(connection, answer)):
             try:
                 yield f"unix://{folder}"
             except OverlordError as error:
                 supervisor.ends_for = error
-        refresh_profile(options, lambda: supervisor.ask({"op": "status"})["status"])
+        refresh_profile(options, lambda: supervisor.ask(GetStatus()).content)
     finally:
         supervisor.interrupt()  # the scaler may wait for a role
         scaler.close()

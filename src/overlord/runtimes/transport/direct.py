@@ -27,8 +27,8 @@ from overlord.runtimes.launching.deployment import IsolateReader, Prepared, Prog
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
+from overlord.runtimes.transport.role_codec import Unfinished
 from overlord.runtimes.transport.role_host import answer_of
-from overlord.runtimes.transport.role_messages import Unfinished
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, Pending, Sender, Switchboard
 from overlord.transforms.samples.per_sample import Isolate, Workers
 

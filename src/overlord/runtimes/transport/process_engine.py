@@ -8,14 +8,13 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.messages import CallRole, StartRole
 from overlord.errors import ServiceLost
 from overlord.runtimes.autoscaling.warming import warm_common
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits
 from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
-from overlord.runtimes.transport.doors import open_door
-from overlord.runtimes.transport.frames import Frame, frame_from, frame_of, receive_frame, send_frame
+from overlord.runtimes.transport.codec import Frame, frame_of, receive_frame, send_frame
+from overlord.runtimes.transport.listener import listen
+from overlord.runtimes.transport.role_codec import (
+    answer_from_frame,
+    from_frame,
+    receive_message,
+    send_message,
+    to_frame,
+)
 from overlord.runtimes.transport.role_host import RoleHost
-from overlord.runtimes.transport.role_messages import answer_from_frame, message_to_frame
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
 
 
@@ -51,21 +57,21 @@ class ProcessPeer:
 
     def ask(self, method: str, message: Any, sender: Sender = SERVICE) -> SocketAnswer:
         """Call a method of the role."""
-        frame, blob = message_to_frame(method, message)
-        envelope = {"method": method, "sender": list(sender), "blob": blob is not None}
-        return self.send(envelope, frame if blob is None else [*frame, blob])
+        frame, plan = to_frame(message)
+        call = CallRole(method, sender, frame[0], plan is not None)
+        return self.send(call, frame[1:] if plan is None else [*frame[1:], plan])
 
-    def send(self, envelope: Mapping[str, Any], parts: Sequence[Any]) -> SocketAnswer:
-        """Send a message on a connection of its own."""
+    def send(self, call: CallRole, arrays: Sequence[Any] = ()) -> SocketAnswer:
+        """Send a call on a connection of its own."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         connection = connection or self._connect()
         try:
-            send_frame(connection, envelope, parts)
-        except OSError as error:
+            send_frame(connection, [*frame_of(call), *arrays])
+        except ServiceLost as error:
             connection.close()
-            raise PeerGone(f"{error.strerror or error}") from error
-        return SocketAnswer(self, connection, str(envelope["method"]))
+            raise PeerGone(str(error)) from error
+        return SocketAnswer(self, connection)
 
     def keep(self, connection: socket.socket) -> None:
         """Take a connection back that has nothing under way."""
@@ -96,9 +102,8 @@ class ProcessPeer:
 class SocketAnswer:
     """A call under way."""
 
-    def __init__(self, peer: ProcessPeer, connection: socket.socket, method: str) -> None:
+    def __init__(self, peer: ProcessPeer, connection: socket.socket) -> None:
         self._peer = peer
-        self._method = method
         self.connection: socket.socket | None = connection
         """None when the answer has come."""
         self._answer: Any = None
@@ -115,13 +120,13 @@ class SocketAnswer:
             if not _readable([self.connection], timeout_s):
                 return None
             try:
-                _, parts = receive_frame(self.connection)
-            except (ServiceLost, OSError) as error:
+                frame, _ = receive_frame(self.connection)
+            except ServiceLost as error:
                 self.connection.close()
                 self._gone = f"its connection broke off: {error}"
                 raise PeerGone(self._gone) from error
             self._peer.keep(self.connection)
-            self.connection, self._answer = None, answer_from_frame(self._method, frame_from(parts))
+            self.connection, self._answer = None, answer_from_frame(frame)
             return self._answer
 
     def __del__(self) -> None:
@@ -163,20 +168,22 @@ class ProcessEngine:
         """Start a process for a role."""
         path = str(self._folder / f"{site.name.replace(' ', '-')}.{generation}")
         site_facts = site.facts(self._hosts) | {"generation": generation}
-        told = {"folder": str(self._folder), "socket": path, "site": site_facts, "paths": sys.path}
+        bundle, end_s = np.frombuffer(self._bundle, np.uint8), self._limits.orphaned_role
         process = self._server.fork()
         try:
-            send_frame(process.connection, told | {"end_s": self._limits.orphaned_role}, [self._bundle])
-        except OSError as error:
+            send_message(
+                process.connection, StartRole(str(self._folder), path, site_facts, list(sys.path), end_s, bundle)
+            )
+        except ServiceLost as error:
             process.end()
-            raise PeerGone(f"it died while it was started: {error.strerror or error}") from error
+            raise PeerGone(f"it died while it was started: {error}") from error
         return ProcessPeer(path, process)
 
     def introduce(self, peer: Peer, book: Book) -> Pending:
         """Send a role the book of its peers, which are known by their sockets."""
         assert isinstance(peer, ProcessPeer)
         paths = {name: one.path for name, one in book.peers.items() if isinstance(one, ProcessPeer)}
-        return peer.send({"method": "learn", "paths": paths}, frame_of(book.head()))
+        return peer.send(CallRole("learn", SERVICE, to_frame(book.head())[0][0], paths=paths))
 
     def kill(self, peer: Peer, site: Site, pid: int) -> None:
         """Kill a process; its exit is collected beside."""
@@ -227,21 +234,20 @@ def preload() -> None:
 
 def serve(connection: socket.socket) -> None:
     """Be a role: which one is the first message on the connection, and the end of the connection ends it."""
-    told, parts = receive_frame(connection)
+    told: StartRole = receive_message(connection)[0]
     coming: Future[_RoleServer] = Future()  # early callers wait for it
     with contextlib.ExitStack() as listening:
         try:
-            listening.enter_context(open_door(Path(told["socket"]), lambda talk: coming.result().answer_all(talk)))
+            listening.enter_context(listen(Path(told.socket), lambda caller: coming.result().answer_all(caller)))
         except FileNotFoundError:
             return  # the service is gone, and its folder with it
-        host = RoleHost(parts[0].tobytes(), told["paths"], told["folder"], told["site"], InlineBlobs())
-        server = _RoleServer(host)
+        server = _RoleServer(RoleHost(told.bundle.tobytes(), told.paths, told.folder, told.site, InlineBlobs()))
         coming.set_result(server)
         connection.recv(1)  # nothing ever comes
-    hurry = threading.Timer(told["end_s"], os._exit, (1,))
+    hurry = threading.Timer(told.end_s, os._exit, (1,))
     hurry.daemon = True
     hurry.start()
-    server.answer({"method": "close", "sender": ("service", 0), "blob": False}, frame_of({}))
+    server.answer(CallRole("close", SERVICE, to_frame({})[0][0]), [])
     os._exit(0)  # threads may still wait for peers that are gone too
 
 
@@ -255,19 +261,18 @@ class _RoleServer:
     def answer_all(self, connection: socket.socket) -> None:
         """Answer messages until the caller closes the connection."""
         while True:
-            envelope, parts = receive_frame(connection)
-            send_frame(connection, {}, self.answer(envelope, frame_from(parts)))
+            frame, _ = receive_frame(connection)
+            send_frame(connection, self.answer(from_frame(frame), frame[1:]))
 
-    def answer(self, envelope: dict[str, Any], frame: Frame) -> Frame:
-        """Answer one message."""
-        if envelope["method"] == "learn":
-            return self._learn(envelope["paths"], frame)
-        blob = frame.pop() if envelope["blob"] else None
-        name, generation = envelope["sender"]
-        return self._host.ask(envelope["method"], frame, blob, (name, generation))
+    def answer(self, call: CallRole, arrays: list[Any]) -> Frame:
+        """Answer one call."""
+        if call.method == "learn":
+            return self._learn(call)
+        plan = arrays.pop() if call.plan else None
+        return self._host.ask(call.method, [call.head, *arrays], plan, call.sender)
 
-    def _learn(self, paths: dict[str, str], frame: Frame) -> Frame:
+    def _learn(self, call: CallRole) -> Frame:
         # One peer for each instance of a role: it keeps its connections from one book to the next.
-        peers = {name: self._peers.get(path) or ProcessPeer(path) for name, path in paths.items()}
+        peers = {name: self._peers.get(path) or ProcessPeer(path) for name, path in call.paths.items()}
         self._peers = {peer.path: peer for peer in peers.values()}
-        return self._host.learn(json.loads(frame[0]), peers)
+        return self._host.learn(from_frame([call.head]), peers)

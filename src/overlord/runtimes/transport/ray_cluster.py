@@ -40,9 +40,9 @@ from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.service_main import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
-from overlord.runtimes.transport.frames import Frame
+from overlord.runtimes.transport.codec import Frame
+from overlord.runtimes.transport.role_codec import answer_from_frame, to_frame
 from overlord.runtimes.transport.role_host import RoleHost
-from overlord.runtimes.transport.role_messages import answer_from_frame, message_to_frame
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
 
 STORE_BYTES = 256 << 20
@@ -63,22 +63,22 @@ class RayPeer:
 
     def ask(self, method: str, message: Any, sender: Sender = SERVICE) -> RayAnswer:
         """Call a method of the actor's role."""
-        frame, blob = message_to_frame(method, message)
+        frame, plan = to_frame(message)
         call = self.handle.ask_aside if method in ASIDE else self.handle.ask
-        return RayAnswer(call.remote(method, frame, blob, sender), method)
+        # Ray resolves what stands for the plan, as it is an argument of its own.
+        return RayAnswer(call.remote(method, frame, plan, sender))
 
 
 class RayAnswer:
     """A call under way."""
 
-    def __init__(self, ref: Any, method: str) -> None:
+    def __init__(self, ref: Any) -> None:
         self.ref = ref
-        self._method = method
 
     def poll(self, timeout_s: float) -> Any:
         """Wait a while for the answer."""
         try:
-            return answer_from_frame(self._method, ray.get(self.ref, timeout=timeout_s))
+            return answer_from_frame(ray.get(self.ref, timeout=timeout_s))
         except GetTimeoutError:
             return None
         except RayError as error:
@@ -114,13 +114,13 @@ class Host:
         return self._host.learn(head, {name: RayPeer(handle) for name, handle in handles.items()})
 
     @ray.method(concurrency_group="aside")
-    def ask_aside(self, method: str, frame: Frame, blob: Any = None, sender: Sender = SERVICE) -> Frame:
+    def ask_aside(self, method: str, frame: Frame, plan: Any = None, sender: Sender = SERVICE) -> Frame:
         """Call a method that must not wait for threads which may themselves wait for it."""
-        return self._host.ask(method, frame, blob, sender)
+        return self._host.ask(method, frame, plan, sender)
 
-    def ask(self, method: str, frame: Frame, blob: Any = None, sender: Sender = SERVICE) -> Frame:
+    def ask(self, method: str, frame: Frame, plan: Any = None, sender: Sender = SERVICE) -> Frame:
         """Call a method of the role."""
-        return self._host.ask(method, frame, blob, sender)
+        return self._host.ask(method, frame, plan, sender)
 
 
 class RayEngine:
@@ -155,7 +155,7 @@ class RayEngine:
         """Send an actor the book of peers."""
         assert isinstance(peer, RayPeer)
         handles = {name: one.handle for name, one in book.peers.items() if isinstance(one, RayPeer)}
-        return RayAnswer(peer.handle.learn.remote(book.head(), handles), "learn")
+        return RayAnswer(peer.handle.learn.remote(book.head(), handles))
 
     def kill(self, peer: Peer, site: Site, pid: int) -> None:
         """Kill an actor; its process too, which Ray only asks to end."""

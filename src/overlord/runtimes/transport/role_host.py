@@ -17,8 +17,8 @@ from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.service_main import settle_in
 from overlord.runtimes.transport.bundle import unpack
-from overlord.runtimes.transport.frames import Frame, error_frame, frame_of
-from overlord.runtimes.transport.role_messages import Unfinished, answer_to_frame, message_from_frame
+from overlord.runtimes.transport.codec import Frame
+from overlord.runtimes.transport.role_codec import Unfinished, answer_to_frame, question_from_frame
 from overlord.runtimes.transport.shared_memory import few_arenas
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, Sender, Switchboard
 
@@ -47,14 +47,14 @@ class RoleHost:
             self._role = ROLES[site["role"]](*unpack(bundle), folder, site, self.board, blobs)
         except BaseException as error:  # told to whoever asks: one that fails to start tells less
             logger.exception("the %s did not start", site["name"])
-            self._failed = error_frame(error)
+            self._failed = answer_to_frame(error)
 
     def learn(self, head: Mapping[str, Any], peers: Mapping[str, Peer]) -> Frame:
         """Learn who is who."""
         self.board.learn(Book.from_head(head, peers))
-        return frame_of({})
+        return answer_to_frame({})
 
-    def ask(self, method: str, frame: Frame, blob: Any = None, sender: Sender = SERVICE) -> Frame:
+    def ask(self, method: str, frame: Frame, plan: Any = None, sender: Sender = SERVICE) -> Frame:
         """Call a method of the role."""
         if method == "beat":
             return self._beat()
@@ -64,12 +64,11 @@ class RoleHost:
         self._running[number] = time.monotonic()
         try:
             self.board.check(sender)
-            answer = finished(answer_of(self._role, method, message_from_frame(method, frame, blob)))
-            return answer_to_frame(method, answer)
-        except BaseException as error:  # the border of the process: who asked must learn what became of it
+            return answer_to_frame(finished(answer_of(self._role, method, question_from_frame(frame, plan))))
+        except BaseException as error:  # the caller must learn what became of its call
             if not isinstance(error, OverlordError):
                 logger.exception("%r failed", method)
-            return error_frame(error)
+            return answer_to_frame(error)
         finally:
             del self._running[number]
 
@@ -98,7 +97,7 @@ class RoleHost:
         oldest = min(self._running.copy().values(), default=None)
         busy_s = 0.0 if oldest is None else time.monotonic() - oldest
         rewound = self._failed is None and self._role is not None and self._role.rewound
-        return frame_of({"version": self.board.version, "busy_s": busy_s, "rewound": rewound, **progress})
+        return answer_to_frame({"version": self.board.version, "busy_s": busy_s, "rewound": rewound, **progress})
 
 
 def finished(answer: Any) -> Any:

@@ -94,7 +94,7 @@ class Arena:
     def release(self, number: int, *, reuse: bool = True) -> None:
         """Let go once; the last release makes the segment reusable.
 
-        Without `reuse` it is never written again: somebody who can no longer tell may still look at it.
+        Without `reuse` it is never written again: a process that has detached may still look at it.
         """
         with self._lock:
             if self._closed:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from overlord.errors import AnswerLost, ServiceLost, Succeeded, Superseded
 from overlord.roles.assignment import Assignment
 from overlord.runtimes.supervision.child import LIMITS
-from overlord.runtimes.transport.role_messages import unwrap
+from overlord.runtimes.transport.role_codec import unwrap
 
 logger = logging.getLogger("overlord")
 
