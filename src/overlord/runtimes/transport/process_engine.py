@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.errors import ServiceLost
-from overlord.runtimes.autoscaling.warming import warm_common
 from overlord.runtimes.launching.cluster_placement import Site
+from overlord.runtimes.launching.deployment import warm_common
 from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits
 from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
 from overlord.runtimes.transport.doors import open_door
