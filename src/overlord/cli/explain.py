@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,6 @@ from overlord.runtimes.hosts.loader_host import LoaderFleet
 from overlord.runtimes.hosts.peers import PLANNER, loader_name
 from overlord.runtimes.hosts.prefetch import Executors, InlineExecutor, SerialWorkers, ThreadWorkers
 from overlord.runtimes.launching.deployment import (
-    IsolateReader,
     Prepared,
     base_weights,
     few_samples,
@@ -665,8 +664,8 @@ class _ExplainMeans(CallerMeans):
         ends.callback(callers.close)
         return Executors(callers, SerialWorkers(), InlineExecutor())
 
-    def isolate_reader(self, threads: int, ends: ExitStack) -> IsolateReader | None:
-        return isolated()
+    def prepare(self, job: Job, options: LaunchOptions, **given: Any) -> Prepared:
+        return super().prepare(job, options, **given | {"isolate_reader": isolated()})
 
 
 def _steps_to_plan(job: Job, wanted: int) -> tuple[int, list[str]]:
