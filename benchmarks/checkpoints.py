@@ -20,11 +20,11 @@ import overlord as ol
 from benchmarks.measuring import arguments, publish
 from overlord.core.client_messages import Report
 from overlord.core.messages import HostNews
-from overlord.runtimes.autoscaling.status import describe
-from overlord.runtimes.hosts.planner_host import PlannerHost
-from overlord.runtimes.hosts.prefetch import Executors
-from overlord.runtimes.launching.deployment import deploy
+from overlord.runtimes.hosts.peers import PLANNER
+from overlord.runtimes.hosts.planner_host import Pace
+from overlord.runtimes.launching.inline_service import InlineService
 from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.transport.direct import CallerMeans
 from overlord.stores.journal import encode
 
 SOURCES, RANKS = 306, 256
@@ -51,21 +51,8 @@ class Hosted:
         tree = mesh or ol.ClientPlaceTree()
         options = LaunchOptions(mesh=tree, cache=str(folder / "cache"), store=str(folder / name), service=name)
         self.folder = folder / name
-        self.roles = deploy(job, options, str(self.folder), Executors.of_caller())
-        self.host = PlannerHost(
-            self.roles.planner,
-            lambda positions, size: describe(
-                self.roles.job,
-                self.roles.planner,
-                self.roles.facts,
-                self.roles.fleet.status(),
-                "benchmark",
-                positions,
-                view_bytes=size,
-            ),
-            self.roles.fleet,
-            keep=options.keep,
-        )
+        self.service = InlineService(job, options, means=CallerMeans(Pace()))  # the planner's host has its threads
+        self.host = self.service.role(PLANNER).host
 
     def plan(self, step: int) -> None:
         """Plan a step; the only client is there by now."""
@@ -79,7 +66,7 @@ class Hosted:
 def measure_reports(folder: Path, rounds: int) -> dict[str, object]:
     """Return the seconds of reports, of what the journal takes of them, and of bare writes of the same bytes."""
     hosted = Hosted(job_of(write_source(folder / "a.jsonl"), 8, 8), folder, "reports")
-    journal = hosted.roles.planner.checkpoints.store.journal
+    journal = hosted.host.planner.checkpoints.store.journal
     metrics = {f"loss/a-source-with-a-name-{number:03d}": 2.0 + number / 7 for number in range(8)}
     found: dict[str, list[float]] = {"report": [], "input": [], "bare": []}
     with (folder / "bare").open("wb", buffering=0) as file:
@@ -98,7 +85,7 @@ def measure_reports(folder: Path, rounds: int) -> dict[str, object]:
                 file.write(line)
                 os.fsync(file.fileno())
             found[("report", "input", "bare")[step % 3]].append(time.perf_counter() - began)
-    hosted.host.close()
+    hosted.service.close()
     median = {name: statistics.median(values) for name, values in found.items()}
     return {
         "ratio": median["input"] / median["bare"],
@@ -138,7 +125,7 @@ def measure_run(folder: Path, steps: int) -> dict[str, object]:
     finally:
         for name, function in real.items():
             setattr(os, name, function)
-    hosted.host.close()
+    hosted.service.close()
     return {
         "syncs_while_planning": sum(waited),
         "syncs_beside_it": len(waited) - sum(waited),
@@ -157,7 +144,7 @@ def measure_sizes(folder: Path) -> dict[str, object]:
     hosted = Hosted(job_of(path, SOURCES, 1024), folder, "sizes", ol.ClientPlaceTree(dp=RANKS))
     for step in range(3):
         hosted.plan(step)
-    planner = hosted.roles.planner
+    planner = hosted.host.planner
     store = planner.checkpoints.store
     planner.passed(2)
     state = planner.state(2)
@@ -165,7 +152,7 @@ def measure_sizes(folder: Path) -> dict[str, object]:
     store.save(state, store.journal.mark(), horizon=66)
     seconds = time.perf_counter() - began
     snapshots = sorted((hosted.folder / "lineage-0001").glob("snapshot-*"))
-    hosted.host.close()
+    hosted.service.close()
     return {
         "state_bytes": len(json.dumps(state)),
         "snapshot_bytes": snapshots[-1].stat().st_size,

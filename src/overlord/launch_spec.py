@@ -17,7 +17,15 @@ from pydantic import BeforeValidator, Field, PlainValidator, field_serializer, m
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import Fault, Locate, conflict, did_you_mean, name_choices
 from overlord.errors import SpecError
-from overlord.job.layout_specs import DEFAULT_CACHE, Keys, Layout, OnSourceFailure, Placement, Runtime
+from overlord.job.layout_specs import (
+    DEFAULT_CACHE,
+    DEFAULT_HEARTBEAT_S,
+    Keys,
+    Layout,
+    OnSourceFailure,
+    Placement,
+    Runtime,
+)
 from overlord.job.reconcile import Reconcile
 from overlord.job.spec_model import Spec, Word, as_bytes, as_number, below, one_of, real, whole
 from overlord.planning.checking import Strategy
@@ -206,7 +214,9 @@ class LaunchOptions(Spec):
         PlainValidator(_as_shadows, json_schema_input_type=bool | Literal["auto"] | list[Word]),
     ] = False
     """Sources that have a shadow loader in another process: true, false, names, or auto."""
-    heartbeat: Annotated[float, real(0.2, math.inf, "no role could answer that often. Give seconds")] = 5.0
+    heartbeat: Annotated[float, real(0.2, math.inf, "no role could answer that often. Give seconds")] = (
+        DEFAULT_HEARTBEAT_S
+    )
     """Seconds that nothing may be heard of a role before it is replaced."""
     on_source_failure: Annotated[
         OnSourceFailure, one_of(OnSourceFailure, "it would be unclear what to do when a source cannot be read")

@@ -40,7 +40,7 @@ from overlord.scaling.autoscaler import Scaling
 from overlord.storage import StorageOptions
 
 if TYPE_CHECKING:
-    from overlord.runtimes.autoscaling.metrics import MetricsDoor
+    from overlord.runtimes.autoscaling.metrics import MetricsServer
 
 logger = logging.getLogger("overlord")
 
@@ -56,7 +56,7 @@ class Service:
         runtime: InlineService | ServiceProcess,
         mesh: ClientPlaceTree,
         limits: Callable[[ClientPlaceTree], Limits],
-        door: MetricsDoor | None = None,
+        door: MetricsServer | None = None,
     ) -> None:
         self._runtime = runtime
         self._limits = limits
@@ -329,17 +329,10 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
         SpecError: An option does not fit the job or its runtime.
         StateError: The state is damaged, or is to be found in a store that is not given.
     """
-    sizing = sizing_of(job, options.loaders_per_source, options.scaling, options.budget, options.profile)
     return ServiceOptions(
         mesh=options.mesh,
         prefetch=options.prefetch,
-        loaders_per_source=sizing.loaders_per_source,
-        workers=sizing.workers,
-        lanes=sizing.lanes,
-        scaling=sizing.scaling,
-        memory=sizing.memory,
-        budget_bytes=sizing.budget_bytes,
-        profile=sizing.profile,
+        **sizing_of(job, options.loaders_per_source, options.scaling, options.budget, options.profile),
         threads=options.threads or (LOADER_CPUS if options.runtime == "ray" else os.cpu_count()) or 1,
         heartbeat_s=options.heartbeat,
         store=None if options.store is None else _store_of(options.store),
@@ -360,15 +353,15 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
     )
 
 
-def _open_door(metrics: int | str, runtime: str) -> MetricsDoor:
+def _open_door(metrics: int | str, runtime: str) -> MetricsServer:
     if runtime == "inline":
         raise SpecError(
             f"launch: metrics is {metrics!r:.80} and runtime is 'inline', where nothing runs beside the caller, so "
             "requests would get no answer. Use runtime='local' or 'ray', or leave metrics out."
         )
-    from overlord.runtimes.autoscaling.metrics import MetricsDoor  # only who wants metrics needs Prometheus' client
+    from overlord.runtimes.autoscaling.metrics import MetricsServer  # only who wants metrics needs Prometheus' client
 
-    return MetricsDoor(metrics)
+    return MetricsServer(metrics)
 
 
 def _start(
@@ -378,8 +371,7 @@ def _start(
         return InlineService(job, options, progress)
     if runtime == "ray":
         return ray_service(job, options, progress)
-    module = "local_service" if options.cluster is None else "process_cluster"
-    return ServiceProcess(f"overlord.runtimes.launching.{module}", job, options, progress)
+    return ServiceProcess("overlord.runtimes.launching.local_service", job, options, progress)
 
 
 def _loaded(job: object) -> JobFile:

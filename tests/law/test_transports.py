@@ -106,8 +106,8 @@ def test_inline_is_one_thread_and_encodes_nothing(ids_job, cache, monkeypatch):
         return handed[-1]
 
     monkeypatch.setattr(DirectPeer, "finish", watched)
-    for name in ("message_to_frame", "message_from_frame", "answer_to_frame", "answer_from_frame"):
-        monkeypatch.setattr(f"overlord.runtimes.transport.role_messages.{name}", refuse)
+    monkeypatch.setattr("overlord.runtimes.transport.codec.frame_of", refuse)
+    monkeypatch.setattr("overlord.runtimes.transport.codec.Decoder.message", refuse)
     monkeypatch.setattr("overlord.runtimes.hosts.peers.plan_to_bytes", refuse)
     threads = threading.active_count()
     with ol.launch(ids_job, runtime="inline", cache=cache) as service:

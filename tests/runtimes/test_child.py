@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from overlord.errors import ServiceLost
-from overlord.runtimes.supervision.child import HEARTBEAT_S, LIMITS, Backoff, Limits, Liveness, Restarts
+from overlord.job.layout_specs import DEFAULT_HEARTBEAT_S
+from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits, Liveness, Restarts
 from overlord.runtimes.supervision.fork_server import ForkServer
 
 
@@ -20,7 +21,7 @@ def serve(connection: socket.socket) -> None:
     os._exit(connection.recv(1)[0])
 
 
-@pytest.mark.parametrize("heartbeat", [0.2, 1.0, HEARTBEAT_S, 20.0, 40.0])
+@pytest.mark.parametrize("heartbeat", [0.2, 1.0, DEFAULT_HEARTBEAT_S, 20.0, 40.0])
 def test_limits_follow_the_heartbeat(heartbeat):
     limits = Limits(heartbeat)
     assert limits.role_silence == heartbeat
@@ -33,7 +34,7 @@ def test_limits_follow_the_heartbeat(heartbeat):
 
 
 def test_a_longer_heartbeat_makes_no_limit_shorter():
-    short, long = vars(Limits(HEARTBEAT_S)), vars(Limits(60.0))
+    short, long = vars(Limits(DEFAULT_HEARTBEAT_S)), vars(Limits(60.0))
     assert all(long[name] >= short[name] for name in short)
     assert all(long[name] > short[name] for name in short if name != "damaged_file")
 

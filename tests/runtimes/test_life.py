@@ -7,10 +7,12 @@ import time
 
 import pytest
 
+import overlord as ol
 from overlord.errors import ClosedError, ServiceLost
-from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, place
+from overlord.runtimes.launching.cluster_placement import place_here
+from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.supervision.child import Limits
-from overlord.runtimes.supervision.supervisor import StartupLiveness, Supervisor, assignment_of
+from overlord.runtimes.supervision.supervisor import StartupLiveness, Supervisor
 from overlord.runtimes.transport.switchboard import PeerGone
 
 HEARTBEAT_S = 5.0
@@ -148,10 +150,9 @@ class SlowEngine:
 
 def test_the_end_of_a_service_waits_for_the_replacement_of_a_role():
     """What is under way when an engine ends would abort it, and Ray would start a cluster of its own for it."""
-    node = Node("here", "this host", cpus=4.0, here=True)
-    sites = place([node], ClusterOptions(), world_size=1, num_sources=1, loader_cpus=1)
+    sites = place_here(None, world_size=1, num_sources=1, threads=1)
     engine = SlowEngine()
-    supervisor = Supervisor(engine, sites, assignment_of(sites), heartbeat_s=5.0)
+    supervisor = Supervisor(engine, sites, LaunchOptions(mesh=ol.ClientPlaceTree(), cache=""))
     supervisor.begin(lambda what, done, of: None)
     supervisor.table.roles["planner"].peer = Dead()
     supervisor.watch()

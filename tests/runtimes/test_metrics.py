@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import overlord as ol
-from overlord.runtimes.autoscaling.metrics import MetricsDoor
+from overlord.runtimes.autoscaling.metrics import MetricsServer
 
 Figures = dict[tuple[str, ...], float]
 
@@ -80,7 +80,7 @@ def test_one_that_is_gone_is_told_as_down():
     def gone():
         raise ol.ServiceLost("it is gone; nobody answers")
 
-    door = MetricsDoor("localhost:0")
+    door = MetricsServer("localhost:0")
     assert scrape(door.url)["overlord_up",] == 0  # there is none yet
     door.tell(gone)
     assert scrape(door.url)["overlord_up",] == 0
@@ -114,7 +114,7 @@ def test_a_launch_that_fails_lets_go_of_the_port(ids_job, cache, tmp_path):
     job = ids_job.model_copy(update={"sources": (ids_job.sources[0].replace(path=str(tmp_path / "none")),)})
     with pytest.raises(ol.OverlordError):
         ol.launch(job, cache=cache, metrics=port)
-    MetricsDoor(port).close()
+    MetricsServer(port).close()
 
 
 def test_who_wants_no_metrics_needs_no_client_of_prometheus():

@@ -21,6 +21,7 @@ from overlord.runtimes.autoscaling.profiling import (
     Clock,
     Profiled,
     Stage,
+    Took,
     check_profile,
     digests_of,
     profile_job,
@@ -349,7 +350,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_call_costs_is_not_taken_for_a_samples_own() -> None:
-    stage = Stage(rows=100, together_s=100 * 0.001, alone=[0.003 + 0.0001 * n for n in range(20)])
+    stage = Stage(rows=100, together=Took(100 * 0.001), alone=[Took(0.003 + 0.0001 * n) for n in range(20)])
     spread = stage.spread()
     assert spread.mean() == pytest.approx(0.001)
     assert spread.max() > 2 * spread.min() > 0

@@ -28,7 +28,7 @@ def sized(profile: Profile, cpus: int, scaling: bool) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.profile.json"
         write_profile(path, profile)
-        return dict(sizing_of(job, "auto", scaling, ol.Budget(cpus=cpus), str(path)).workers)
+        return dict(sizing_of(job, "auto", scaling, ol.Budget(cpus=cpus), str(path))["workers"])
 
 
 @settings(max_examples=50, deadline=None)

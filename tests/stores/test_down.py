@@ -14,11 +14,11 @@ import overlord as ol
 from overlord.core.client_messages import Done, GetStatus, Report
 from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.errors import Fenced
-from overlord.runtimes.autoscaling.status import describe
-from overlord.runtimes.hosts.planner_host import PlannerHost
-from overlord.runtimes.hosts.prefetch import Executors
-from overlord.runtimes.launching.deployment import deploy
+from overlord.runtimes.hosts.peers import PLANNER
+from overlord.runtimes.hosts.planner_host import Pace
+from overlord.runtimes.launching.inline_service import InlineService
 from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.transport.direct import CallerMeans
 from overlord.stores.owners import claim
 from overlord.stores.places import LocalPlace, open_place
 from overlord.stores.store import newest_lineage
@@ -36,20 +36,14 @@ class Host:
 
     def __init__(self, job, store, cache, **more):
         options = LaunchOptions(**{"mesh": ol.ClientPlaceTree()} | more, cache=cache, store=str(store), service="it")
-        self.roles = deploy(job, options, str(store), Executors.of_caller())
-        roles = self.roles
-
-        def picture(positions, size):
-            statuses = roles.fleet.status()
-            return describe(roles.job, roles.planner, roles.facts, statuses, "test", positions, view_bytes=size)
-
-        self.host = PlannerHost(self.roles.planner, picture, self.roles.fleet, keep=options.keep)
+        self.service = InlineService(job, options, means=CallerMeans(Pace()))  # the planner's host has its threads
+        self.host = self.service.role(PLANNER).host
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        self.host.close()
+        self.service.close()
 
     def plan(self, step):
         return self.host.plan(step, HostNews({0: step}, {0: step}))
@@ -232,7 +226,7 @@ def test_a_successor_does_not_run_ahead_of_ranks_it_has_not_heard(ids_job, cache
     for step in range(40):
         first.host.plan(step, HostNews({0: step, 1: 5}, {0: step, 1: 5}))
     with Host(ids_job, tmp_path, cache, mesh=mesh, recover=True) as host:
-        checkpoints = host.roles.planner.checkpoints
+        checkpoints = host.host.planner.checkpoints
         host.host.tell(HostNews({0: 39}, {0: 39}), 0)
         assert checkpoints.passed == 0
         host.host.tell(HostNews({1: 5}, {1: 5}), 1)
@@ -240,5 +234,5 @@ def test_a_successor_does_not_run_ahead_of_ranks_it_has_not_heard(ids_job, cache
     with Host(ids_job, tmp_path, cache, mesh=mesh, recover=True) as host:
         monkeypatch.setattr("overlord.runtimes.hosts.planner_host.RETURN_S", 0.0)
         host.host.tell(HostNews({0: 39}, {0: 39}), 0)
-        assert host.roles.planner.checkpoints.passed == 39, "no rank that never attached is waited for"
-    first.host.close()
+        assert host.host.planner.checkpoints.passed == 39, "no rank that never attached is waited for"
+    first.service.close()

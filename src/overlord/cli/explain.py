@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ from overlord.planning.balancing.evenness import (
 from overlord.planning.balancing.microbatches import buddy_lpt, ranks_needed
 from overlord.planning.checking import Strategy
 from overlord.planning.costs import CostModel
+from overlord.readers.source_files import SourceFiles
 from overlord.reports.explanation import (
     BalanceFacts,
     Explained,
@@ -50,10 +51,22 @@ from overlord.reports.explanation import (
     draw_first_step,
 )
 from overlord.reports.summary import decoded_in, ratio
+from overlord.roles.planner import Planner
 from overlord.roles.source_loader import rows_at_once
+from overlord.runtimes.hosts.loader_host import LoaderFleet
+from overlord.runtimes.hosts.peers import PLANNER, loader_name
 from overlord.runtimes.hosts.prefetch import Executors, InlineExecutor, SerialWorkers, ThreadWorkers
-from overlord.runtimes.launching.deployment import Roles, base_weights, deploy, few_samples, limits_of, order_of
+from overlord.runtimes.launching.deployment import (
+    Prepared,
+    base_weights,
+    few_samples,
+    limits_of,
+    order_of,
+)
+from overlord.runtimes.launching.deployment import SourceFacts as FileFacts
+from overlord.runtimes.launching.inline_service import InlineService
 from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.transport.direct import CallerMeans, CallerPace
 from overlord.transforms.samples.per_sample import MediaDecoder, decode_media
 
 # --------------------------------------------------------------------------------------------------------------
@@ -345,6 +358,19 @@ _BUDGET_S = 0.3
 """A source that has taken so long is not finished any further."""
 
 
+class Roles:
+    """The roles of an inline service, and what they know of its sources."""
+
+    def __init__(self, service: InlineService) -> None:
+        self.planner: Planner = service.role(PLANNER).host.planner
+        loader = service.role(loader_name(0))
+        self.fleet: LoaderFleet = loader.fleet
+        self.prepared: Prepared = loader.prepared
+        self.job = self.prepared.job
+        self.listings: dict[str, SourceFiles] = {self.job.names[n]: files for n, files in loader.files.items()}
+        self.facts = {name: FileFacts.of(files) for name, files in self.listings.items()}
+
+
 class BufferWatch:
     """Steps over planned samples, and remembers how full the read buffers were and how much of images was drawn."""
 
@@ -384,11 +410,11 @@ class Timed:
 
 
 def time_samples(roles: Roles, steps: int, tell: Tell) -> dict[int, Timed]:
-    """Return what a sample of each source costs that the next steps may draw; nothing must have been planned yet."""
-    job, state = roles.job, roles.planner.latest_state
+    """Return what a sample of each source costs that the next steps may draw, behind what is planned by now."""
+    job, state, begin = roles.job, roles.planner.latest_state, roles.planner.first_step
     names, base = [source.name for source in job.sources], base_weights(job, roles.facts)
     looked_at = 1 if job.mixture.schedule == "static" else steps
-    weights = np.array([job.mixture.weights_at(float(state.step + n), names, base) for n in range(looked_at)])
+    weights = np.array([job.mixture.weights_at(float(begin + n), names, base) for n in range(looked_at)])
     drawn = np.flatnonzero(weights.any(axis=0)).tolist()
     found: dict[int, Timed] = {}
     for done, number in enumerate(drawn):
@@ -609,26 +635,36 @@ def explain_job(job: Job, name: str, options: ExplainOptions, tell: Tell) -> Exp
             f"{options.strategy_name} is judged by {options.cost.name}, since a function's own cost is not known here; "
             "set --cost."
         )
-    callers = ThreadWorkers(_CALLERS, "overlord-explain")
-    try:
-        with tempfile.TemporaryDirectory(prefix="overlord-") as store:
-            launch = LaunchOptions(
-                mesh=options.mesh,
-                prefetch=options.prefetch,
-                loaders_per_source=options.loaders_per_source,
-                cache=options.cache,
-                strategy=options.strategy,
-                layout=options.layout,
-                placement=options.placement,
-            )
-            hands = Executors(callers, SerialWorkers(), InlineExecutor())
-            roles = deploy(job, launch, store, hands, tell, isolate_reader=isolated())
-            try:
-                return _explain(roles, job, name, options, steps, notes, tell)
-            finally:
-                roles.close()
-    finally:
-        callers.close()
+    launch = LaunchOptions(
+        mesh=options.mesh,
+        prefetch=options.prefetch,
+        loaders_per_source=options.loaders_per_source,
+        cache=options.cache,
+        strategy=options.strategy,
+        layout=options.layout,
+        placement=options.placement,
+    )
+    with closing(InlineService(job, launch, tell, _ExplainMeans(tell))) as service:
+        return _explain(Roles(service), job, name, options, steps, notes, tell)
+
+
+class _ExplainMeans(CallerMeans):
+    """What the roles of an explained job run on: the caller, and threads where sources are opened."""
+
+    def __init__(self, tell: Tell) -> None:
+        super().__init__(CallerPace(time.monotonic, time.sleep))
+        self._tell = tell
+
+    def progress(self, what: str, done: int, of: int) -> None:
+        self._tell(what, done, of)
+
+    def hands(self, threads: int, lanes: int, ends: ExitStack) -> Executors:
+        callers = ThreadWorkers(_CALLERS, "overlord-explain")
+        ends.callback(callers.close)
+        return Executors(callers, SerialWorkers(), InlineExecutor())
+
+    def prepare(self, job: Job, options: LaunchOptions, **given: Any) -> Prepared:
+        return super().prepare(job, options, **given | {"isolate_reader": isolated()})
 
 
 def _steps_to_plan(job: Job, wanted: int) -> tuple[int, list[str]]:

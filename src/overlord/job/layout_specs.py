@@ -24,6 +24,8 @@ OnSourceFailure = Literal["stop", "park", "reweight"]
 """What happens to a source that cannot be read: the run stops; it is parked until it is back; it is parked for good."""
 DEFAULT_CACHE = "~/.cache/overlord"
 """Folder for the indices of files."""
+DEFAULT_HEARTBEAT_S = 5.0
+"""Silence of a role after which it is replaced. All time limits of the runtimes are derived from it."""
 
 Keys = Literal["hf", "megatron", "torchtitan"]
 Rows = Literal["packed", "padded", "full"]

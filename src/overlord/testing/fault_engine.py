@@ -38,8 +38,7 @@ from overlord.runtimes.hosts.planner_host import Pace
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.inline_service import CONSTRUCTOR, InlineService
 from overlord.runtimes.launching.launch_options import LaunchOptions
-from overlord.runtimes.supervision.host_changes import spares_of
-from overlord.runtimes.supervision.supervisor import Supervisor, assignment_of
+from overlord.runtimes.supervision.supervisor import Supervisor
 from overlord.runtimes.transport.codec import Frame
 from overlord.runtimes.transport.direct import CallerMeans, CallerPace, DirectEngine, DirectPeer, MakeRole
 from overlord.runtimes.transport.process_engine import InlineBlobs
@@ -674,18 +673,7 @@ class FaultService(InlineService):
 
     def _make_supervisor(self, sites: Sequence[Site]) -> Supervisor:
         engine = self.engine = FaultEngine(self._make_role, self._clock, self._faults, self._isolate)
-        spares, per_host = spares_of(self._given, sites)
-        return Supervisor(
-            engine,
-            sites,
-            assignment_of(sites),
-            heartbeat_s=self._given.heartbeat_s,
-            spares=spares,
-            per_host=per_host,
-            clock=self._clock.now,
-            spawn=engine.later,
-            idle=engine.pass_time,
-        )
+        return Supervisor(engine, sites, self._given, clock=self._clock.now, spawn=engine.later, idle=engine.pass_time)
 
 
 def copied(frame: Frame) -> Frame:

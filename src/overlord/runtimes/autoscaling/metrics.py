@@ -131,21 +131,21 @@ class _Service(Collector):
         try:
             found = lost if self.status is None else self.status()
         except OverlordError:
-            found = lost  # a service that is gone is told as such: who scrapes asks `overlord_up`
+            found = lost  # a service that is gone is reported as such: alerts look at `overlord_up`
         yield from metrics_of(found)
 
 
-class MetricsDoor:
+class MetricsServer:
     """Answers Prometheus.
 
     Args:
         address: A port of this host, or "HOST:PORT"; port 0 takes a free one.
 
     Raises:
-        SpecError: Nobody could ask there.
+        SpecError: No server can listen there.
 
     Example:
-        >>> door = MetricsDoor(0)
+        >>> door = MetricsServer(0)
         >>> door.url.startswith("http://127.0.0.1:")
         True
         >>> door.close()

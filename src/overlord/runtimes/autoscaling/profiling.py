@@ -47,7 +47,7 @@ from overlord.runtimes.launching.deployment import (
     Prepared,
     Progress,
     SourceFacts,
-    make_crew,
+    make_pool,
     open_files,
     order_of,
     prepare,
@@ -91,8 +91,6 @@ _PASSES = 2
 """A small source is not read more often than this."""
 
 Floats = npt.NDArray[np.float64]
-Reads = list[tuple[tuple[int, int], int, float]]
-"""((epoch, group), rows, seconds) of every run of rows."""
 
 
 class Took(NamedTuple):
@@ -103,9 +101,18 @@ class Took(NamedTuple):
     cpu_s: float = 0.0
     """Of them, seconds of a processor."""
 
-    def and_also(self, other: Took) -> Took:
+    def plus(self, other: Took) -> Took:
         """Return what both took together."""
         return Took(self.seconds + other.seconds, self.cpu_s + other.cpu_s)
+
+    def times(self, factor: float) -> Took:
+        """Return what so much more of it takes."""
+        return Took(factor * self.seconds, factor * self.cpu_s)
+
+
+NOTHING = Took()
+Reads = list[tuple[tuple[int, int], int, Took]]
+"""((epoch, group), rows, what reading them took) of every run of rows."""
 
 
 class Clock:
@@ -135,7 +142,7 @@ class Clock:
         now = self._helpers()
         # What was started meanwhile, a process or a thread, has done all it did for this work; what has ended is gone.
         cpu += sum(max(_processor_s(pid) - self._helped.get(pid, 0.0), 0.0) for pid in now)
-        queued = sum(waited - self._queued.get(who, 0.0) for who, waited in _queued_s(("self", *now)).items())
+        queued = sum(waited - self._queued.get(thread, 0.0) for thread, waited in _queued_s(("self", *now)).items())
         # Threads of a tokenizer wait beside one another, and this one may have waited while it asked: what is taken off
         # may be too much.
         return Took(max(wall - queued, cpu), cpu)
@@ -194,14 +201,11 @@ class Deadline:
 
 @dataclass(slots=True)
 class Stage:
-    """Seconds of one stage of the way, of rows together and of rows alone."""
+    """What one stage took, of rows together and of rows alone."""
 
     rows: int = 0
-    together_s: float = 0.0
-    together_cpu_s: float = 0.0
-    alone: list[float] = field(default_factory=list[float])
-    alone_cpu_s: float = 0.0
-    """Of the processor, of all rows alone."""
+    together: Took = NOTHING
+    alone: list[Took] = field(default_factory=list[Took])
     first_s: float = 0.0
     """The very first row, which may have waited for what happens once."""
     probed: bool = False
@@ -210,13 +214,7 @@ class Stage:
     def add(self, rows: int, took: Took) -> None:
         """Note what some rows took together."""
         self.rows += rows
-        self.together_s += took.seconds
-        self.together_cpu_s += took.cpu_s
-
-    def add_alone(self, took: Took) -> None:
-        """Note what one row took alone."""
-        self.alone.append(took.seconds)
-        self.alone_cpu_s += took.cpu_s
+        self.together = self.together.plus(took)
 
     def probe(self, seconds: float) -> None:
         """Note what one row took that is not counted: the first, or the one after it, which tells what to expect."""
@@ -225,37 +223,28 @@ class Stage:
         self.expensive = seconds > _EXPENSIVE_S
 
     @property
-    def mean(self) -> float:
-        """Seconds a row."""
+    def mean(self) -> Took:
+        """What a row takes: of rows together, else of rows alone, else of the first one, all of it on a processor."""
         if self.rows:
-            return self.together_s / self.rows
-        return float(np.mean(self.alone)) if self.alone else self.first_s
-
-    @property
-    def cpu_mean(self) -> float:
-        """Seconds of the processor a row, of the rows that `mean` is of; all of it where there are none."""
-        if self.rows:
-            return self.together_cpu_s / self.rows
-        return self.alone_cpu_s / len(self.alone) if self.alone else self.first_s
+            return self.together.times(1 / self.rows)
+        return Took(*np.mean(self.alone, axis=0).tolist()) if self.alone else Took(self.first_s, self.first_s)
 
     def spread(self) -> Floats:
         """Return the seconds of every row that went alone, less what a call for one row costs."""
-        alone = np.array(self.alone)
+        alone, mean_s = np.array([took.seconds for took in self.alone]), self.mean.seconds
         if not len(alone):
             return alone
         # Of noise that fell on rows alone, most is taken for a part of the call; never all that the quick ones took.
-        call = min(max(float(alone.mean()) - self.mean, 0.0), 0.9 * float(np.quantile(alone, 0.05)))
+        call = min(max(float(alone.mean()) - mean_s, 0.0), 0.9 * float(np.quantile(alone, 0.05)))
         rest = np.maximum(alone - call, 0.1 * alone)
-        return rest * (self.mean / float(rest.mean()))
+        return rest * (mean_s / float(rest.mean()))
 
 
 class TimedTransform:
     """A source's own transform, timed while its loader measures rows.
 
     Args:
-        inner: The transform.
         deadline: When to stop: rows behind it are stood in for by copies, and not counted.
-        clock: Makes a clock that starts now.
     """
 
     def __init__(self, inner: SampleTransform, deadline: Deadline, clock: Callable[[], Clock] = Clock) -> None:
@@ -268,7 +257,7 @@ class TimedTransform:
         """Whether the rows that come now go one by one."""
         self.places: list[int] = []
         """Of every row so far, in order: its place among the rows that went alone, `_TOGETHER`, or `_COPY`."""
-        self.outside = Took()
+        self.outside = NOTHING
         """What was taken between `leave` and `enter`, which is outside of `measure`."""
         self._since = clock()
         self.read_bytes = 0
@@ -288,7 +277,7 @@ class TimedTransform:
 
     def enter(self) -> None:
         """Stop to count what is taken outside."""
-        self.outside = self.outside.and_also(self._since.took())
+        self.outside = self.outside.plus(self._since.took())
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
         """Measure rows, together or one by one."""
@@ -311,7 +300,7 @@ class TimedTransform:
             while len(parts) < count and not (parts and self._deadline.passed):
                 found, took = run(len(parts), len(parts) + 1)
                 parts.append(found)
-                self.stage.add_alone(took)
+                self.stage.alone.append(took)
             measured, last = _joined(parts), len(self.stage.alone)
             self.places += [*range(last - len(parts), last), *([_COPY] * (count - len(parts)))]
             if len(parts) < count:
@@ -365,14 +354,7 @@ def _repeated(measured: Measured, count: int) -> Measured:
 
 
 class TimedSource:
-    """Takes the samples of one source through its loader until enough of them are timed.
-
-    Args:
-        number: The source's number in its job.
-        loader: Its loader, made with `timed`.
-        timed: Its transform.
-        deadline: When to stop.
-    """
+    """Takes the samples of one source through its loader until enough of them are timed."""
 
     def __init__(self, number: int, loader: SourceLoader, timed: TimedTransform, deadline: Deadline) -> None:
         self._number = number
@@ -381,8 +363,6 @@ class TimedSource:
         self._deadline = deadline
         self._seen = 0
         self.read: Reads = []
-        self.read_cpu: Reads = []
-        """The same runs, their seconds of the processor."""
         self.finished = Stage()
         self.handed_over = Stage()
         self.decode_s: list[float] = []
@@ -405,7 +385,6 @@ class TimedSource:
         """Time about so many samples.
 
         Args:
-            samples: How many.
             grown: Tells how many bytes Arrow's pool has grown by; asked when the first group is open.
 
         Raises:
@@ -416,15 +395,14 @@ class TimedSource:
             if runs and self._deadline.passed:
                 break
             self._timed.alone = runs % _TOGETHER_EVERY > 0
-            self._timed.outside = Took()
+            self._timed.outside = NOTHING
             count = min(AHEAD_ROWS, samples - self.samples)
             self._timed.leave()
             delta = self._loader.summary_buffer(MetaRequest(self._number, cursor, count))
             self._timed.enter()
             reading, meta = self._timed.outside, delta.meta
             where = (int(meta["epoch"][0]), int(meta["group"][0]))
-            self.read.append((where, len(meta), reading.seconds))
-            self.read_cpu.append((where, len(meta), reading.cpu_s))
+            self.read.append((where, len(meta), reading))
             if not runs:
                 self.pool_bytes = grown()
                 self.buffer_row_bytes = self._loader.buffer_bytes / len(self._timed.places)
@@ -464,8 +442,8 @@ class TimedSource:
         for row in drawn.tolist():
             finishing, handing = self._hand_over(meta[row : row + 1])
             self.pairs.append((int(places[row]), len(self.finished.alone)))
-            self.finished.add_alone(finishing)
-            self.handed_over.add_alone(handing)
+            self.finished.alone.append(finishing)
+            self.handed_over.alone.append(handing)
             if self._deadline.passed:
                 break
 
@@ -479,7 +457,7 @@ class TimedSource:
         finishing, clock = clock.took(), self._timed.clock()
         payload = self._loader.hand_over(staged, done)
         payload = payload.take(np.arange(len(meta)), np.ones(len(meta), np.bool_))  # the copy to the constructor
-        handing = popping.and_also(clock.took())
+        handing = popping.plus(clock.took())
         if keep:
             self.samples += len(meta)
             self.tokens += int(meta["tokens"].sum())
@@ -496,51 +474,44 @@ class TimedSource:
         """Rows that are read for a sample: those that are read for nothing are paid by the others."""
         return self.rows / self.drawn
 
-    def transform_seconds(self, read_s: float) -> Floats:
+    def mean(self, read: Took) -> Took:
+        """Return what the mean sample takes: P, and how much of it needs a processor."""
+        return read.plus(self._timed.stage.mean).times(self.rows_per_sample).plus(self.finished.mean)
+
+    def transform_seconds(self, read: Took) -> Floats:
         """Return P of every sample that went alone; of the mean sample where none did."""
-        per_sample, measure, finish = self.rows_per_sample, self._timed.stage, self.finished
-        mean = per_sample * (read_s + measure.mean) + finish.mean
+        mean_s, measure, finish = self.mean(read).seconds, self._timed.stage, self.finished
         if not self.pairs:
-            return np.array([mean])
+            return np.array([mean_s])
         places, ends = np.array(self.pairs).T
         # What went together stands behind the others, where its place, -1, finds it.
-        measured = np.append(measure.spread(), measure.mean)[places]
-        found = per_sample * (read_s + measured) + np.append(finish.spread(), finish.mean)[ends]
-        return found * (mean / float(found.mean()))
-
-    def cpu_share(self, read_s: float, read_cpu_s: float) -> float:
-        """Return the part of P that needs a CPU.
-
-        Args:
-            read_s: Seconds of reading a row.
-            read_cpu_s: Of them, seconds of the processor.
-        """
-        per_sample, measure, finish = self.rows_per_sample, self._timed.stage, self.finished
-        seconds = per_sample * (read_s + measure.mean) + finish.mean
-        cpu_s = per_sample * (read_cpu_s + measure.cpu_mean) + finish.cpu_mean
-        return min(cpu_s / seconds, 1.0) if seconds > 0 else 1.0
+        measured = np.append(measure.spread(), measure.mean.seconds)[places]
+        finished = np.append(finish.spread(), finish.mean.seconds)[ends]
+        found = self.rows_per_sample * (read.seconds + measured) + finished
+        return found * (mean_s / float(found.mean()))
 
 
-def read_seconds(runs: Reads, covered: dict[tuple[int, int], int]) -> float:
-    """Return the seconds of reading a row: those of a group's first run stand for all rows that it fetched.
+def time_of_reading(runs: Reads, covered: dict[tuple[int, int], int]) -> Took:
+    """Return what reading a row takes: what a group's first run took stands for all rows that it fetched.
 
     Args:
-        runs: Every run; or its seconds of the processor, which are shared out the same way.
+        runs: Every run.
         covered: Rows that the first run of each group fetched: all of a group that is held whole, a batch of every
             stream of another one.
 
     Example:
-        >>> read_seconds([((0, 0), 10, 1.0), ((0, 0), 10, 0.0)], {(0, 0): 100})
-        0.01
+        >>> time_of_reading([((0, 0), 10, Took(1.0, 0.5)), ((0, 0), 10, Took())], {(0, 0): 100})
+        Took(seconds=0.01, cpu_s=0.005)
     """
-    found: list[float] = []
+    found: list[Floats] = []
     for group, fetched in covered.items():
-        counts, seconds = zip(*(run[1:] for run in runs if run[0] == group), strict=True)
+        counts, times = zip(*(run[1:] for run in runs if run[0] == group), strict=True)
+        took = np.array(times)
         if sum(counts) > fetched:
-            found.append(sum(seconds) / sum(counts))
+            found.append(took.sum(axis=0) / sum(counts))
         else:
-            found.append(seconds[0] / fetched + sum(seconds[1:]) / max(sum(counts[1:]), 1))
-    return float(np.mean(found))
+            found.append(took[0] / fetched + took[1:].sum(axis=0) / max(sum(counts[1:]), 1))
+    return Took(*np.mean(found, axis=0).tolist())
 
 
 # -- profiles of jobs --------------------------------------------------------------------------------------------
@@ -568,13 +539,10 @@ def profile_job(
     """Measure the sources of a job on real samples.
 
     Args:
-        job: The job.
         options: The launch; where media are decoded matters, and where indices are kept.
         when: ISO time of now, for the profile's journal.
-        sources: Only these; by default all.
         samples: Samples of each source, about.
         seconds: Seconds for each source, about: one of them is finished whatever it takes.
-        progress: Told how far it is.
 
     Raises:
         SpecError: The job or the launch is wrong.
@@ -723,35 +691,34 @@ def _measure(
     timed = TimedTransform(prepared.transforms[number], deadline, lambda: Clock(lambda: processes.resting))
     transforms = [*prepared.transforms[:number], timed, *prepared.transforms[number + 1 :]]
     ready = dataclasses.replace(prepared, transforms=transforms)
-    loader = make_crew(ready, number, files, _Verdicts(), Executors.of_caller()).loader
-    way = TimedSource(number, loader, timed, deadline)
+    loader = make_pool(ready, number, files, _Verdicts(), Executors.of_caller()).loader
+    timing = TimedSource(number, loader, timed, deadline)
     before = pa.total_allocated_bytes()
-    way.run(samples, lambda: pa.total_allocated_bytes() - before)
-    fetched = {where: _fetched(order.group(*where)) for where, _, _ in way.read}
-    read_s, read_cpu_s = read_seconds(way.read, fetched), read_seconds(way.read_cpu, fetched)
-    seconds_of = way.transform_seconds(read_s)
-    per_sample, rows = way.rows_per_sample, len(timed.places)
+    timing.run(samples, lambda: pa.total_allocated_bytes() - before)
+    fetched = {where: _fetched(order.group(*where)) for where, _, _ in timing.read}
+    read = time_of_reading(timing.read, fetched)
+    mean, per_sample, rows = timing.mean(read), timing.rows_per_sample, len(timed.places)
     found = SourceProfile(
         name=source.name,
         digest=_digest(prepared, source, files.listing_digest()),
-        samples=way.samples,
+        samples=timing.samples,
         bad=len({row for row, _ in loader.counters.bad}),
-        transform=Spread.of(seconds_of),
-        read_s=per_sample * read_s,
-        measure_s=per_sample * timed.stage.mean,
-        finish_s=way.finished.mean,
-        cpu_share=way.cpu_share(read_s, read_cpu_s),
-        decode_s=float(np.mean(way.decode_s)) if way.decode_s else 0.0,
+        transform=Spread.of(timing.transform_seconds(read)),
+        read_s=per_sample * read.seconds,
+        measure_s=per_sample * timed.stage.mean.seconds,
+        finish_s=timing.finished.mean.seconds,
+        cpu_share=min(mean.cpu_s / mean.seconds, 1.0) if mean.seconds > 0 else 1.0,
+        decode_s=float(np.mean(timing.decode_s)) if timing.decode_s else 0.0,
         decoded_in="" if timed.decoder is None else loader.placement.where,
-        handover_s=way.handed_over.mean,
+        handover_s=timing.handed_over.mean.seconds,
         file_bytes=_file_bytes(files, order),
-        buffer_bytes=_buffer_bytes(order, timed.read_bytes / rows, way),
-        tokens=way.tokens / way.samples,
+        buffer_bytes=_buffer_bytes(order, timed.read_bytes / rows, timing),
+        tokens=timing.tokens / timing.samples,
         read_bytes=timed.read_bytes / rows,
         kept_bytes=timed.kept_bytes / rows,
-        delivered_bytes=way.delivered_bytes / way.samples,
+        delivered_bytes=timing.delivered_bytes / timing.samples,
     )
-    return found.noted(Entry(when, "measured", way.samples, found.transform_s))
+    return found.noted(Entry(when, "measured", timing.samples, found.transform_s))
 
 
 def _fetched(group: Group) -> int:
@@ -769,7 +736,7 @@ def _file_bytes(files: SourceFiles, order: SourceOrder) -> int:
     return listed + 8 * (_INDEX_ARRAYS + _ORDER_ARRAYS) * blocks
 
 
-def _buffer_bytes(order: SourceOrder, row_bytes: float, way: TimedSource) -> int:
+def _buffer_bytes(order: SourceOrder, row_bytes: float, timing: TimedSource) -> int:
     """Return what one worker holds at the end of the largest group of the first window.
 
     Its open readers (a group held whole, or k streams: the bytes of their rows, or what Arrow's pool grew by when they
@@ -782,5 +749,5 @@ def _buffer_bytes(order: SourceOrder, row_bytes: float, way: TimedSource) -> int
     groups = [order.group(0, number) for number in numbers if order.has_group(0, number)]
     largest = max(groups, key=lambda group: group.num_rows)
     held = largest.num_rows * row_bytes if largest.whole else len(largest.rows) * stream_bytes(largest.row_bytes)
-    kept = min(largest.num_rows * way.buffer_row_bytes, max(WORKER_BYTES, way.buffer_row_bytes))
-    return int(max(held, way.pool_bytes) + kept)
+    kept = min(largest.num_rows * timing.buffer_row_bytes, max(WORKER_BYTES, timing.buffer_row_bytes))
+    return int(max(held, timing.pool_bytes) + kept)

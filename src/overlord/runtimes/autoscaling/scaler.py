@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,23 +46,10 @@ MOST_LANES = 64
 """Workers of a host that may run at the same time where a launch does not say how many."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizing:
-    """The workers of a launch, as `LaunchOptions` has them."""
-
-    loaders_per_source: int = 1
-    workers: Mapping[str, int] = field(default_factory=dict[str, int])
-    lanes: int = MOST_LANES
-    scaling: Scaling | None = None
-    memory: int = 1 << 62
-    budget_bytes: int
-    profile: str | None = None
-
-
 def sizing_of(
     job: Job, loaders: Loaders, scaling: bool | Scaling, budget: Budget | None, profile: str | None
-) -> Sizing:
-    """Complete what a launch says of its workers.
+) -> dict[str, Any]:
+    """Return the fields of `LaunchOptions` that say how many workers there are, and what they may take.
 
     Raises:
         SpecError: for what cannot be; nothing has run.
@@ -71,29 +58,28 @@ def sizing_of(
         >>> from overlord.job.specs import Batch, Source, Text
         >>> web = Source("web", "web.jsonl", sample=Text("text", tokenized=True))
         >>> job = Job(sources=[web], batch=Batch(8, global_samples=4))
-        >>> sizing_of(job, {"web": 4}, False, Budget(cpus=16), None).workers
+        >>> sizing_of(job, {"web": 4}, False, Budget(cpus=16), None)["workers"]
         {'web': 4}
     """
     given = budget or Budget()
     settings = scaling if isinstance(scaling, Scaling) else Scaling() if scaling else None
-    sized = settings is not None or given.cpus is not None
-    lanes = given.cpus or ((os.cpu_count() or 1) if sized else MOST_LANES)
-    bounds: dict[str, Any] = {
+    cpus = given.cpus or os.cpu_count() or 1
+    sized = settings is not None or given.cpus is not None or loaders == "auto"
+    found: dict[str, Any] = {
+        "lanes": cpus if sized else MOST_LANES,
         "scaling": settings,
         "memory": given.memory or 1 << 62,
         "budget_bytes": given.ahead,
         "profile": profile,
     }
     if isinstance(loaders, Mapping):
-        return Sizing(workers=_by_name(job, loaders), lanes=lanes, **bounds)
+        return found | {"workers": _by_name(job, loaders)}
     if loaders == "auto":
-        return Sizing(
-            workers=_partitioned(job, profile, given, settings), lanes=given.cpus or os.cpu_count() or 1, **bounds
-        )
-    return Sizing(loaders_per_source=loaders, lanes=lanes, **bounds)
+        return found | {"workers": _partitioned(job, profile, cpus, found["memory"], settings)}
+    return found | {"loaders_per_source": loaders}
 
 
-def _partitioned(job: Job, profile: str | None, budget: Budget, scaling: Scaling | None) -> dict[str, int]:
+def _partitioned(job: Job, profile: str | None, cpus: int, memory: int, scaling: Scaling | None) -> dict[str, int]:
     """Return the workers of the auto-partition: for the first step where they follow the mixture, else for its mean."""
     known = None if profile is None else read_profile(Path(profile))
     if known is None:
@@ -107,10 +93,15 @@ def _partitioned(job: Job, profile: str | None, budget: Budget, scaling: Scaling
     shares = points[0][1] if scaling is not None else mean_shares(points)
     # All workers are threads of the service here: nothing is taken off for the other roles.
     resources = Resources(
-        cpus=float(budget.cpus or os.cpu_count() or 1), bytes=budget.memory or 1 << 62, planner_cpus=0.0,
-        planner_bytes=0, constructor_cpus=0.0, constructor_bytes=0, actor_bytes=0,
-        per_source=budget.cpus or os.cpu_count() or 1,
-    )  # fmt: skip
+        cpus=float(cpus),
+        bytes=memory,
+        planner_cpus=0.0,
+        planner_bytes=0,
+        constructor_cpus=0.0,
+        constructor_bytes=0,
+        actor_bytes=0,
+        per_source=cpus,
+    )
     return {one.name: max(1, one.workers) for one in partition(costs, shares, resources).allotments}
 
 
@@ -182,13 +173,8 @@ class Scaler:
     """Right-sizes the workers of one service.
 
     Args:
-        watch: Tells how the service does.
         act: Changes it; None only looks, and names the bottleneck.
-        scaling: When workers come and go.
-        cpus: Workers at most.
-        memory: Bytes that files and buffers of all sources may take at most.
         known: What sources cost, as far as that is known before they run.
-        clock: Seconds that never go back.
     """
 
     def __init__(
@@ -268,7 +254,7 @@ class Scaler:
         shares = sample_shares(facts["weights"], costs, facts["level"])
         self._history.append(dict(zip(names, shares, strict=True)))
         self._wanted = self._rate_wanted()
-        self._blame(names, shares, costs, newest, seen)
+        self._find_bottleneck(names, shares, costs, newest, seen)
         if self._act is None or not self._wanted:
             return
         workers = tuple(int(seen.sources[name]["workers"]) for name in names)
@@ -334,7 +320,7 @@ class Scaler:
         # Up at once, down slowly: a trainer that pauses comes back.
         return max(wanted, self._wanted + _FALL * (wanted - self._wanted))
 
-    def _blame(
+    def _find_bottleneck(
         self, names: Sequence[str], shares: Sequence[float], costs: Sequence[SourceCost], before: _Seen, now: _Seen
     ) -> None:
         """Find the source that holds up the trainers."""
@@ -362,8 +348,6 @@ def service_scaler(
     """Make the Scaler of a service; where it does not scale, it only looks.
 
     Args:
-        options: The launch.
-        ask: Calls the planner.
         workload: Returns what the workers of sources did, by the sources' numbers.
         resize: Gives every source so many workers, of which it keeps so many busy.
     """

@@ -15,13 +15,13 @@ from overlord.job.specs import Job, Source
 from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.hosts.planner_host import Pace
 from overlord.runtimes.hosts.prefetch import Executors, ThreadWorkers
+from overlord.runtimes.launching.add_source import with_source
 from overlord.runtimes.launching.deployment import (
     IsolateReader,
     Prepared,
     prepare,
 )
 from overlord.runtimes.launching.launch_options import LaunchOptions
-from overlord.runtimes.launching.newcomers import prepare_newcomer
 from overlord.runtimes.supervision.cleanup import remove_when_gone
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
@@ -113,6 +113,11 @@ class ClusterRole:
         """How long the supervisor waits for a sign of life before it replaces a role."""
         return self._options.heartbeat_s
 
+    @property
+    def prepared(self) -> Prepared:
+        """The job, made ready on this host."""
+        return self._prepared
+
     def await_progress(self, timeout_s: float) -> dict[str, Any]:
         """Wait until there is progress that the supervisor should learn of, or for a while; return it."""
         time.sleep(timeout_s)
@@ -129,15 +134,15 @@ class ClusterRole:
 
     def _with_added(self, prepared: Prepared, message: Any) -> Prepared:
         for added in message.get("added", ()):
-            prepared = prepare_newcomer(prepared, Source.from_mapping(added["source"]))
+            prepared = with_source(prepared, Source.from_mapping(added["source"]))
         return prepared
 
     def _learn_source(self, message: Any) -> bool:
-        """Learn that a source comes; return whether nobody had told so before."""
+        """Learn of an added source; return whether it was not known before."""
         source = Source.from_mapping(message["source"])
         if source.name in self._prepared.job.names:
             return False
-        self._prepared = prepare_newcomer(self._prepared, source)
+        self._prepared = with_source(self._prepared, source)
         return True
 
     def interrupt(self) -> None:

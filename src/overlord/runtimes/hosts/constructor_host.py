@@ -30,9 +30,11 @@ from overlord.runtimes.hosts.cluster_role import ClusterRole
 from overlord.runtimes.hosts.peers import RemoteLoaders, RemotePlanner
 from overlord.runtimes.hosts.planner_host import Plans
 from overlord.runtimes.hosts.step_server import RanksOf, StepServer
-from overlord.runtimes.launching.deployment import make_constructor
+from overlord.runtimes.launching.add_source import without_last_source
+from overlord.runtimes.launching.deployment import (
+    make_constructor,
+)
 from overlord.runtimes.launching.launch_options import LaunchOptions
-from overlord.runtimes.launching.newcomers import without_newcomer
 from overlord.runtimes.transport.listener import listen, socket_name
 from overlord.runtimes.transport.shared_memory import Arena
 from overlord.transforms.microbatches.per_microbatch import PackedMicrobatch
@@ -173,7 +175,7 @@ class ConstructorRole(ClusterRole):
     def drop_source(self, message: Any) -> Any:
         """Forget a source that the planner did not take on."""
         if self._prepared.job.names[-1] == message["name"]:
-            self._prepared = without_newcomer(self._prepared)
+            self._prepared = without_last_source(self._prepared)
             self._constructor.drop_last_source()
         return {}
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from overlord.core.messages import Follow, HandedOver, HandOver, MetaDeltas, MetaRequests
 from overlord.core.order import BEGIN
 from overlord.core.samples import Cursor, Part
 from overlord.job.specs import Source
+from overlord.readers.source_files import SourceFiles
 from overlord.roles.poisoned_rows import verdicts_from_json
 from overlord.runtimes.hosts.cluster_role import ClusterRole
-from overlord.runtimes.hosts.loader_host import LoaderHost
+from overlord.runtimes.hosts.loader_host import LoaderFleet, LoaderHost
 from overlord.runtimes.hosts.peers import RemoteVerdicts
+from overlord.runtimes.launching.add_source import open_last_source, with_source, without_last_source
 from overlord.runtimes.launching.deployment import (
     SourceFacts,
     index_first_windows,
-    make_crew,
     make_fleet,
+    make_pool,
     open_files,
 )
-from overlord.runtimes.launching.newcomers import open_newcomer, prepare_newcomer, without_newcomer
 from overlord.runtimes.supervision.supervisor import check_same_files
 from overlord.runtimes.transport.role_codec import Unfinished
 from overlord.runtimes.transport.shared_memory import give_back_freed_memory
@@ -42,9 +43,17 @@ class LoaderRole(ClusterRole):
         mine = [first + at for at, one in enumerate(added) if one["mine"]]
         held = sorted({*self._site["sources"], *self._site["shadows"], *mine})
         self._files = open_files(self._prepared, held, self._hands.callers, self._count)
-        names = self._prepared.job.names
-        facts = {names[number]: SourceFacts.of(files) for number, files in self._files.items()}
-        return {"facts": {n: [f.format, f.listing, f.total_bytes] for n, f in facts.items()}}
+        return {"facts": self._facts_of(self._files)}
+
+    @property
+    def fleet(self) -> LoaderFleet:
+        """The SourceLoaders of this host."""
+        return self._fleet
+
+    @property
+    def files(self) -> Mapping[int, SourceFiles]:
+        """The files of the sources that are open here, by the sources' numbers."""
+        return self._files
 
     def interrupt(self) -> None:
         """Let nothing wait any longer for a source that cannot be read."""
@@ -58,7 +67,7 @@ class LoaderRole(ClusterRole):
     def begin(self, message: Any) -> Any:
         """Index the files that the first step reaches, and make the loaders."""
         job = self._prepared.job
-        # The planner knows cursors and weights of the sources that are drawn from by now. Newcomers may be numbered
+        # The planner knows cursors and weights of the sources that are drawn from by now. Added sources may be numbered
         # behind them: they come at a later step, or are being added at this moment. They stand at their beginning.
         coming = len(job.sources) - len(message["cursors"])
         cursors = [*(Cursor(*cursor) for cursor in message["cursors"]), *[Cursor(0, BEGIN, 0)] * coming]
@@ -130,24 +139,22 @@ class LoaderRole(ClusterRole):
         """
         source = Source.from_mapping(message["source"])
         if source.name not in self._prepared.job.names:  # else it was told before
-            if not message["mine"]:
-                self._prepared = prepare_newcomer(self._prepared, source)
-                return {}
-            new = open_newcomer(self._prepared, source, self._verdicts, self._hands)
-            self._prepared = new.prepared
-            self._files[new.number] = new.files
-            self._fleet.add(new.number, new.crew)
+            prepared = with_source(self._prepared, source)
+            files = open_last_source(prepared, self._hands.callers) if message["mine"] else None
+            self._prepared, number = prepared, len(prepared.job.sources) - 1
+            if files is not None:
+                self._fleet.add(number, make_pool(prepared, number, files, self._verdicts, self._hands))
+                self._files[number] = files
         number = self._prepared.job.names.index(source.name)
         if number not in self._files:
             return {}
-        fact = SourceFacts.of(self._files[number])
-        return {"name": source.name, "fact": [fact.format, fact.listing, fact.total_bytes]}
+        return {"name": source.name, "fact": list(SourceFacts.of(self._files[number]))}
 
     def drop_source(self, message: Any) -> Any:
         """Forget a source that the planner did not take on."""
         name, number = message["name"], len(self._prepared.job.names) - 1
         if self._prepared.job.names[-1] == name:
-            self._prepared = without_newcomer(self._prepared)
+            self._prepared = without_last_source(self._prepared)
             if self._files.pop(number, None) is not None:
                 self._fleet.drop(number)
         return {}
@@ -174,13 +181,14 @@ class LoaderRole(ClusterRole):
         with self._opening:
             missing = [source for source in sources if source not in self._files]
             opened = open_files(self._prepared, missing, self._hands.callers)
-            names = self._prepared.job.names
-            facts = {names[number]: SourceFacts.of(files) for number, files in opened.items()}
-            told = {name: [fact.format, fact.listing, fact.total_bytes] for name, fact in facts.items()}
-            check_same_files({**told, **self._known}, told)
+            facts = self._facts_of(opened)
+            check_same_files({**facts, **self._known}, facts)
             for number, files in opened.items():
-                self._fleet.add(number, make_crew(self._prepared, number, files, self._verdicts, self._hands))
+                self._fleet.add(number, make_pool(self._prepared, number, files, self._verdicts, self._hands))
                 self._files[number] = files
+
+    def _facts_of(self, opened: Mapping[int, SourceFiles]) -> dict[str, list[Any]]:
+        return {self._prepared.job.names[number]: list(SourceFacts.of(files)) for number, files in opened.items()}
 
     def _count(self, what: str, done: int, of: int) -> None:
         self._done = [done, of]

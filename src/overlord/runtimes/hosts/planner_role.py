@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 from overlord.core.client_messages import AddSource, Request, mesh_to_text
 from overlord.core.messages import AdmitSource, HostProgress, PlanAnswer, PlanRequest
 from overlord.core.plan import LoadingPlan
 from overlord.errors import Rewound
-from overlord.job.specs import Source
+from overlord.job.specs import Job, Source
+from overlord.roles.changes import Parked
+from overlord.roles.planner import Planner
 from overlord.runtimes.autoscaling.scaler import check_sizes
-from overlord.runtimes.autoscaling.status import describe
 from overlord.runtimes.hosts.cluster_role import ClusterRole
 from overlord.runtimes.hosts.peers import RemoteLoaders, put_plan
 from overlord.runtimes.hosts.planner_host import PlannerHost
+from overlord.runtimes.launching.add_source import journal_last_source, with_source
 from overlord.runtimes.launching.deployment import (
     SourceFacts,
+    base_weights,
     first_needs,
     plan_first_step,
     start_planner,
-    where_it_stands,
+    state_to_resume,
 )
-from overlord.runtimes.launching.newcomers import admit, prepare_newcomer
 from overlord.runtimes.launching.resume import History, open_store, read_history
 
 NUMBERS, NUMBER_BYTES = 8, 8
@@ -44,26 +48,24 @@ class PlannerRole(ClusterRole):
         options = self._options
         if self._board.me[1] > 1:  # it comes in the place of another planner
             options = dataclasses.replace(options, recover=True)
-        store, beginning = open_store(
-            options, options.store or str(self._claim_folder() / "store"), self._means.open_place
-        )
+        store, point = open_store(options, options.store or str(self._claim_folder() / "store"), self._means.open_place)
         try:
-            if self._board.me[1] > 1 and beginning.mesh is not None:  # its predecessor died behind the order to go back
-                raise Rewound(f"the service goes back to step {beginning.replay_to}, and is started again as a whole")
-            if beginning.recovered:  # sources that came while its predecessor planned stand in the journal
-                self._prepared = self._means.prepare(self._job, options, state=beginning.numbering)
+            if self._board.me[1] > 1 and point.mesh is not None:  # its predecessor died behind the order to go back
+                raise Rewound(f"the service goes back to step {point.replay_to}, and is started again as a whole")
+            if point.recovered:  # sources that came while its predecessor planned stand in the journal
+                self._prepared = self._means.prepare(self._job, options, state=point.numbering)
             job = self._prepared.job
             self._facts = {name: facts[name] for name in job.names}
             check_sizes(self._prepared, self._facts)
-            self._standing = where_it_stands(self._prepared, self._facts, beginning)
-            self._history = read_history(job, store, beginning, self._standing.given)
-            cursors, weights = first_needs(self._prepared, self._facts, self._standing.state)
+            self._resumed = state_to_resume(self._prepared, self._facts, point)
+            self._history = read_history(job, store, point, self._resumed.given)
+            cursors, weights = first_needs(self._prepared, self._facts, self._resumed.state)
         except BaseException:
             store.close()
             raise
         met = {
             "verdicts": self._history.verdicts.to_json(),
-            "snapshots": beginning.loaders,
+            "snapshots": point.loaders,
             "facts": self._told_facts(),
         }
         return {**met, "cursors": cursors, "weights": weights}
@@ -79,7 +81,7 @@ class PlannerRole(ClusterRole):
 
     def _told_facts(self) -> dict[str, Any]:
         """Return what loaders must find where they open a source that others had open."""
-        return {name: [fact.format, fact.listing, fact.total_bytes] for name, fact in self._facts.items()}
+        return {name: list(fact) for name, fact in self._facts.items()}
 
     def begin(self, message: Any) -> Any:
         """Plan the first step, so that what is wrong shows before anything runs; a successor plans when it is asked."""
@@ -87,7 +89,7 @@ class PlannerRole(ClusterRole):
         loaders = self._remote = RemoteLoaders(self._board)
         prepared = self._prepared
         try:
-            planner = start_planner(prepared, loaders, self._standing, self._facts, self._history)
+            planner = start_planner(prepared, loaders, self._resumed, self._facts, self._history)
             if not message.get("successor"):
                 plan_first_step(planner)
         except BaseException:
@@ -103,7 +105,7 @@ class PlannerRole(ClusterRole):
             found["planner"]["traffic"] = self._traffic()
             return found
 
-        options, met = self._options, self._history.beginning.loaders
+        options, met = self._options, self._history.point.loaders
         self._host = PlannerHost(
             planner, picture, loaders, keep=options.keep, met=met, on_source_failure=options.on_source_failure,
             pace=self._means.pace(), rewound=self._go_back,
@@ -182,10 +184,10 @@ class PlannerRole(ClusterRole):
                 return made
             source = Source.from_mapping(request.source)
             weight = source.weight if request.weight is None else request.weight
-            prepared = prepare_newcomer(self._prepared, source)
+            prepared = with_source(self._prepared, source)
             facts = {**self._facts, prepared.job.names[-1]: SourceFacts(*message.fact)}
             planner = self._host.planner
-            self._prepared, at = admit(planner, prepared, facts, weight, request.step, request.id)
+            self._prepared, at = journal_last_source(planner, prepared, facts, weight, request.step, request.id)
             self._facts = facts
             return at
 
@@ -221,3 +223,67 @@ class PlannerRole(ClusterRole):
                 while len(self._put) > KEPT_BLOBS:
                     self._put.popitem(last=False)
             return self._put[plan.step]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What `service.status()` tells: roles, positions, buffers, planned and realised mixture.
+
+
+def _parked(parked: Parked | None) -> dict[str, Any] | None:
+    return None if parked is None else {"since": parked.since, "why": parked.why}
+
+
+def describe(
+    job: Job,
+    planner: Planner,
+    facts: Mapping[str, SourceFacts],
+    statuses: Mapping[int, Mapping[str, Any]],
+    runtime: str,
+    positions: Mapping[int, int],
+    *,
+    view_bytes: int,
+) -> dict[str, Any]:
+    """Return a JSON-able picture of a running service."""
+    names = planner.inputs.names
+    state = planner.latest_state.grown(len(names))
+    roster = planner.inputs.roster_at(planner.next_step)
+    mixture = planner.mixture
+    weights = planner.latest_weights or mixture.weights_at(0.0, names, base_weights(job, facts))
+    weights = (*weights, *([0.0] * (len(names) - len(weights))))
+    counted = state.tokens if mixture.level == "token" else state.samples
+    total, realised = sum(weights) or 1.0, max(int(counted.sum()), 1)
+    sources = {
+        name: {
+            "planned_share": weights[i] / total,
+            "realised_share": int(counted[i]) / realised,
+            "samples": int(state.samples[i]),
+            "tokens": int(state.tokens[i]),
+            "skipped": int(state.skipped[i]),
+            "epoch": int(state.epoch[i]),
+            "finished": bool(state.finished[i]),
+            "removed": i in roster.removed,
+            "parked": _parked(roster.parked.get(i)),
+            "format": facts[name].format,
+            **statuses[i],
+        }
+        for i, name in enumerate(names)
+    }
+    newest_plan = max(planner.next_step - 1, planner.first_step)
+    coming = planner.meshes.after(newest_plan)
+    return {
+        "runtime": runtime,
+        "pid": os.getpid(),
+        "restarts": 0,
+        "mesh": str(planner.meshes.at(newest_plan)),
+        "next_mesh": None if coming is None else {"step": coming[0], "mesh": str(coming[1])},
+        "planner": {
+            "next_step": planner.next_step,
+            "first_step": planner.first_step,
+            "waits_for_report": planner.missing_report(planner.next_step),
+        },
+        "store": planner.checkpoints.store.status(),
+        "clients": {str(rank): step for rank, step in sorted(positions.items())},
+        "buffers": {"views_bytes": view_bytes, "read_bytes": sum(s["buffer_bytes"] for s in sources.values())},
+        "mixture_level": mixture.level,
+        "sources": sources,
+    }

@@ -7,6 +7,7 @@ CPUs of those hosts, and on other hosts only when those are full.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Node:
     name: str
     """What people call it."""
     cpus: float
-    """That nobody uses."""
+    """Idle ones."""
     accelerators: float = 0.0
     trainer: bool = False
     """Whether it is marked as the host of trainers."""
@@ -135,6 +136,16 @@ def place(
     return sites + _loaders(nodes, chosen, idle, options, num_sources, loader_cpus)
 
 
+def place_here(options: ClusterOptions | None, *, world_size: int, num_sources: int, threads: int) -> list[Site]:
+    """Return sites on this host, which has room for all of them; without options, in this process."""
+    name = "this process" if options is None else "this host"
+    here = Node("here", name, cpus=math.inf, here=True)
+    loader_cpus = 1 if options is None else threads
+    return place(
+        [here], options or ClusterOptions(), world_size=world_size, num_sources=num_sources, loader_cpus=loader_cpus
+    )
+
+
 def cpus_needed(options: ClusterOptions, *, num_sources: int, loader_cpus: int) -> int:
     """Return the CPUs of a cluster of one host that fits everything."""
     return int(PLANNER_CPUS + CONSTRUCTOR_CPUS) + _loader_count(options, 1, num_sources) * loader_cpus
@@ -152,7 +163,7 @@ def _trainer_hosts(nodes: Sequence[Node]) -> list[Node]:
 def _ranks_per_host(trainers: Sequence[Node], world_size: int) -> int:
     marked = any(node.trainer or node.accelerators for node in trainers)
     if not marked:
-        return world_size  # nobody says where trainers are: all of them here
+        return world_size  # no host is marked as one of trainers: all of them are here
     if trainers[0].accelerators and world_size % int(trainers[0].accelerators) == 0:
         return min(world_size, int(trainers[0].accelerators))
     return world_size // len(trainers) if world_size % len(trainers) == 0 else world_size

@@ -1,4 +1,7 @@
-"""From a job and a mesh to wired roles: which there are, and who asks whom. Runtime-agnostic."""
+"""From a job and a mesh to roles: sources opened, what is wrong refused, loaders, planner and constructor made.
+
+The same on every transport.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from overlord.core.draw import Limits
 from overlord.core.order import BEGIN, DataFile, SourceOrder
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.ragged import Ragged, RowBatch
+from overlord.core.ragged import Ragged, RowBatch, gather_runs
 from overlord.core.samples import FILE_SHIFT, Cursor, SampleId
 from overlord.core.spec_errors import list_some
 from overlord.core.states import StreamState, restricted_parts
@@ -25,9 +28,10 @@ from overlord.errors import NothingToDraw, OverlordError, SourceError, SpecError
 from overlord.job.layout_specs import Layout, bin_multiple, piece_multiple
 from overlord.job.reconcile import reconcile_state, unweighted
 from overlord.job.sample_specs import ImageSpec
-from overlord.job.specs import Audio, ImageText, Job, Source, Text, Video, stream_parts
+from overlord.job.specs import Audio, Chat, ImageText, Job, Source, Text, Video, stream_parts
 from overlord.planning.checking import run_strategy
 from overlord.planning.strategies import backbone_balance
+from overlord.planning.warm import warm_kernels, warm_launch
 from overlord.readers.index import IndexCache
 from overlord.readers.reader import Kind, Reader
 from overlord.readers.source_files import LengthSidecars, NoFiles, SourceFiles
@@ -36,30 +40,31 @@ from overlord.roles.planner import Planner, PlannerStart
 from overlord.roles.poisoned_rows import PoisonedRowLog
 from overlord.roles.ports import Loaders
 from overlord.roles.source_loader import Lengths, PlacementChoice, SourceLoader
-from overlord.runtimes.autoscaling.warming import warm_job
 from overlord.runtimes.hosts.loader_host import LoaderFleet
 from overlord.runtimes.hosts.planner_host import Patience
 from overlord.runtimes.hosts.prefetch import Executors, PrefetchPool, SourceWorkers
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.resume import (
-    Beginning,
     History,
+    ResumePoint,
     canonical,
     draw_again,
     earlier_states,
     names_gone,
     names_to_come,
-    open_store,
-    read_history,
-    with_newcomers,
+    with_added_sources,
     without_files,
 )
+from overlord.transforms.microbatches.packing_kernels import copy_runs, warm_packing
 from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob
+from overlord.transforms.microbatches.positions import mrope_positions
 from overlord.transforms.microbatches.step_samples import Opening
-from overlord.transforms.samples.chat import inline_templates
+from overlord.transforms.samples.audio import log_mel
+from overlord.transforms.samples.chat import inline_templates, loss_in_spans
+from overlord.transforms.samples.images import normalize_patches, patchify_into, resize_image
 from overlord.transforms.samples.per_sample import Isolate, SampleTransform, Workers
 from overlord.transforms.samples.sample_kinds import make_transform, reserve_placeholders
-from overlord.transforms.samples.tokenize import TextTokenizer
+from overlord.transforms.samples.tokenize import TextTokenizer, TokenSpans
 
 # --------------------------------------------------------------------------------------------------------------
 # What batches of a job look like on a mesh: limits of its plans, shapes of its media; checked before anything runs.
@@ -359,9 +364,8 @@ class FaultLog:
                 logger.info("%s", words % (sample, reason))
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFacts:
-    """What a planner must know of a source's files, which only its loaders open."""
+class SourceFacts(NamedTuple):
+    """What a planner must know of a source's files, which only its loaders open; a list in messages."""
 
     format: str
     listing: str
@@ -395,7 +399,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ResumedState:
     """Where a stream stands when it is launched."""
 
     parts: Mapping[str, Any]
@@ -403,65 +407,6 @@ class Standing:
     state: StreamState
     given: Mapping[str, Any] | None
     """The state it was given, as one of this job; None at the beginning."""
-
-
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """The wired roles of one host."""
-
-    job: Job
-    planner: Planner
-    constructor: DataConstructor
-    fleet: LoaderFleet
-    listings: dict[str, SourceFiles]
-    prepared: Prepared
-    verdicts: PoisonedRowLog
-    close: Callable[[], None] = field(repr=False)
-
-    @property
-    def facts(self) -> dict[str, SourceFacts]:
-        """What is known of each source's files."""
-        return {name: SourceFacts.of(files) for name, files in self.listings.items()}
-
-
-def deploy(
-    job: Job,
-    options: LaunchOptions,
-    store: str,
-    hands: Executors,
-    progress: Progress | None = None,
-    isolate: Isolate | None = None,
-    isolate_reader: IsolateReader | None = None,
-) -> Roles:
-    """Open the sources, check everything that can be checked, and wire the roles on one host.
-
-    Args:
-        job: The job.
-        options: The launch.
-        store: Where the journal and the snapshots go.
-        hands: Who does the work.
-        progress: Told how far the opening is.
-        isolate: Brings Python code that holds the interpreter into process workers.
-        isolate_reader: Brings the reading of files into reader processes.
-    """
-    claimed, beginning = open_store(options, store)
-    try:
-        prepared = prepare(job, options, isolate, beginning.numbering, isolate_reader)
-        job = prepared.job
-        files = open_files(prepared, range(len(job.sources)), hands.callers, progress)
-        listings = {source.name: files[number] for number, source in enumerate(job.sources)}
-        facts = {name: SourceFacts.of(opened) for name, opened in listings.items()}
-        standing = where_it_stands(prepared, facts, beginning)
-        index_first_windows(job, files, *first_needs(prepared, facts, standing.state), hands.callers, progress)
-        history = read_history(job, claimed, beginning, standing.given)
-        fleet = make_fleet(prepared, files, history.verdicts, hands)
-        fleet.restore(beginning.loaders)
-        planner = start_planner(prepared, fleet, standing, facts, history)
-    except BaseException:
-        claimed.close()
-        raise
-    constructor = make_constructor(prepared, fleet, hands.leaf)
-    return Roles(job, planner, constructor, fleet, listings, prepared, history.verdicts, planner.close)
 
 
 def prepare(
@@ -474,15 +419,11 @@ def prepare(
     """Bring a job into the form its stream is made from, and refuse what it and the launch cannot do together.
 
     Args:
-        job: The job.
-        options: The launch.
-        isolate: Brings Python code that holds the interpreter into process workers.
         state: The state it goes on from, with changes that were journaled after it; by default that of the launch.
-        isolate_reader: Brings the reading of files into reader processes.
     """
     state = state or options.numbering or options.state
     gone = names_gone(job, state)
-    job = canonical(with_newcomers(job, state), state)
+    job = canonical(with_added_sources(job, state), state)
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
     if tokenizer is not None:
         job = inline_templates(job, tokenizer)
@@ -525,27 +466,27 @@ def open_files(
     return {number: files for number, files in found.items() if isinstance(files, SourceFiles)}
 
 
-def where_it_stands(prepared: Prepared, facts: Mapping[str, SourceFacts], beginning: Beginning) -> Standing:
+def state_to_resume(prepared: Prepared, facts: Mapping[str, SourceFacts], point: ResumePoint) -> ResumedState:
     """Return what the stream's fingerprint covers, and the state it goes on from.
 
     Raises:
         StateError: when the state is of another stream, beyond what the launch lets differ.
     """
-    job, given = prepared.job, beginning.state
+    job, given = prepared.job, point.state
     parts = parts_of(prepared, facts)
     if given is None:
-        return Standing(parts, StreamState.begin(len(job.sources)), None)
+        return ResumedState(parts, StreamState.begin(len(job.sources)), None)
     names = job.names[: len(job.names) - prepared.coming]
     now = restricted_parts(parts, names)
     given = without_files(given, now, prepared.gone)
-    found = reconcile_state(given, now, "strict" if beginning.recovered else prepared.options.reconcile)
+    found = reconcile_state(given, now, "strict" if point.recovered else prepared.options.reconcile)
     state = StreamState.from_json(found, names, now)
     for name in unweighted(given, found):
         logger.warning(
             "source %r is new, and the mixture that was set while the stream ran does not name it: nothing is drawn "
             "from it. Call service.set_mixture(..), or write the weights into the job", name,
         )  # fmt: skip
-    return Standing(parts, state, found)
+    return ResumedState(parts, state, found)
 
 
 def parts_of(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> dict[str, Any]:
@@ -566,16 +507,16 @@ def first_needs(
 
 
 def make_fleet(
-    prepared: Prepared, files: Mapping[int, SourceFiles], verdicts: PoisonedRowLog, hands: Executors
+    prepared: Prepared, files: Mapping[int, SourceFiles], verdicts: PoisonedRowLog, executors: Executors
 ) -> LoaderFleet:
     """Make the SourceLoaders of open sources."""
-    crews = {number: make_crew(prepared, number, opened, verdicts, hands) for number, opened in files.items()}
+    pools = {number: make_pool(prepared, number, opened, verdicts, executors) for number, opened in files.items()}
     patience = Patience() if prepared.options.on_source_failure != "stop" else None
-    return LoaderFleet(crews, hands.callers, patience)
+    return LoaderFleet(pools, executors.callers, patience)
 
 
-def make_crew(
-    prepared: Prepared, number: int, opened: SourceFiles, verdicts: PoisonedRowLog, hands: Executors
+def make_pool(
+    prepared: Prepared, number: int, opened: SourceFiles, verdicts: PoisonedRowLog, executors: Executors
 ) -> PrefetchPool:
     """Make the SourceLoader of one open source, with its workers."""
     job, options = prepared.job, prepared.options
@@ -585,7 +526,7 @@ def make_crew(
     lengths = known_lengths(source, opened, sidecars, prepared.tokenizer_digest) if opened.files else None
     count = options.workers.get(source.name, options.loaders_per_source)
     ahead = count > 1 or source.name in options.workers or options.scaling is not None
-    helpers = SourceWorkers(hands.prefetch) if ahead else None
+    helpers = SourceWorkers(executors.prefetch) if ahead else None
     loader = SourceLoader(
         job,
         number,
@@ -593,14 +534,14 @@ def make_crew(
         order_of(job, source, opened),
         prepared.transforms[number],
         lengths=lengths,
-        workers=helpers or hands.leaf,
+        workers=helpers or executors.leaf,
         telemetry=FaultLog(),
         placement=choice,
         poisoned=verdicts,
     )
     if not ahead:
         return PrefetchPool(loader)
-    return PrefetchPool(loader, order_of(job, source, opened), hands.prefetch, count, helpers)
+    return PrefetchPool(loader, order_of(job, source, opened), executors.prefetch, count, helpers)
 
 
 def make_constructor(prepared: Prepared, loaders: Loaders, workers: Workers) -> DataConstructor:
@@ -621,7 +562,7 @@ def transform_of(source: Source, tokenizer: TextTokenizer | None, isolate: Isola
 def start_planner(
     prepared: Prepared,
     loaders: Loaders,
-    standing: Standing,
+    resumed: ResumedState,
     facts: Mapping[str, SourceFacts],
     history: History,
 ) -> Planner:
@@ -636,11 +577,11 @@ def start_planner(
         return limits_of(job, options.layout, tree)
 
     start = PlannerStart(
-        state=draw_again(job, loaders, standing.state, history),
+        state=draw_again(job, loaders, resumed.state, history),
         inputs=history.inputs,
-        parts=standing.parts,
+        parts=resumed.parts,
         poisoned=history.verdicts,
-        earlier=earlier_states(job, standing.parts, history, prepared.gone),
+        earlier=earlier_states(job, resumed.parts, history, prepared.gone),
         digests=history.digests,
     )
     planner = Planner(
@@ -655,7 +596,7 @@ def start_planner(
         keep=options.keep,
     )
     planner.checkpoints.begin()
-    begins = not history.beginning.recovered and history.beginning.mesh is None
+    begins = not history.point.recovered and history.point.mesh is None
     if options.skip_steps and begins:  # otherwise it is in the journal
         planner.skip_steps(options.skip_steps)
     return planner
@@ -687,7 +628,7 @@ def check_launch(job: Job, options: LaunchOptions) -> None:
             f"follows can arrive. Set lag to at least {options.prefetch + 1} or lower prefetch."
         )
     if options.loaders_per_source < 1:
-        raise SpecError(f"loaders_per_source is {options.loaders_per_source}; nobody would read. Use 1 or more.")
+        raise SpecError(f"loaders_per_source is {options.loaders_per_source}; no source would be read. Use 1 or more.")
     check_multiples(job, options.layout, options.mesh)
     media_shape(job)
 
@@ -700,3 +641,61 @@ def base_weights(job: Job, facts: Mapping[str, SourceFacts]) -> dict[str, float]
     if job.mixture.temperature is not None:
         return {name: float(facts[name].total_bytes) for name in job.names}
     return {s.name: 1.0 for s in job.sources}
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Kernels loaded before a run begins, so that no step waits for a compiler.
+#
+# numba keeps what it compiled beside the sources; call `warm_everything` when installing, and the first launch starts
+# fast too.
+
+
+def warm_job(job: Job, layout: Layout) -> None:
+    """Load what a job and a layout will need."""
+    warm_common()
+    if layout.positions != "plain":
+        _warm_positions()
+    if any(isinstance(source.sample, (ImageSpec, Video)) for source in job.sources):
+        _warm_patches()
+    if layout.pixels == "float32":
+        normalize_patches(np.zeros((1, 3), np.uint8), layout.mean, layout.std, 1 / 255, np.empty((1, 3), np.float32))
+    if any(isinstance(source.sample, Audio) for source in job.sources):
+        log_mel(np.zeros(400, np.float32), mels=8, sample_rate=16000, frames=2)
+    if any(isinstance(source.sample, Chat) for source in job.sources):
+        _warm_spans()
+
+
+def warm_common() -> None:
+    """Load what every job needs."""
+    warm_launch()
+    warm_packing()
+    for kind in (np.int32, np.int64, np.uint8):
+        Ragged(np.ones(2, kind), np.arange(3)).take(np.array([1, 0]))
+    gather_runs(np.zeros(1, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64))
+
+
+def _warm_patches() -> None:
+    patchify_into(resize_image(np.zeros((2, 2, 3), np.uint8), 1, 1), 1, 1, np.empty(3, np.uint8))
+
+
+def _warm_positions() -> None:
+    whole = mrope_positions(np.array([0, 4]), [0], [0], [4], [[1, 4, 4]])
+    zero = np.zeros(1, np.int64)
+    copy_runs(whole, np.empty(12, np.int64), zero, zero + 4, zero, 4)
+
+
+def _warm_spans() -> None:
+    one = Ragged(np.zeros(1, np.int32), np.arange(2))
+    encoded = TokenSpans(one, np.zeros(1, np.int32), np.ones(1, np.int32))
+    loss_in_spans(encoded, Ragged(np.array([0, 1]), np.array([0, 2])), np.ones(1, np.int64))
+
+
+def warm_everything() -> None:
+    """Compile every kernel there is."""
+    warm_kernels()
+    warm_packing()
+    _warm_patches()
+    _warm_positions()
+    normalize_patches(np.zeros((1, 3), np.uint8), (0, 0, 0), (1, 1, 1), 1.0, np.empty((1, 3), np.float32))
+    log_mel(np.zeros(400, np.float32), mels=8, sample_rate=16000, frames=2)
+    _warm_spans()

@@ -32,13 +32,13 @@ from overlord.runtimes.hosts.cluster_roles import ROLES
 from overlord.runtimes.hosts.constructor_host import InlineConstructor
 from overlord.runtimes.hosts.peers import PLANNER, Blobs
 from overlord.runtimes.hosts.planner_host import left_behind
-from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, Site, place
+from overlord.runtimes.launching.cluster_placement import Site, place_here
 from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.owner_asks import OwnerAsks
-from overlord.runtimes.launching.resume import peek, with_newcomers
+from overlord.runtimes.launching.resume import peek, with_added_sources
 from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
-from overlord.runtimes.supervision.supervisor import Supervisor, assignment_of
+from overlord.runtimes.supervision.supervisor import Supervisor
 from overlord.runtimes.transport.direct import DirectEngine
 from overlord.runtimes.transport.switchboard import Switchboard
 
@@ -55,6 +55,7 @@ class InlineService(OwnerAsks):
         job: The job.
         options: The launch.
         progress: Told how far the launch is.
+        means: What the roles take from this process; by default everything is done by the caller.
     """
 
     address = None
@@ -64,10 +65,13 @@ class InlineService(OwnerAsks):
     scratch_in: str | None = None
     """Where the store goes if there is none; by default where temporary files go."""
 
-    def __init__(self, job: Job, options: LaunchOptions, progress: Progress | None = None) -> None:
+    def __init__(
+        self, job: Job, options: LaunchOptions, progress: Progress | None = None, means: Means | None = None
+    ) -> None:
         self._scratch = None if options.store else scratch_folder(self.scratch_in)
         self._options = dataclasses.replace(options, store=options.store or self._scratch)
         self._job = job
+        self._means = means
         self._progress = progress or (lambda what, done, of: None)
         self._closed = False
         self._supervisor: Supervisor | None = None
@@ -144,7 +148,7 @@ class InlineService(OwnerAsks):
     # -- starting and ending ----------------------------------------------------------------------
 
     def crash(self) -> None:
-        """End the roles; whoever asks next finds them started again."""
+        """End the roles; the next call starts them again."""
         self._end()
 
     def _end(self) -> None:
@@ -157,17 +161,14 @@ class InlineService(OwnerAsks):
         numbering = peek(options, str(options.store))
         self._given = dataclasses.replace(options, numbering=numbering)
         self.restarts += 1
-        count, world = len(with_newcomers(self._job, numbering).sources), options.mesh.world_size
-        here = Node("here", "this process", cpus=1e6, here=True)
-        sites = place([here], options.cluster or ClusterOptions(), world_size=world, num_sources=count, loader_cpus=1)
+        count, world = len(with_added_sources(self._job, numbering).sources), options.mesh.world_size
+        sites = place_here(options.cluster, world_size=world, num_sources=count, threads=1)
         self._supervisor = self._make_supervisor(sites)
         self._supervisor.begin(self._progress)
 
     def _make_supervisor(self, sites: Sequence[Site]) -> Supervisor:
-        engine = DirectEngine(self._make_role)
-        return Supervisor(
-            engine, sites, assignment_of(sites), heartbeat_s=self._given.heartbeat_s, idle=engine.pass_time
-        )
+        engine = DirectEngine(self._make_role, means=self._means)
+        return Supervisor(engine, sites, self._given, idle=engine.pass_time)
 
     def _make_role(self, site: Mapping[str, Any], board: Switchboard, means: Means) -> ClusterRole:
         kinds = {**ROLES, "constructor": InlineConstructor}

@@ -8,7 +8,7 @@ from typing import Any
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
-from overlord.job.layout_specs import Layout, OnSourceFailure, Placement
+from overlord.job.layout_specs import DEFAULT_HEARTBEAT_S, Layout, OnSourceFailure, Placement
 from overlord.job.reconcile import Reconcile
 from overlord.job.specs import Job
 from overlord.launch_spec import Launch
@@ -70,7 +70,7 @@ class LaunchOptions:
     """Where media are decoded."""
     cluster: ClusterOptions | None = None
     """The cluster, of a service that runs on one, or in several processes."""
-    heartbeat_s: float = 5.0
+    heartbeat_s: float = DEFAULT_HEARTBEAT_S
     """How long nothing may be heard of a role before it is taken for dead; of the service process, twice as long."""
     reconcile: Reconcile = "strict"
     """What of the job's sources may differ from the state's."""

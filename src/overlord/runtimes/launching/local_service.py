@@ -1,4 +1,7 @@
-"""The service process of the local runtime: one per host, roles as threads, trainers on a Unix socket.
+"""The service process of the local runtime: one per host, trainers on a Unix socket.
+
+Its roles are threads of it. Where sources have shadows, or are dealt to several loader hosts, planner, constructor host
+and loader hosts are processes of their own, which it supervises, so that none of them takes another one with it.
 
 Started, and started again, by `runtimes/supervision/service_process.py`. Nothing of it has a name in shared memory, and
 its sockets lie in the folder of its launcher.
@@ -13,35 +16,39 @@ from typing import Any
 
 from overlord.runtimes.hosts.cluster_role import ClusterRole, Means
 from overlord.runtimes.hosts.cluster_roles import ROLES
-from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, place
+from overlord.runtimes.launching.cluster_placement import place_here
 from overlord.runtimes.launching.deployment import Progress
+from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.cleanup import check_file_limit
-from overlord.runtimes.supervision.service_main import run_service
+from overlord.runtimes.supervision.service_process import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
-from overlord.runtimes.transport.bundle import unpack
+from overlord.runtimes.transport.bundle import pack
 from overlord.runtimes.transport.direct import ThreadEngine, ThreadMeans
+from overlord.runtimes.transport.process_engine import ProcessEngine
 from overlord.runtimes.transport.switchboard import Switchboard
 
 
 @contextlib.contextmanager
 def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
-    """Serve a job with threads of this process."""
-    known, _, bundle = unbundled(bundle, folder)
-    job, options = unpack(bundle)
+    """Serve a job with threads of this process, or with processes of this host."""
+    job, options, count = unbundled(bundle, folder)
     check_file_limit(options.mesh.world_size)
+    sites = place_here(options.cluster, world_size=options.mesh.world_size, num_sources=count, threads=options.threads)
+    if options.cluster is not None:
+        processes = ProcessEngine(pack(job, options), folder, hosts=1, limits=Limits(options.heartbeat_s))
+        with supervised(processes, sites, options, folder, progress) as address:
+            yield address
+        return
 
     def make(site: Mapping[str, Any], board: Switchboard, means: Means) -> ClusterRole:
         return ROLES[site["role"]](job, options, str(folder), site, board, None, means)
 
-    here = Node("here", "this process", cpus=1e6, here=True)
-    world = options.mesh.world_size
-    sites = place([here], ClusterOptions(), world_size=world, num_sources=len(known.sources), loader_cpus=1)
-    engine = ThreadEngine(make, ThreadMeans("local", options, progress))
-    with supervised(engine, sites, options, folder, progress) as address:
+    threads = ThreadEngine(make, ThreadMeans("local", options, progress))
+    with supervised(threads, sites, options, folder, progress) as address:
         try:
             yield address
         finally:
-            engine.interrupt()
+            threads.interrupt()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a store holds of a stream, and where the stream goes on.
 
 Rules of this file:
-1. The store is claimed before it is read: nobody adds to what was read.
+1. The store is claimed before it is read: no other service adds to what was read.
 2. A launch takes from a store what a new lineage begins with. A recovery takes everything that was promised, and goes
    on in the lineage of its own service; where there is none yet, it is a launch again.
 3. Meshes are left out, except by a recovery: a resume is launched with one of its own.
@@ -39,7 +39,7 @@ REWIND = "rewind"
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class ResumePoint:
     """Where a stream goes on, before its sources are known."""
 
     state: Mapping[str, Any] | None
@@ -71,20 +71,15 @@ class History:
     """The open store of a stream, and what was found in it."""
 
     store: Store
-    beginning: Beginning
+    point: ResumePoint
     inputs: InputLog
     verdicts: PoisonedRows
     digests: Mapping[int, str] = field(default_factory=dict[int, str])
     """Digests of plans that were made before a crash."""
 
 
-def open_store(options: LaunchOptions, place: str, opens: OpenPlace | None = None) -> tuple[Store, Beginning]:
+def open_store(options: LaunchOptions, place: str, opens: OpenPlace | None = None) -> tuple[Store, ResumePoint]:
     """Claim a store, and find where the stream goes on.
-
-    Args:
-        options: The launch.
-        place: The folder or the URL.
-        opens: Opens a place.
 
     Raises:
         StoreError: It cannot be reached, or a living service owns it.
@@ -93,7 +88,7 @@ def open_store(options: LaunchOptions, place: str, opens: OpenPlace | None = Non
     """
     store = Store((opens or open_place)(place, options.store_options), options.service, keep=options.keep)
     try:
-        return store, _beginning(options, store.place, store.newest() if _looks(options) else None)
+        return store, _find_resume_point(options, store.place, store.newest() if _reads_store(options) else None)
     except BaseException:
         store.close()
         raise
@@ -101,22 +96,22 @@ def open_store(options: LaunchOptions, place: str, opens: OpenPlace | None = Non
 
 def peek(options: LaunchOptions, place: str) -> Mapping[str, Any] | None:
     """Return a state that knows all sources of what a launch will go on with; nothing is claimed."""
-    if not _looks(options):
+    if not _reads_store(options):
         return options.state
     there = open_place(place, options.store_options)
-    return _beginning(options, there, newest_lineage(there)).numbering
+    return _find_resume_point(options, there, newest_lineage(there)).numbering
 
 
-def _looks(options: LaunchOptions) -> bool:
+def _reads_store(options: LaunchOptions) -> bool:
     return options.recover or options.latest or options.before_step is not None
 
 
-def _beginning(options: LaunchOptions, place: Place, found: FoundLineage | None) -> Beginning:
+def _find_resume_point(options: LaunchOptions, place: Place, found: FoundLineage | None) -> ResumePoint:
     if options.recover and found is not None:
         if found.newest.service == options.service:
             back = next((record for record in reversed(found.records) if record["kind"] == REWIND), None)
             if back is None:
-                return Beginning(found.newest.state, found.records, found, recovered=True)
+                return ResumePoint(found.newest.state, found.records, found, recovered=True)
             return before(place, found, back["step"], ClientPlaceTree.from_sizes(back["mesh"]))
         if (own := lineage_of(place, options.service)) is not None:
             raise Fenced(
@@ -125,7 +120,7 @@ def _beginning(options: LaunchOptions, place: Place, found: FoundLineage | None)
                 "those that were trained on, so it stops here. Launch again with state='latest' or a saved state."
             )
     if not options.latest and options.before_step is None:
-        return Beginning(options.state)
+        return ResumePoint(options.state)
     if found is None:
         asked = "'latest'" if options.latest else options.before_step
         raise StateError(
@@ -137,7 +132,7 @@ def _beginning(options: LaunchOptions, place: Place, found: FoundLineage | None)
     return before(place, found, options.before_step)
 
 
-def _latest(found: FoundLineage) -> Beginning:
+def _latest(found: FoundLineage) -> ResumePoint:
     """Go on from the newest snapshot, with what came in later and still counts."""
     step, lag = found.newest.step, found.newest.state["fingerprint"].get("lag", 0)
 
@@ -146,10 +141,10 @@ def _latest(found: FoundLineage) -> Beginning:
             return step - lag <= record["step"] < step
         return record["kind"] == "verdict" or record["step"] >= step
 
-    return Beginning(found.newest.state, [record for record in found.records if counts(record)], found)
+    return ResumePoint(found.newest.state, [record for record in found.records if counts(record)], found)
 
 
-def before(place: Place, newest: FoundLineage, step: int, mesh: ClientPlaceTree | None = None) -> Beginning:
+def before(place: Place, newest: FoundLineage, step: int, mesh: ClientPlaceTree | None = None) -> ResumePoint:
     """Go on before a step: from the nearest snapshot, drawing again what lies between.
 
     Raises:
@@ -169,41 +164,34 @@ def before(place: Place, newest: FoundLineage, step: int, mesh: ClientPlaceTree 
     def counts(record: Record) -> bool:
         return record["step"] < step or (record["kind"].startswith("change.") and record["step"] == step)
 
-    return Beginning(state, [record for record in found.records if counts(record)], found, replay_to=step, mesh=mesh)
+    return ResumePoint(state, [record for record in found.records if counts(record)], found, replay_to=step, mesh=mesh)
 
 
-def read_history(job: Job, store: Store, beginning: Beginning, given: Mapping[str, Any] | None) -> History:
-    """Read the inputs of a stream, now that its sources are known; a recovery goes on in its lineage.
-
-    Args:
-        job: The job, with all sources that came.
-        store: The store.
-        beginning: What was found in it.
-        given: The state as one of this job.
-    """
-    records, found = beginning.records, beginning.found
+def read_history(job: Job, store: Store, point: ResumePoint, given: Mapping[str, Any] | None) -> History:
+    """Read the inputs of a stream, now that its sources are known; a recovery goes on in its lineage."""
+    records, found = point.records, point.found
     verdicts = PoisonedRows.recover(store.journal, given, records, job.names, threading.Lock())
-    if not beginning.recovered:
-        return History(store, beginning, _inputs(job, store, given, beginning), verdicts)
+    if not point.recovered:
+        return History(store, point, _inputs(job, store, given, point), verdicts)
     assert found is not None and given is not None
     inputs = _inputs_again(job, store, given, found)
     digests = {record["step"]: record["plan"] for record in records if record["kind"] == "plan"}
     store.go_on(found)
-    return History(store, beginning, inputs, verdicts, digests)
+    return History(store, point, inputs, verdicts, digests)
 
 
-def _inputs(job: Job, store: Store, state: Mapping[str, Any] | None, beginning: Beginning) -> InputLog:
+def _inputs(job: Job, store: Store, state: Mapping[str, Any] | None, point: ResumePoint) -> InputLog:
     """Return the reports and changes of a state and of records; of one step's reports the first counts."""
     if state is None:
         return InputLog(job, store.journal, {}, [])
-    records = beginning.records
+    records = point.records
     known = list(state["changes"]) if isinstance(state["changes"], list) else [state["changes"]]
     changes = changes_from_json(with_changes(known, changes_of(records)), job)
     reports = _with_reports(state["reports"], records)
     kept = [change for change in changes if change.mesh is None]
-    if beginning.mesh is not None:  # a change like any other, so that a recovery of the new lineage finds it
-        assert beginning.replay_to is not None
-        kept.append(Change("mesh", beginning.replay_to, mesh=beginning.mesh))
+    if point.mesh is not None:  # a change like any other, so that a recovery of the new lineage finds it
+        assert point.replay_to is not None
+        kept.append(Change("mesh", point.replay_to, mesh=point.mesh))
     return InputLog(job, store.journal, reports, kept)
 
 
@@ -226,19 +214,12 @@ def _with_reports(known: Mapping[str, Any], records: Sequence[Record]) -> dict[i
 def earlier_states(
     job: Job, parts: Mapping[str, Any], history: History, gone: Collection[str] = ()
 ) -> list[StreamState]:
-    """Return the older states of the lineage that is gone on in, as far as all that they draw from is open.
-
-    Args:
-        job: The job.
-        parts: What its fingerprint covers.
-        history: What was found in the store.
-        gone: Sources that are not opened again.
-    """
-    beginning = history.beginning
-    if not beginning.recovered or beginning.found is None:
+    """Return the older states of the lineage that is gone on in, as far as all that they draw from is open."""
+    point = history.point
+    if not point.recovered or point.found is None:
         return []
     found: list[StreamState] = []
-    for snapshot in beginning.found.snapshots[:-1]:
+    for snapshot in point.found.snapshots[:-1]:
         state, names = snapshot.state, job.names[: len(snapshot.state["sources"])]
         went = {change["remove"] for change in state["changes"] if "remove" in change and change["at"] <= state["step"]}
         if not (set(gone) & set(names)) - went:
@@ -249,7 +230,7 @@ def earlier_states(
 
 def draw_again(job: Job, loaders: Loaders, state: StreamState, history: History) -> StreamState:
     """Draw from a snapshot on up to a step that was asked for; what comes out must be what was drawn then."""
-    asked, found = history.beginning.replay_to, history.beginning.found
+    asked, found = history.point.replay_to, history.point.found
     if asked is None or found is None:
         return state
     orders = {record["step"]: record["order"] for record in found.records if record["kind"] == "plan"}
@@ -324,10 +305,6 @@ def with_changes(known: Iterable[Mapping[str, Any]], told: Iterable[Mapping[str,
     the state knows is older than the journal, and stands in front. A change is known again by its id. Without one it is
     known by what it says, each as often as it was said: to park, return and park again is not to park once.
 
-    Args:
-        known: The changes of a state.
-        told: Those of the journal that counts beside it.
-
     Example:
         >>> park, back = {"kind": "park", "at": 4}, {"kind": "return", "at": 4}
         >>> [change["kind"] for change in with_changes([park], [park, back, park])]
@@ -350,7 +327,7 @@ def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return one["id"] == other["id"] if one.get("id") and other.get("id") else one == other
 
 
-def with_newcomers(job: Job, state: Mapping[str, Any] | None) -> Job:
+def with_added_sources(job: Job, state: Mapping[str, Any] | None) -> Job:
     """Return the job with the sources that came while its stream ran, also those that went again.
 
     Raises:

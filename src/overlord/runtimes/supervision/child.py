@@ -23,8 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-HEARTBEAT_S = 5.0
-"""The default of `launch(heartbeat=)`."""
+from overlord.job.layout_specs import DEFAULT_HEARTBEAT_S
 
 
 class Limits:
@@ -38,8 +37,8 @@ class Limits:
         (30.0, 240.0, 1.0)
     """
 
-    def __init__(self, heartbeat_s: float = HEARTBEAT_S) -> None:
-        slow = max(1.0, heartbeat_s / HEARTBEAT_S)
+    def __init__(self, heartbeat_s: float = DEFAULT_HEARTBEAT_S) -> None:
+        slow = max(1.0, heartbeat_s / DEFAULT_HEARTBEAT_S)
         # Silence: a process that says nothing for longer hangs, and is killed.
         self.role_silence: Final = heartbeat_s  # a role that serves
         self.service_silence: Final = 2 * heartbeat_s  # the service process, which may itself be waiting for a role
@@ -60,6 +59,7 @@ class Limits:
         self.ray_reserve: Final = 60.0 * slow  # Ray, to reserve what was idle a moment ago
         # Work.
         self.repeat_call: Final = 30.0 * slow  # a call between roles without an answer may be lost, and is made again
+        self.progress: Final = 1.0 * slow  # status(), for constructor hosts to say how far their clients are
         self.slow_call: Final = 60.0 * slow  # a call to a loader host; then its shadows take over, if it has some
         self.load_function: Final = 120.0 * slow  # a worker that loads a function, which may import a large library
         self.read: Final = 600.0 * slow  # a read of a local file; remote ones have the limits of their filesystem
@@ -87,8 +87,6 @@ class Backoff:
     """Pauses between tries of the same thing: they double from the first to the longest.
 
     Args:
-        first_s: The first pause.
-        longest_s: No pause is longer.
         sleep: How to pause; simulated time has its own.
     """
 
@@ -171,11 +169,7 @@ class Liveness:
 
 
 class ChildProcess:
-    """A process that this one started.
-
-    Args:
-        pid: Its process id.
-    """
+    """A process that this one started."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -202,13 +196,11 @@ class ChildProcess:
 def start_python(
     arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int], **options: object
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that finds the same modules as this one, and has its life line on standard input.
+    """Start a Python process with the modules of this one; its standard input is a pipe that ends with this process.
 
     Args:
-        arguments: Of the interpreter.
         environment: Variables that this process's own environment overrules.
         fds: Descriptors that it inherits.
-        options: Of `subprocess.Popen`.
     """
     paths = os.pathsep.join(path for path in sys.path if path)
     # Few malloc arenas: with one for each of its threads, what they free stays with the process.

@@ -30,13 +30,32 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from overlord.core.client_messages import Message
 from overlord.core.messages import EndChildren, ForkAnswer, ForkChild
+from overlord.core.ragged import RowBatch
 from overlord.errors import ServiceLost
-from overlord.runtimes.supervision.child import LIMITS, ChildProcess, Limits, start_python
-from overlord.runtimes.transport.role_codec import receive_message, send_message
+from overlord.runtimes.supervision.child import LIMITS, ChildProcess, Limits, exit_status, start_python
+from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
+
+_TICKS = 16
+"""A wait is counted in so many parts, so that a host that was suspended meanwhile loses one of them and no more."""
+
+
+class ChildLost(Exception):
+    """A child ended, or did not answer in time; the text says which.
+
+    Args:
+        how: In words.
+        hung: Whether it was killed because it did not answer in time.
+        code: Its exit code; None where its fork server is gone.
+    """
+
+    def __init__(self, how: str, *, hung: bool = False, code: int | None = None) -> None:
+        super().__init__(how)
+        self.hung = hung
+        self.code = code
 
 
 class ForkedChild(ChildProcess):
@@ -46,7 +65,9 @@ class ForkedChild(ChildProcess):
         super().__init__(pid)
         self._server = server
         self._number = number
+        self._end_lock = threading.Lock()
         self._ending = False
+        self._hung = False
         self.connection = connection
 
     @property
@@ -63,13 +84,46 @@ class ForkedChild(ChildProcess):
             pass  # its end was torn down, as a kill does
         return False  # it closed the connection, or sends without being asked
 
-    def end(self, reason: str = "") -> None:
-        """Kill it if it lives, and wait for its end."""
-        if not self._ending:
-            self._ending = True
-            self.killed_for = self.killed_for or reason
-            self.connection.close()
-            self.note_end(self._server.reap(self._number, self.pid))
+    def exchange(
+        self, head: dict[str, Any], rows: RowBatch, seconds: float | None, connection: socket.socket | None = None
+    ) -> tuple[dict[str, Any], RowBatch]:
+        """Send a message and wait for its answer, on a further connection to the child if one is given.
+
+        Raises:
+            ChildLost: It ended, or did not answer in time; it is killed then.
+        """
+        talk, left = connection or self.connection, _TICKS
+
+        def tick() -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                raise TimeoutError(f"no answer within {seconds:g} s")
+
+        talk.settimeout(seconds and seconds / _TICKS)
+        try:
+            send_rows(talk, head, rows, tick)
+            return receive_rows(talk, tick)
+        except TimeoutError as late:
+            self.end(str(late), hung=True)
+        except ServiceLost:
+            self.end()
+        raise self.loss
+
+    @property
+    def loss(self) -> ChildLost:
+        """How it ended, for a caller that waited for it."""
+        how = self.killed_for or ("it was lost" if self.code is None else exit_status(self.code))
+        return ChildLost(how, hung=self._hung, code=self.code)
+
+    def end(self, reason: str = "", *, hung: bool = False) -> None:
+        """Kill it if it lives, for a reason if there is one, and wait for its end."""
+        with self._end_lock:  # of two callers that notice its end, both know how it ended
+            if not self._ending:
+                self._ending, self._hung = True, hung
+                self.killed_for = self.killed_for or reason
+                self.connection.close()
+                self.note_end(self._server.reap(self._number, self.pid))
 
 
 class ForkServer:
@@ -77,7 +131,6 @@ class ForkServer:
 
     Args:
         module: What it imports; its `serve` runs in every child.
-        limits: How long it may take.
     """
 
     def __init__(self, module: str, limits: Limits = LIMITS) -> None:
@@ -207,7 +260,7 @@ Serve = Callable[[socket.socket], None]
 def run(control: socket.socket, serve: Serve) -> None:
     """Fork and end children as the control socket says, until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's
-    hold_life_line()
+    end_with_parent()
     faulthandler.enable()  # where a child crashed is worth a few lines in the log
     children: set[int] = set()
     gc.collect()
@@ -220,7 +273,7 @@ def run(control: socket.socket, serve: Serve) -> None:
             return
 
 
-def hold_life_line() -> None:
+def end_with_parent() -> None:
     """Let the kernel end this process group once no process holds the other end of standard input.
 
     A thread that watches the pipe would not do: a function that never releases the interpreter would keep it waiting.
@@ -251,7 +304,7 @@ def _answer(
         control.close()
         os.set_inheritable(fds[0], False)  # a program that the function starts must not keep the connection open
         _die_with_parent()
-        _live(socket.socket(fileno=fds[0]), serve)
+        _run_child(socket.socket(fileno=fds[0]), serve)
     os.close(fds[0])
     children.add(pid)
     return ForkAnswer(pid)
@@ -276,7 +329,7 @@ def _die_with_parent() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _live(connection: socket.socket, serve: Serve) -> NoReturn:
+def _run_child(connection: socket.socket, serve: Serve) -> NoReturn:
     """Be a child until its connection closes; never return into the server's loop."""
     code = 1
     try:

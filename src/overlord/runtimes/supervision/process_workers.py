@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. Results do not depend on how many workers there are, which were killed meanwhile, or how rows were cut into runs.
-2. A row is judged only when it was alone with a fresh worker and that worker died or hung, twice: a slow machine and
+2. A row is given up only when it was alone with a fresh worker and that worker died or hung, twice: a slow machine and
    the kernel's out-of-memory killer hit innocent rows, but hardly the same one twice.
 3. A worker that dies while no row runs (at its start, at rest) is no fault of a row: it is replaced, and past a few
    tries that is an error.
@@ -31,8 +31,8 @@ import numpy as np
 
 from overlord.core.ragged import RowBatch, concat_rows, num_rows, slice_rows
 from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError, ToleranceError
-from overlord.runtimes.supervision.child import LIMITS, Limits, exit_status
-from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
+from overlord.runtimes.supervision.child import LIMITS, Limits
+from overlord.runtimes.supervision.fork_server import ChildLost, ForkedChild, ForkServer
 from overlord.runtimes.transport.role_codec import receive_rows, send_rows
 
 logger = logging.getLogger("overlord")
@@ -43,47 +43,15 @@ TRIES = 3
 """Workers that may be lost in a row without any fault of a row."""
 HANGS = 3
 """Rows in succession that are given up because of the time limit before the function itself is taken to hang."""
-_TICKS = 16
-"""A wait is counted in so many parts, so that a host that was suspended meanwhile loses one of them and no more."""
 
-Judged = list[tuple[int, str]]
+Poisoned = list[tuple[int, str]]
 """(row, why it is given up) of every row that killed its worker twice."""
 
 T = TypeVar("T")
 
 
-class _Died(Exception):
-    """A worker ended, or did not answer in time, while it ran rows; the text says which."""
-
-
-class _Hung(_Died):
-    """A worker did not answer in time."""
-
-
-class _Broken(Exception):
+class _WorkerLost(Exception):
     """A worker was lost without a fault of the rows; the text says how."""
-
-
-def exchange(
-    connection: socket.socket, head: dict[str, Any], rows: RowBatch, seconds: float | None
-) -> tuple[dict[str, Any], RowBatch]:
-    """Send a message to a child and wait for its answer.
-
-    Raises:
-        TimeoutError: when there was none within the time.
-        ServiceLost: when the other side is gone.
-    """
-    left = _TICKS
-
-    def tick() -> None:
-        nonlocal left
-        left -= 1
-        if left <= 0:
-            raise TimeoutError(f"no answer within {seconds:g} s")
-
-    connection.settimeout(seconds and seconds / _TICKS)
-    send_rows(connection, head, rows, tick)
-    return receive_rows(connection, tick)
 
 
 class _Worker:
@@ -100,20 +68,16 @@ class _Worker:
         """Ask it and wait for the answer.
 
         Raises:
-            _Died: when it ended, or did not answer in time.
-            _Broken: when its fork server was lost.
+            ChildLost: when it ended, or did not answer in time.
+            _WorkerLost: when its fork server was lost.
         """
         self.asked = True
         try:
-            answer = exchange(self.child.connection, message, rows, seconds)
-        except TimeoutError as late:
-            self.child.end()
-            raise _Hung(str(late)) from None
-        except ServiceLost as error:
-            self.child.end()
-            if self.child.code is None:
-                raise _Broken(str(error)) from None
-            raise _Died(exit_status(self.child.code)) from None
+            answer = self.child.exchange(message, rows, seconds)
+        except ChildLost as loss:
+            if loss.code is None and not loss.hung:
+                raise _WorkerLost(str(loss)) from None
+            raise
         self.asked = False
         return answer
 
@@ -123,7 +87,6 @@ class ProcessWorkers:
 
     Args:
         count: Most workers at a time; more than there are cores would only take turns.
-        limits: How long they may take to start and to load a function.
 
     Example:
         >>> def halve(rows):
@@ -149,7 +112,6 @@ class ProcessWorkers:
 
         Args:
             function: Pure; gives as many rows as it takes, each from its own row alone.
-            name: Its name in messages.
             deadline: Seconds after which a worker that has not answered is taken for hung.
 
         Raises:
@@ -180,7 +142,7 @@ class ProcessWorkers:
         """Lend a worker, one that has run nothing yet if `fresh`; waits until one is free.
 
         Raises:
-            _Broken: when none can be started.
+            _WorkerLost: when none can be started.
         """
         with self._slots:
             worker = self._take(fresh)
@@ -234,7 +196,7 @@ class ProcessWorkers:
         try:
             return _Worker(self._server.fork())
         except ServiceLost as error:
-            raise _Broken(str(error)) from None
+            raise _WorkerLost(str(error)) from None
 
 
 class Isolated:
@@ -250,7 +212,7 @@ class Isolated:
         self._hung = 0
         """Rows that exceeded the time limit since the last one that was done."""
 
-    def __call__(self, rows: RowBatch) -> tuple[RowBatch, Judged]:
+    def __call__(self, rows: RowBatch) -> tuple[RowBatch, Poisoned]:
         """Return what the surviving rows became, in order, and the rows that killed their worker twice.
 
         Raises:
@@ -267,15 +229,15 @@ class Isolated:
         done = self._pool.each(lambda run: self._run(rows, *run), runs)
         made = [part for parts, _ in done for part in parts]
         if not made:
-            made = [self._try(slice_rows(rows, 0, 0))]  # every row was judged; the columns are still asked for
-        return concat_rows(made), [one for _, judged in done for one in judged]
+            made = [self._try(slice_rows(rows, 0, 0))]  # every row was poisoned; the columns are still asked for
+        return concat_rows(made), [one for _, poisoned in done for one in poisoned]
 
-    def _run(self, rows: RowBatch, start: int, stop: int) -> tuple[list[RowBatch], Judged]:
+    def _run(self, rows: RowBatch, start: int, stop: int) -> tuple[list[RowBatch], Poisoned]:
         """Run some rows together; if that kills the worker, one by one."""
         if stop - start != 1:
             try:
                 return [self._try(slice_rows(rows, start, stop))], []
-            except _Died as death:
+            except ChildLost as death:
                 logger.warning(
                     "%s: a worker was lost with %d rows (%s); they run again one by one",
                     self._name,
@@ -283,14 +245,14 @@ class Isolated:
                     death,
                 )
         made: list[RowBatch] = []
-        judged: Judged = []
+        poisoned: Poisoned = []
         for row in range(start, stop):
             try:
                 made.append(self._alone(slice_rows(rows, row, row + 1)))
-            except _Died as death:
-                self._count_hangs(int(isinstance(death, _Hung)))
-                judged.append((row, f"killed its worker twice: {death}"))
-        return made, judged
+            except ChildLost as death:
+                self._count_hangs(int(death.hung))
+                poisoned.append((row, f"killed its worker twice: {death}"))
+        return made, poisoned
 
     def _count_hangs(self, rows: int) -> None:
         """Count rows that exceeded the time limit; raise once the function is taken to hang, and ever after."""
@@ -308,7 +270,7 @@ class Isolated:
         """Run one row; it may kill one worker, but not a second one that has run nothing else."""
         try:
             return self._try(row)
-        except _Died as death:
+        except ChildLost as death:
             logger.warning("%s: a worker was lost with one row (%s); it runs once more", self._name, death)
             self._count_hangs(0)  # another thread may have found out meanwhile
         return self._try(row, fresh=True)
@@ -323,7 +285,7 @@ class Isolated:
                 with self._lock:
                     self._hung = 0 if num_rows(rows) and self._hung < HANGS else self._hung
                 return made
-            except _Broken as loss:
+            except _WorkerLost as loss:
                 self._pool.check_open()
                 if tries == TRIES:
                     raise OverlordError(
@@ -342,8 +304,8 @@ class Isolated:
             answer, _ = worker.ask(
                 {"op": "load", "function": self._key}, {"code": self._code}, self._pool.limits.load_function
             )
-        except _Died as death:
-            raise _Broken(f"while it loaded the function: {death}") from None
+        except ChildLost as death:
+            raise _WorkerLost(f"while it loaded the function: {death}") from None
         if "error" in answer:
             raise SpecError(
                 f"{self._name}: a worker process cannot load the function ({answer['error']}); no sample could be "
@@ -354,7 +316,7 @@ class Isolated:
     def _apply(self, worker: _Worker, rows: RowBatch) -> RowBatch:
         try:
             answer, made = worker.ask({"op": "run", "function": self._key}, rows, self._deadline)
-        except _Died:
+        except ChildLost:
             self._pool.check_open()  # then it was the closing pool that killed it
             raise
         if "error" in answer:

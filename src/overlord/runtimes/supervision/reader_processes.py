@@ -4,7 +4,7 @@ A damaged or hostile Parquet or Arrow file can end the process that reads it (a 
 can a mapped file that is truncated while it is read (SIGBUS). Such files are opened in reader processes only; the
 service gets columns whose offsets it checks.
 
-How a crash is judged: a process reads for many callers at once, so all that waited for an answer are suspects. Each
+How a crash is attributed: a process reads for many callers at once, so all that waited for an answer are suspects. Each
 of them reads again, from the row it had come to, in a process of its own. What ends that one too is at fault: the
 caller gets a ReaderError that names the file and the block, and the source stops or is parked like one whose storage
 fails. Streams that were open but asked for nothing are opened again elsewhere and never count. A process that was
@@ -38,9 +38,8 @@ from overlord.readers.files import StoredFile, verify_unchanged
 from overlord.readers.parquet_footer import warm_footer
 from overlord.readers.reader import BlockIndex, DamagedFile, Kind, Reader, reason_of
 from overlord.readers.source_files import FORMATS
-from overlord.runtimes.supervision.child import LIMITS, Limits, exit_status
-from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
-from overlord.runtimes.supervision.process_workers import exchange
+from overlord.runtimes.supervision.child import LIMITS, Limits
+from overlord.runtimes.supervision.fork_server import ChildLost, ForkedChild, ForkServer
 from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
 
 logger = logging.getLogger("overlord")
@@ -57,25 +56,11 @@ _CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, 
 _FAILURES = {"SourceError": SourceError, "ReaderError": ReaderError}
 
 
-class _Lost(Exception):
-    """A reader process has ended.
-
-    Args:
-        how: In words.
-        suspect: Whether the caller waited for its answer, and it ended by itself.
-    """
-
-    def __init__(self, how: str, *, suspect: bool) -> None:
-        super().__init__(how)
-        self.suspect = suspect
-
-
 class ReaderProcesses:
     """The reader processes of one host, started when a file is first read; threads may share them.
 
     Args:
         threads: How many threads of the service decode and read; there are fewer processes than that.
-        limits: How long they may take to start and to read.
     """
 
     def __init__(self, threads: int, limits: Limits = LIMITS) -> None:
@@ -89,7 +74,7 @@ class ReaderProcesses:
         self.limits = limits
         self.numbers = itertools.count()
         """Numbers of streams."""
-        self.verdicts: dict[str, tuple[float, str]] = {}
+        self.damaged: dict[str, tuple[float, str]] = {}
         """What has ended processes, when and how: promised samples are asked for every second."""
 
     def isolate(self, reader: Reader) -> Reader:
@@ -165,8 +150,6 @@ class _ReaderProcess:
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
         self._dropped: collections.deque[int] = collections.deque()
-        self._ended = ""
-        self._crashed = False
         self.lost = False
         self.pid = child.pid
 
@@ -174,7 +157,7 @@ class _ReaderProcess:
         """Ask and wait for the answer.
 
         Raises:
-            _Lost: when the process is gone.
+            ChildLost: when the process is gone.
             DamagedFile: when what it answers makes no sense.
         """
         connection = self._connect()
@@ -183,15 +166,11 @@ class _ReaderProcess:
             with contextlib.suppress(IndexError):  # another thread was faster
                 dropped.append(self._dropped.popleft())
         try:
-            answer = exchange(connection, {**head, "dropped": dropped}, rows, seconds)
-        except TimeoutError as late:
+            answer = self._child.exchange({**head, "dropped": dropped}, rows, seconds, connection)
+        except ChildLost:
             connection.close()
-            self._end(str(late), crashed=True)
-            raise _Lost(str(late), suspect=True) from None
-        except ServiceLost:
-            connection.close()
-            self._end()
-            raise _Lost(self._ended, suspect=self._crashed) from None
+            self.end()
+            raise
         with self._lock:
             if self.lost:
                 connection.close()
@@ -204,40 +183,32 @@ class _ReaderProcess:
         self._dropped.append(stream)
 
     def end(self) -> None:
-        """Kill it."""
-        self._end("it was ended by the service")
+        """Kill it, if it lives."""
+        with self._lock:
+            self.lost = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+        self._child.end("it was ended by the service")
 
     def _connect(self) -> socket.socket:
         with self._lock:
-            if self.lost:
-                raise _Lost(self._ended, suspect=False)
-            if self._idle:
+            if not self.lost and self._idle:
                 return self._idle.pop()
-            ours, theirs = socket.socketpair()
-            try:
-                with theirs:
-                    send_message(self._child.connection, ServeCaller(), [theirs.fileno()])
-            except ServiceLost:
-                ours.close()
-            else:
-                return ours
-        self._end()
-        raise _Lost(self._ended, suspect=False)
-
-    def _end(self, why: str = "", *, crashed: bool = False) -> None:
-        with self._lock:
-            if self.lost:
-                return
-            self.lost = True
-            for connection in self._idle:
-                connection.close()
-            self._child.end()
-            code = self._child.code
-            self._ended = why or ("it was lost" if code is None else exit_status(code))
-            self._crashed = crashed or (code is not None and (code > 0 or -code in _CRASH_SIGNALS))
+            if not self.lost:
+                ours, theirs = socket.socketpair()
+                try:
+                    with theirs:
+                        send_message(self._child.connection, ServeCaller(), [theirs.fileno()])
+                    return ours
+                except ServiceLost:
+                    ours.close()
+        self._child.end()
+        self.end()
+        raise ChildLost(str(self._child.loss))  # it ended before it was asked: what it was asked for is no suspect
 
 
-class _Trial:
+class _ReadAttempts:
     """Where one file or block is read next, after processes were lost with it."""
 
     def __init__(self, pool: ReaderProcesses, file: StoredFile, what: str) -> None:
@@ -246,9 +217,9 @@ class _Trial:
         self._what = what
         self._crashes = 0
         self._losses = 0
-        judged = pool.verdicts.get(what)
-        if judged is not None and time.monotonic() < judged[0] + pool.limits.damaged_file:
-            raise ReaderError(judged[1])
+        known = pool.damaged.get(what)
+        if known is not None and time.monotonic() < known[0] + pool.limits.damaged_file:
+            raise ReaderError(known[1])
 
     @contextlib.contextmanager
     def process(self) -> Iterator[_ReaderProcess]:
@@ -262,11 +233,11 @@ class _Trial:
         finally:
             self._pool.retire(process)
 
-    def came_further(self) -> None:
+    def progressed(self) -> None:
         """Forget processes that were killed: however many are, rows come. What crashed is not forgotten."""
         self._losses = 0
 
-    def lost(self, loss: _Lost) -> None:
+    def lost(self, loss: ChildLost) -> None:
         """Return if it may be read once more.
 
         Raises:
@@ -275,10 +246,12 @@ class _Trial:
         """
         self._pool.check_open()
         verify_unchanged(self._file)  # a mapped file that was truncated ends the process as a damaged one does
-        self._crashes += loss.suspect
-        self._losses += not loss.suspect
+        # It waited for an answer of a process that ended by itself, or hung.
+        suspect = loss.hung or (loss.code is not None and (loss.code > 0 or -loss.code in _CRASH_SIGNALS))
+        self._crashes += suspect
+        self._losses += not suspect
         if self._crashes < CRASHES and self._losses < LOSSES:
-            level = logging.WARNING if loss.suspect else logging.DEBUG
+            level = logging.WARNING if suspect else logging.DEBUG
             logger.log(level, "%s: a reader process was lost (%s); it is read once more", self._what, loss)
             return
         if self._crashes < CRASHES:
@@ -287,13 +260,13 @@ class _Trial:
                 "without it would change the stream. The host may be out of memory: free some, and start again from "
                 "the last checkpoint."
             )
-        verdict = (
+        why = (
             f"{self._what} ended the process that read it {CRASHES} times ({loss}): the file is damaged, or made to do "
             "harm; going on without it would change the stream. Copy or write the file again, or take it out of the "
             "source's paths and start a new run; launch with on_source_failure='park' to go on without such sources."
         )
-        self._pool.verdicts[self._what] = time.monotonic(), verdict
-        raise ReaderError(verdict)
+        self._pool.damaged[self._what] = time.monotonic(), why
+        raise ReaderError(why)
 
 
 class IsolatedReader:
@@ -337,35 +310,35 @@ class IsolatedReader:
         scratch: Path | None,
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block, whatever happens to the processes that read them."""
-        trial = _Trial(self._pool, file, f"block {block} of {file.path}")
+        attempts = _ReadAttempts(self._pool, file, f"block {block} of {file.path}")
         fixed = {"format": self.name, "block": block, "batch_rows": batch_rows, "scratch": scratch and str(scratch)}
         given, seconds = _given(file, index), self._seconds(file)
         while True:
-            with trial.process() as process:
+            with attempts.process() as process:
                 number = next(self._pool.numbers)
                 head = {"op": "open", **fixed, "wanted": dict(columns), "skip": skip, "stream": number}
                 try:
                     answer, rows = _checked(process.ask(head, given, seconds))
                     while "end" not in answer:
                         skip += num_rows(rows)
-                        trial.came_further()
+                        attempts.progressed()
                         yield rows
                         answer, rows = _checked(process.ask({"op": "next", "stream": number}, {}, seconds))
                     return
-                except _Lost as loss:
-                    trial.lost(loss)
+                except ChildLost as loss:
+                    attempts.lost(loss)
                 finally:
                     process.drop(number)
 
     def _ask_once(self, op: str, file: StoredFile, columns: Sequence[str]) -> tuple[dict[str, Any], RowBatch]:
-        trial = _Trial(self._pool, file, f"{'the index' if op == 'index' else 'the head'} of {file.path}")
+        attempts = _ReadAttempts(self._pool, file, f"{'the index' if op == 'index' else 'the head'} of {file.path}")
         head = {"op": op, "format": self.name, "wanted": list(columns)}
         while True:
-            with trial.process() as process:
+            with attempts.process() as process:
                 try:
                     return _checked(process.ask(head, _given(file, None), self._seconds(file)))
-                except _Lost as loss:
-                    trial.lost(loss)
+                except ChildLost as loss:
+                    attempts.lost(loss)
 
     def _seconds(self, file: StoredFile) -> float | None:
         return self._pool.limits.read if file.is_local else None

@@ -21,24 +21,13 @@ MOST_TRIES = 30
 
 
 class RoleTable:
-    """All roles of one service.
-
-    Args:
-        engine: Carries the book to them.
-        sites: Where they are placed.
-        spares: Loader hosts that are not started at first.
-        assignment: Which loader host has which sources, and shadows which.
-        limits: How long they may be silent.
-        clock: Seconds that never go back.
-        idle: Called instead of waiting for other threads, where there are none.
-    """
+    """All roles of one service."""
 
     def __init__(
         self,
         engine: Engine,
         sites: Sequence[Site],
         spares: Sequence[Site],
-        assignment: Assignment,
         limits: Limits,
         clock: Callable[[], float],
         idle: Callable[[float], None] | None,
@@ -53,7 +42,15 @@ class RoleTable:
         }
         self.lock = threading.RLock()
         """Held while the table changes."""
-        self.assignment = assignment
+        self.moving = threading.Lock()
+        """Held while sources move or are added: one change of the assignment at a time, beside promotions."""
+        primary = {source: site.number for site in sites for source in site.sources}
+        shadow = {source: site.number for site in sites for source in site.shadows}
+        self.assignment = Assignment(
+            tuple((primary[source],) for source in range(len(primary))),
+            tuple(shadow.get(source, NO_HOST) for source in range(len(primary))),
+        )
+        """Which loader host has which sources, and shadows which."""
         self.board = Switchboard(("service", 0), clock, idle)
         self.version = 0
         """Of the newest book."""

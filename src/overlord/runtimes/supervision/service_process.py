@@ -1,4 +1,4 @@
-"""The service process as its launcher sees it: started, watched, started again when it dies or hangs, called, ended.
+"""The service process: as its launcher sees it (started, watched, started again, called, ended), and what runs in it.
 
 How it works: `ServiceSupervisor` starts the process and sends it the job on its standard input. Until the process has
 an address, the lines it writes on its standard output are its signs of life; from then on a heartbeat over a connection
@@ -28,14 +28,16 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from overlord.core.client_messages import Beat, Failure, GetStatus, Request
 from overlord.errors import ClosedError, Fenced, OverlordError, Rewound, ServiceLost, SpecError, StoreError, error_named
@@ -45,9 +47,8 @@ from overlord.runtimes.client_feed import ask_once, connect, write_failure
 from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.launching.owner_asks import OwnerAsks
-from overlord.runtimes.supervision.child import Backoff, ChildProcess, Limits, Liveness, Restarts, start_python
-from overlord.runtimes.supervision.cleanup import remove_when_gone
-from overlord.runtimes.supervision.service_main import CLOSED, REWOUND, SERVED
+from overlord.runtimes.supervision.child import LIMITS, Backoff, ChildProcess, Limits, Liveness, Restarts, start_python
+from overlord.runtimes.supervision.cleanup import remove_when_gone, set_up_process
 from overlord.runtimes.transport.bundle import pack
 from overlord.runtimes.transport.codec import raised, receive, send
 from overlord.runtimes.transport.listener import connect_socket
@@ -62,12 +63,25 @@ LOOK_EVERY_S = 0.5
 """How often the watching thread looks at the process when nothing happens."""
 MOST_RESTARTS = 5
 """Restarts in a row without a new step served, after which a service is given up."""
+ALIVE_EVERY_S = 1.0
+"""How often a service process that starts gives a sign of life."""
+SERVED = "serving steps"
+"""The name of the progress event for a step that a client has come to."""
+REWOUND = "going back"
+"""That of a process that ends because all ranks go back to an earlier step: it is started again."""
+CLOSED = b"c"
+"""What a launcher writes that closes the service."""
 RAY_ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_AUTO_CONNECT": "0",
 }  # fmt: skip
 """Ray takes lines that differ in numbers for repetitions, but two bad samples are two; it gives actors less of a busy
 CPU than other processes; it warns of its plans; and any call after its end starts another cluster."""
+
+
+Serving = Callable[[bytes, Path, Progress], AbstractContextManager[str]]
+"""Starts what a bundle describes; the context gives the address, and its end is the end of the service. An
+OverlordError that is raised in the context ends there: clients that wait are told it, by default a ClosedError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +103,6 @@ class ServiceChild(ChildProcess):
     """One service process, from its start to its end.
 
     Args:
-        order: How it is started.
-        bundle: The job and the options.
-        folder: The service's folder.
         keeps_folder: The pipe whose end removes the folder; the process holds it too.
     """
 
@@ -138,9 +149,7 @@ class ServiceChild(ChildProcess):
         """Send what is left to send, and read what it writes, when something happens or the time is over.
 
         Args:
-            timeout_s: How long to wait for something to happen.
             others: Further descriptors that may become readable.
-            progress: Told how far the start is.
         """
         if self.ended is not None:
             return
@@ -596,3 +605,120 @@ def _service_folder() -> Path:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="overlord-", dir="/tmp"))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# In the service process, which reads the job from its launcher's pipe, serves, and ends with that pipe.
+#
+# Standard input holds the folder, the descriptor that keeps it, and the bundle. A launcher that closes the service
+# writes one byte more. The end of the input without it is the end of the launcher, and clients are told that instead.
+# Standard output holds one JSON line an event: alive (while it starts), progress, ready, error. Whatever is printed
+# goes to the log. The folder is removed when launcher and service are both gone, also by a SIGKILL: each holds one end
+# of a pipe, and a shell waits for its last holder (`cleanup.remove_when_gone`).
+
+
+def run_service(serving: Serving) -> None:
+    """Be the service process of a launcher."""
+    events = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever prints from here on goes to the log, not into the protocol
+    set_up_process()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's, which closes the pipe
+
+    def tell(event: dict[str, Any]) -> None:
+        try:
+            events.write(json.dumps(event).encode() + b"\n")
+        except BrokenPipeError:
+            pass  # the launcher is gone; the end of the input pipe is seen below
+
+    given = _read_bundle(sys.stdin.buffer)
+    if given is None:
+        return
+    folder, keeps_folder, bundle = given
+    os.set_inheritable(keeps_folder, False)  # it must end with this process, and not with one that this one starts
+    stopping = _StopRequest()
+
+    def progress(what: str, done: int, of: int) -> None:
+        tell({"progress": (what, done, of)})
+        if what == REWOUND:
+            stopping.request(Rewound("the service goes back to an earlier step and is being started again; ask again"))
+
+    try:
+        with _signs_of_life(tell) as started, serving(bundle, folder, progress) as address:
+            started()  # from now on heartbeats are answered
+            stopping.listen()  # an engine may have taken the signals for itself
+            tell({"ready": address, "pid": os.getpid()})
+            stopping.wait()
+            if stopping.why is not None:
+                raise stopping.why
+    except OverlordError as error:
+        tell({"error": type(error).__name__, "message": str(error)})
+
+
+@contextmanager
+def _signs_of_life(tell: Callable[[dict[str, Any]], None]) -> Iterator[Callable[[], None]]:
+    """Write every second that this process lives, as long as it has no socket that could be asked."""
+    ready = threading.Event()
+
+    def tick() -> None:
+        tell({"alive": True})
+        while not ready.wait(ALIVE_EVERY_S):
+            tell({"alive": True})
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield ready.set
+    finally:
+        ready.set()
+        thread.join()
+
+
+class _StopRequest:
+    """The request to stop: the launcher closes the service or is gone, a SIGTERM, or a rewind."""
+
+    def __init__(self) -> None:
+        self.why: OverlordError | None = None
+        """What clients are told; None where the service was closed by its launcher."""
+        # Not an Event: its lock may be held by the very thread that a signal interrupts, which would wait for itself.
+        self._stopped, self._stop = os.pipe()
+        self.listen()
+        threading.Thread(target=self._watch_launcher, daemon=True).start()
+
+    def listen(self) -> None:
+        """Listen for SIGTERM."""
+        ended = ServiceLost(
+            f"the service process {os.getpid()} was ended by a SIGTERM; no more data will come. Launch again with "
+            "state='latest', or from your last checkpoint."
+        )
+        signal.signal(signal.SIGTERM, lambda *_: self.request(ended))
+
+    def request(self, why: OverlordError | None) -> None:
+        """Have `wait` return."""
+        self.why = why
+        os.write(self._stop, b"!")
+
+    def wait(self) -> None:
+        """Wait for the request."""
+        os.read(self._stopped, 1)
+
+    def _watch_launcher(self) -> None:
+        # The descriptor, not sys.stdin: a thread inside its lock would abort the interpreter's end after a SIGTERM.
+        closed = os.read(0, 1) == CLOSED
+        gone = ServiceLost(
+            f"the process that launched the service is gone, and process {os.getpid()}, which served, ends with it; no "
+            "more data will come. Launch again with state='latest', or from your last checkpoint."
+        )
+        self.request(None if closed else gone)
+        time.sleep(LIMITS.orphaned_service)
+        os._exit(1)  # something hangs; the kernel cleans up
+
+
+def _read_bundle(pipe: BinaryIO) -> tuple[Path, int, bytes] | None:
+    parts: list[bytes] = []
+    for _ in range(3):
+        head = pipe.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        parts.append(pipe.read(length))
+        if not length or len(parts[-1]) < length:
+            return None  # the launcher is gone
+    return Path(os.fsdecode(parts[0])), int(parts[1]), parts[2]

@@ -35,31 +35,37 @@ from pathlib import Path
 from typing import Any
 
 from overlord.core.client_messages import AddSource, ChangedAt, Document, GetStatus, Request
+from overlord.core.samples import Part
 from overlord.errors import AnswerLost, ClosedError, Fenced, OverlordError, Rewound, ServiceLost, StoreError
 from overlord.job.specs import Job
-from overlord.roles.assignment import Assignment, promote
+from overlord.roles.assignment import NO_HOST, Assignment, promote
 from overlord.runtimes.autoscaling.scaler import refresh_profile, service_scaler
-from overlord.runtimes.hosts.peers import PLANNER
+from overlord.runtimes.hosts.peers import PLANNER, add_up, loader_name
+from overlord.runtimes.launching.add_source import AddedSources
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.deployment import Progress, check_launch
 from overlord.runtimes.launching.launch_options import LaunchOptions
-from overlord.runtimes.launching.live_sources import LiveSources
-from overlord.runtimes.launching.resume import canonical, peek, with_newcomers
+from overlord.runtimes.launching.resume import canonical, peek, with_added_sources
 from overlord.runtimes.supervision.child import Backoff, Limits, Liveness
-from overlord.runtimes.supervision.host_changes import WORKERS_PER_HOST, HostChanges, sizes_to_json, spares_of
 from overlord.runtimes.supervision.role_table import MOST_TRIES, RoleTable
-from overlord.runtimes.supervision.service_main import REWOUND, SERVED
-from overlord.runtimes.transport.bundle import pack, unpack
+from overlord.runtimes.supervision.service_process import REWOUND, SERVED
+from overlord.runtimes.transport.bundle import unpack
 from overlord.runtimes.transport.engine import Engine, RoleInstance
 from overlord.runtimes.transport.listener import CONTROL, answer_requests, listen
 from overlord.runtimes.transport.role_codec import unwrap
 from overlord.runtimes.transport.switchboard import Peer, PeerGone, Pending
+from overlord.scaling.dealing import Deal, deal
 
 logger = logging.getLogger("overlord")
 
 KEPT_FAULTS = 256
-PROGRESS_S = 1.0
-"""status() waits this long for the constructor hosts to say how far their clients are."""
+WORKERS_PER_HOST = 8
+"""w_actor: workers that a loader host has room for, unless there are to be more than all hosts have."""
+ROOMY = 0.75
+"""A host that was started later ends when the workers of all fill the others no more than so far."""
+
+Sizes = Mapping[int, tuple[int, Part]]
+"""Of some sources how many workers a host has, and which of the groups they prepare."""
 
 
 class StartupLiveness:
@@ -67,13 +73,6 @@ class StartupLiveness:
 
     It is not asked for its heartbeat: a role that was asked for one ends when no more follow (its lease), and they are
     not asked for while one of the roles takes long to come up.
-
-    Args:
-        peer: The role.
-        limits: How long it may be silent.
-        first_s: How long its first sign of life may take.
-        clock: Seconds that never go back.
-        closing: Tells whether the service closes.
     """
 
     def __init__(
@@ -129,13 +128,6 @@ class Supervisor:
     """The supervisor of the roles of one service.
 
     Args:
-        engine: Starts them.
-        sites: Where they are placed.
-        assignment: Which loader host has which sources, and shadows which.
-        heartbeat_s: How long a role may be silent.
-        spares: Loader hosts that are not started at first.
-        per_host: Workers that one loader host has room for.
-        clock: Seconds that never go back.
         spawn: Starts work in the background; by default in a thread.
         idle: Called instead of waiting for other threads, where there are none.
         served: Told the newest step that a client has come to.
@@ -146,11 +138,8 @@ class Supervisor:
         self,
         engine: Engine,
         sites: Sequence[Site],
-        assignment: Assignment,
+        options: LaunchOptions,
         *,
-        heartbeat_s: float,
-        spares: Sequence[Site] = (),
-        per_host: int = WORKERS_PER_HOST,
         clock: Callable[[], float] = time.monotonic,
         spawn: Callable[[Callable[[], None]], None] | None = None,
         idle: Callable[[float], None] | None = None,
@@ -161,7 +150,7 @@ class Supervisor:
         self._rewound = rewound
         self.ends_for: OverlordError | None = None
         """The error that waiting clients get when it closes; by default that the service was closed."""
-        self._limits = Limits(heartbeat_s)
+        self._limits = Limits(options.heartbeat_s)
         self._clock = clock
         self._spawn = spawn or self._in_a_thread
         self._tell_served = served or (lambda step: None)
@@ -170,13 +159,12 @@ class Supervisor:
         self._resume_point: dict[str, Any] = {}
         self._last_status: dict[str, Any] = {}
         self.first_step = 0
-        self.table = RoleTable(engine, sites, spares, assignment, self._limits, clock, idle)
+        spares, per_host = spares_of(options, sites)
+        self.table = RoleTable(engine, sites, spares, self._limits, clock, idle)
         self._board = self.table.board
         self.hosts = HostChanges(self.table, engine, self._start, per_host)
         """Deals workers to loader hosts."""
-        self._live = LiveSources(
-            self._board, self.table.running, len(assignment.primary), self.table.assign, self.hosts.turn
-        )
+        self._added = AddedSources(self.table)
         self._closing = threading.Event()
         self._idle = idle or self._closing.wait
         self._replacing: list[threading.Thread] = []
@@ -228,22 +216,14 @@ class Supervisor:
     def ask(self, request: Request[Any]) -> Any:
         """Answer the owner of the service: its planner does."""
         if isinstance(request, AddSource):
-            return ChangedAt(self._live.add(request))
+            return ChangedAt(self._added.add(request))
         if not isinstance(request, GetStatus):
             return self._board.insist(PLANNER, "ask", request)
         if not self._last_status or not (self.table.failed or self.peer(PLANNER) is None):
-            self._refresh_progress()
+            # Constructor hosts say first how far their clients are.
+            self._ask_running("constructor", "tell_progress", {}, self._limits.progress)
             self._last_status = self._board.insist(PLANNER, "ask", request).content
         return Document(self._last_status | self.describe())  # a planner that is being replaced gave it before
-
-    def _refresh_progress(self) -> None:
-        """Have every constructor host tell the planner how far its clients are; a slow host is not waited for."""
-        with self.table.lock:
-            peers = [one.peer for one in self.table.roles.values() if one.site.role == "constructor" and one.peer]
-        until = self._clock() + PROGRESS_S
-        for pending in [peer.ask("tell_progress", {}) for peer in peers]:
-            with contextlib.suppress(PeerGone, AnswerLost):
-                pending.poll(max(0.0, until - self._clock()))
 
     def peer(self, name: str) -> Peer | None:
         """Return the peer of a role; None while it is being replaced."""
@@ -277,14 +257,7 @@ class Supervisor:
         for thread in self._replacing:
             thread.join(max(0.0, end - time.monotonic()))
         for role in ("constructor", "planner", "loader"):
-            asked: list[Pending] = []
-            until = time.monotonic() + self._limits.role_close
-            for one in self.table.running(role):
-                with contextlib.suppress(PeerGone):  # it has ended already
-                    asked += [] if one.peer is None else [self._send(one, "close", why)]
-            for pending in asked:
-                with contextlib.suppress(PeerGone):  # it has ended; one that does not is killed below
-                    pending.poll(max(0.0, until - time.monotonic()))
+            self._ask_running(role, "close", why, self._limits.role_close)  # one that does not end is killed below
         with self.table.lock:
             for one in self.table.roles.values():
                 if one.peer is not None:
@@ -305,12 +278,12 @@ class Supervisor:
                 self._lose(lost)
             served = max(one.served for one in roles.values())
             if roles[PLANNER].rewound:
-                self._go_back()
+                self._rewind()
         if served > self._served:
             self._served = served
             self._tell_served(served)
 
-    def _go_back(self) -> None:
+    def _rewind(self) -> None:
         rewound, self._rewound = self._rewound, None  # once
         if rewound is not None and not self._closing.is_set():
             rewound()
@@ -373,7 +346,7 @@ class Supervisor:
         self.table.publish()
         for one, why in lost:
             fault = {"role": one.site.name, "why": why, "generation": one.generation, "promoted": promoted}
-            fault["at"] = time.time()  # when all roles had been told whom to call instead
+            fault["at"] = time.time()  # when all roles had been told which host to call instead
             self.faults.append(fault)
             self._spawn(lambda one=one, fault=fault: self._replace(one, fault))  # type: ignore[misc]
 
@@ -394,7 +367,7 @@ class Supervisor:
                 if self._closing.is_set():
                     return
                 if isinstance(error, Rewound):
-                    self._go_back()
+                    self._rewind()
                     return
                 logger.warning("the replacement of the %s did not come up: %s", one.site.name, error)
                 fault["why"] = str(error)
@@ -441,7 +414,7 @@ class Supervisor:
         def call(method: str, message: dict[str, Any]) -> Any:
             return unwrap(starting.answer(peer.ask(method, message)))
 
-        added, facts = self._live.told(one.site, self.table.assignment), self._facts | self._live.facts
+        added, facts = self._added.told(one.site, self.table.assignment), self._facts | self._added.facts
         if one.site.role == "loader":
             check_same_files(facts, call("open", {"added": added})["facts"])
             call("begin", self._where_to_resume())
@@ -524,6 +497,16 @@ class Supervisor:
         for one, pending in [(one, self._send(one, method, message)) for one in self.table.running(role)]:
             self._answer(one, pending)
 
+    def _ask_running(self, role: str, method: str, message: dict[str, Any], limit_s: float) -> None:
+        """Call all roles of a kind that run; the answer of one that has ended, or is slow, is not waited for."""
+        until, asked = self._clock() + limit_s, list[Pending]()
+        for one in self.table.running(role):
+            with contextlib.suppress(PeerGone):
+                asked += [] if one.peer is None else [self._send(one, method, message)]
+        for pending in asked:
+            with contextlib.suppress(PeerGone, AnswerLost):
+                pending.poll(max(0.0, until - self._clock()))
+
     def _answer(self, one: RoleInstance, pending: Pending) -> Any:
         assert one.peer is not None
         return unwrap(self._starting(one.peer).answer(pending))
@@ -544,21 +527,197 @@ def check_same_files(known: Mapping[str, Any], opened: Mapping[str, Any]) -> Non
 
 
 # --------------------------------------------------------------------------------------------------------------
+# Workers dealt to loader hosts while a service runs: groups move between hosts, hosts are started and ended.
+#
+#   more workers than the hosts have room for       a spare host is started, and brought up like a replaced one
+#   a source moves to a host                        the host opens its files first, then all roles are told
+#   a source leaves a host                          all roles are told first; it answers until no role calls it any more
+#   a host that has nothing left                    is ended, if it was a spare one at the beginning
+#
+# Rules of this part:
+# 1. A host that is called can answer: one that has a source open serves any group of it, whichever host prepares it.
+# 2. A source with a shadow stays where it is: its shadow follows one position, in another process.
+# 3. What fails is tried again at the next interval. Nothing of it changes the stream.
+
+
+class HostChanges:
+    """Deals the workers of sources to loader hosts."""
+
+    def __init__(
+        self,
+        table: RoleTable,
+        engine: Engine,
+        start: Callable[[RoleInstance, Site], tuple[Peer, int]],
+        per_host: int,
+    ) -> None:
+        self._table = table
+        self._engine = engine
+        self._start = start
+        self._per_host = per_host
+        self._spares = {one.site.number for one in table.roles.values() if one.asleep}
+        self._sizes: dict[int, dict[int, tuple[int, Part]]] = {}
+
+    def sizes_of(self, host: int) -> Sizes:
+        """Return the workers that a replaced host begins with."""
+        return dict(self._sizes.get(host, {}))
+
+    def workload(self) -> dict[int, dict[str, Any]]:
+        """Return what the workers of every source have done, on all hosts together."""
+        found: dict[int, dict[str, Any]] = {}
+        for host in self._running():
+            answer = self._table.board.ask(loader_name(host), "workload", {}).get()
+            for source, one in (unwrap(answer)["sources"] if answer is not None else {}).items():
+                add_up(found, int(source), one)
+        return found
+
+    def resize(self, workers: Sequence[int], loads: Sequence[float]) -> None:
+        """Give sources so many workers, on the hosts that have them or on others.
+
+        Args:
+            loads: How many of them each source keeps busy.
+        """
+        with self._table.moving:
+            now = self._table.board.book.assignment
+            if len(workers) != len(now.primary):
+                return  # a source was added meanwhile
+            fixed = self._fixed(workers, now)
+            dealt = self._deal(workers, now, loads, fixed)
+            if dealt.further:
+                dealt = self._deal(workers, now, loads, fixed) if self._start_spares(dealt.further) else dealt
+            wanted = self._assignment(now, dealt)
+            for host in self._running():
+                new = [source for source in wanted.sources_of(host) if source not in now.sources_of(host)]
+                if new:
+                    self._ask(host, "take_sources", {"sources": new})
+            if wanted != now and not self._table.assign(wanted, now):
+                return  # a shadow was promoted meanwhile
+            self._sizes = self._dealt_sizes(wanted, dealt, fixed)
+            for host in self._running():
+                left = [source for source in now.sources_of(host) if source not in wanted.sources_of(host)]
+                met = self._ask(host, "resize", sizes_to_json(self._sizes.get(host, {}), left))["met"]
+                self._pass_on(met, wanted)
+            for host in self._running():
+                if host in self._spares and not wanted.sources_of(host) and not wanted.shadows_of(host):
+                    self._end_spare(host)
+
+    def _fixed(self, workers: Sequence[int], now: Assignment) -> dict[int, int]:
+        """Return the workers of the sources that stay where they are: rule 2, within the room that there is."""
+        fixed: dict[int, int] = {}
+        free = dict.fromkeys((host for hosts in now.primary for host in hosts), self._per_host)
+        for source in (source for source, shadow in enumerate(now.shadow) if shadow != NO_HOST):
+            host = now.primary[source][0]
+            fixed[source] = min(workers[source], max(free[host], 1))
+            free[host] -= fixed[source]
+        return fixed
+
+    def _deal(self, workers: Sequence[int], now: Assignment, loads: Sequence[float], fixed: Mapping[int, int]) -> Deal:
+        hosts = dict.fromkeys(self._running(), self._per_host)
+        for source, count in fixed.items():
+            hosts[now.primary[source][0]] = max(0, hosts.get(now.primary[source][0], 0) - count)
+        free = [0 if source in fixed else count for source, count in enumerate(workers)]
+        dealt = deal(free, now.primary, hosts, self._per_host, loads=loads)
+        for spare in sorted(self._spares & set(hosts), reverse=True):  # the one that was started last goes first
+            fewer = {host: room for host, room in hosts.items() if host != spare}
+            if not dealt.further and sum(free) <= ROOMY * sum(fewer.values()):
+                smaller = deal(free, now.primary, fewer, self._per_host, loads=loads)
+                dealt, hosts = (smaller, fewer) if not smaller.further else (dealt, hosts)
+        return dealt
+
+    def _pass_on(self, met: Mapping[str, Any], wanted: Assignment) -> None:
+        """Let another host continue the counters of sources that a host has left."""
+        for source, loaders in met.items():
+            self._ask(wanted.primary[int(source)][0], "restore", {"loaders": loaders})
+
+    def _assignment(self, now: Assignment, dealt: Deal) -> Assignment:
+        """Return which host has what: hosts that stay keep their place, so that few groups move."""
+        primary: list[tuple[int, ...]] = []
+        for source, hosts in enumerate(now.primary):
+            new = dealt.hosts(source)
+            fixed = now.shadow[source] != NO_HOST or not new
+            stay = tuple(host for host in hosts if host in new)
+            primary.append(hosts if fixed else (*stay, *(host for host in new if host not in stay)))
+        return Assignment(tuple(primary), now.shadow)
+
+    def _dealt_sizes(
+        self, wanted: Assignment, dealt: Deal, fixed: Mapping[int, int]
+    ) -> dict[int, dict[int, tuple[int, Part]]]:
+        sizes: dict[int, dict[int, tuple[int, Part]]] = {}
+        for source, hosts in enumerate(wanted.primary):
+            given = {hosts[0]: fixed[source]} if source in fixed else dict(dealt.places[source])
+            for number, host in enumerate(hosts):
+                sizes.setdefault(host, {})[source] = (given.get(host, 0), Part(number, len(hosts)))
+        return sizes
+
+    def _running(self) -> list[int]:
+        return sorted(one.site.number for one in self._table.running("loader"))
+
+    def _start_spares(self, count: int) -> int:
+        """Start as many spare hosts; return how many came up."""
+        came = 0
+        for host in sorted(self._spares - set(self._running()))[:count]:
+            one = self._table.roles[loader_name(host)]
+            with self._table.lock:
+                one.generation += 1
+            try:
+                peer, pid = self._start(one, dataclasses.replace(one.site, sources=(), shadows=()))
+            except Exception as error:  # rule 3
+                logger.warning("loader host %d could not be started: %s", host, error)
+                break
+            self._table.came_up(one, peer, pid)
+            logger.info("loader host %d was started", host)
+            came += 1
+        return came
+
+    def _end_spare(self, host: int) -> None:
+        """End a host that has no sources left. Late callers get PeerGone and call the host that has the source now."""
+        with self._table.lock:
+            one = self._table.roles[loader_name(host)]
+            peer, pid = one.peer, one.pid
+            self._table.went_down(one, asleep=True)
+            self._table.publish()
+        if peer is not None:
+            self._engine.kill(peer, one.site, pid)
+        self._sizes.pop(host, None)
+        logger.info("loader host %d has nothing left, and was ended", host)
+
+    def _ask(self, host: int, method: str, message: dict[str, Any]) -> dict[str, Any]:
+        return self._table.board.insist(loader_name(host), method, message)
+
+
+def sizes_to_json(sizes: Sizes, left: Sequence[int] = ()) -> dict[str, Any]:
+    """Return the message to a loader host about its workers."""
+    return {"sizes": [[source, count, *part] for source, (count, part) in sizes.items()], "left": list(left)}
+
+
+def spares_of(options: LaunchOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:
+    """Return loader hosts that sleep at first, and how many workers one has room for: all workers there may be fit."""
+    if options.cluster is None:  # one process has room for all workers
+        return [], options.lanes
+    loaders = [site for site in sites if site.role == "loader"]
+    hosts = len(loaders)
+    spares = 0 if options.scaling is None else max(0, -(-options.lanes // WORKERS_PER_HOST) - hosts)
+    asleep = [
+        dataclasses.replace(loaders[number % hosts], number=hosts + number, sources=(), shadows=())
+        for number in range(spares)
+    ]
+    return asleep, max(WORKERS_PER_HOST, -(-options.lanes // (hosts + spares)))
+
+
+# --------------------------------------------------------------------------------------------------------------
 # The service process of a service whose roles run apart from it.
 
 
-def unbundled(bundle: bytes, folder: Path) -> tuple[Job, LaunchOptions, bytes]:
-    """Read what the launcher sent: the job with the sources its store knows, the options, and the bundle for its roles.
+def unbundled(bundle: bytes, folder: Path) -> tuple[Job, LaunchOptions, int]:
+    """Read what the launcher sent: the job, the options, and how many sources there are, with those its store knows.
 
     Raises:
         SpecError: for what cannot be launched.
     """
     job, options = unpack(bundle)
     options = dataclasses.replace(options, numbering=peek(options, options.store or str(folder / "store")))
-    bundle = pack(job, options)
-    job = with_newcomers(job, options.numbering)
-    check_launch(canonical(job, options.numbering), options)
-    return job, options, bundle
+    known = with_added_sources(job, options.numbering)
+    check_launch(canonical(known, options.numbering), options)
+    return job, options, len(known.sources)
 
 
 @contextlib.contextmanager
@@ -566,12 +725,13 @@ def supervised(
     engine: Engine, sites: Sequence[Site], options: LaunchOptions, folder: Path, progress: Progress
 ) -> Iterator[str]:
     """Start the roles of a service, supervise them, and end them with the context; gives the address."""
-    spares, per_host = spares_of(options, sites)
     supervisor = Supervisor(
-        engine, sites, assignment_of(sites), heartbeat_s=options.heartbeat_s, spares=spares, per_host=per_host,
+        engine,
+        sites,
+        options,
         served=lambda step: progress(SERVED, step, step),
         rewound=lambda: progress(REWOUND, 0, 1),
-    )  # fmt: skip
+    )
     scaler = service_scaler(options, supervisor.ask, supervisor.hosts.workload, supervisor.hosts.resize)
 
     def answer(request: Request[Any]) -> tuple[Any, list[int]]:
@@ -594,11 +754,3 @@ def supervised(
         supervisor.interrupt()  # the scaler may wait for a role
         scaler.close()
         supervisor.close()
-
-
-def assignment_of(sites: Sequence[Site]) -> Assignment:
-    """Return which loader host has which sources at first."""
-    primary = {source: site.number for site in sites for source in site.sources}
-    shadow = {source: site.number for site in sites for source in site.shadows}
-    numbers = range(len(primary))
-    return Assignment(tuple((primary[n],) for n in numbers), tuple(shadow.get(n, -1) for n in numbers))

@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from overlord.core.messages import CallRole, StartRole
 from overlord.errors import ServiceLost
-from overlord.runtimes.autoscaling.warming import warm_common
 from overlord.runtimes.launching.cluster_placement import Site
+from overlord.runtimes.launching.deployment import warm_common
 from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits
 from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
 from overlord.runtimes.transport.codec import Frame, frame_of, receive_frame, send_frame

@@ -33,13 +33,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from overlord.errors import AnswerLost, ServiceLost, SpecError
-from overlord.job.specs import Job
 from overlord.runtimes.launching.cluster_placement import TRAINER, ClusterOptions, Node, Site, cpus_needed, place
 from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.supervision.child import LIMITS, Limits
-from overlord.runtimes.supervision.service_main import run_service
+from overlord.runtimes.supervision.service_process import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
+from overlord.runtimes.transport.bundle import pack
 from overlord.runtimes.transport.codec import Frame
 from overlord.runtimes.transport.role_codec import answer_from_frame, to_frame
 from overlord.runtimes.transport.role_host import RoleHost
@@ -253,7 +253,7 @@ def _check_reachable(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _attached(job: Job, options: LaunchOptions, folder: Path) -> Iterator[None]:
+def _attached(sources: int, options: LaunchOptions, folder: Path) -> Iterator[None]:
     """Attach to a cluster, or start one on this host that ends with the context."""
     cluster = options.cluster or ClusterOptions()
     common: dict[str, Any] = {"namespace": folder.name, "logging_level": logging.ERROR, "log_to_driver": True}
@@ -262,7 +262,7 @@ def _attached(job: Job, options: LaunchOptions, folder: Path) -> Iterator[None]:
             _check_reachable(cluster.address)
             ray.init(cluster.address, **common)
         else:
-            cpus = cpus_needed(cluster, num_sources=len(job.sources), loader_cpus=options.threads)
+            cpus = cpus_needed(cluster, num_sources=sources, loader_cpus=options.threads)
             ray.init(
                 "local", num_cpus=cpus, num_gpus=0, include_dashboard=False, _temp_dir=str(folder / "ray"),
                 object_store_memory=STORE_BYTES + math.ceil(1.5 * options.budget_bytes), **common,
@@ -282,15 +282,15 @@ def _attached(job: Job, options: LaunchOptions, folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     """Serve a job on a cluster."""
-    job, options, bundle = unbundled(bundle, folder)
+    job, options, count = unbundled(bundle, folder)
     assert options.cluster is not None, "a launch on Ray says how"
     progress("starting Ray" if options.cluster.address is None else "attaching to Ray", 0, 1)
-    with _attached(job, options, folder):
+    with _attached(count, options, folder):
         sites = place(
-            nodes_of_cluster(), options.cluster, world_size=options.mesh.world_size, num_sources=len(job.sources),
+            nodes_of_cluster(), options.cluster, world_size=options.mesh.world_size, num_sources=count,
             loader_cpus=options.threads,
         )  # fmt: skip
-        engine = RayEngine(bundle, folder, sites, Limits(options.heartbeat_s))
+        engine = RayEngine(pack(job, options), folder, sites, Limits(options.heartbeat_s))
         with supervised(engine, sites, options, folder, progress) as address:
             yield address
 

@@ -15,7 +15,7 @@ from overlord.errors import AnswerLost, OverlordError, Superseded
 from overlord.runtimes.hosts.cluster_roles import ROLES, ClusterRole
 from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.supervision.child import LIMITS, Limits
-from overlord.runtimes.supervision.service_main import settle_in
+from overlord.runtimes.supervision.cleanup import set_up_process
 from overlord.runtimes.transport.bundle import unpack
 from overlord.runtimes.transport.codec import Frame
 from overlord.runtimes.transport.role_codec import Unfinished, answer_to_frame, question_from_frame
@@ -41,7 +41,7 @@ class RoleHost:
         self._running: dict[int, float] = {}
         self._beaten = 0.0
         few_arenas()
-        settle_in()
+        set_up_process()
         sys.path += [path for path in paths if path not in sys.path]  # where the launcher's functions come from
         try:
             self._role = ROLES[site["role"]](*unpack(bundle), folder, site, self.board, blobs)
