@@ -24,12 +24,7 @@ SPLIT_AXES = {"DP": ("DP",), "CP": ("DP", "CP"), "WORLD": ("DP", "CP", "TP")}
 
 
 class _Wrong(Exception):
-    """What is wrong with a plan, and what to do."""
-
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(what)
-        self.what = what
-        self.remedy = remedy
+    """Two texts: what is wrong with a plan, and what to do."""
 
 
 def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
@@ -86,9 +81,8 @@ def check_plan(plan: LoadingPlan, buffer: Buffer, tree: ClientPlaceTree, name: s
             _check_form(plan.encoder)
             _check_pieces(plan.encoder, buffer.meta["image_tokens"], buffer)
     except _Wrong as wrong:
-        raise PlanError(
-            f"the strategy {name} made a wrong plan of step {buffer.step}: {wrong.what}. {wrong.remedy}."
-        ) from None
+        what, remedy = wrong.args
+        raise PlanError(f"the strategy {name} made a wrong plan of step {buffer.step}: {what}. {remedy}.") from None
 
 
 def _joined(made: Any, name: str, tree: ClientPlaceTree, patches: int) -> LoadingPlan:

@@ -51,7 +51,7 @@ def over_ranks(loads: npt.NDArray[Any]) -> float:
 
 
 def in_lockstep(loads: npt.NDArray[Any]) -> float:
-    """Return the time of a step whose ranks wait for each other after every microbatch, over that of even ranks.
+    """Return the time of a step in which ranks meet after every microbatch, over that of even ranks.
 
     Example:
         >>> in_lockstep(np.array([[2.0, 1.0], [1.0, 2.0]]))
