@@ -12,7 +12,7 @@ from overlord.core.draw import Buffer, Limits, Pieces, context_pieces
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import PLAIN
-from overlord.errors import OverlordError, PlanError
+from overlord.errors import OverlordError, PlanError, SpecError
 from overlord.job.layout_specs import shape_of
 from overlord.planning.encoder import join_encoder
 
@@ -25,6 +25,15 @@ SPLIT_AXES = {"DP": ("DP",), "CP": ("DP", "CP"), "WORLD": ("DP", "CP", "TP")}
 
 class _Wrong(Exception):
     """Two texts: what is wrong with a plan, and what to do."""
+
+
+def check_inputs(where: str, buffer: object, tree: object) -> None:
+    """Raise SpecError where a planning function did not get the buffer and the tree of a strategy."""
+    if not isinstance(buffer, Buffer) or not isinstance(tree, ClientPlaceTree):
+        raise SpecError(
+            f"{where}: got {type(buffer).__name__} and {type(tree).__name__}; nothing could be placed. Pass the buffer "
+            "and the tree that the strategy was called with."
+        )
 
 
 def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:

@@ -28,7 +28,7 @@ from overlord.planning.balancing.balance import Level, Method, Objective, place
 from overlord.planning.balancing.methods import loads as loads_of
 from overlord.planning.balancing.microbatches import Placement, place_hybrid, place_tokens, spread_over_blocks
 from overlord.planning.balancing.packing import PackMethod, fill_bins, place_bins
-from overlord.planning.checking import SPLIT_AXES
+from overlord.planning.checking import SPLIT_AXES, check_inputs
 from overlord.planning.costs import CostFunction, as_costs
 from overlord.planning.encoder import Scope, place_images, split_images
 
@@ -87,11 +87,7 @@ class DGraph:
             tree: The trainer's mesh.
             modality: "tokens" (samples cut to the context, for the backbone) or "images" (for the encoder).
         """
-        if not isinstance(buffer, Buffer) or not isinstance(tree, ClientPlaceTree):
-            raise SpecError(
-                f"DGraph.from_buffer: got {type(buffer).__name__} and {type(tree).__name__}; nothing could be placed. "
-                "Pass the buffer and the tree that the strategy was called with."
-            )
+        check_inputs("DGraph.from_buffer", buffer, tree)
         if modality == "tokens":
             items = context_pieces(buffer)
         elif modality == "images":

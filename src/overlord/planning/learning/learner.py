@@ -180,7 +180,7 @@ class Learner(ABC):
         """
         if step <= self._last_step:
             return
-        report = self._checked(step, mixture_version, loss_sum, token_count, extra)
+        report = self._checked(step, mixture_version, {"loss_sum": loss_sum, "token_count": token_count}, extra)
         trial = copy.deepcopy(self)
         trial._advance(step, trial._learn(report))
         vars(self).update(vars(trial))
@@ -248,12 +248,7 @@ class Learner(ABC):
             self._history.pop(0)
 
     def _checked(
-        self,
-        step: int,
-        mixture_version: int,
-        loss_sum: npt.ArrayLike,
-        token_count: npt.ArrayLike,
-        extra: Mapping[str, Float64s],
+        self, step: int, mixture_version: int, counted: Mapping[str, npt.ArrayLike], extra: Mapping[str, Float64s]
     ) -> StepReport:
         oldest = max(0, self._version - self._lag)
         if not oldest <= mixture_version <= self._version:
@@ -261,8 +256,7 @@ class Learner(ABC):
                 f"the report of step {step} says it was drawn with mixture {mixture_version}, but only {oldest} to "
                 f"{self._version} are known; its losses would be weighed wrongly. Report every step, in order"
             )
-        given = {"loss_sum": loss_sum, "token_count": token_count, **extra}
-        arrays = {name: _as_numbers(f"{name} of step {step}", value) for name, value in given.items()}
+        arrays = {name: _as_numbers(f"{name} of step {step}", value) for name, value in {**counted, **extra}.items()}
         tokens, sums = arrays["token_count"], arrays["loss_sum"].astype(np.float64)
         for name, array in arrays.items():
             if np.shape(array) != (self.num_sources,):
