@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from benchmarks.measuring import arguments, publish
 from overlord.planning.balancing.balance import balance, deal_slabs, place
-from overlord.planning.balancing.evenness import lockstep_bound, makespan_bound
+from overlord.planning.balancing.evenness import lockstep_bound
 from overlord.planning.balancing.methods import loads
 from overlord.planning.balancing.microbatches import buddy_lpt, hybrid_microbatches, ranks_needed
 
@@ -43,6 +43,18 @@ class Row:
     """Its time over the bound."""
     seconds: float
     note: str = ""
+
+
+def makespan_bound(costs: npt.ArrayLike, num_bins: int) -> int:
+    """Return a lower bound of the largest of k bins: the mean, the largest item, and items k and k + 1 together.
+
+    Of the k + 1 largest items two share a bin.
+    """
+    falling = np.sort(np.asarray(costs, np.int64))[::-1]
+    if len(falling) == 0:
+        return 0
+    pair = int(falling[num_bins - 1] + falling[num_bins]) if len(falling) > num_bins else 0
+    return max(-(-int(falling.sum()) // num_bins), int(falling[0]), pair)
 
 
 def make_lengths(kind: str, count: int) -> Int64s:

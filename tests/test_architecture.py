@@ -164,7 +164,7 @@ def test_the_glossary_has_the_papers_words_and_names_that_exist():
         assert re.search(rf"^class {name}\b", code, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("room", ["roles", "transforms", "integrations"])
+@pytest.mark.parametrize("room", ["planning", "scaling", "roles", "transforms", "integrations"])
 def test_processes_and_rows_are_no_persons(room):
     person = re.compile(r"\b(who|whoever|whom|whose|nobody|somebody|everybody|anybody)\b", re.IGNORECASE)
     for path in sorted((SRC / room).rglob("*.py")):

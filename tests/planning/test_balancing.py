@@ -6,12 +6,13 @@ import sys
 
 import numpy as np
 import pytest
+from benchmarks.balance import makespan_bound
 from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import PlanError, SpecError
 from overlord.planning.balancing.balance import balance, place
-from overlord.planning.balancing.evenness import lockstep_bound, makespan_bound
+from overlord.planning.balancing.evenness import lockstep_bound
 from overlord.planning.balancing.methods import NO_LIMIT, Queue, fill, loads
 
 METHODS = ("greedy", "karmarkar_karp", "zigzag")

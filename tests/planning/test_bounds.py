@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from benchmarks.balance import makespan_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlord.planning.balancing.balance import place
-from overlord.planning.balancing.evenness import lockstep_bound, makespan_bound
+from overlord.planning.balancing.evenness import lockstep_bound
 from overlord.planning.balancing.methods import loads
 
 
@@ -68,3 +69,7 @@ def test_nothing_costs_nothing():
     nothing = np.zeros(0, np.int64)
     assert makespan_bound(nothing, 3) == lockstep_bound(nothing, nothing, 2, 2, 5) == 0
     assert loads(nothing, nothing, 2).tolist() == [0, 0]
+
+
+def test_two_of_the_largest_items_share_a_bin():
+    assert makespan_bound([5, 5, 5, 1], 2) == 10

@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
+from benchmarks.balance import makespan_bound
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.planning.balancing.evenness import makespan_bound
 from overlord.planning.balancing.methods import balance_karmarkar_karp, loads
 
 

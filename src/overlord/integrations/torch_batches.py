@@ -55,7 +55,7 @@ class TorchBatch(KeyedBatch):
     """One microbatch as tensors: `model(**batch)` works. `batch.meta` has the provenance of its segments."""
 
     def __init__(self, batch: Batch, arrived: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Take a batch of arrays; or one without them, and its tensors: indices have the prefix `meta.`."""
+        """Take a batch of arrays; or one without them, and the tensors; names of indices begin with `meta.`."""
         if arrived is None:
             # One copy out of shared memory: tensors may be written to, and the shared segment is free again.
             self._values = {k: torch.tensor(v) if isinstance(v, np.ndarray) else v for k, v in batch.items()}
@@ -303,7 +303,7 @@ Copies = HostCopies | DeviceCopies
 def device_of(given: torch.device | str | None) -> torch.device:
     """Return the device that batches go to, a CUDA device with its index.
 
-    By default it is this process's CUDA device where the process group speaks NCCL, and the host otherwise.
+    By default it is this process's CUDA device where the process group uses NCCL, and the host otherwise.
     """
     if given is None:
         grouped = dist.is_available() and dist.is_initialized()

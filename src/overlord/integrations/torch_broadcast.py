@@ -55,11 +55,11 @@ class Channel:
         framed = b"" if message is None else len(message).to_bytes(8, "little") + message
         head = self.broadcast(_as_tensor(framed[:_BLOCK].ljust(_BLOCK, b"\0")))
         size = int.from_bytes(_as_bytes(head[:8]), "little") + 8
-        said = _as_bytes(head[8 : min(size, _BLOCK)])
+        received = _as_bytes(head[8 : min(size, _BLOCK)])
         if size > _BLOCK:
             rest = _as_tensor(framed[_BLOCK:]) if self.is_source else torch.empty(size - _BLOCK, dtype=torch.uint8)
-            said += _as_bytes(self.broadcast(rest))
-        return said
+            received += _as_bytes(self.broadcast(rest))
+        return received
 
     def broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
         """Broadcast a host buffer, through the device if the group has no CPU backend."""
@@ -90,13 +90,13 @@ def _as_bytes(data: torch.Tensor) -> bytes:
 def share_outcome(make: Callable[[], str] | None) -> str:
     """Return on every rank of the world the text that rank 0 makes (others pass None); where it fails, all fail."""
     channel, error = Channel(None, 0), None
-    said = b""
+    message = b""
     if make is not None:
         try:
-            said = json.dumps({"text": make()}).encode()
+            message = json.dumps({"text": make()}).encode()
         except Exception as failure:  # any error: the other ranks must not wait forever
-            error, said = failure, _failure(failure)
-    words = json.loads(channel.broadcast_message(said if make is not None else None))
+            error, message = failure, _failure(failure)
+    words = json.loads(channel.broadcast_message(message if make is not None else None))
     if error is not None:
         raise error
     if "error" in words:
@@ -128,17 +128,17 @@ class FetchingRanks:
             mine = mine.to("cuda")
         found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(found, mine)
-        told = [one.tolist() for one in found]
-        self._process = {place: process for process, (place, _) in enumerate(told)}
+        gathered = [one.tolist() for one in found]
+        self._process = {place: process for process, (place, _) in enumerate(gathered)}
         """The process that has each rank of the mesh."""
-        if len(self._process) < len(told):
-            twice = next(place for process, (place, _) in enumerate(told) if self._process[place] != process)
+        if len(self._process) < len(gathered):
+            twice = next(place for process, (place, _) in enumerate(gathered) if self._process[place] != process)
             raise SpecError(
                 f"DataLoader: several processes have rank {twice} of the mesh{f' {tree}' if tree else ''}; they would "
                 "train on the same data, and no process on that of another rank. Leave rank= out, or give each process "
                 "its own."
             )
-        outcomes = dict(told)
+        outcomes = dict(gathered)
         self.failed = sorted(place for place in outcomes if outcomes[place] == _FAILED)
         """Ranks that could not take their first step."""
         known = set(outcomes.values()) <= {_FETCHES, _RECEIVES}
@@ -277,14 +277,14 @@ class Relay:
         return replace(flat_batch, host=None)  # pinned memory is scarce
 
     def _receive(self, microbatch: int) -> FlatBatch:
-        said = self._channel.broadcast_message(None)
-        words = json.loads(said.partition(b"\n")[0])
+        message = self._channel.broadcast_message(None)
+        words = json.loads(message.partition(b"\n")[0])
         if "error" in words:
             raise error_named(words["error"], words["message"])
         if "rest" in words:
             raise _gone(self._index)
         # The buffer is received in any case: the other ranks are in the same call.
-        flat_batch = self._receive_buffer(FlatHeader.from_bytes(said))
+        flat_batch = self._receive_buffer(FlatHeader.from_bytes(message))
         if words["at"] != [self._index, microbatch]:
             raise PlanError(
                 f"microbatch {words['at'][1]} of step {words['at'][0]} was broadcast where microbatch {microbatch} "

@@ -12,7 +12,7 @@ from overlord.core.draw import Buffer, Limits, Pieces, context_pieces
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import PLAIN
-from overlord.errors import OverlordError, PlanError
+from overlord.errors import OverlordError, PlanError, SpecError
 from overlord.job.layout_specs import shape_of
 from overlord.planning.encoder import join_encoder
 
@@ -24,12 +24,16 @@ SPLIT_AXES = {"DP": ("DP",), "CP": ("DP", "CP"), "WORLD": ("DP", "CP", "TP")}
 
 
 class _Wrong(Exception):
-    """What is wrong with a plan, and what to do."""
+    """Two texts: what is wrong with a plan, and what to do."""
 
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(what)
-        self.what = what
-        self.remedy = remedy
+
+def check_inputs(where: str, buffer: object, tree: object) -> None:
+    """Raise SpecError where a planning function did not get the buffer and the tree of a strategy."""
+    if not isinstance(buffer, Buffer) or not isinstance(tree, ClientPlaceTree):
+        raise SpecError(
+            f"{where}: got {type(buffer).__name__} and {type(tree).__name__}; nothing could be placed. Pass the buffer "
+            "and the tree that the strategy was called with."
+        )
 
 
 def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
@@ -86,9 +90,8 @@ def check_plan(plan: LoadingPlan, buffer: Buffer, tree: ClientPlaceTree, name: s
             _check_form(plan.encoder)
             _check_pieces(plan.encoder, buffer.meta["image_tokens"], buffer)
     except _Wrong as wrong:
-        raise PlanError(
-            f"the strategy {name} made a wrong plan of step {buffer.step}: {wrong.what}. {wrong.remedy}."
-        ) from None
+        what, remedy = wrong.args
+        raise PlanError(f"the strategy {name} made a wrong plan of step {buffer.step}: {what}. {remedy}.") from None
 
 
 def _joined(made: Any, name: str, tree: ClientPlaceTree, patches: int) -> LoadingPlan:

@@ -250,7 +250,7 @@ def attention_pairs(lengths: npt.ArrayLike, window: int | None = None) -> Int64s
 
 
 def _squares(length: Int64s, window: int) -> Int64s:
-    # Twice the pairs less one token each: s^2 inside the window, so that a window nobody reaches changes nothing.
+    # Twice the pairs less one token each: s^2 inside the window, so that a window beyond all segments changes nothing.
     return 2 * attention_pairs(length, window) - length
 
 
@@ -542,7 +542,7 @@ def fit(measurements: Iterable[tuple[Sequence[int], float]], name: str = "fitted
     """Return the model nearest to measured microbatches, with `residual`, its largest relative error.
 
     Relative errors are made small (least squares), and no constant is negative. Constants are rounded to nine digits,
-    so that machines whose linear algebra differs in the last bit agree.
+    so that machines with linear algebra that differs in the last bit agree.
 
     Args:
         measurements: Pairs of the segment lengths of one packed microbatch and its milliseconds.
@@ -559,10 +559,15 @@ def fit(measurements: Iterable[tuple[Sequence[int], float]], name: str = "fitted
     if not isinstance(cast("object", measurements), Iterable):
         raise SpecError(f"measurements are {show(measurements)}; nothing can be fitted. Give {_PAIRS}")
     for number, measured in enumerate(measurements):
-        lengths, milliseconds = _pair(number, measured)
+        if not isinstance(cast("object", measured), Sequence) or isinstance(measured, str) or len(measured) != 2:
+            raise SpecError(f"measurement {number} is {show(measured)}; nothing can be fitted to it. Give {_PAIRS}")
+        lengths, milliseconds = measured
+        time = finite(milliseconds)
+        if time is None or not _SHORTEST <= time <= _LONGEST:
+            raise SpecError(f"measurement {number} took {show(milliseconds)} ms; no time fits it. Measure it again")
         length = checked_lengths(lengths)
         rows.append((float((length * length).sum()), float(length.sum()), 1.0))
-        times.append(milliseconds)
+        times.append(time)
     advice = (
         "Measure at least three microbatches: two of different total length, and at one total one long "
         "segment as well as many short ones, such as [4096], [512] * 8 and [8192]"
@@ -610,17 +615,6 @@ def _factor(attn_scale: float, recompute: bool) -> float:
     if slower is None or slower <= 0:
         raise SpecError(f"attn_scale is {show(attn_scale)}; attention would cost nothing. Give a number above 0")
     return slower * (4.0 / 3.0 if recompute else 1.0)
-
-
-def _pair(number: int, measured: object) -> tuple[npt.ArrayLike, float]:
-    """Return the lengths and the milliseconds of a measurement."""
-    if not isinstance(measured, Sequence) or isinstance(measured, str) or len(measured) != 2:
-        raise SpecError(f"measurement {number} is {show(measured)}; nothing can be fitted to it. Give {_PAIRS}")
-    lengths, milliseconds = measured
-    time = finite(milliseconds)
-    if time is None or not _SHORTEST <= time <= _LONGEST:
-        raise SpecError(f"measurement {number} took {show(milliseconds)} ms; no time fits it. Measure it again")
-    return lengths, time
 
 
 def _non_negative(table: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

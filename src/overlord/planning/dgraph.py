@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -24,11 +24,11 @@ from overlord.core.samples import FILE_SHIFT, SampleId
 from overlord.core.spec_errors import did_you_mean, is_whole
 from overlord.errors import SpecError
 from overlord.job.layout_specs import piece_multiple, shape_of
-from overlord.planning.balancing.balance import Level, Method, Objective
+from overlord.planning.balancing.balance import Level, Method, Objective, place
 from overlord.planning.balancing.methods import loads as loads_of
 from overlord.planning.balancing.microbatches import Placement, place_hybrid, place_tokens, spread_over_blocks
 from overlord.planning.balancing.packing import PackMethod, fill_bins, place_bins
-from overlord.planning.checking import SPLIT_AXES
+from overlord.planning.checking import SPLIT_AXES, check_inputs
 from overlord.planning.costs import CostFunction, as_costs
 from overlord.planning.encoder import Scope, place_images, split_images
 
@@ -87,11 +87,7 @@ class DGraph:
             tree: The trainer's mesh.
             modality: "tokens" (samples cut to the context, for the backbone) or "images" (for the encoder).
         """
-        if not isinstance(buffer, Buffer) or not isinstance(tree, ClientPlaceTree):
-            raise SpecError(
-                f"DGraph.from_buffer: got {type(buffer).__name__} and {type(tree).__name__}; nothing could be placed. "
-                "Pass the buffer and the tree that the strategy was called with."
-            )
+        check_inputs("DGraph.from_buffer", buffer, tree)
         if modality == "tokens":
             items = context_pieces(buffer)
         elif modality == "images":
@@ -220,20 +216,12 @@ class DGraph:
             return self._with("balance", detail, places=places, num_microbatches=1, reorder=reorder)
         if self.axis == "CP":
             placed = place_hybrid(self.buffer, self.items, self.costs, self.tree, equal_counts=equal_counts)
+            detail = f"{_name(method)}, {placed.detail}"
         else:
-            placed = place_tokens(
-                self.buffer,
-                self.items,
-                self.costs,
-                self.padded,
-                self.tree,
-                self.num_buckets,
-                method=method,
-                objective=objective,
-                level=level,
-                group_size=self.group_size,
-            )
-        return self._with_placement("balance", f"{_name(method)}, {placed.detail}", placed, reorder=reorder)
+            how = partial(place, method=method, objective=objective, level=level, group_size=self.group_size)
+            placed = place_tokens(self.buffer, self.items, self.costs, self.padded, self.tree, how)
+            detail = f"{_name(method)}, {objective}, {level}: {placed.detail}"
+        return self._with_placement("balance", detail, placed, reorder=reorder)
 
     def pack(self, method: PackMethod = "best_fit") -> DGraph:
         """Fill microbatches as full as they go, then give every bucket as many of them, those of like cost together.

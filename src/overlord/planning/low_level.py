@@ -22,7 +22,7 @@ from overlord.core.samples import META, Cursor
 from overlord.core.spec_errors import did_you_mean, is_whole
 from overlord.errors import SpecError
 from overlord.job.layout_specs import piece_multiple, shape_of
-from overlord.planning.checking import check_plan
+from overlord.planning.checking import check_inputs, check_plan
 
 Columns = Mapping[str, npt.ArrayLike]
 _GIVEN = ("tokens", "loss_tokens", "image_tokens", "images", "bytes", "epoch", "row")
@@ -89,11 +89,7 @@ def plan_raw(
         >>> plan.bin(1, 0).length.tolist()
         [5, 4]
     """
-    if not isinstance(buffer, Buffer) or not isinstance(tree, ClientPlaceTree):
-        raise SpecError(
-            f"plan_raw: got {type(buffer).__name__} and {type(tree).__name__}; nothing could be placed. Pass the "
-            "buffer and the tree that the strategy was called with."
-        )
+    check_inputs("plan_raw", buffer, tree)
     broadcast = (broadcast,) if isinstance(broadcast, str) else broadcast
     if not isinstance(broadcast, Sequence) or not all(isinstance(name, str) for name in broadcast):
         raise SpecError(f"plan_raw: broadcast is {broadcast!r:.80}, not a list of axes. Write broadcast=('TP',).")

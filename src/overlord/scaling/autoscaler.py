@@ -119,6 +119,8 @@ class _Need(NamedTuple):
     """At most, from now to the end of the lookahead."""
     coming: float
     """At most, of the schedule alone."""
+    first: int
+    """Intervals until the schedule first asks for more workers than there are; the whole lookahead if it never does."""
     alive: bool
     """Whether it is drawn within the window or the lookahead."""
 
@@ -147,21 +149,16 @@ def decide(
     """
     settings = settings or Scaling()
     needs = _needs(history, coming[: settings.lookahead], costs, fleet, settings)
-    wishes: list[int] = []
-    reasons: list[str] = []
-    for before, need in zip(fleet.workers, needs, strict=True):
-        wish, why = _wish(before, need, fleet, settings)
-        wishes.append(wish)
-        reasons.append(why)
+    wanted = [_wish(before, need, fleet, settings) for before, need in zip(fleet.workers, needs, strict=True)]
+    wishes, reasons = [wish for wish, _ in wanted], [why for _, why in wanted]
     if not _within(wishes, needs, costs, fleet):
         wishes, reasons = _fill(wishes, reasons, needs, costs, fleet, settings)
-    coming_at = _first_intervals(coming[: settings.lookahead], costs, fleet, settings)
-    changes = tuple(
-        Scaled(cost.name, before, after, why.replace("within the lookahead", f"within {at} intervals"))
-        for cost, before, after, why, at in zip(costs, fleet.workers, wishes, reasons, coming_at, strict=True)
+    changes = (
+        Scaled(cost.name, before, after, why)
+        for cost, before, after, why in zip(costs, fleet.workers, wishes, reasons, strict=True)
         if before != after
     )
-    return Decision(tuple(wishes), changes)
+    return Decision(tuple(wishes), tuple(changes))
 
 
 def _needs(
@@ -188,7 +185,9 @@ def _needs(
         near = max(soon[0][s], now[s] if now else 0.0) if soon else (past[-1] if past else 0.0)
         young = len(seen) < max(settings.window, settings.patience)  # too early to call it undrawn
         alive = ahead > 0 or young or any(shares[s] > 0 for shares in seen)
-        needs.append(_Need(past, near, max((near, ahead, *past)), ahead, alive))
+        enough = settings.up * fleet.workers[s]
+        first = next((number for number, one in enumerate(soon, 1) if one[s] > enough), len(soon))
+        needs.append(_Need(past, near, max((near, ahead, *past)), ahead, first, alive))
     return needs
 
 
@@ -204,9 +203,8 @@ def _wish(before: int, need: _Need, fleet: Fleet, settings: Scaling) -> tuple[in
     if before > fleet.per_source:
         return fleet.per_source, "a source may not have more (per_source)"
     if need.coming > settings.up * before:
-        return max(
-            before, sized(need.coming)
-        ), f"the schedule comes to {need.coming:.3g} busy workers within the lookahead"
+        why = f"the schedule comes to {need.coming:.3g} busy workers within {need.first} intervals"
+        return max(before, sized(need.coming)), why
     # Past demand needs `patience` intervals that agree: above `up` to add workers, below `down` to remove some, and
     # then only if neither the present nor the schedule needs them.
     held = len(need.past) >= settings.patience
@@ -215,22 +213,9 @@ def _wish(before: int, need: _Need, fleet: Fleet, settings: Scaling) -> tuple[in
         return max(before, sized(max(busy, need.coming))), f"{busy:.3g} workers' work for {settings.patience} intervals"
     idle = held and all(busy < settings.down * before for busy in need.past) and need.far < settings.down * before
     if idle and sized(need.far * settings.slack) < before:
-        return sized(
-            need.far
-        ), f"no more than {need.far:.3g} were busy for {settings.patience} intervals, or will be soon"
+        why = f"no more than {need.far:.3g} were busy for {settings.patience} intervals, or will be soon"
+        return sized(need.far), why
     return max(before, least), "it is drawn, or will be"
-
-
-def _first_intervals(
-    coming: Sequence[Sequence[float]], costs: Sequence[SourceCost], fleet: Fleet, settings: Scaling
-) -> list[int]:
-    """Return in how many intervals each source first asks for more workers than it has, counted from 1."""
-    found = [len(coming)] * len(costs)
-    for number in range(len(coming) - 1, -1, -1):
-        for s, busy in enumerate(demand(coming[number], costs, fleet.samples_per_s)):
-            if busy > settings.up * fleet.workers[s]:
-                found[s] = number + 1
-    return found
 
 
 def cpus_used(workers: Sequence[int], busy: Sequence[float]) -> float:

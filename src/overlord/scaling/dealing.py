@@ -114,30 +114,30 @@ class _Table:
         for one in self.now:
             for host in one:
                 counts[host] += 1
-        homeless = []
+        unplaced = []
         for s in self._by_size(several=False):
             load = self.loads[s] if self.workers[s] else 0.0
             # Of several hosts it stays on the one with the most sources, so that another may become empty.
-            home = [host for host in self.now[s] if self.free[host] + _ROUNDING >= load]
-            if home:
-                self._put(s, min(home, key=lambda host: (-counts[host], host)), load)
+            roomy = [host for host in self.now[s] if self.free[host] + _ROUNDING >= load]
+            if roomy:
+                self._put(s, min(roomy, key=lambda host: (-counts[host], host)), load)
             else:
-                homeless.append((s, load))
-        for s, load in homeless:
+                unplaced.append((s, load))
+        for s, load in unplaced:
             self._settle(s, load)
 
     def place_firsts(self) -> None:
         """Place one worker of each source of several workers on its present hosts, so that it keeps them."""
         if not self.free:
             return
-        homeless = []
+        unplaced = []
         for s in self._by_size(several=True):
-            home = [host for host in self.now[s] if self.free[host] >= 1 - _ROUNDING]
-            if not home:
-                homeless.append(s)
-            for host in home[: self.workers[s]]:
+            roomy = [host for host in self.now[s] if self.free[host] >= 1 - _ROUNDING]
+            if not roomy:
+                unplaced.append(s)
+            for host in roomy[: self.workers[s]]:
                 self._put(s, host, 1.0)
-        for s in homeless:
+        for s in unplaced:
             self._settle(s, 1.0)
 
     def fill_present_hosts(self) -> None:

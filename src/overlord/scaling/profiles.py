@@ -301,15 +301,7 @@ class SourceProfile:
     @property
     def cost(self) -> SourceCost:
         """The input of partition and autoscaler."""
-        return SourceCost(
-            name=self.name,
-            transform_s=self.transform_s,
-            handover_s=self.handover_s,
-            file_bytes=self.file_bytes,
-            buffer_bytes=self.buffer_bytes,
-            tokens=self.tokens,
-            cpu_share=self.cpu_share,
-        )
+        return SourceCost(**{field.name: getattr(self, field.name) for field in dataclasses.fields(SourceCost)})
 
     def noted(self, entry: Entry) -> SourceProfile:
         """Return the profile with one more line in its journal."""

@@ -1,7 +1,7 @@
 """Balancing: assigns items with costs to bins so that consumers wait little for each other. Integers in, places out.
 
-`balance` fills one row of bins, `place` buckets x microbatches. The kernels are in `methods`; `evenness` has lower
-bounds for any placement.
+`balance` fills one row of bins, `place` buckets x microbatches. The kernels are in `methods`; `evenness` has a
+lower bound for any placement.
 """
 
 from __future__ import annotations

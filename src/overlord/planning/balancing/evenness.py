@@ -1,4 +1,4 @@
-"""How evenly a plan loads the ranks, what that means for the time of a step, and lower bounds for any placement."""
+"""How evenly a plan loads the ranks, what that means for the time of a step, and a lower bound for any placement."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def over_ranks(loads: npt.NDArray[Any]) -> float:
 
 
 def in_lockstep(loads: npt.NDArray[Any]) -> float:
-    """Return the time of a step whose ranks wait for each other after every microbatch, over that of even ranks.
+    """Return the time of a step in which ranks meet after every microbatch, over that of even ranks.
 
     Example:
         >>> in_lockstep(np.array([[2.0, 1.0], [1.0, 2.0]]))
@@ -120,29 +120,13 @@ def _ratio(value: float, loads: npt.NDArray[Any]) -> float:
     return value / mean if mean > 0 else 1.0
 
 
-# Lower bounds for any placement: of the largest bin, and of the lockstep time under a capacity.
+# The lower bound of the lockstep time of any placement under a capacity.
 
 
 _PRICES = (0.0, 0.5, 0.9)
 _STEPS = 24
 _SPLITS = 12
 _GOLDEN = 0.6180339887498949
-
-
-def makespan_bound(costs: npt.ArrayLike, num_bins: int) -> int:
-    """Return a lower bound of the largest of k bins: the mean, the largest item, and items k and k + 1 together.
-
-    Of the k + 1 largest items two share a bin.
-
-    Example:
-        >>> makespan_bound([5, 5, 5, 1], 2)
-        10
-    """
-    falling = np.sort(np.asarray(costs, np.int64))[::-1]
-    if len(falling) == 0:
-        return 0
-    pair = int(falling[num_bins - 1] + falling[num_bins]) if len(falling) > num_bins else 0
-    return max(-(-int(falling.sum()) // num_bins), int(falling[0]), pair)
 
 
 def lockstep_bound(

@@ -98,7 +98,8 @@ class Queue:
         self.after = np.arange(len(costs) + 1, dtype=np.int64)
         """Union-find: a waiting item points to itself, a placed one to a later item; see `_next_waiting`."""
         # If sizes fall with costs, as for plain text, one binary search finds an item that fits both limits: no tree.
-        self.tree = np.zeros(1, np.int64) if _is_falling(self.sizes) else _size_tree(self.sizes)
+        rises = bool(np.any(self.sizes[1:] > self.sizes[:-1]))
+        self.tree = _size_tree(self.sizes) if rises else np.zeros(1, np.int64)
         self.bins = np.full(len(costs), -1, np.int64)
 
     @property
@@ -247,10 +248,6 @@ def _sift_down(heap_load: Int64s, heap_bin: Int64s, end: int, load: int, chosen:
     if end > 0:
         heap_load[at] = load
         heap_bin[at] = chosen
-
-
-def _is_falling(sizes: Int64s) -> bool:
-    return not bool(np.any(sizes[1:] > sizes[:-1]))
 
 
 @numba.njit(nogil=True, cache=True)

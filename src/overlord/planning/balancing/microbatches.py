@@ -7,7 +7,7 @@ at the same place: no rank waits for another rank of its block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numba
@@ -18,7 +18,7 @@ from overlord.core.draw import Buffer, Pieces
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import pad_lengths
 from overlord.errors import PlanError, SpecError
-from overlord.planning.balancing.balance import Level, Method, Objective, fill_slabs, place
+from overlord.planning.balancing.balance import fill_slabs
 from overlord.planning.balancing.methods import (
     NO_LIMIT,
     Int64s,
@@ -134,36 +134,20 @@ def place_tokens(
     costs: Int64s,
     sizes: Int64s,
     tree: ClientPlaceTree,
-    num_buckets: int,
-    *,
-    method: Method,
-    objective: Objective,
-    level: Level,
-    group_size: int | None,
+    how: Callable[..., Int64s | None],
 ) -> Placement:
-    """Balance pieces over buckets and the smallest number of microbatches that leaves the balancer room.
+    """Balance pieces over the smallest number of microbatches that leaves the balancer room; `how` is `balance.place`.
 
     If some microbatches would have no label and fewer microbatches also hold the pieces, fewer are used.
 
     Raises:
         PlanError: when they do not fit.
     """
-    limits, multiple = buffer.limits, tree.microbatch_multiple
+    limits, multiple, num_buckets = buffer.limits, tree.microbatch_multiple, tree.dp
     labels = least_labels(buffer, items)
 
     def placed(count: int) -> Int64s | None:
-        places = place(
-            costs,
-            sizes,
-            num_buckets,
-            count,
-            limits.microbatch_tokens,
-            method=method,
-            objective=objective,
-            level=level,
-            group_size=group_size,
-            stages=tree.pp,
-        )
+        places = how(costs, sizes, num_buckets, count, limits.microbatch_tokens, stages=tree.pp)
         bins = num_buckets * count
         return None if places is None else spread_labels(places, labels, sizes, bins, limits.microbatch_tokens)
 
@@ -182,7 +166,7 @@ def place_tokens(
             if unlabelled(found, fewer) < unlabelled(places, count):
                 places, count = found, fewer
             fewer -= multiple
-        return Placement(places, count, detail=f"{objective}, {level}: {count} microbatches a bucket")
+        return Placement(places, count, detail=f"{count} microbatches a bucket")
     raise no_room(buffer, sizes, num_buckets)
 
 

@@ -180,7 +180,7 @@ class Learner(ABC):
         """
         if step <= self._last_step:
             return
-        report = self._checked(step, mixture_version, loss_sum, token_count, extra)
+        report = self._checked(step, mixture_version, {"loss_sum": loss_sum, "token_count": token_count}, extra)
         trial = copy.deepcopy(self)
         trial._advance(step, trial._learn(report))
         vars(self).update(vars(trial))
@@ -206,7 +206,7 @@ class Learner(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; a damaged one, or one of another rule, raises StateError and changes nothing."""
         saved = SavedState(state, self.kind)
-        if saved.text("kind") != self.kind:
+        if saved.field("kind") != self.kind:
             raise saved.refusal("kind", f"is {state['kind']!r}, and this mixture learns by {self.kind!r}")
         if saved.integer("sources", 1) != self.num_sources:
             raise saved.refusal("sources", f"is {state['sources']}, and this job has {self.num_sources}")
@@ -247,16 +247,8 @@ class Learner(ABC):
         while len(self._history) > 1 and self._history[1][0] <= oldest:
             self._history.pop(0)
 
-    def _drawn_with(self, version: int) -> Float64s:
-        return next(weights for first, weights in reversed(self._history) if first <= version) / WEIGHT_ONE
-
     def _checked(
-        self,
-        step: int,
-        mixture_version: int,
-        loss_sum: npt.ArrayLike,
-        token_count: npt.ArrayLike,
-        extra: Mapping[str, Float64s],
+        self, step: int, mixture_version: int, counted: Mapping[str, npt.ArrayLike], extra: Mapping[str, Float64s]
     ) -> StepReport:
         oldest = max(0, self._version - self._lag)
         if not oldest <= mixture_version <= self._version:
@@ -264,8 +256,7 @@ class Learner(ABC):
                 f"the report of step {step} says it was drawn with mixture {mixture_version}, but only {oldest} to "
                 f"{self._version} are known; its losses would be weighed wrongly. Report every step, in order"
             )
-        given = {"loss_sum": loss_sum, "token_count": token_count, **extra}
-        arrays = {name: _as_numbers(f"{name} of step {step}", value) for name, value in given.items()}
+        arrays = {name: _as_numbers(f"{name} of step {step}", value) for name, value in {**counted, **extra}.items()}
         tokens, sums = arrays["token_count"], arrays["loss_sum"].astype(np.float64)
         for name, array in arrays.items():
             if np.shape(array) != (self.num_sources,):
@@ -287,7 +278,9 @@ class Learner(ABC):
                 f"the mean loss of step {step} is {loss[bad[0]]} for source {bad[0]}; the mixture could not recover "
                 f"from it. Report losses from 0 to {_LARGEST_LOSS:g}, and leave out (token_count 0) what has none"
             )
-        drawn = self._drawn_with(mixture_version) if self.remembers_weights else self._prior
+        drawn = self._prior
+        if self.remembers_weights:
+            drawn = next(weights for first, weights in reversed(self._history) if first <= mixture_version) / WEIGHT_ONE
         return StepReport(step, loss, tokens.astype(np.int64), reported & self._active, drawn, extra)
 
     def _saved_history(self, saved: SavedState, version: int) -> list[tuple[int, Int64s]]:
@@ -327,13 +320,6 @@ class SavedState:
         if name not in self._state:
             raise self.refusal(name, "is missing")
         return self._state[name]
-
-    def text(self, name: str) -> str:
-        """Return a text."""
-        value = self.field(name)
-        if not isinstance(value, str):
-            raise self.refusal(name, f"is {value!r}, not a text")
-        return value
 
     def integer(self, name: str, least: int) -> int:
         """Return a whole number."""

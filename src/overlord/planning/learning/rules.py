@@ -135,7 +135,7 @@ class ODM(Learner):
         self._reward = np.zeros(self.num_sources)
         self._rate = 1.0 / self._num_active
         if self._warmup == 0:
-            self._history = [(0, self._as_units(self._active / self._num_active))]
+            self._history = [(0, fixed_point(self._floored(self._active / self._num_active)))]
 
     def _learn(self, report: StepReport) -> Float64s | None:
         turn = self._turn
@@ -169,9 +169,6 @@ class ODM(Learner):
 
     def _floored(self, weights: Float64s) -> Float64s:
         return (1 - self._floor) * weights + self._floor * self._prior
-
-    def _as_units(self, weights: Float64s) -> npt.NDArray[np.int64]:
-        return fixed_point(self._floored(weights))
 
     def _fields(self) -> dict[str, Any]:
         return {"reward": self._reward.tolist(), "rate": self._rate}
