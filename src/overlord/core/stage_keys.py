@@ -1,6 +1,6 @@
 """Which keys of a batch a pipeline stage needs: the first embeds, the last computes the loss.
 
-Separate from `transforms.per_rank` because trainer processes import it, and must not load numba.
+Separate from `transforms.microbatches` because trainer processes import it, and must not load numba.
 """
 
 from __future__ import annotations
