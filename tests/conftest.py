@@ -11,11 +11,14 @@ import time
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from examples.demo.demo_data import demo_job, write_demo
 from hypothesis import settings
 
 import overlord as ol
+from overlord.core.ragged import expand_ranges
+from overlord.transforms.microbatches.per_microbatch import cut_runs
 
 # A shell that runs the suite in the background ignores Ctrl-C, and so would every process the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -124,3 +127,22 @@ def where(request: pytest.FixtureRequest) -> dict[str, str]:
     if request.param != "ray":
         return {"runtime": request.param}
     return {"runtime": "ray", "address": request.getfixturevalue("ray_address")}
+
+
+def slice_indices(
+    cu_seqlens: npt.NDArray[np.integer], cp: int, cp_rank: int, slicing: str = "zigzag", *, rows: bool = False
+) -> npt.NDArray[np.int64]:
+    """Return the tokens of one context-parallel rank, in its order.
+
+    Example:
+        >>> slice_indices(np.array([0, 8, 16]), 2, 0).tolist()
+        [0, 1, 6, 7, 8, 9, 14, 15]
+        >>> slice_indices(np.array([0, 8, 16]), 2, 0, "whole_zigzag").tolist()
+        [0, 1, 2, 3, 12, 13, 14, 15]
+        >>> slice_indices(np.array([0, 8, 16]), 2, 1, "contiguous").tolist()
+        [8, 9, 10, 11, 12, 13, 14, 15]
+    """
+    runs = cut_runs(cu_seqlens, cp, slicing, rows=rows).of_part(cp_rank)
+    order = np.argsort(runs.place, kind="stable")
+    begin = cu_seqlens.astype(np.int64)[runs.segment] + runs.begin
+    return expand_ranges(begin[order], runs.length[order])

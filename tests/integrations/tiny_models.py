@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from examples.demo.demo_data import VOCABULARY, DemoFiles
+from tests.conftest import slice_indices
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,7 +23,6 @@ from torch.nn import functional
 import overlord as ol
 from overlord.integrations.torch_loader import normalize_pixels
 from overlord.roles.client import BatchMeta
-from overlord.transforms.microbatches.per_microbatch import slice_indices
 
 IGNORE = -100
 HIDDEN, HEADS, LAYERS = 16, 2, 2

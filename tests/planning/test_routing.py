@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import slice_indices
 from tests.planning.test_dgraph import buffer_of
 
 import overlord as ol
 from overlord.planning.checking import run_strategy
-from overlord.transforms.microbatches.per_microbatch import slice_indices
 
 meshes = st.builds(
     ol.ClientPlaceTree, pp=st.integers(1, 2), dp=st.integers(1, 3), cp=st.sampled_from([1, 2, 3]), tp=st.integers(1, 2)

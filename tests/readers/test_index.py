@@ -141,19 +141,10 @@ def test_a_large_index_is_mapped_and_a_small_one_holds_no_file(tmp_path: Path):
     assert len(cache.index(file, ManyBlocks(), ["0"]).rows) == 0
 
 
-def test_many_files_are_indexed_with_progress(tmp_path: Path):
+def test_many_files_are_indexed_in_order(tmp_path: Path):
     files = [write(tmp_path / f"{n}.jsonl", n + 1) for n in range(9)]
-    calls: list[tuple[int, int]] = []
-    done = build_indices(
-        IndexCache(tmp_path / "c"),
-        files,
-        JsonlReader(),
-        ["text"],
-        threads=3,
-        progress=lambda *call: calls.append(call),
-    )
+    done = build_indices(IndexCache(tmp_path / "c"), files, JsonlReader(), ["text"])
     assert [int(index.rows.sum()) for index in done] == list(range(1, 10))
-    assert calls == [(n, 9) for n in range(1, 10)]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):

@@ -6,10 +6,10 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from tests.conftest import slice_indices
 
 import overlord as ol
 from overlord.testing import digest_service
-from overlord.transforms.microbatches.per_microbatch import slice_indices
 
 SLOW = pytest.mark.slow_on_ray
 MESH = ol.ClientPlaceTree(dp=2, cp=4)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import slice_indices
 
 from overlord.core.draw import Buffer, Draw, Limits
 from overlord.core.messages import Payload
@@ -16,7 +17,7 @@ from overlord.job.layout_specs import Layout
 from overlord.planning.strategies import backbone_balance
 from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.hosts.prefetch import SerialWorkers
-from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob, pack_microbatch, slice_indices
+from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob, pack_microbatch
 from overlord.transforms.microbatches.step_samples import Opening, join_payloads
 from overlord.transforms.samples.images import decode_image, image_size, patchify_into
 

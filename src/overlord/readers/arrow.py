@@ -16,7 +16,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,18 @@ from overlord.readers.reader import BlockIndex, Kind, Rows, missing_column
 from overlord.readers.spill import RELEASE_BYTES, SpillPlace, is_too_much, spill_rows, spilled
 
 Bools = npt.NDArray[np.bool_]
+
+
+class OpenBlock(NamedTuple):
+    """A block of an open file."""
+
+    file: StoredFile
+    mapped: MappedFile | None
+    """None for a remote file."""
+    native: pa.NativeFile
+    blocks: BlockIndex
+    block: int
+    columns: Mapping[str, Kind]
 
 
 class SchemaReader:
@@ -55,8 +67,9 @@ class SchemaReader:
         mapped = file.map()
         native = mapped.native if mapped else file.open()
         row_bytes = int(index.bytes[block]) / max(1, int(index.rows[block]))
-        held, read = self._open_block(file, mapped, native, index, block, columns)
-        spills = scratch is not None and is_too_much(held, row_bytes, batch_rows)
+        held, read = self._open_block(OpenBlock(file, mapped, native, index, block, columns))
+        # Rows of a file that can seek are views of it, and take no memory.
+        spills = scratch is not None and is_too_much(held, row_bytes, batch_rows) and not self.seeks(file)
         rows = read(skip, spill_rows(row_bytes) if spills else batch_rows)
         del mapped, native, read  # a spilled block closes the file
         if scratch is not None and spills:
@@ -70,6 +83,10 @@ class SchemaReader:
         """Return True: blocks are as large as the writer made them."""
         return True
 
+    def seeks(self, file: StoredFile) -> bool:
+        """Return False: a block is decoded from its beginning."""
+        return False
+
     def columns(self, file: StoredFile) -> list[str]:
         """Return the names of the top-level fields."""
         return self._schema(file).names
@@ -81,15 +98,7 @@ class SchemaReader:
     def _schema(self, file: StoredFile) -> pa.Schema:
         raise NotImplementedError
 
-    def _open_block(
-        self,
-        file: StoredFile,
-        mapped: MappedFile | None,
-        native: pa.NativeFile,
-        index: BlockIndex,
-        block: int,
-        columns: Mapping[str, Kind],
-    ) -> tuple[int, Callable[[int, int], Rows]]:
+    def _open_block(self, opened: OpenBlock) -> tuple[int, Callable[[int, int], Rows]]:
         """Return how many bytes are held while a block is read, and what yields its rows, given (skip, batch_rows)."""
         raise NotImplementedError
 
@@ -413,15 +422,9 @@ class ArrowReader(SchemaReader):
             blocks.append((batch.num_rows, _bytes_of(batch, paths.values()), start, stop))
             start = stop
 
-    def _open_block(
-        self,
-        file: StoredFile,
-        mapped: MappedFile | None,
-        native: pa.NativeFile,
-        index: BlockIndex,
-        block: int,
-        columns: Mapping[str, Kind],
-    ) -> tuple[int, Callable[[int, int], Rows]]:
+    def _open_block(self, opened: OpenBlock) -> tuple[int, Callable[[int, int], Rows]]:
+        file, mapped, native, index, block, columns = opened
+
         def rows(skip: int, batch_rows: int) -> Rows:
             batch = _read_batch(native, int(index.start[block]), block)
             validate_columns(batch, list(columns), file.path)
@@ -434,8 +437,7 @@ class ArrowReader(SchemaReader):
                     passed = 0
                 yield to_rows(part, columns, file.path)
 
-        # Rows of a mapped batch are views of the file, unless it is compressed.
-        return int(index.bytes[block]) if mapped is None or _is_compressed(native) else 0, rows
+        return int(index.bytes[block]), rows
 
     def seeks(self, file: StoredFile) -> bool:
         """Return whether the file can be mapped and is not compressed."""

@@ -165,13 +165,8 @@ def list_files(
     """Return the files that the paths name, sorted by path, each once, empty ones left out.
 
     A path is a file, a glob (`*`, `?`, `[..]` inside a folder, `**` across folders) or a folder, which
-    stands for the data files in it at any depth; names that start with '.' or '_' are not data. It is
-    local or begins with file://, s3://, gs:// or hdfs://.
-
-    Args:
-        paths: What to list.
-        storage_options: How to reach a remote store (`endpoint_override`, `region`, ...).
-        format: Take only files of this format from a folder.
+    stands for the data files in it at any depth, of one `format` if it is given; names that start with '.' or '_' are
+    not data. It is local or begins with file://, s3://, gs:// or hdfs://.
 
     Raises:
         SpecError: A scheme or a storage option is unknown.

@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,14 @@ _NUM_LOCKS = 256
 _MAP_FROM_BYTES = 64 << 10
 """Smaller entries are read, not mapped: a mapping holds a file descriptor, and there are thousands of files."""
 _REMOTE_ATTEMPTS = 3
+_THREADS = 4
+"""How many files are indexed at once."""
 
 
 class IndexCache:
     """Indices of files, kept in a folder; threads and processes may share it.
 
-    Args:
-        folder: The folder of the entries; created if missing. It can be removed at any time: it is built again.
+    The folder is created if it is missing, and can be removed at any time: what is needed is built again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -98,31 +99,14 @@ class IndexCache:
 
 
 def build_indices(
-    cache: IndexCache,
-    files: Sequence[StoredFile],
-    reader: Reader,
-    columns: Sequence[str],
-    *,
-    threads: int = 4,
-    progress: Callable[[int, int], None] | None = None,
+    cache: IndexCache, files: Sequence[StoredFile], reader: Reader, columns: Sequence[str]
 ) -> list[BlockIndex]:
-    """Return the indices of many files, built in parallel.
-
-    Args:
-        cache: The cache.
-        files: The files, all of one format.
-        reader: The reader of that format.
-        columns: The columns that will be read.
-        threads: How many files are indexed at once.
-        progress: Called with (files done, files in all) in the calling thread.
-    """
-    with ThreadPoolExecutor(threads, thread_name_prefix="index") as pool:
+    """Return the indices of many files of one format, built in parallel."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="index") as pool:
         tasks = [pool.submit(cache.index, file, reader, columns) for file in files]
         try:
-            for done, task in enumerate(as_completed(tasks), 1):
+            for task in as_completed(tasks):
                 task.result()
-                if progress is not None:
-                    progress(done, len(files))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -198,12 +182,9 @@ def write_array(path: Path, table: npt.NDArray[Any]) -> None:
 
 
 def read_array(path: Path, dtype: npt.DTypeLike, *, map_from: int = 0) -> npt.NDArray[Any] | None:
-    """Return a read-only table, or None if it is missing or damaged.
+    """Return a read-only table of a dtype, or None if it is missing or damaged.
 
-    Args:
-        path: The file.
-        dtype: The required dtype.
-        map_from: A file of at least this many bytes is mapped; a smaller one is read, and holds no descriptor.
+    A file of at least `map_from` bytes is mapped; a smaller one is read, and holds no descriptor.
 
     Example:
         >>> import tempfile

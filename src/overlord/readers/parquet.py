@@ -7,15 +7,15 @@ for which that would take much memory is spilled to disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from overlord.readers.arrow import SchemaReader, require_columns, to_rows
-from overlord.readers.files import MappedFile, StoredFile
+from overlord.readers.arrow import OpenBlock, SchemaReader, require_columns, to_rows
+from overlord.readers.files import StoredFile
 from overlord.readers.parquet_footer import read_block_metadata, read_footer
-from overlord.readers.reader import BlockIndex, DamagedFile, Kind, Rows
+from overlord.readers.reader import BlockIndex, DamagedFile, Rows
 from overlord.readers.spill import RELEASE_BYTES
 
 _REMOTE_BUFFER_BYTES = 64 << 10
@@ -51,15 +51,8 @@ class ParquetReader(SchemaReader):
                 blocks.append((group.num_rows, size, int(start), int(stop)))
         return BlockIndex.of(blocks)
 
-    def _open_block(
-        self,
-        file: StoredFile,
-        mapped: MappedFile | None,
-        native: pa.NativeFile,
-        index: BlockIndex,
-        block: int,
-        columns: Mapping[str, Kind],
-    ) -> tuple[int, Callable[[int, int], Rows]]:
+    def _open_block(self, opened: OpenBlock) -> tuple[int, Callable[[int, int], Rows]]:
+        file, mapped, native, index, block, columns = opened
         metadata = read_block_metadata(native, file.size, index.start, index.stop, block)
         paths = require_columns(metadata.schema.to_arrow_schema(), list(columns), file.path).values()
         names = [".".join(path) for path in paths]
@@ -80,10 +73,6 @@ class ParquetReader(SchemaReader):
                 skip = 0
 
         return held_bytes(metadata, _leaves_of(metadata.schema, paths), file.is_local), rows
-
-    def seeks(self, file: StoredFile) -> bool:
-        """Return False: pyarrow decodes a row group from its beginning."""
-        return False
 
     def _schema(self, file: StoredFile) -> pa.Schema:
         with file.open() as native:

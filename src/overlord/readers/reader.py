@@ -66,10 +66,8 @@ class BlockIndex:
 class Reader(Protocol):
     """Reads one format. Stateless: everything it needs is in the arguments, so threads may share it."""
 
-    @property
-    def name(self) -> str:
-        """The name of the format."""
-        ...
+    name: str
+    """The name of the format."""
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
         """Find the blocks of a file.

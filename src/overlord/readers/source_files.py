@@ -152,15 +152,8 @@ class SourceFiles:
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block front to back after skipping `skip`, at most `batch_rows` at a time.
 
-        An I/O error is retried from the row that was reached; rows are never lost or duplicated.
-
-        Args:
-            file_number: The file.
-            block: The block of the file.
-            skip: The row of the block to begin at.
-            stop: The row to end before, where a block is read in parts: it is decoded once for all of them and spilled
-                to disk. None reads to the end of the block.
-            batch_rows: Rows to yield at a time at most.
+        With `stop`, the row to end before, a block is read in parts: it is decoded once for all of them and spilled to
+        disk. An I/O error is retried from the row that was reached; rows are never lost or duplicated.
 
         Raises:
             ReaderError: The file has changed, is gone, or cannot be read after four attempts; or the disk of the

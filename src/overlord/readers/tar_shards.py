@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,22 +38,22 @@ class TarReader(CompressibleReader):
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
         """Find the blocks of a shard by its headers; payloads are not read."""
         whole = compression_of_name(file.path) is not None
-        wanted = _Wanted(columns)
+        wanted = _members_of(columns)
         seen: dict[str, None] = {}
         blocks: list[tuple[int, int, int, int]] = []
         rows, size, start, stop = 0, 0, 0, 0
         with _open(file) as source:
-            for sample in _samples(source, 0, None, _Wanted(())):
+            for sample in _samples(source, 0, None, _members_of(())):
                 if rows and sample.start - start >= BLOCK_BYTES and not whole:
                     blocks.append((rows, size, start, sample.start))
                     rows, size, start = 0, 0, sample.start
                 rows, stop = rows + 1, sample.stop
-                size += sum(m.size for e, m in sample.members.items() if wanted.has(e))
+                size += sum(m.size for e, m in sample.members.items() if wanted(e))
                 seen.update(dict.fromkeys(sample.members))
         if rows:
             blocks.append((rows, size, start, stop))
             for column in columns:
-                if column != KEY_COLUMN and not _Wanted([column]).any_of(seen):
+                if column != KEY_COLUMN and not any(map(_members_of([column]), seen)):
                     raise missing_column(file.path, column, [*seen, KEY_COLUMN])
         return BlockIndex.of(blocks)
 
@@ -71,7 +71,7 @@ class TarReader(CompressibleReader):
         """Yield the samples of one block; only the wanted members are read."""
         start, stop = int(index.start[block]), int(index.stop[block])
         with _open(file) as source:
-            samples = _samples(source, start, stop, _Wanted(columns), skip)
+            samples = _samples(source, start, stop, _members_of(columns), skip)
             yield from batches_of((_values(sample, columns) for sample in samples), columns, batch_rows)
 
     def columns(self, file: StoredFile) -> list[str]:
@@ -87,7 +87,7 @@ class TarReader(CompressibleReader):
         for column in columns:
             if column not in inside and (column in seen or column == KEY_COLUMN):
                 found[column] = "bytes"
-            elif is_pattern(column) and _Wanted([column]).any_of(seen):
+            elif is_pattern(column) and any(map(_members_of([column]), seen)):
                 found[column] = "bytes_list"
             elif column in inside and extension_of(column) in seen:
                 values = [_values(sample, [column])[0] for sample in head]
@@ -98,7 +98,7 @@ class TarReader(CompressibleReader):
     def _head(self, file: StoredFile, columns: Sequence[str]) -> list[Sample]:
         head: list[Sample] = []
         with _open(file) as source:
-            for sample in _samples(source, 0, None, _Wanted(columns)):
+            for sample in _samples(source, 0, None, _members_of(columns)):
                 head.append(sample)
                 if len(head) == HEAD_ROWS or sample.stop >= _HEAD_BYTES:
                     break
@@ -159,21 +159,11 @@ def extension_of(column: str) -> str:
     return column if path is None else column[: -len(path) - 1]
 
 
-class _Wanted:
-    """The members that some columns read."""
-
-    def __init__(self, columns: Iterable[str]) -> None:
-        names = [extension_of(column) for column in columns if column != KEY_COLUMN]
-        self._patterns = [name for name in names if is_pattern(name)]
-        self._names = frozenset(names).difference(self._patterns)
-
-    def has(self, extension: str) -> bool:
-        """Return whether a member is read."""
-        return extension in self._names or any(fnmatchcase(extension, pattern) for pattern in self._patterns)
-
-    def any_of(self, extensions: Iterable[str]) -> bool:
-        """Return whether any of these members is read."""
-        return any(map(self.has, extensions))
+def _members_of(columns: Iterable[str]) -> Callable[[str], bool]:
+    """Return the function that tells whether some columns read the member with an extension."""
+    names = {extension_of(column) for column in columns if column != KEY_COLUMN}
+    patterns = [name for name in names if is_pattern(name)]
+    return lambda extension: extension in names or any(fnmatchcase(extension, pattern) for pattern in patterns)
 
 
 @contextlib.contextmanager
@@ -187,7 +177,9 @@ def _open(file: StoredFile) -> Iterator[ArchiveBytes]:
         yield RandomBytes(native, file.size, _LOCAL_WINDOW_BYTES if file.is_local else _REMOTE_WINDOW_BYTES)
 
 
-def _samples(source: ArchiveBytes, start: int, stop: int | None, wanted: _Wanted, skip: int = 0) -> Iterator[Sample]:
+def _samples(
+    source: ArchiveBytes, start: int, stop: int | None, wanted: Callable[[str], bool], skip: int = 0
+) -> Iterator[Sample]:
     """Yield the samples of a range, without the first `skip`, with the bytes of the wanted members."""
     current: Sample | None = None
     for member in walk_members(source, start, stop):
@@ -203,7 +195,7 @@ def _samples(source: ArchiveBytes, start: int, stop: int | None, wanted: _Wanted
                 skip -= 1
             current = Sample(key, member.start)
         current.members[extension] = member
-        if not skip and wanted.has(extension):
+        if not skip and wanted(extension):
             current.payloads[extension] = read_payload(source, member)
     if current is not None and not skip:
         yield current

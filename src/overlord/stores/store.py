@@ -260,10 +260,8 @@ class Store:
     def save(self, state: Mapping[str, Any], mark: str, *, horizon: int) -> None:
         """Write a snapshot, and remove files that no resume needs any more.
 
-        Args:
-            state: The state of a step.
-            mark: What `journal.mark()` said when the state was taken.
-            horizon: Steps up to here may be handed out from now on.
+        `mark` is what `journal.mark()` returned when the state was taken; steps up to `horizon` may be handed out from
+        now on.
         """
         with self._saving:
             if self._over:
@@ -275,10 +273,8 @@ class Store:
     def end_lineage(self, record: Record, check: Callable[[], None]) -> None:
         """Write the last record of the lineage, on disk when this returns. No snapshot follows it.
 
-        Args:
-            record: The record.
-            check: Called first, under the lock: raises if the store does not allow it. No snapshot can remove older
-                steps after it.
+        `check` is called first, under the lock, and raises if the store does not allow it: no snapshot can remove older
+        steps after it.
         """
         with self._saving:
             check()

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.plan import LoadingPlan
-from overlord.core.ragged import expand_ranges, offsets_of
+from overlord.core.ragged import offsets_of
 from overlord.job.layout_specs import Layout
 from overlord.transforms.microbatches.packing_kernels import FIELDS, copy_runs, pack
 from overlord.transforms.microbatches.positions import mrope_positions
@@ -99,16 +99,8 @@ def pack_microbatch(
 ) -> tuple[PackedMicrobatch, list[tuple[int, str]]]:
     """Pack the pieces of one bin and cut the result for the ranks that share it.
 
-    Args:
-        plan: The step's plan.
-        samples: The step's samples.
-        bucket: The consumer: a data-parallel rank, or a rank of hybrid data parallelism.
-        microbatch: Microbatch of the step.
-        packing: Layout and media of the service.
-        allocate: Gives the buffer.
-
-    Returns:
-        The microbatch, and (drawn sample, reason) of media that do not decode.
+    A bucket is a data-parallel rank, or a rank of hybrid data parallelism. Also returns (drawn sample, reason) of media
+    that do not decode.
     """
     layout, chosen = packing.layout, plan.bin_range(bucket, microbatch)
     sharing = _share(plan, chosen, bucket)
@@ -131,7 +123,7 @@ def pack_microbatch(
     buffer = allocate(blueprint.nbytes)
     faults: list[tuple[int, str]] = []
     if media is not None or plan.routing is not None:
-        named = {spec.name: spec.view(buffer) for spec in blueprint.arrays}
+        named = blueprint.views(buffer)
         if media is not None:
             bad, faults = media.fill(named, packing.opening)
             silent = silent.copy() if len(silent) else np.zeros(len(one.cu) - 1, np.bool_)
@@ -140,7 +132,7 @@ def pack_microbatch(
             for pair, suffix in zip(arrivals, sharing.suffixes, strict=False):
                 named[f"meta.image_positions{suffix}"][:], named[f"meta.image_rows{suffix}"][:] = pair
     table = samples.pieces
-    longest, real, labels = pack(
+    longest, _, labels = pack(
         buffer, offsets, stride_of(one.width), samples.tokens.values, samples.loss.values, table.first, table.length,
         table.plain, table.origin, (one.begin, chosen.stop - chosen.start), silent, one.cu, *_cutting(plan, one),
     )  # fmt: skip
@@ -151,7 +143,7 @@ def pack_microbatch(
     if layout.keys == "hf" and not one.rows:
         # With a cache, transformers' eager and sdpa attention do not look for packed samples: they would mix silently.
         scalars |= {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
-    packed = PackedMicrobatch(buffer, tuple(blueprint.arrays), scalars, real)
+    packed = PackedMicrobatch(buffer, tuple(blueprint.arrays), scalars)
     return packed, [(int(items.sample[at]), reason) for at, reason in faults]
 
 
@@ -196,10 +188,9 @@ def _boundaries(plan: LoadingPlan, samples: StepSamples, chosen: slice, of: int)
 
 
 def _add_arrays(blueprint: Blueprint, plan: LoadingPlan, layout: Layout, one: _Bin) -> tuple[tuple[int, ...], int]:
-    """Add the arrays of the sequence.
+    """Add the arrays of the sequence; return the offset of each that the kernel writes (-1 if absent).
 
-    Returns:
-        The offset of each array that the kernel writes (-1 if absent), and the offset of positions with several axes.
+    Also returns the offset of positions with several axes.
     """
     segments, width = len(one.cu) - 1, one.width
     shape: tuple[int, ...] = (segments, width // segments) if one.rows else (1, width)
@@ -279,43 +270,39 @@ def pack_encoder(
     per_token = shape.merge**2
     image, first = plan.draw.image_at(runs.sample, runs.start)
     grids = samples.grids_of(samples.vision.take(image))
-    begin = runs.start.astype(np.int64) - first
+    begin = (runs.start.astype(np.int64) - first) * per_token
     counts = runs.length.astype(np.int64) * per_token
     dummy = not len(runs)
-    rows = int(counts.sum()) if not dummy else per_token
+    numbers: dict[str, Array] = {
+        "image_grid_thw": _dummy_grid(shape) if dummy else grids,
+        "cu_seqlens": np.array([0, per_token]) if dummy else _segments(grids, begin, counts),
+        "image_ids": np.array([-1]) if dummy else image,
+        "image_offsets": np.array([0]) if dummy else begin,
+        "send_rows": routing.send_rows(rank),
+        "send_splits": routing.send_splits(rank),
+        "recv_splits": routing.recv_splits(rank),
+    }
     blueprint = Blueprint()
-    number = max(1, len(runs))
+    rows = per_token if dummy else int(counts.sum())
     blueprint.add("pixel_values", "<f4" if layout.pixels == "float32" else "|u1", (rows, shape.patch_bytes))
-    blueprint.add("image_grid_thw", "<i8", (number, 3))
-    bounds = _segments(grids, begin * per_token, counts) if not dummy else np.array([0, per_token])
-    blueprint.add("cu_seqlens", "<i4", (len(bounds),))
-    blueprint.add("image_ids", "<i8", (number,))
-    blueprint.add("image_offsets", "<i8", (number,))
-    send = routing.send_rows(rank)
-    blueprint.add("send_rows", "<i8", (len(send),))
-    blueprint.add("send_splits", "<i8", (routing.world_size,))
-    blueprint.add("recv_splits", "<i8", (routing.world_size,))
+    for name, value in numbers.items():
+        blueprint.add(name, "<i4" if name == "cu_seqlens" else "<i8", value.shape)
     buffer = allocate(blueprint.nbytes)
-    named = {spec.name: spec.view(buffer) for spec in blueprint.arrays}
-    named["image_grid_thw"][:] = (1, shape.merge, shape.merge) if dummy else grids
-    named["cu_seqlens"][:] = bounds
-    named["image_ids"][:] = -1 if dummy else image
-    named["image_offsets"][:] = 0 if dummy else begin * per_token
-    named["send_rows"][:] = send
-    named["send_splits"][:] = routing.send_splits(rank)
-    named["recv_splits"][:] = routing.recv_splits(rank)
+    named = blueprint.views(buffer)
+    for name, value in numbers.items():
+        named[name][:] = value
     pixels = named["pixel_values"]
     raw = pixels if pixels.dtype == np.uint8 else np.zeros(pixels.shape, np.uint8)
     if dummy:
         raw[:] = 0
     ends = offsets_of(counts)
     for at, which in enumerate(image.tolist()):
-        patch = int(begin[at]) * per_token
+        patch = int(begin[at])
         whole = samples.data(which).reshape(-1, shape.patch_bytes)
         raw[int(ends[at]) : int(ends[at + 1])] = whole[patch : patch + int(counts[at])]
     if raw is not pixels:
         normalize_patches(raw, layout.mean, layout.std, 1 / 255, pixels)
-    return PackedMicrobatch(buffer, tuple(blueprint.arrays), {}, 0 if dummy else int(runs.length.sum()))
+    return PackedMicrobatch(buffer, tuple(blueprint.arrays), {})
 
 
 def _segments(grids: npt.NDArray[np.int32], begin: Int64s, counts: Int64s) -> Int64s:
@@ -345,6 +332,10 @@ class MediaShape:
     """Mel bands of a sound; 0 for a job without sounds."""
     frames: int = 0
     """Frames of a sound, padding included."""
+
+
+def _dummy_grid(shape: MediaShape) -> npt.NDArray[np.int32]:
+    return np.array([[1, shape.merge, shape.merge]], np.int32)
 
 
 class MediaKeys:
@@ -381,7 +372,7 @@ class MediaKeys:
         dtype = "<f4" if self._layout.pixels == "float32" else "|u1"
         for kind, (pixels, grid) in _VISION.items():
             if kind in self._of_kind or (self._dummy and kind == "image"):
-                grids = self._grids[self._of_kind[kind]] if kind in self._of_kind else self._dummy_grid
+                grids = self._grids[self._of_kind[kind]] if kind in self._of_kind else _dummy_grid(self._shape)
                 patches = int(np.prod(grids.astype(np.int64), axis=1).sum())
                 blueprint.add(pixels, dtype, (patches, width))
                 blueprint.add(grid, "<i8", (len(grids), 3))
@@ -398,7 +389,7 @@ class MediaKeys:
         faults: list[tuple[int, str]] = []
         if self._dummy:
             named["pixel_values"][:] = 0
-            named["image_grid_thw"][:] = self._dummy_grid
+            named["image_grid_thw"][:] = _dummy_grid(self._shape)
         for kind, which in self._of_kind.items():
             items = self._items.take(which)
             if kind == "audio":
@@ -408,10 +399,6 @@ class MediaKeys:
             bad[which] = found
             faults += [(int(which[at]), reason) for at, reason in wrong]
         return bad, faults
-
-    @property
-    def _dummy_grid(self) -> npt.NDArray[np.int32]:
-        return np.array([[1, self._shape.merge, self._shape.merge]], np.int32)
 
     def _fill_pixels(
         self, named: dict[str, Array], kind: str, which: Int64s, items: Items, opening: Opening
@@ -466,8 +453,6 @@ class PackedMicrobatch(NamedTuple):
     arrays: tuple[ArraySpec, ...]
     """Named `key` when all ranks share it, `key@r` for context-parallel rank r, `meta.x` for provenance."""
     scalars: Mapping[str, int]
-    real_tokens: int
-    """Tokens that are not padding."""
 
     def named(self) -> dict[str, Array]:
         """Return every array by its name."""
@@ -489,6 +474,10 @@ class Blueprint:
         for other in others:
             self.arrays.append(ArraySpec(other, dtype, shape, at))
         return at
+
+    def views(self, buffer: Bytes) -> dict[str, Array]:
+        """Return every array by its name."""
+        return {spec.name: spec.view(buffer) for spec in self.arrays}
 
     def add_slices(self, names: tuple[str, ...], dtype: str, shape: tuple[int, ...], stride: int) -> int:
         """Add one array for each rank that shares a sequence, `stride` elements apart; return the first offset."""
@@ -535,13 +524,7 @@ class Runs:
 
 
 def cut_runs(cu_seqlens: npt.NDArray[np.integer], cp: int, slicing: str, *, rows: bool = False) -> Runs:
-    """Cut a sequence of segments for the ranks that share it.
-
-    Args:
-        cu_seqlens: Where segments begin, padding included.
-        cp: Ranks that share the sequence.
-        slicing: "zigzag", "whole_zigzag" or "contiguous".
-        rows: Whether segments are rows of a rectangle, each cut by itself.
+    """Cut a sequence of segments for the ranks that share it; `rows` of a rectangle are each cut by itself.
 
     Example:
         >>> runs = cut_runs(np.array([0, 8, 16]), 2, "zigzag").of_part(0)
@@ -577,22 +560,3 @@ def cut_runs(cu_seqlens: npt.NDArray[np.integer], cp: int, slicing: str, *, rows
         part[chunk],
         place[chunk] + bounds - starts[chunk],
     )
-
-
-def slice_indices(
-    cu_seqlens: npt.NDArray[np.integer], cp: int, cp_rank: int, slicing: str = "zigzag", *, rows: bool = False
-) -> Int64s:
-    """Return the tokens of one context-parallel rank, in its order.
-
-    Example:
-        >>> slice_indices(np.array([0, 8, 16]), 2, 0).tolist()
-        [0, 1, 6, 7, 8, 9, 14, 15]
-        >>> slice_indices(np.array([0, 8, 16]), 2, 0, "whole_zigzag").tolist()
-        [0, 1, 2, 3, 12, 13, 14, 15]
-        >>> slice_indices(np.array([0, 8, 16]), 2, 1, "contiguous").tolist()
-        [8, 9, 10, 11, 12, 13, 14, 15]
-    """
-    runs = cut_runs(cu_seqlens, cp, slicing, rows=rows).of_part(cp_rank)
-    order = np.argsort(runs.place, kind="stable")
-    begin = cu_seqlens.astype(np.int64)[runs.segment] + runs.begin
-    return expand_ranges(begin[order], runs.length[order])

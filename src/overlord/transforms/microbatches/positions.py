@@ -22,7 +22,6 @@ def mrope_positions(
     seconds_step: npt.ArrayLike = 1.0,
     *,
     count_time: bool = True,
-    out: Int64s | None = None,
 ) -> Int64s:
     """Return the positions [3, total] (time, row, column) of packed segments, as Qwen2-VL and Qwen2.5-VL number them.
 
@@ -42,7 +41,6 @@ def mrope_positions(
         count_time: Whether text also continues after the last moment of a clip, as transformers 4 numbers it. False:
             only after its rows and columns, as transformers 5 does. They differ where a clip is longer (moments times
             their step) than it is high and wide.
-        out: Where to write, a C-contiguous int64 array [3, total]; by default a new one.
 
     Raises:
         SpecError: Items overlap, leave their segment, or are not as long as their grid.
@@ -56,15 +54,9 @@ def mrope_positions(
     length, grid = _whole("item_length", item_length, 1), _whole("grid_thw", grid_thw, 2)
     step = np.ascontiguousarray(np.broadcast_to(np.asarray(seconds_step, np.float32), segment.shape))
     _check(bounds, segment, start, length, grid, int(merge), step)
-    total = int(bounds[-1])
-    written = np.empty((3, total), np.int64) if out is None else out
-    if written.shape != (3, total) or written.dtype != np.int64 or not written.flags.c_contiguous:
-        raise SpecError(
-            f"mrope_positions: out has type {written.dtype} and shape {written.shape}; the positions of {total} tokens "
-            f"do not go into it. Give a C-contiguous int64 array of shape (3, {total})."
-        )
-    _number(bounds, segment, start, length, grid, int(merge), step, bool(count_time), written)
-    return written
+    out = np.empty((3, int(bounds[-1])), np.int64)
+    _number(bounds, segment, start, length, grid, int(merge), step, bool(count_time), out)
+    return out
 
 
 @numba.njit(nogil=True, cache=True)

@@ -182,8 +182,7 @@ class StepSamples:
     def fill(self, items: Items, places: Sequence[Place], opening: Opening) -> tuple[Bools, list[tuple[int, str]]]:
         """Write items into their places, decoding those that are still encoded.
 
-        Returns:
-            Which items are stand-ins, and (index into `items`, reason) of those that were found to be.
+        Returns which items are stand-ins, and (index into `items`, reason) of those that were found to be.
         """
         bad = self.bad(items)
         faults: list[tuple[int, str]] = []

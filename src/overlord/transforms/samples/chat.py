@@ -83,19 +83,13 @@ _NOTHING: RowBatch = {
 
 
 class ChatTransform:
-    """A conversation becomes one sequence.
+    """A conversation becomes one sequence; rendered in process workers, or without `isolate` in the caller's thread."""
 
-    Args:
-        spec: What the rows hold.
-        tokenizer: The job's tokenizer; it may bring the template.
-        run: Moves the rendering into process workers; without it, it runs in the caller's thread.
-    """
-
-    def __init__(self, spec: Chat, tokenizer: TextTokenizer, run: Isolate | None = None) -> None:
+    def __init__(self, spec: Chat, tokenizer: TextTokenizer, isolate: Isolate | None = None) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
         self._render = rendering(spec, tokenizer)
-        self._run = run(self._render, "chat", spec.deadline) if run is not None and spec.process else None
+        self._run = isolate(self._render, "chat", spec.deadline) if isolate and spec.process else None
         self.columns: tuple[str, ...] = tuple(c for c in (spec.messages, spec.tools) if c)
         self.decoder = None
 
@@ -211,11 +205,6 @@ def loss_in_spans(encoded: TokenSpans, spans: Ragged, characters: Int64s) -> Rag
     A span counts from the first token of its first character to the first token of its last one, as in the
     assistant mask of transformers. Characters without a token are skipped, and an empty span counts nothing;
     there transformers would leave out later spans, or count up to the end of the text.
-
-    Args:
-        encoded: Tokens and the characters they stand for.
-        spans: For each text, begin and end of each span.
-        characters: Characters of each text.
     """
     tokens = encoded.tokens
     loss = np.zeros(len(tokens.values), np.uint8)
@@ -354,11 +343,7 @@ class ChatTemplate:
     ) -> tuple[str, Spans]:
         """Return the text of a conversation, and the spans between generation tags.
 
-        Args:
-            messages: The messages.
-            tools: JSON schemas of tools.
-            prompt: Whether the beginning of an answer of the assistant follows.
-            special_tokens: Special tokens by name, as the template knows them.
+        With `prompt`, the beginning of an answer of the assistant follows.
 
         Raises:
             ChatFault: when the template refuses the conversation or fails on it.
@@ -441,8 +426,7 @@ def render_rows(
         try:
             chat = _read_messages(_cell(rows, messages, row), joined=not compiled.takes_parts)
             known = None if tools is None else _read_tools(_cell(rows, tools, row))
-            rendering = _Rendering(compiled, chat, known, special_tokens)
-            text, found = rendering.text_and_spans(loss) if chat else ("", [])
+            text, found = _render_chat(compiled, chat, known, special_tokens, loss) if chat else ("", [])
             texts[row], spans[row] = _utf8(text), np.array(found, np.int64).reshape(-1)
         except ChatFault as fault:
             faults[row] = str(fault).encode("utf-8", "backslashreplace")
@@ -453,48 +437,39 @@ def render_rows(
     }
 
 
-class _Rendering:
-    """One conversation under one template."""
+def _render_chat(
+    template: ChatTemplate,
+    chat: list[Message],
+    tools: list[Any] | None,
+    special_tokens: Mapping[str, str],
+    loss: ChatLoss,
+) -> tuple[str, Spans]:
+    """Return the text of a conversation, and the spans that count in the loss."""
 
-    def __init__(
-        self, template: ChatTemplate, chat: list[Message], tools: list[Any] | None, special_tokens: Mapping[str, str]
-    ) -> None:
-        self._template = template
-        self._chat = chat
-        self._tools = tools
-        self._special_tokens = special_tokens
-        self._answers = [number for number, message in enumerate(chat) if message["role"] == _ASSISTANT]
+    def render(messages: int, prompt: bool = False) -> tuple[str, Spans]:
+        return template.render(chat[:messages], tools=tools, prompt=prompt, special_tokens=special_tokens)
 
-    def text_and_spans(self, loss: ChatLoss) -> tuple[str, Spans]:
-        """Return the text of the whole conversation, and the spans that count in the loss."""
-        text, marked = self._render(len(self._chat))
-        if loss == "all":
-            return text, []
-        answers = self._answers[-1:] if loss == "last" else self._answers
-        if not self._template.has_tags:
-            return text, [self._added(number, text) for number in answers]
-        if loss == "last" and answers:
-            # Spans that the messages before the last answer do not have belong to the last answer.
-            _, before = self._render(answers[0])
-            return text, marked[len(before) :]
-        return text, marked if answers else []
-
-    def _added(self, number: int, text: str) -> tuple[int, int]:
-        """Return the span of an answer: from the end of the generation prompt to the end of its message."""
-        before, _ = self._render(number, prompt=True)
-        after = text if number + 1 == len(self._chat) else self._render(number + 1)[0]
+    text, marked = render(len(chat))
+    answers = [number for number, message in enumerate(chat) if message["role"] == _ASSISTANT]
+    if loss == "all" or not answers:
+        return text, []
+    if loss == "last":
+        answers = answers[-1:]
+    if template.has_tags:
+        # Spans that the messages before the last answer do not have belong to the last answer.
+        return text, marked[len(render(answers[0])[1]) :] if loss == "last" else marked
+    spans: Spans = []
+    for number in answers:  # each from the end of the generation prompt to the end of its message
+        before, _ = render(number, prompt=True)
+        after = text if number + 1 == len(chat) else render(number + 1)[0]
         if not (after.startswith(before) and text.startswith(after)):
             raise ChatFault(
                 f"what the assistant wrote in message {number} cannot be told from the rest: the chat template renders "
                 "earlier messages differently when later ones follow. Put generation tags into the template, or "
                 'use loss="all"'
             )
-        return len(before), len(after)
-
-    def _render(self, messages: int, prompt: bool = False) -> tuple[str, Spans]:
-        return self._template.render(
-            self._chat[:messages], tools=self._tools, prompt=prompt, special_tokens=self._special_tokens
-        )
+        spans.append((len(before), len(after)))
+    return text, spans
 
 
 def _cell(rows: RowBatch, column: str, row: int) -> bytes:

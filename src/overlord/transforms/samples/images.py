@@ -108,11 +108,6 @@ def image_size(
 ) -> tuple[int, int]:
     """Return (width, height) from the header, without decoding; of the image turned `upright`, or as it is stored.
 
-    Args:
-        data: The encoded image.
-        formats: The formats it may have, by its content; Pillow's names.
-        upright: Whether it is turned as its EXIF data say.
-
     Raises:
         MediaFault: when there is no readable header, or it claims an absurd size.
     """
@@ -131,11 +126,6 @@ def decode_image(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMAT
     """Return the image as uint8 [height, width, 3], RGB, on white where it is transparent.
 
     It is turned `upright` as its EXIF data say, or left as it is stored.
-
-    Args:
-        data: The encoded image.
-        formats: The formats it may have, by its content; Pillow's names.
-        upright: Whether it is turned as its EXIF data say.
 
     Raises:
         MediaFault: when the bytes do not decode.
@@ -246,12 +236,7 @@ def normalize_patches(
 ) -> None:
     """Write patch rows as the floats that an encoder takes: (pixel * rescale - mean) / std of each channel.
 
-    Args:
-        rows: [patches, 3 * anything], channel by channel as `patchify_into` writes them.
-        mean: Mean of each of the three channels, after rescaling.
-        std: Standard deviation of each channel.
-        rescale: What a pixel (0 to 255) is multiplied with, usually 1 / 255.
-        out: As large as `rows`.
+    Rows are [patches, 3 * anything], channel by channel as `patchify_into` writes them; `out` is as large.
 
     Example:
         >>> out = np.empty((1, 6), np.float32)
@@ -305,12 +290,7 @@ _KEYS = {
 
 
 def item_seeds(seeds: UInt64s, numbers: npt.NDArray[np.integer]) -> UInt64s:
-    """Return a seed for each image of a row with several images.
-
-    Args:
-        seeds: The seed of each image's row.
-        numbers: Its place among the images of the row.
-    """
+    """Return the seeds of images, from the seeds of their rows and their places among the images of their rows."""
     return hash64(_KEYS["item"], seeds ^ hash64(_KEYS["item"], numbers))
 
 
@@ -558,12 +538,9 @@ class InterleavedTransform:
 
 
 def split_parts(text: str, columns: Sequence[str], have: Sequence[int]) -> tuple[list[str], list[int]]:
-    """Return the runs of text between the images of a list of parts, and which of the row's images they are.
+    """Return the runs of text between the images of parts (JSON), and which of the row's images they are.
 
-    Args:
-        text: The parts as JSON.
-        columns: The columns of the row's images.
-        have: How many images each of them holds.
+    `have` is how many images each column of the row holds.
 
     Raises:
         RowFault: when the parts are invalid, or name an image that the row does not have.

@@ -193,17 +193,11 @@ def media_columns(
     seeds: npt.ArrayLike,
     seconds: npt.ArrayLike | None = None,
 ) -> RowBatch:
-    """Return the columns of kept rows that hold media.
+    """Return the columns of kept rows that hold media: all ragged, one ragged row for each sample.
 
-    Args:
-        encoded: All encoded items of each row, concatenated.
-        items: How many items each row has; the other arguments have one entry for each item, row after row.
-        nbytes: Bytes of each item.
-        start: Its first placeholder inside the sample.
-        length: Its placeholders.
-        grid: Its three numbers: [items, 3].
-        seeds: What its augmentations are drawn from.
-        seconds: Seconds of a temporal patch; 0 for images.
+    `encoded` are all encoded items of each row, concatenated, `items` how many each row has. The rest has one entry for
+    each item, row after row: its bytes, its first placeholder inside the sample, how many it has, its grid (three
+    numbers), what its augmentations are drawn from, and the seconds of a temporal patch (0 for images).
     """
     offsets = offsets_of(items)
     count = int(offsets[-1])

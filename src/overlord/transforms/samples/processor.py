@@ -89,8 +89,28 @@ def read_processor(folder: str | PathLike[str]) -> ProcessorFacts:
     image = _part(whole, "image_processor") or plain
     video = _part(whole, "video_processor") or read_json(path / "video_preprocessor_config.json") or image
     sound = _part(whole, "feature_extractor") or plain
+    min_pixels, max_pixels = _pixel_limits(image)
+    per_frame = str(video.get("video_processor_type", _FRAME_LIMITS)).startswith(_FRAME_LIMITS)
+    frame_min, frame_max = _pixel_limits(video) if per_frame else (None, None)
+    fps = video.get("fps")
+    if "sampling_rate" not in sound or "hop_length" not in sound:  # no sound, or taken as it is, without a spectrum
+        sound = {}
+    places = (image, video, whole)
     return ProcessorFacts(
-        **_image_facts(image, video, whole), **_video_facts(video), **_sound_facts(sound), **_tokens(path, whole)
+        patch=_first_whole(places, "patch_size"),
+        merge=_first_whole(places, "merge_size", "spatial_merge_size"),
+        temporal_patch=_first_whole(places, "temporal_patch_size"),
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        video_min_pixels=frame_min,
+        video_max_pixels=frame_max,
+        fps=float(fps) if isinstance(fps, int | float) and not isinstance(fps, bool) else None,
+        min_frames=_first_whole((video,), "min_frames"),
+        max_frames=_first_whole((video,), "max_frames"),
+        mels=_first_whole((sound,), "num_mel_bins", "feature_size"),
+        sampling_rate=_first_whole((sound,), "sampling_rate"),
+        chunk_seconds=_first_whole((sound,), "chunk_length"),
+        **_tokens(path, whole),
     )
 
 
@@ -204,41 +224,6 @@ def _fields_for(spec: Spec, facts: ProcessorFacts) -> dict[str, Any]:
 def _part(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = config.get(name)
     return found if isinstance(found, dict) else {}
-
-
-def _image_facts(image: Mapping[str, Any], video: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    least, most = _pixel_limits(image)
-    places = (image, video, whole)
-    return {
-        "patch": _first_whole(places, "patch_size"),
-        "merge": _first_whole(places, "merge_size", "spatial_merge_size"),
-        "temporal_patch": _first_whole(places, "temporal_patch_size"),
-        "min_pixels": least,
-        "max_pixels": most,
-    }
-
-
-def _video_facts(video: Mapping[str, Any]) -> dict[str, Any]:
-    kind, fps = str(video.get("video_processor_type", _FRAME_LIMITS)), video.get("fps")
-    least, most = _pixel_limits(video) if kind.startswith(_FRAME_LIMITS) else (None, None)
-    return {
-        "video_min_pixels": least,
-        "video_max_pixels": most,
-        "fps": float(fps) if isinstance(fps, int | float) and not isinstance(fps, bool) else None,
-        "min_frames": _first_whole((video,), "min_frames"),
-        "max_frames": _first_whole((video,), "max_frames"),
-    }
-
-
-def _sound_facts(sound: Mapping[str, Any]) -> dict[str, Any]:
-    if "sampling_rate" not in sound or "hop_length" not in sound:  # no sound, or taken as it is, without a spectrum
-        return {}
-    places = (sound,)
-    return {
-        "mels": _first_whole(places, "num_mel_bins", "feature_size"),
-        "sampling_rate": _first_whole(places, "sampling_rate"),
-        "chunk_seconds": _first_whole(places, "chunk_length"),
-    }
 
 
 def _pixel_limits(config: Mapping[str, Any]) -> tuple[int | None, int | None]:

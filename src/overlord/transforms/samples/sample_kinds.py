@@ -49,10 +49,7 @@ def reserve_placeholders(job: Job, tokenizer: TextTokenizer) -> None:
 def make_transform(source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None = None) -> SampleTransform:
     """Return the transform for a source's sample spec.
 
-    Args:
-        source: The source.
-        tokenizer: The job's tokenizer.
-        isolate: Moves Python code that holds the interpreter lock into process workers; None runs it in the caller.
+    `isolate` moves Python code that holds the interpreter lock into process workers; None runs it in the caller.
     """
     spec = source.sample
     if isinstance(spec, Custom):
@@ -86,12 +83,7 @@ RowToTokens = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 
 class CustomTransform:
-    """A user's function from a row to tokens. It runs before planning, since it decides lengths.
-
-    Args:
-        spec: What the source says of it.
-        isolate: Moves the function into process workers; without it, it runs in the caller's thread.
-    """
+    """A user's function from a row to tokens. It runs before planning, since it decides lengths."""
 
     def __init__(self, spec: Custom, isolate: Isolate | None = None) -> None:
         self.columns: tuple[str, ...] = tuple(spec.columns or ())

@@ -202,17 +202,7 @@ class ItemThenText:
         self, text: Measured, bad: Bools, items: Ragged, length: Int64s, grid: Int64s, seeds: UInt64s,
         seconds: npt.NDArray[np.float64] | None = None,
     ) -> Measured:  # fmt: skip
-        """Return the metadata of rows from that of their text and of their items.
-
-        Args:
-            text: The text alone; its kept columns are taken over.
-            bad: Rows that are stand-ins.
-            items: The encoded items.
-            length: Placeholders of each.
-            grid: Three numbers of each.
-            seeds: The seeds of the rows.
-            seconds: Seconds of a temporal patch.
-        """
+        """Return the metadata of rows from that of their text and of their items; the kept columns are joined."""
         ones, seen = np.ones(len(bad), np.int64), self._kind != "audio"
         before, after = self._tokens.margin
         start = np.full(len(bad), before)
