@@ -359,7 +359,7 @@ def _open_door(metrics: int | str, runtime: str) -> MetricsServer:
             f"launch: metrics is {metrics!r:.80} and runtime is 'inline', where nothing runs beside the caller, so "
             "requests would get no answer. Use runtime='local' or 'ray', or leave metrics out."
         )
-    from overlord.runtimes.autoscaling.metrics import MetricsServer  # only who wants metrics needs Prometheus' client
+    from overlord.runtimes.autoscaling.metrics import MetricsServer  # Prometheus' client is loaded only here
 
     return MetricsServer(metrics)
 
@@ -420,7 +420,7 @@ def _store_of(store: str | os.PathLike[str]) -> str:
 
 
 def _check_state(state: object, store: object) -> Mapping[str, Any] | None:
-    """Return a state that was given; one that is asked of the store is found by who opens it."""
+    """Return a state that was given; None where it is to be found in the store."""
     if isinstance(state, Mapping):
         check_seal(state)
         return state

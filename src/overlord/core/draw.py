@@ -145,9 +145,7 @@ class Draw:
         """The samples sorted by source (drawing order inside), and where each source begins."""
         narrow = self.source.astype(np.uint16) if len(self.names) < 1 << 16 else self.source
         order = np.argsort(narrow, kind="stable")  # numpy sorts 16-bit keys by radix, ten times as fast
-        offsets = np.zeros(len(self.names) + 1, np.int64)
-        np.cumsum(np.bincount(self.source, minlength=len(self.names)), out=offsets[1:])
-        return order.astype(np.int32), offsets
+        return order.astype(np.int32), offsets_of(np.bincount(self.source, minlength=len(self.names)))
 
     def samples_of(self, source: int) -> Int32s:
         """Return the drawn samples of one source, in their order."""
@@ -203,7 +201,7 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.sample)
 
-    def take(self, order: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Pieces:
+    def take(self, order: npt.NDArray[np.integer] | npt.NDArray[np.bool_] | slice) -> Pieces:
         """Return some of the pieces, or all in another order."""
         return Pieces(self.sample[order], self.start[order], self.length[order])
 

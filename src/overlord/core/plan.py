@@ -24,7 +24,7 @@ import numpy.typing as npt
 from overlord.core.draw import Draw, Pieces
 from overlord.core.messages import LoaderOrder, Payload
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.ragged import Ragged, expand_ranges
+from overlord.core.ragged import Ragged, expand_ranges, offsets_of
 from overlord.core.samples import Cursor, dtype_from_text, dtype_to_text, padded, take_meta
 from overlord.errors import PlanError, StateError
 
@@ -207,15 +207,12 @@ class LoadingPlan:
 
     def bin(self, bucket: int, microbatch: int) -> Pieces:
         """Return the pieces of one microbatch of one bucket, in their order."""
-        chosen = self.bin_range(bucket, microbatch)
-        return Pieces(self.pieces.sample[chosen], self.pieces.start[chosen], self.pieces.length[chosen])
+        return self.pieces.take(self.bin_range(bucket, microbatch))
 
     def part_of(self, buckets: range) -> tuple[Pieces, Int64s]:
         """Return a constructor's part: the pieces of neighbouring buckets, and where each microbatch begins in them."""
         offsets = self.bin_offsets[buckets.start * self.num_microbatches : buckets.stop * self.num_microbatches + 1]
-        chosen = slice(int(offsets[0]), int(offsets[-1]))
-        pieces = self.pieces
-        return Pieces(pieces.sample[chosen], pieces.start[chosen], pieces.length[chosen]), offsets - offsets[0]
+        return self.pieces.take(slice(int(offsets[0]), int(offsets[-1]))), offsets - offsets[0]
 
     def order_of(self, source: int) -> LoaderOrder:
         """Return the loaders' part: the samples of one source, and where the step leaves it."""
@@ -287,7 +284,7 @@ class LoadingPlan:
         sizes = np.concatenate(
             [np.diff(p.bin_offsets).reshape(p.num_buckets, n) for p, n in zip(both, counts, strict=True)], axis=1
         )
-        offsets = np.concatenate([[0], np.cumsum(sizes.reshape(-1))]).astype(np.int64)
+        offsets = offsets_of(sizes.reshape(-1))
         order = np.argsort(np.concatenate([self.buckets, other.buckets]), kind="stable")
         joined = Pieces(
             *(
@@ -342,8 +339,7 @@ def lay_out(
 
     `order` is what `order_in_bins` gave; by default pieces of a bin stay in the order they came.
     """
-    offsets = np.zeros(num_buckets * num_microbatches + 1, np.int64)
-    np.cumsum(np.bincount(places, minlength=num_buckets * num_microbatches), out=offsets[1:])
+    offsets = offsets_of(np.bincount(places, minlength=num_buckets * num_microbatches))
     laid = pieces.take(order_in_bins(places) if order is None else order)
     plan = LoadingPlan(draw, laid, offsets, num_buckets, num_microbatches, pad_multiple)
     if len(pieces) == len(draw) and np.array_equal(pieces.length, draw.meta["tokens"]):
@@ -496,8 +492,7 @@ class Routing:
         their tokens are sent.
         """
         patches, offsets = self.images
-        mine = patches[int(offsets[rank]) : int(offsets[rank + 1])]
-        return np.concatenate([[0], np.cumsum(mine)]).astype(np.int64)
+        return offsets_of(patches[int(offsets[rank]) : int(offsets[rank + 1])])
 
     def sent_by(self, rank: int) -> slice:
         """Return the routes that begin at a rank."""
@@ -543,9 +538,7 @@ class Routing:
 
     def scatter_index(self, rank: int, microbatch: int) -> Int64s:
         """Return the places of a microbatch's image tokens in the rank's sequence, in sequence order."""
-        mine = self.received_by(rank)[self.recv_perm(rank)]
-        mine = mine[self.microbatch[mine] == microbatch]
-        return expand_ranges(self.position[mine].astype(np.int64), self.length[mine].astype(np.int64))
+        return self.arrivals(rank, microbatch)[0]
 
     def crossing_tokens(self) -> int:
         """Return how many tokens leave their rank."""

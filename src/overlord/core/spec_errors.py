@@ -106,13 +106,10 @@ def show(value: object, limit: int = 80) -> str:
 
 
 def explain(problems: Sequence[Mapping[str, Any]], data: object, *, title: str, locate: Locate | None = None) -> str:
-    """Return the message for the problems of one spec, a line for each.
+    """Return the message for the problems of one spec (pydantic's errors()), a line for each.
 
-    Args:
-        problems: What pydantic's errors() returned.
-        data: What the user gave; a source is named from it.
-        title: The prefix of a line when there is no file, such as "Job".
-        locate: Returns the file and line of a field.
+    A source is named from the data that the user gave. A line begins with the title, such as "Job", where no file and
+    line can be told by `locate`.
     """
     lines: dict[str, None] = {}
     for problem in problems:

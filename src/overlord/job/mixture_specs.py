@@ -135,7 +135,6 @@ Stopping = Literal["never_exhausted", "first_exhausted", "all_exhausted", "all_e
 Schedule = Literal["static", "stages", "linear", "step"]
 Points = dict[int | float, float]
 
-_ONCE = ("first_exhausted", "all_exhausted_without_replacement")
 _LARGEST_EXPONENT = math.log(1e300)
 
 
@@ -319,6 +318,11 @@ class Mixture(Spec):
         return "static" if self.step_points is None else "step"
 
     @property
+    def reads_once(self) -> bool:
+        """Whether no source is read a second time."""
+        return self.stopping in ("first_exhausted", "all_exhausted_without_replacement")
+
+    @property
     def has_weights(self) -> bool:
         """Whether weights are given here (and not beside the sources)."""
         return self.weights is not None or self.schedule != "static"
@@ -392,7 +396,7 @@ class Mixture(Spec):
                 f"given beside {given[0]}; only one of them can decide. Keep one of weights, stages, linear, step",
                 given[1],
             )
-        if self.max_repetition is not None and self.stopping in _ONCE:
+        if self.max_repetition is not None and self.reads_once:
             raise conflict(
                 f"stopping={self.stopping!r} never repeats a source, so this limit would do nothing. Leave "
                 'max_repetition out, or use stopping="never_exhausted" or "all_exhausted"',

@@ -467,10 +467,7 @@ class Audio(Spec):
 def audio_frames(spec: Audio, samples: npt.ArrayLike, rates: npt.ArrayLike) -> Int64s:
     """Return how many mel frames of each sound hold sound, at most those of the window.
 
-    Args:
-        spec: The kind of sample.
-        samples: Samples of each sound, at its own rate.
-        rates: Its own samples a second.
+    `samples` are those of each sound at its own rate, `rates` its own samples a second.
 
     Example:
         >>> audio_frames(Audio(), [1600, 44100, 16000 * 31], [16000, 44100, 16000]).tolist()
@@ -569,10 +566,7 @@ class Video(Spec):
 def video_frames(spec: Video, have: npt.ArrayLike, rates: npt.ArrayLike) -> Int64s:
     """Return how many frames are sampled from each clip: a multiple of `temporal`.
 
-    Args:
-        spec: The kind of sample.
-        have: Frames of each clip; with frames="key", its key frames.
-        rates: Its own frames a second.
+    `have` are the frames of each clip (with frames="key", its key frames), `rates` its own frames a second.
 
     Example:
         >>> video_frames(Video(), [240, 9, 1], [24.0, 24.0, 24.0]).tolist()
@@ -603,13 +597,9 @@ def pick_frames(have: int, count: int) -> Int64s:
 
 
 def video_grid(spec: Video, frames: npt.ArrayLike, widths: npt.ArrayLike, heights: npt.ArrayLike) -> Int64s:
-    """Return t, patch rows and patch columns (before merging) of clips after resizing: [clips, 3].
+    """Return t, patch rows and patch columns (before merging) of clips with these sampled frames after resizing.
 
-    Args:
-        spec: The kind of sample.
-        frames: Sampled frames of each clip.
-        widths: Their width in pixels.
-        heights: Their height.
+    The result is [clips, 3].
 
     Example:
         >>> video_grid(Video(), [20], [1280], [720]).tolist()

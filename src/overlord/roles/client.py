@@ -133,10 +133,21 @@ class BatchMeta:
     """
 
     def __init__(self, names: tuple[str, ...], columns: Mapping[str, Array], facts: Mapping[str, int]) -> None:
-        self._names = names
         self._columns = columns
+        self.source_names = names
+        """The job's sources."""
         self.cu_seqlens: npt.NDArray[np.int32] = columns["cu_seqlens"]
         """Where segments (or rows) begin in the whole sequence, padding included."""
+        self.source_ids: npt.NDArray[np.int64] = columns["source"]
+        """The source of each segment, as an index into `source_names`."""
+        self.segment_offsets: npt.NDArray[np.int64] = columns["segment_offsets"]
+        """The first token of each segment inside its sample: 0, or more for later pieces of a split sample."""
+        self.segment_lengths: npt.NDArray[np.int64] = columns["segment_lengths"]
+        """Tokens of each segment without padding."""
+        self.image_positions: npt.NDArray[np.int64] = columns.get("image_positions", _NOWHERE)
+        """The positions of image tokens in this rank's sequence, if they are encoded elsewhere (`step.encoder`)."""
+        self.image_rows: npt.NDArray[np.int64] = columns.get("image_rows", _NOWHERE)
+        """Which row of all that the rank received belongs at each of `image_positions`."""
         self.local_cp_size = facts.get("local_cp_size", 1)
         """Ranks that share this microbatch's sequences: cp, or less where hybrid data parallelism decides."""
         self.loss_tokens = facts.get("loss_tokens", 0)
@@ -151,41 +162,11 @@ class BatchMeta:
         """
         return self.loss_tokens == 0
 
-    @property
-    def image_positions(self) -> npt.NDArray[np.int64]:
-        """The positions of image tokens in this rank's sequence, if they are encoded elsewhere (`step.encoder`)."""
-        return self._columns.get("image_positions", _NOWHERE)
-
-    @property
-    def image_rows(self) -> npt.NDArray[np.int64]:
-        """Which row of all that the rank received belongs at each of `image_positions`."""
-        return self._columns.get("image_rows", _NOWHERE)
-
-    @property
-    def source_ids(self) -> npt.NDArray[np.int64]:
-        """The source of each segment, as an index into `source_names`."""
-        return self._columns["source"]
-
-    @property
-    def source_names(self) -> tuple[str, ...]:
-        """The job's sources."""
-        return self._names
-
-    @property
-    def segment_offsets(self) -> npt.NDArray[np.int64]:
-        """The first token of each segment inside its sample: 0, or more for later pieces of a split sample."""
-        return self._columns["segment_offsets"]
-
-    @property
-    def segment_lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each segment without padding."""
-        return self._columns["segment_lengths"]
-
     def detached(self) -> BatchMeta:
         """Return a copy that does not refer to shared memory."""
         columns = {name: column.copy() for name, column in self._columns.items()}
         facts = {"local_cp_size": self.local_cp_size, "loss_tokens": self.loss_tokens}
-        return BatchMeta(self._names, columns, facts)
+        return BatchMeta(self.source_names, columns, facts)
 
     def __repr__(self) -> str:
         return f"BatchMeta({len(self.segment_lengths)} segments of {int(self.segment_lengths.sum())} tokens)"
@@ -194,7 +175,7 @@ class BatchMeta:
     def sample_ids(self) -> list[SampleId]:
         """The sample of each segment."""
         columns = (self._columns[k].tolist() for k in ("source", "row", "epoch"))
-        return [SampleId(self._names[s] if s >= 0 else "", r, e) for s, r, e in zip(*columns, strict=True)]
+        return [SampleId(self.source_names[s] if s >= 0 else "", r, e) for s, r, e in zip(*columns, strict=True)]
 
 
 class KeyedBatch(Mapping[str, Any]):

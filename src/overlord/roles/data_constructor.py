@@ -6,7 +6,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
 from collections.abc import Callable, Collection
 
 import numpy as np
@@ -34,17 +34,10 @@ class _Places:
     """The places of the ranks of one mesh, cached: the lookup is in the path of a client's request."""
 
     def __init__(self, tree: ClientPlaceTree) -> None:
-        self._tree = tree
-        self._found: dict[tuple[int, str, tuple[str, ...]], tuple[int, bool]] = {}
+        self.bucket_of = functools.cache(tree.bucket_of)
+        self.fetches = functools.cache(tree.fetches)
         self.views: dict[tuple[int, tuple[str, ...]], tuple[dict[str, str], dict[str, int]]] = {}
         """By rank and array names, the view of a rank."""
-
-    def of(self, rank: int, axis: str, broadcast: tuple[str, ...]) -> tuple[int, bool]:
-        """Return a rank's bucket, and whether it fetches."""
-        key = (rank, axis, broadcast)
-        if key not in self._found:
-            self._found[key] = (self._tree.bucket_of(axis, rank), self._tree.fetches(rank, broadcast))
-        return self._found[key]
 
 
 class DataConstructor:
@@ -53,7 +46,7 @@ class DataConstructor:
     def __init__(self, loaders: Loaders, packing: PackingJob) -> None:
         self._loaders = loaders
         self._packing = packing
-        self._meshes: OrderedDict[ClientPlaceTree, _Places] = OrderedDict()
+        self._places = functools.lru_cache(KEPT_MESHES)(_Places)
 
     def add_source(self, decoder: MediaDecoder | None) -> None:
         """Add the decoder of a new source, before any plan draws from it."""
@@ -66,13 +59,10 @@ class DataConstructor:
     def gather(
         self, plan: LoadingPlan, ranks: Collection[int] | None = None, *, open_all: bool = False
     ) -> Callable[[], StepSamples]:
-        """Request the samples that some ranks need of a step; call the result to wait for them.
+        """Request the samples that some ranks (by default all) need of a step; call the result to wait for them.
 
-        Args:
-            plan: The plan of the step.
-            ranks: The ranks; by default all.
-            open_all: Whether all media are decoded at once, so that `labels` is final. Otherwise it is final once
-                everything that is `unopened` has been packed.
+        With `open_all` all media are decoded at once, so that `labels` is final. Otherwise it is final once everything
+        that is `unopened` has been packed.
         """
         asking = range(plan.mesh.world_size) if ranks is None else ranks
         collect = self._loaders.loader_do_plan(plan, asking)  # (2) positional fetches from the SourceLoaders
@@ -143,7 +133,7 @@ class DataConstructor:
 
     def bucket_of(self, rank: int, plan: LoadingPlan) -> int:
         """Return the bucket of a plan that feeds a rank."""
-        return self._places(plan.mesh).of(rank, plan.axis, plan.broadcast)[0]
+        return self._places(plan.mesh).bucket_of(plan.axis, rank)
 
     def bins_of(self, ranks: Collection[int], plan: LoadingPlan) -> list[tuple[int, int]]:
         """Return every (bucket, microbatch) that some ranks fetch, in the order in which they are needed."""
@@ -166,15 +156,7 @@ class DataConstructor:
 
     def fetches(self, rank: int, plan: LoadingPlan) -> bool:
         """Whether a rank fetches its data itself."""
-        return self._places(plan.mesh).of(rank, plan.axis, plan.broadcast)[1]
-
-    def _places(self, tree: ClientPlaceTree) -> _Places:
-        found = self._meshes.get(tree)
-        if found is None:
-            found = self._meshes[tree] = _Places(tree)
-            while len(self._meshes) > KEPT_MESHES:
-                self._meshes.popitem(last=False)
-        return found
+        return self._places(plan.mesh).fetches(rank, plan.broadcast)
 
     def header_of(self, rank: int, plan: LoadingPlan, labels: int) -> StepHeader:
         """Return the header of a step for the client of a rank; `labels` are those of all ranks."""

@@ -224,7 +224,6 @@ def _damaged(what: object) -> StateError:
 
 
 _UNLIMITED = 1 << 60
-_ONCE = ("first_exhausted", "all_exhausted_without_replacement")
 
 _RAW = np.dtype((np.void, META.itemsize))
 """Rows of metadata as plain bytes: numpy copies those ten times as fast as records."""
@@ -371,8 +370,7 @@ class Drawer:
         self._away: set[int] = set()
         """Parked sources that have a weight."""
         self._begin_at(state)
-        once = job.mixture.stopping in _ONCE
-        self._most_epochs: float = 1 if once else job.mixture.max_repetition or math.inf
+        self._most_epochs: float = 1 if job.mixture.reads_once else job.mixture.max_repetition or math.inf
 
     def draw(self) -> DrawnStep | None:
         """Draw the next step, or return None at the end of the stream."""

@@ -97,6 +97,10 @@ class Chunk:
         """Bytes held."""
         return self.meta.nbytes + num_bytes(self.kept)
 
+    def has(self, cursor: Cursor) -> bool:
+        """Whether the row at a cursor is one of these."""
+        return (self.epoch, self.group) == cursor[:2] and self.offset <= cursor.offset < self.stop
+
 
 class ReadBuffer:
     """Chunks by position."""
@@ -114,10 +118,7 @@ class ReadBuffer:
 
     def covering(self, cursor: Cursor) -> Chunk | None:
         """Return the chunk that holds the row at a cursor."""
-        for chunk in self._chunks.get((cursor.epoch, cursor.group), ()):
-            if chunk.offset <= cursor.offset < chunk.stop:
-                return chunk
-        return None
+        return next((chunk for chunk in self._chunks.get(cursor[:2], ()) if chunk.has(cursor)), None)
 
     def bytes_from(self, cursor: Cursor) -> int:
         """Return the bytes of chunks that reach beyond a cursor."""
@@ -131,12 +132,7 @@ class ReadBuffer:
 
     def describing(self, cursor: Cursor) -> Chunk | None:
         """Return a chunk with the metadata of the row at a cursor; the row itself may have been dropped from it."""
-        found = self.covering(cursor)
-        if found is None:
-            for chunk in self._known:
-                if (chunk.epoch, chunk.group) == cursor[:2] and chunk.offset <= cursor.offset < chunk.stop:
-                    return chunk
-        return found
+        return self.covering(cursor) or next((chunk for chunk in self._known if chunk.has(cursor)), None)
 
     def release(self, before: Cursor) -> None:
         """Drop the chunks that end before a cursor."""
@@ -335,7 +331,6 @@ class PlacementChoice:
     With "auto", decoding that makes bytes grow moves to the DataConstructor (the paper's transformation reordering).
     All loaders of the source share one choice, under a lock where the runtime has threads.
 
-
     Example:
         >>> choice = PlacementChoice("auto")
         >>> choice.decodes_in_loader(encoded_bytes=10_000, decoded_bytes=150_000), choice.ratio
@@ -399,6 +394,8 @@ class SourceLoader:
     ) -> None:
         self._number = number
         self._source = job.sources[number]
+        self.name = self._source.name
+        """The name of its source."""
         self._files = files
         self._order = order
         self._transform = transform
@@ -432,11 +429,6 @@ class SourceLoader:
     def ahead_bytes(self, cursor: Cursor) -> int:
         """Bytes in the read buffer beyond a cursor."""
         return self._buffer.bytes_from(cursor)
-
-    @property
-    def name(self) -> str:
-        """The name of its source."""
-        return self._source.name
 
     @property
     def counters(self) -> LoaderCounters:
@@ -511,8 +503,7 @@ class SourceLoader:
         """Count the faults of measured rows, and add the rows to the read buffer."""
         chunk, faults, wrong_lengths = measured
         self.seen += len(chunk.meta)
-        self._note(chunk.meta, faults, self._bad, self._telemetry.bad_samples)
-        self._note(chunk.meta, wrong_lengths, self._wrong_lengths, self._telemetry.wrong_lengths)
+        self._note(chunk.meta, faults, wrong_lengths)
         self._judge_first_rows(chunk, faults)
         self._check_tolerance()
         self._buffer.add(chunk)
@@ -549,8 +540,7 @@ class SourceLoader:
     def hand_over(self, staged: Staged, done: Finished) -> Payload:
         """Count the faults of finished samples, and return the samples as columns."""
         meta = staged.order.meta
-        self._note(meta, done.faults, self._bad, self._telemetry.bad_samples)
-        self._note(meta, done.wrong_lengths, self._wrong_lengths, self._telemetry.wrong_lengths)
+        self._note(meta, done.faults, done.wrong_lengths)
         self._check_tolerance()
         return Payload(staged.order.step, self._number, done.tokens, done.loss, done.media)
 
@@ -579,7 +569,7 @@ class SourceLoader:
         except (ReaderError, SourceError) as error:
             if key is not None:
                 self._readers.pop(key, None)  # it may have stopped half-way
-            error.source = self._source.name
+            error.source = self.name
             raise
 
     def _after_group(self, cursor: Cursor) -> tuple[Cursor, bool]:
@@ -597,7 +587,7 @@ class SourceLoader:
             group = self._order.first_group(cursor.epoch)
         if group == NO_GROUP:
             raise SourceError(
-                f"source {self._source.name!r} has no rows in {', '.join(self._source.path)}; the mixture would wait "
+                f"source {self.name!r} has no rows in {', '.join(self._source.path)}; the mixture would wait "
                 "for it forever. Remove the source or correct its path."
             )
         return Cursor(cursor.epoch, group, 0)
@@ -608,7 +598,7 @@ class SourceLoader:
             inside = self._order.has_group(epoch, group) and offset < self._order.group(epoch, group).num_rows
         if not inside:
             raise StateError(
-                f"source {self._source.name!r} has no row at epoch {epoch}, group {group}, offset {offset}, which is "
+                f"source {self.name!r} has no row at epoch {epoch}, group {group}, offset {offset}, which is "
                 "its cursor in the state; resuming would lose or repeat samples. The state is damaged, or it was saved "
                 "by an older version, which did not shuffle inside blocks larger than shuffle_bytes. Use an undamaged "
                 "state of this version, or start without one."
@@ -648,16 +638,16 @@ class SourceLoader:
         """Measure rows that were read. It changes no state of the loader, so several workers may run it at once."""
         cursor, rows, numbers = stretch.cursor, stretch.rows, stretch.numbers
         lengths = self._lengths(rows, numbers) if self._lengths else None
-        seeds = hash64(derive(self._seed, "augment", self._source.name, cursor.epoch), numbers)
+        seeds = hash64(derive(self._seed, "augment", self.name, cursor.epoch), numbers)
         given_up = self._mark_poisoned(rows, numbers, cursor.epoch)
         try:
             measured = self._transform.measure(rows, lengths, seeds)
         except ToleranceError as error:
-            raise ToleranceError(f"source {self._source.name!r}: {error}") from None
+            raise ToleranceError(f"source {self.name!r}: {error}") from None
         for row, reason in measured.killed:
             assert self._poisoned is not None, "only process workers are killed, and they come with such a log"
             # on disk before it takes effect
-            self._poisoned.add(self._source.name, int(numbers[row]), reason, cursor.epoch)
+            self._poisoned.add(self.name, int(numbers[row]), reason, cursor.epoch)
         measured.faults = given_up + [fault for fault in measured.faults if fault[0] not in dict(given_up)]
         images, spans = media_items(measured)
         delivered, flags = apply_overlength(measured.tokens, spans, self._context_length, self._overlength)
@@ -682,20 +672,20 @@ class SourceLoader:
         """Mark rows with a verdict as bad, so that no worker runs them again; return them with the reasons."""
         if self._poisoned is None:
             return []
-        known = np.flatnonzero(self._poisoned.known(self._source.name, numbers, epoch))
+        known = np.flatnonzero(self._poisoned.known(self.name, numbers, epoch))
         if len(known):
             rows[BAD_COLUMN] = np.array(rows[BAD_COLUMN])
             rows[BAD_COLUMN][known] = NOT_PARSED  # type: ignore[index]
-        return [(int(at), self._poisoned.reason(self._source.name, int(numbers[at]))) for at in known]
+        return [(int(at), self._poisoned.reason(self.name, int(numbers[at]))) for at in known]
 
-    def _note(
-        self,
-        meta: MetaArray,
-        faults: list[Fault],
-        counted: set[tuple[int, int]],
-        tell: Callable[[Sequence[tuple[SampleId, str]]], None],
-    ) -> None:
-        self._note_rows([(int(meta["row"][at]), int(meta["epoch"][at]), why) for at, why in faults], counted, tell)
+    def _note(self, meta: MetaArray, faults: list[Fault], wrong_lengths: list[Fault]) -> None:
+        """Count bad samples and those of a wrong length, given as (row of `meta`, reason)."""
+        for found, counted, tell in (
+            (faults, self._bad, self._telemetry.bad_samples),
+            (wrong_lengths, self._wrong_lengths, self._telemetry.wrong_lengths),
+        ):
+            rows = [(int(meta["row"][at]), int(meta["epoch"][at]), why) for at, why in found]
+            self._note_rows(rows, counted, tell)
 
     def _note_rows(
         self,
@@ -707,7 +697,7 @@ class SourceLoader:
         for row, epoch, reason in faults:
             if (row, epoch) not in counted:  # a row that is read again is not counted twice
                 counted.add((row, epoch))
-                new[SampleId(self._source.name, row, epoch)] = reason
+                new[SampleId(self.name, row, epoch)] = reason
         if new:
             tell(list(new.items()))
 
@@ -732,7 +722,7 @@ class SourceLoader:
             reasons = Counter(self._first_bad[row] for row in range(leading))
             (reason, count), *others = reasons.most_common()
             raise SourceError(
-                f"source {self._source.name!r}: all of the first {leading} rows that were read are bad "
+                f"source {self.name!r}: all of the first {leading} rows that were read are bad "
                 f"({count} times: {reason}{'; and other reasons' if others else ''}). The sample kind "
                 f"({self._source.sample.kind!r}) or a column it names probably does not fit these files; training "
                 "would get stand-ins only. Look at the rows with `overlord sources preview`, and correct sample, or "
@@ -781,15 +771,8 @@ def judge_tolerance(
     """Return the error for a source with more faults than its tolerance allows, or None.
 
     During a run, the tolerance is applied as if at least `FEW_SAMPLES` had been read, so that one early fault does not
-    stop it. At the end the share of the rows that were read counts, and one bad sample is always allowed (unless the
-    tolerance is 0).
-
-    Args:
-        source: The source.
-        seen: Rows that were read.
-        bad: Bad samples among them.
-        wrong_lengths: Samples of another length than promised.
-        at_end: Whether the run is over.
+    stop it. At the end the share of the rows that were read (`seen`) counts, and one bad sample is always allowed
+    (unless the tolerance is 0).
     """
     least = (1.0 if source.tolerance else 0.0) if at_end else source.tolerance * FEW_SAMPLES
     allowed = max(source.tolerance * seen, least)
