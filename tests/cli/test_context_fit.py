@@ -19,8 +19,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import overlord as ol
-from overlord.cli.layout_options import layout_advice
 from overlord.cli.main import app
+from overlord.cli.options import layout_advice
 from overlord.cli.sources import ContextFit, context_words
 from overlord.core.draw import apply_overlength
 from overlord.core.samples import BAD, SKIP

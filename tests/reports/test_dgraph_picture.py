@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
 from overlord.planning import costs
+from overlord.planning.balancing.evenness import in_lockstep, over_ranks
 from overlord.planning.dgraph import DGraph
 from overlord.planning.low_level import summary_buffer
 from overlord.reports.dgraph_picture import (
@@ -29,7 +30,7 @@ from overlord.reports.dgraph_picture import (
     source_facts,
     source_groups,
 )
-from overlord.reports.summary import evenness
+from overlord.reports.summary import known_loads
 from overlord.reports.svg import bucket_ranges
 
 NASTY = 'a "quoted" <b>\\n [x] {y} |z| & #35; `m` \n%% end'
@@ -333,5 +334,5 @@ def test_the_largest_source_comes_first_and_evenness_is_one_at_best():
     tokens = [fact.tokens for fact in facts]
     assert tokens == sorted(tokens, reverse=True)
     assert sum(fact.share for fact in facts) == pytest.approx(1) == sum(fact.planned for fact in facts)
-    assert evenness(np.zeros((3, 2), np.int64)).imbalance == 1
-    assert evenness(np.array([[2, 2], [2, 2]])).lockstep == 1
+    assert over_ranks(known_loads(np.zeros((3, 2), np.int64))) == 1
+    assert in_lockstep(known_loads(np.array([[2, 2, np.nan], [2, 2, 0]]))) == 1

@@ -17,13 +17,10 @@ from overlord.job.specs import Job
 from overlord.planning.balancing.evenness import over_ranks, positions, rank_loads
 from overlord.planning.costs import CostFunction, llama_12b
 from overlord.planning.strategies import vanilla
-from overlord.reports.summary import LoadHeatmap, StepSummary
+from overlord.reports.summary import LENGTH_EDGES, LoadHeatmap, StepSummary, used_bins
 
 MOST_POINTS = 1024
 """Beyond twice this many steps the per-step figures are means over several, so that memory stays bounded."""
-_EDGES = np.unique(np.rint(2 ** (np.arange(0, 61) / 2)).astype(np.int64))
-"""Borders of the length histogram: two bins for every doubling."""
-
 _COUNTS = 4
 """A row of figures begins with tokens, samples, loss tokens and microbatches."""
 
@@ -68,7 +65,7 @@ class Collector:
         self.positions = 0
         self._planned: Floats = np.zeros(len(names))
         self._imbalance: Floats = np.zeros(2)
-        self._histogram: Int64s = np.zeros(len(_EDGES) - 1, np.int64)
+        self._histogram: Int64s = np.zeros(len(LENGTH_EDGES) - 1, np.int64)
         self._digests = {name: hashlib.blake2b(digest_size=16) for name in ("order", "plan")}
         self.steps = 0
 
@@ -99,7 +96,7 @@ class Collector:
         self.positions += delivered
         self._planned += weights
         self._imbalance += imbalance
-        self._histogram += np.histogram(draw.meta["tokens"], _EDGES)[0]
+        self._histogram += np.histogram(draw.meta["tokens"], LENGTH_EDGES)[0]
         for name, digest in (("order", draw.digest), ("plan", plan.digest)):
             # What `core.plan.chain_digest` gives for the list of them.
             self._digests[name].update(f"{chr(10) if self.steps > 1 else ''}{digest}".encode())
@@ -130,11 +127,7 @@ class Collector:
     @property
     def histogram(self) -> list[tuple[int, int, int]]:
         """The lengths of the delivered samples as (low, high, count)."""
-        used = np.flatnonzero(self._histogram)
-        if not len(used):
-            return []
-        span = range(int(used[0]), int(used[-1]) + 1)
-        return [(int(_EDGES[i]), int(_EDGES[i + 1]), int(self._histogram[i])) for i in span]
+        return [(*bounds, int(self._histogram[n])) for n, bounds in used_bins(self._histogram)]
 
     def typical_load(self) -> LoadHeatmap | None:
         """Return the loads of the step with the median round-robin imbalance: neither the best nor the worst."""

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,18 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.cli.collecting import CollectedStep, Collector
-from overlord.cli.layout_options import layout_advice, layout_words
+from overlord.cli.options import layout_advice, layout_words, strategy_name
 from overlord.cli.output import Tell
 from overlord.cli.sources import context_notes, count_indexed, isolated
 from overlord.core.draw import Limits
-from overlord.core.messages import LoaderOrder, MetaRequest, Payload
+from overlord.core.messages import LoaderOrder, MetaRequest
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import BAD, SKIP, Cursor, MetaArray
 from overlord.core.states import StreamState
 from overlord.errors import SpecError
-from overlord.job.layout_specs import Layout, Placement
 from overlord.job.specs import Audio, Job, Source, Video
+from overlord.launch_spec import Launch, mapping_or_name
 from overlord.planning.balancing.evenness import (
     encoder_loads,
     in_lockstep,
@@ -37,12 +37,11 @@ from overlord.planning.balancing.evenness import (
     step_time,
 )
 from overlord.planning.balancing.microbatches import buddy_lpt, ranks_needed
-from overlord.planning.checking import Strategy
-from overlord.planning.costs import CostModel
+from overlord.planning.costs import Cost, CostModel, llama_12b, vit_2b
+from overlord.planning.strategies import Strategy, StrategySpec, costs_of, meets_once
 from overlord.readers.source_files import SourceFiles
 from overlord.reports.explanation import (
     BalanceFacts,
-    Explained,
     Explanation,
     LoaderFacts,
     SourceCosts,
@@ -82,12 +81,8 @@ _REACHED, _MATTERS = 1.02, 1.03
 """A bound counts as the limit where the plan is this near to it and it is this far from even."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Largest:
-    """The largest item of all steps, against an even share of its step."""
-
-    length: int = 0
-    shares: float = 0.0
+Largest = tuple[int, float]
+"""The largest item of all steps: its length, and how many even shares of its step it is."""
 
 
 class Balance:
@@ -117,8 +112,8 @@ class Balance:
         """Whether every DP x CP rank is a consumer of its own."""
         self.images_planned = False
         """Whether the strategy says where images are encoded."""
-        self.longest = _Largest()
-        self.largest_image = _Largest()
+        self.longest: Largest = (0, 0.0)
+        self.largest_image: Largest = (0, 0.0)
 
     def add(self, step: CollectedStep) -> None:
         """Count one step."""
@@ -205,29 +200,13 @@ class Balance:
             tokens_per_step=[step[0] for step in self._sums],
         )
 
-    def means(self, axis: str) -> tuple[float, float, float] | None:
-        """Return before, after and bound of an axis; NaN where there is none."""
-        rows = self._rows.get(axis)
-        if not rows:
-            return None
-        before, after, bound = (_mean([row[column] for row in rows]) for column in range(3))
-        # Ranks that run free do not wait after a microbatch, also where they happen to have as many.
-        return (before, np.nan, np.nan) if axis == "lockstep" and self.free else (before, after, bound)
-
     def _fact(self, axis: str, meaning: str) -> BalanceFacts:
-        found = self.means(axis)
-        assert found is not None
-        before, after, bound = found
-        rows = self._rows[axis]
-        return BalanceFacts(
-            axis,
-            meaning,
-            before,
-            None if np.isnan(after) else after,
-            None if np.isnan(bound) else bound,
-            [row[0] for row in rows],
-            [] if np.isnan(after) else [row[1] for row in rows],
-        )
+        befores, afters, bounds = zip(*self._rows[axis], strict=True)
+        before, after, bound = float(np.mean(befores)), float(np.mean(afters)), _known_mean(bounds)
+        if axis == "lockstep" and self.free:
+            # Ranks that run free do not wait after a microbatch, also where they happen to have as many.
+            return BalanceFacts(axis, meaning, before, None, None, list(befores), [])
+        return BalanceFacts(axis, meaning, before, after, bound, list(befores), list(afters))
 
     def _add(self, axis: str, before: float, after: float, bound: float) -> None:
         self._rows.setdefault(axis, []).append((before, after, bound))
@@ -247,8 +226,8 @@ class Balance:
         at = int(np.argmax(share))
         found = float(share[at]) / mean
         self._hybrid.append(max(1.0, self._hybrid_load(plan) / mean))
-        if found > self.longest.shares:
-            self.longest = _Largest(int(plan.pieces.length[at]), found)
+        if found > self.longest[1]:
+            self.longest = (int(plan.pieces.length[at]), found)
         return max(1.0, found)
 
     def _hybrid_load(self, plan: LoadingPlan) -> float:
@@ -287,8 +266,8 @@ class Balance:
         of = tokens if runs is None else tokens[plan.draw.image_at(runs.sample, runs.start)[0]]
         shares = self._encoder(of * per_token) * (images / np.maximum(of, 1)) / after.mean()
         at = int(np.argmax(shares))
-        if shares[at] > self.largest_image.shares:
-            self.largest_image = _Largest(int(images[at]) * per_token, float(shares[at]))
+        if shares[at] > self.largest_image[1]:
+            self.largest_image = (int(images[at]) * per_token, float(shares[at]))
         rows = [over_ranks(one[:, None]) for one in (before, after)]
         self._add("encoder", rows[0], rows[1], max(1.0, float(shares[at])))
         self._crossing.append(plan.routing.crossing_tokens() if plan.routing is not None else 0)
@@ -302,43 +281,44 @@ def words_on_limits(balance: Balance, *, clips: bool = False) -> list[str]:
         clips: Whether clips count among the images.
     """
     words: list[str] = []
-    ranks, lockstep, encoder = (balance.means(axis) for axis in ("ranks", "lockstep", "encoder"))
-    if ranks and _limits(ranks):
-        splits = _REACHED * balance.by_hybrid < ranks[2]
+    facts = {fact.axis: fact for fact in balance.facts()}
+    length, shares = balance.longest
+    if (bound := _limit(facts.get("ranks"))) is not None:
+        splits = _REACHED * balance.by_hybrid < bound
         remedy = f"{'splitting it (hdp) or ' if splits else ''}a larger global batch would help"
-        words.append(
-            f"One sequence of {balance.longest.length:,} tokens is {ratio(balance.longest.shares)} an even share of a "
-            f"step: {remedy}."
-        )
-    elif lockstep and _limits(lockstep):
-        splits = _REACHED * balance.by_hybrid < lockstep[2]
+        words.append(f"One sequence of {length:,} tokens is {ratio(shares)} an even share of a step: {remedy}.")
+    elif (bound := _limit(facts.get("lockstep"))) is not None:
+        splits = _REACHED * balance.by_hybrid < bound
         other = "or splitting (hdp)" if splits else "or a larger global batch"
         words.append(
-            f"In lockstep no placement of these sequences comes below {ratio(lockstep[2])}: a microbatch takes as long "
+            f"In lockstep no placement of these sequences comes below {ratio(bound)}: a microbatch takes as long "
             f"as its longest sequence. Larger microbatches (batch.microbatch_tokens) {other} would help."
         )
-    if encoder and _limits(encoder):
+    encoder, (length, shares) = facts.get("encoder"), balance.largest_image
+    if _limit(encoder) is not None:
         words.append(
-            f"One image{' or clip' if clips else ''} of {balance.largest_image.length:,} patches is "
-            f"{ratio(balance.largest_image.shares)} an even share of the encoder's work: only cutting it (vlm_hybrid "
-            "with split) would help."
+            f"One image{' or clip' if clips else ''} of {length:,} patches is {ratio(shares)} an even share of the "
+            "encoder's work: only cutting it (vlm_hybrid with split) would help."
         )
-    elif encoder and not balance.images_planned and encoder[1] >= _UNEVEN:
+    elif encoder and encoder.after and not balance.images_planned and encoder.after >= _UNEVEN:
         words.append(
-            f"The busiest encoder rank has {ratio(encoder[1])} the mean, since images{' and clips' if clips else ''} "
-            "are encoded with their tokens: vlm_hybrid would spread them over all ranks."
+            f"The busiest encoder rank has {ratio(encoder.after)} the mean, since images"
+            f"{' and clips' if clips else ''} are encoded with their tokens: vlm_hybrid would spread them over all "
+            "ranks."
         )
     return words
 
 
-def _limits(means: tuple[float, float, float]) -> bool:
-    _, after, bound = means
-    return bool(bound >= _MATTERS and after <= _REACHED * bound)
+def _limit(fact: BalanceFacts | None) -> float | None:
+    """Return the bound of an axis where it is what keeps the plan from being even."""
+    if fact is None or fact.after is None or fact.bound is None:
+        return None
+    return fact.bound if fact.bound >= _MATTERS and fact.after <= _REACHED * fact.bound else None
 
 
-def _mean(values: Sequence[float]) -> float:
+def _known_mean(values: Sequence[float]) -> float | None:
     known = [value for value in values if not np.isnan(value)]
-    return float(np.mean(known)) if known else float("nan")
+    return float(np.mean(known)) if known else None
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -485,7 +465,9 @@ def _time_source(roles: Roles, number: int, cursor: Cursor, decoder: MediaDecode
         payloads = fleet.hand_over([LoaderOrder(roles.planner.next_step, number, rows, end)])()
         media = sum(payload.media.nbytes for payload in payloads if payload.media is not None)
         others = sum(payload.nbytes for payload in payloads) - media
-        _open_media(payloads, decoder)
+        for payload in payloads:  # decode what comes encoded, as the constructor does
+            if decoder is not None and payload.media is not None:
+                decode_media(payload.media, decoder, SerialWorkers())
         seconds = time.process_time() - began
         tokens = max(int(rows["tokens"].sum()), 1)
         # Samples of a source with images may have none: what they cost grows with their text.
@@ -504,13 +486,6 @@ def _samples_to_finish(meta: MetaArray, unit: Unit) -> npt.NDArray[np.int64]:
     if unit == "image_tokens":
         drawn = drawn[np.argsort(meta["image_tokens"][drawn] == 0, kind="stable")]
     return np.sort(drawn[: _FINISHED + 1])
-
-
-def _open_media(payloads: Sequence[Payload], decoder: MediaDecoder | None) -> None:
-    """Decode what the loaders handed over encoded, as the constructor does; what does not decode counts as well."""
-    for payload in payloads:
-        if decoder is not None and payload.media is not None:
-            decode_media(payload.media, decoder, SerialWorkers())
 
 
 def _unit_of(source: Source, decoder: MediaDecoder | None) -> Unit:
@@ -596,56 +571,65 @@ PROJECTED_STEPS = 10_000
 _CALLERS = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExplainOptions:
-    """What is explained, and by which yardstick."""
-
-    mesh: ClientPlaceTree
-    steps: int
-    cache: str
-    strategy: Strategy | None
-    strategy_name: str
-    cost: CostModel
-    """What a sequence costs the backbone."""
-    encoder: CostModel
-    """What an image costs the encoder."""
-    layout: Layout = field(default_factory=Layout)
-    placement: Placement = "auto"
-    prefetch: int = 2
-    loaders_per_source: int = 1
-    step_time_s: float = 1.0
-    """Seconds of a training step, for which the loaders' cores are counted."""
-    measure: bool = True
-    meets_once: bool = False
-    """Whether data-parallel groups wait for each other once a step, and not after every microbatch."""
-    cost_assumed: bool = False
-    """Whether `cost` stands in for the cost of a strategy function, which is not known here."""
+Costs = tuple[CostModel, CostModel, bool]
+"""What a sequence costs the backbone, what an image costs the encoder, and whether the former is only assumed."""
 
 
-def explain_job(job: Job, name: str, options: ExplainOptions, tell: Tell) -> Explained:
+def cost_models(strategy: Strategy | None, given: str | None) -> Costs:
+    """Return the costs that a job is judged by.
+
+    The command line says them, or the strategy, unless it is a Python function or balances by one.
+    """
+    backbone, encoder = costs_of(strategy)
+    image = encoder if isinstance(encoder, CostModel) else vit_2b
+    if given is not None:
+        return Cost.from_mapping(mapping_or_name(given), lambda _: "--cost").model(), image, False
+    if isinstance(backbone, CostModel):
+        return backbone, image, False
+    return llama_12b, image, backbone is not None or not isinstance(strategy, StrategySpec | None)
+
+
+def explain_job(
+    job: Job, name: str, launch: Launch, costs: Costs, *, steps: int, step_time_s: float, measure: bool, tell: Tell
+) -> tuple[Explanation, str]:
     """Plan some steps of a job without running it, and return what they look like.
+
+    Args:
+        job: The job.
+        name: What it is called.
+        launch: Its mesh, strategy, layout and loaders.
+        costs: As `cost_models` returns them.
+        steps: Steps to plan.
+        step_time_s: Seconds of a training step, for which the loaders' cores are counted.
+        measure: Whether a few samples are decoded, to know the CPU time of the loaders.
+        tell: Told how far it is.
+
+    Returns:
+        What was found, and the page of the first step's graph.
 
     Raises:
         SpecError: The job, the mesh or the strategy is wrong.
         PlanError: A step cannot be planned.
     """
-    steps, notes = _steps_to_plan(job, options.steps)
-    if options.cost_assumed:
+    steps, notes = _steps_to_plan(job, steps)
+    if costs[2]:
         notes.append(
-            f"{options.strategy_name} is judged by {options.cost.name}, since a function's own cost is not known here; "
+            f"{strategy_name(launch)} is judged by {costs[0].name}, since a function's own cost is not known here; "
             "set --cost."
         )
-    launch = LaunchOptions(
-        mesh=options.mesh,
-        prefetch=options.prefetch,
-        loaders_per_source=options.loaders_per_source,
-        cache=options.cache,
-        strategy=options.strategy,
-        layout=options.layout,
-        placement=options.placement,
+    options = LaunchOptions(
+        mesh=launch.mesh,
+        prefetch=launch.prefetch,
+        # A dry run plans with one worker where their number is not the same for all sources.
+        loaders_per_source=launch.loaders_per_source if isinstance(launch.loaders_per_source, int) else 1,
+        cache=launch.cache,
+        strategy=launch.strategy,
+        layout=launch.layout,
+        placement=launch.placement,
     )
-    with closing(InlineService(job, launch, tell, _ExplainMeans(tell))) as service:
-        return _explain(Roles(service), job, name, options, steps, notes, tell)
+    with closing(InlineService(job, options, tell, _ExplainMeans(tell))) as service:
+        roles = Roles(service)
+        return _explain(roles, job, name, launch, costs, steps, step_time_s if measure else None, notes, tell)
 
 
 class _ExplainMeans(CallerMeans):
@@ -680,19 +664,27 @@ def _steps_to_plan(job: Job, wanted: int) -> tuple[int, list[str]]:
 
 
 def _explain(
-    roles: Roles, job: Job, name: str, options: ExplainOptions, steps: int, notes: list[str], tell: Tell
-) -> Explained:
-    names = tuple(source.name for source in roles.job.sources)
-    limits, tree = limits_of(roles.job, options.layout, options.mesh), options.mesh
-    collector = Collector(job, names, limits, tree, options.cost)
-    balance = Balance(tree, limits, options.cost, options.encoder, meets_once=options.meets_once)
+    roles: Roles,
+    job: Job,
+    name: str,
+    launch: Launch,
+    costs: Costs,
+    steps: int,
+    step_time_s: float | None,
+    notes: list[str],
+    tell: Tell,
+) -> tuple[Explanation, str]:
+    names, tree, (cost, encoder, _) = tuple(source.name for source in roles.job.sources), launch.mesh, costs
+    limits = limits_of(roles.job, launch.layout, tree)
+    collector = Collector(job, names, limits, tree, cost)
+    balance = Balance(tree, limits, cost, encoder, meets_once=meets_once(launch.strategy))
     watch = BufferWatch(roles)
 
     def take(plan: LoadingPlan) -> None:
         balance.add(collector.add(plan))
         watch.step_over(plan)
 
-    timed = time_samples(roles, steps, tell) if options.measure else None
+    timed = None if step_time_s is None else time_samples(roles, steps, tell)
     first = _plan_steps(roles, steps, take, tell)
     if collector.steps < steps:
         notes.append(f"The stream ends by itself after {collector.steps} of {steps} steps.")
@@ -703,21 +695,23 @@ def _explain(
     full, skipped, met = (dict(zip(names, values, strict=True)) for values in (share, state.skipped.tolist(), passed))
     few = few_samples(job, tree)
     notes += [few] if few is not None else []
-    notes += context_notes(job, Path(options.cache), full, skipped, met) + layout_advice(job, options.layout)
+    notes += context_notes(job, Path(launch.cache), full, skipped, met) + layout_advice(job, launch.layout)
     clips = any(isinstance(source.sample, Video) for source in job.sources)
     sources = source_facts(roles, collector, state, horizon)
-    loaders = None if timed is None else loader_facts(roles, collector, watch, timed, options.step_time_s)
+    loaders = None
+    if timed is not None and step_time_s is not None:
+        loaders = loader_facts(roles, collector, watch, timed, step_time_s)
     buffer = roles.planner.summary_buffer(first.step)
     assert buffer is not None  # it was planned before
-    page, traced = draw_first_step(first, buffer, tree, options.cost, options.strategy_name)
+    page, traced = draw_first_step(first, buffer, tree, cost, strategy_name(launch))
     order = {source.name: number for number, source in enumerate(job.sources)}
     facts = Explanation(
         job=name,
         mesh=str(tree),
         ranks=tree.world_size,
-        strategy=options.strategy_name,
-        layout=layout_words(options.layout),
-        cost_model=f"{options.cost.name} ({options.cost.origin})",
+        strategy=strategy_name(launch),
+        layout=layout_words(launch.layout),
+        cost_model=f"{cost.name} ({cost.origin})",
         steps=collector.steps,
         expected_speedup=balance.speedup,
         waiting=balance.waiting,
@@ -736,7 +730,7 @@ def _explain(
         limits=words_on_limits(balance, clips=clips),
         notes=notes + _fault_notes(roles, names),
     )
-    return Explained(facts, page)
+    return facts, page
 
 
 def _plan_steps(roles: Roles, steps: int, take: Callable[[LoadingPlan], None], tell: Tell) -> LoadingPlan:

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,10 +62,6 @@ class Finding:
     severity: Severity
     source: str
     message: str
-
-    def to_json(self) -> dict[str, str]:
-        """Return the finding for a program."""
-        return asdict(self)
 
 
 @dataclass(slots=True)
@@ -446,8 +442,3 @@ def _probe(file: StoredFile) -> str:
     except (OSError, ValueError):
         return file.path
     return digest.hexdigest()
-
-
-def count_errors(findings: Sequence[Finding]) -> int:
-    """Return how many findings are errors."""
-    return sum(finding.severity == "error" for finding in findings)

@@ -2,6 +2,8 @@
 
 Exit codes: 0 done; 1 the run failed, had more bad samples than a tolerance allows, or lint found errors; 2 what was
 asked for cannot be done; 130 Ctrl-C.
+
+What runs a job is imported when it is needed: a mistake in the job file is told before that.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -36,12 +37,16 @@ from overlord.cli.options import (
     launch_flags,
     load,
 )
-from overlord.cli.output import Screen, check_writable, command, show_error, write_text
-from overlord.cli.planning_commands import explain, profile
+from overlord.cli.output import Screen, check_writable, command, labelled, show_error, write_text
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.errors import OverlordError, SpecError, ToleranceError
+from overlord.errors import OverlordError, SourceError, SpecError, ToleranceError
 from overlord.job_files import job_file_schema
+from overlord.launch_spec import profile_path
 from overlord.reports.summary import RunSummary, count, number
+
+EXPLAIN_STEPS = 20
+PROFILED_SAMPLES = 200
+PROFILED_SECONDS = 2.0
 
 
 class _Commands(TyperGroup):
@@ -69,8 +74,6 @@ app = typer.Typer(
 )
 sources_app = typer.Typer(help="Look at the sources of a job.", no_args_is_help=True)
 app.add_typer(sources_app, name="sources")
-app.command()(explain)
-app.command()(profile)
 
 
 @app.command()
@@ -96,14 +99,130 @@ def demo(
     paths = {"job": str(result.job), "report": str(result.report), "summary_file": str(result.summary_file)}
     _show_run(screen, result.summary)
     screen.show(
-        Text.assemble(("report   ", "dim"), str(result.report)),
-        Text.assemble(("numbers  ", "dim"), str(result.summary_file)),
-        Text.assemble(("job      ", "dim"), str(result.job)),
+        labelled("report   ", result.report),
+        labelled("numbers  ", result.summary_file),
+        labelled("job      ", result.job),
         f"\nNext: open {result.report} in a browser; edit {result.job} and run it with\n\n"
         f"    {_command_name()} run {result.job}\n",
     )
     screen.give(dataclasses.asdict(result.summary) | paths)
     _end_run(result.summary)
+
+
+@app.command()
+@launch_flags("mesh", "strategy", "layout", "placement", "loaders_per_source")
+def explain(
+    job: JobPath,
+    flags: Flags,
+    steps: Annotated[int, typer.Option(help="Steps to plan.")] = EXPLAIN_STEPS,
+    cost: Annotated[
+        str | None,
+        typer.Option(
+            "--cost",
+            help="Cost model of the backbone: a preset, or '{causal_lm: {layers: 32, hidden: 4096}}'; else the "
+            "strategy's own, or llama_12b for a Python function.",
+        ),
+    ] = None,
+    step_time: Annotated[
+        float, typer.Option("--step-time", help="Seconds of a training step, for which cores are counted.")
+    ] = 1.0,
+    measure: Annotated[bool, typer.Option(help="Whether a few samples are decoded, to know the CPU time.")] = True,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with plots to this file.")] = None,
+    cache: Cache = CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a job would do on a mesh, without running it: balance, padding, epochs, CPU and memory."""
+    screen = Screen(as_json=as_json)
+    if steps < 1:
+        raise SpecError(f"--steps is {steps}; there would be nothing to explain. Give 1 or more.")
+    if not step_time > 0:
+        raise SpecError(f"--step-time is {step_time:g}; no number of cores is fast enough. Give seconds above 0.")
+    check_writable("--html", html)
+    loaded = load(job, screen)
+    launch = choose(loaded, flags, cache)
+    from overlord.cli.explain import cost_models, explain_job
+    from overlord.cli.running import check_job
+    from overlord.reports.explanation import explain_tables, headlines, render_explanation
+
+    costs = cost_models(launch.strategy, cost)
+    check_job(loaded.job, launch.mesh, launch.layout, launch.cache, here=False)
+    with screen.progress() as tell, screen.user_code():
+        facts, graph_page = explain_job(
+            loaded.job, str(job), launch, costs, steps=steps, step_time_s=step_time, measure=measure, tell=tell
+        )
+    screen.show(*explain_tables(facts))
+    page = screen.write_page("page  ", html, lambda: render_explanation(facts, graph_page))
+    screen.give(dataclasses.asdict(facts) | {"headlines": headlines(facts), "html": page})
+
+
+@app.command()
+@launch_flags("placement")
+def profile(
+    job: JobPath,
+    flags: Flags,
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, help="Samples of each source, at most about.")
+    ] = PROFILED_SAMPLES,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="Seconds for each source, at most about.")
+    ] = PROFILED_SECONDS,
+    source: Annotated[
+        list[str] | None,
+        typer.Option("--source", metavar="NAME", help="Only this one; may be repeated.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="Where the profile goes; else beside the job file, as its name.profile.json."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with plots to this file.")] = None,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Show how workers are given to the sources, by the profile that is there."),
+    ] = False,
+    cpus: Annotated[float | None, typer.Option("--cpus", help="With --plan: cores for loading.")] = None,
+    memory: Annotated[str | None, typer.Option("--memory", help="With --plan: memory for loading, as 64GiB.")] = None,
+    cache: Cache = CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each source costs on real samples: latency, hand-over, memory, bytes; and keep it beside the job."""
+    screen = Screen(as_json=as_json)
+    loaded = load(job, screen)
+    placement = choose(loaded, flags, cache).placement
+    loaded = dataclasses.replace(loaded, launch=loaded.launch.model_copy(update={"placement": placement}))
+    if not seconds > 0:
+        raise SpecError(f"--seconds is {seconds:g}; nothing could be measured. Give seconds above 0.")
+    from overlord.cli.profile import find_profile, resources_of, show_plan
+    from overlord.cli.sources import choose_sources
+    from overlord.reports.profile_page import headlines, profile_tables, ranked, render_profile
+
+    resources = resources_of(plan, cpus, memory)
+    path = profile_path(job) if output is None else output
+    check_writable("--output", path)
+    check_writable("--html", html)
+    named = None if source is None else [one.name for one in choose_sources(loaded.job, source)]
+    found, failed = find_profile(
+        screen, loaded, path, folder_of(cache), named=named, samples=samples, seconds=seconds, as_it_is=plan
+    )
+    screen.show(*profile_tables(str(job), found), labelled("profile  ", path))
+    told: dict[str, Any] = {
+        "job": str(job),
+        "profile": str(path),
+        "html": screen.write_page("page     ", html, lambda: render_profile(str(job), found, failed)),
+        "headlines": headlines(found),
+        "sources": [dataclasses.asdict(one) for one in ranked(found)],
+        "failed": dict(failed),
+    }
+    if resources is not None:
+        shown = show_plan(found, loaded.job, loaded.launch, resources, as_json)
+        if isinstance(shown, dict):
+            told["plan"] = shown
+        else:
+            screen.show(shown)
+    screen.give(told)
+    for words in failed.values():
+        show_error(SourceError(words), as_json=False)
+    if failed:
+        raise typer.Exit(2)
 
 
 @app.command()
@@ -124,8 +243,7 @@ def run(
 ) -> None:
     """Run a job with every rank of its mesh in this process, and show what came out."""
     screen = Screen(as_json=as_json)
-    if report is not None:
-        check_writable("--report", report)
+    check_writable("--report", report)
     loaded = load(job, screen)
     # What the file says of trainer hosts is for trainers; here all ranks are in one process.
     loaded = dataclasses.replace(loaded, launch=loaded.launch.model_copy(update={"ranks_per_host": None}))
@@ -141,10 +259,8 @@ def run(
     with screen.progress() as tell, screen.user_code():
         summary = run_job(loaded.job, str(job), options, chosen or DEFAULT_STEPS, tell)
     _show_run(screen, summary)
-    if report is not None:
-        write_text(report, render_report(summary))
-        screen.show(Text.assemble(("report  ", "dim"), str(report)))
-    screen.give(dataclasses.asdict(summary) | {"report": None if report is None else str(report)})
+    page = screen.write_page("report  ", report, lambda: render_report(summary))
+    screen.give(dataclasses.asdict(summary) | {"report": page})
     _end_run(summary)
 
 
@@ -165,8 +281,7 @@ def serve(
 ) -> None:
     """Serve a job to trainers in other processes, of this host or of a cluster's, until Ctrl-C or SIGTERM."""
     screen = Screen(as_json=as_json)
-    if address_file is not None:
-        check_writable("--address-file", address_file)
+    check_writable("--address-file", address_file)
     loaded = load(job, screen)
     options = choose(loaded, flags, cache, cpus)
     from overlord.cli.running import aside_notes, check_job, launch_for, with_state
@@ -256,16 +371,13 @@ def preview(
     from overlord.cli.sources import choose_sources, open_each
 
     chosen = choose_sources(loaded.job, [] if source is None else [source])
-    if html is not None:
-        check_writable("--html", html)
+    check_writable("--html", html)
     with screen.progress() as tell, screen.user_code():
         opened = open_each(loaded.job, chosen, Path(folder_of(cache)), tell)
         found = [(one, preview_source(one, rows)) for one in opened]
     for one, previews in found:
         screen.show(show_previews(one, previews, pictures=screen.out.color_system is not None))
-    if html is not None:
-        write_text(html, preview_page(str(job), found))
-        screen.show(Text.assemble(("page  ", "dim"), str(html)))
+    screen.write_page("page  ", html, lambda: preview_page(str(job), found))
     screen.give({"job": str(job), "sources": {one.source.name: [p.to_json() for p in ps] for one, ps in found}})
 
 
@@ -279,20 +391,19 @@ def lint(
     """Look into every file of every source and say what is wrong; exit code 1 if there are errors."""
     screen = Screen(as_json=as_json)
     loaded = load(job, screen)
-    from overlord.cli.lint import count_errors, lint_job
+    from overlord.cli.lint import lint_job
 
     with screen.progress() as tell, screen.user_code():
         result = lint_job(loaded.job, Path(folder_of(cache)), rows, tell)
     findings = result.findings
-    errors = count_errors(findings)
-    for finding in findings:
-        colour = "bold red" if finding.severity == "error" else "yellow"
-        line = Text.assemble((finding.severity, colour), f" {finding.source}: {finding.message}")
-        if not as_json:
-            screen.out.print(line, soft_wrap=True)
-    for words in result.media_tokens:
-        if not as_json:
-            screen.out.print(Text.assemble(("note", "dim"), f" {words}"), soft_wrap=True)
+    errors = sum(finding.severity == "error" for finding in findings)
+    colours = {"error": "bold red", "warning": "yellow"}
+    lines: list[tuple[tuple[str, str], str]] = [
+        ((f.severity, colours[f.severity]), f" {f.source}: {f.message}") for f in findings
+    ]
+    lines += [(("note", "dim"), f" {words}") for words in result.media_tokens]
+    for line in lines if not as_json else ():
+        screen.out.print(Text.assemble(*line), soft_wrap=True)
     total = f"{number(len(loaded.job.sources), 'source')}: {number(errors, 'error')}, "
     looked = f"{number(len(findings) - errors, 'warning')}; {result.looked_at:,} of {number(result.rows, 'row')} "
     screen.show(Text(f"{total}{looked}looked at (--rows {rows} of every file)", style="bold"))
@@ -304,7 +415,7 @@ def lint(
             "looked_at": result.looked_at,
             "rows": result.rows,
             "media_tokens": result.media_tokens,
-            "findings": [finding.to_json() for finding in findings],
+            "findings": [dataclasses.asdict(finding) for finding in findings],
         }
     )
     if errors:
@@ -324,17 +435,17 @@ def measure(
     screen = Screen(as_json=as_json)
     loaded = load(job, screen)
     from overlord.cli.sources import measure_sources, sources_to_measure
+    from overlord.reports.pages import Row, terminal_table
 
     chosen = sources_to_measure(loaded.job, sources or [])
     folder = Path(folder_of(cache))
     with screen.progress() as tell, screen.user_code():
         totals = measure_sources(loaded.job, chosen, folder, tell)
-    table = Table("source", title="measured", title_justify="left")
-    for name in ("files", "rows", "text tokens", "bad rows"):
-        table.add_column(name, justify="right")
-    for name, one in totals.items():
-        table.add_row(Text(name), f"{one['files']:,}", f"{one['rows']:,}", count(one["tokens"]), f"{one['bad']:,}")
-    screen.show(table)
+    rows = [
+        Row(name, (f"{one['files']:,}", f"{one['rows']:,}", count(one["tokens"]), f"{one['bad']:,}"))
+        for name, one in totals.items()
+    ]
+    screen.show(terminal_table("measured", ("source", "files", "rows", "text tokens", "bad rows"), rows))
     unused = [source.name for source in chosen if source.lengths != "sidecar"]
     if unused:
         screen.note(f"to use them, write lengths: sidecar beside {', '.join(unused)} in {job}")
@@ -352,7 +463,7 @@ def schema(
         return
     write_text(out, text + "\n")
     screen = Screen(as_json=as_json)
-    screen.show(Text.assemble(("schema  ", "dim"), str(out)))
+    screen.show(labelled("schema  ", out))
     screen.give({"schema": str(out)})
 
 

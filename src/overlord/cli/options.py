@@ -16,12 +16,14 @@ import typer
 
 from overlord.cli.output import Screen
 from overlord.errors import SpecError
-from overlord.job.layout_specs import DEFAULT_CACHE
+from overlord.job.layout_specs import DEFAULT_CACHE, Layout
 from overlord.job.specs import Job
 from overlord.job_files import JobFile, load_job_file
 from overlord.launch_spec import Budget, Launch
+from overlord.planning.strategies import name_of
 
 DEFAULT_STEPS = 100
+DEFAULT_STRATEGY = "backbone_balance"
 AS_JSON = "overlord.as_json"
 """Where a command's context remembers that JSON was asked for."""
 CACHE = Path(DEFAULT_CACHE)
@@ -155,6 +157,33 @@ def choose(loaded: JobFile, flags: Flags, cache: Path, cpus: int | None = None) 
     except SpecError as error:  # a flag stands for its option: "--loaders is '0'"
         text = re.sub(r"^(--[a-z-]+): (?:budget\.cpus|\w+)", r"\1", str(error), flags=re.MULTILINE)
         raise SpecError(text) from None
+
+
+def strategy_name(launch: Launch) -> str:
+    """Return the name of the strategy of a launch."""
+    return DEFAULT_STRATEGY if launch.strategy is None else name_of(launch.strategy)
+
+
+def layout_words(layout: Layout) -> str:
+    """Return a layout in a few words: its keys, and the fields that differ from the defaults.
+
+    Example:
+        >>> layout_words(Layout("megatron")), layout_words(Layout(rows="padded", block=32))
+        ('megatron', 'hf, rows=padded, block=32')
+    """
+    changed = layout.model_dump(mode="json", exclude_defaults=True, exclude={"keys"})
+    return ", ".join([layout.keys, *(f"{name}={value}" for name, value in changed.items())])
+
+
+def layout_advice(job: Job, layout: Layout) -> list[str]:
+    """Return what to change where a layout of rows leaves room for only one row in a microbatch."""
+    context, most = job.batch.context_length, job.batch.microbatch_cap
+    if layout.rows == "packed" or most >= 2 * context:
+        return []
+    return [
+        f"A microbatch has one row, since rows={layout.rows} counts every row as context_length={context:,} tokens and "
+        f"batch.microbatch_tokens is {most:,}: raise batch.microbatch_tokens, to {8 * context:,} for eight rows."
+    ]
 
 
 def _name_of(option: str) -> str:

@@ -46,6 +46,14 @@ class Screen:
         if self.as_json:
             print(json.dumps(result, ensure_ascii=False, allow_nan=False), file=self._stdout, flush=True)
 
+    def write_page(self, label: str, path: Path | None, render: Callable[[], str]) -> str | None:
+        """Write a file if a path was given for it, and show the path; return the path for a program."""
+        if path is None:
+            return None
+        write_text(path, render())
+        self.show(labelled(label, path))
+        return str(path)
+
     def note(self, message: str) -> None:
         """Say something beside the result."""
         self.err.print(message, style="dim", markup=False, soft_wrap=True)
@@ -111,8 +119,15 @@ def show_error(error: OverlordError, *, as_json: bool) -> int:
     return 2 if isinstance(error, SpecError) else 1
 
 
-def check_writable(option: str, path: Path) -> None:
+def labelled(label: str, words: object) -> Text:
+    """Return a path, or another short result, behind what it is."""
+    return Text.assemble((label, "dim"), str(words))
+
+
+def check_writable(option: str, path: Path | None) -> None:
     """Refuse a file that could not be written, before the work whose result it would hold."""
+    if path is None:
+        return
     folder = path.absolute().parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -23,7 +23,7 @@ from overlord.core.ragged import Ragged, RowBatch
 from overlord.core.samples import BAD, SKIP, SampleId
 from overlord.job.specs import Audio, Chat, Custom, ImageSpec, Interleaved, Text, Video
 from overlord.reports.pages import render_file
-from overlord.reports.summary import size
+from overlord.reports.summary import number, size
 from overlord.roles.source_loader import fit_context
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.transforms.samples.audio import sound_size
@@ -378,12 +378,12 @@ class Preview:
 
     def facts(self) -> str:
         """Return length, media and state in a few words."""
-        parts = [f"{self.tokens:,} token{'' if self.tokens == 1 else 's'}"]
+        parts = [number(self.tokens, "token")]
         if self.media and self.media_tokens:
             one, many = _MEDIA[self.media[0].kind]
             parts[0] += f" ({self.media_tokens:,} of {one if len(self.media) == 1 else f'{len(self.media)} {many}'})"
         if self.turns is not None:
-            parts.append(f"{self.turns} message{'' if self.turns == 1 else 's'}")
+            parts.append(number(self.turns, "message"))
         if self.delivered < self.tokens:
             parts.append(f"cut to {self.delivered:,}")
         if self.loss_tokens not in (None, self.delivered - self.media_tokens) and not self.skipped:
@@ -425,8 +425,8 @@ def preview_source(source: OpenSource, count: int) -> list[Preview]:
     """
     one = source.open_or_raise()
     found: list[Preview] = []
-    for number in range(len(one.files.files)):
-        for first, rows in first_rows(one.files, number, count - len(found), count):
+    for file in range(len(one.files.files)):
+        for first, rows in first_rows(one.files, file, count - len(found), count):
             found += _preview_rows(one, rows, first)
         if len(found) >= count:
             break
@@ -565,8 +565,7 @@ def _data_url(picture: Pixels) -> str:
 def _headline(one: OpenSource) -> str:
     if one.files is None:
         return one.source.name
-    count = len(one.files.files)
-    files = f"{count:,} file{'' if count == 1 else 's'}"
+    files = number(len(one.files.files), "file")
     return f"{one.source.name} · {one.files.format} · {files} · {size(one.files.total_bytes)}"
 
 

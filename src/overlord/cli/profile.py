@@ -1,4 +1,4 @@
-"""`overlord profile`: measure what every source costs, keep it beside the job, and show it."""
+"""`overlord profile`: measures what every source costs, keeps it beside the job, and plans workers by it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,21 @@ import dataclasses
 import datetime
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import typer
 from rich.console import RenderableType
-from rich.text import Text
 
-from overlord.cli.options import folder_of
-from overlord.cli.output import Screen, Tell, check_writable, show_error, write_text
-from overlord.cli.sources import choose_sources
+from overlord.cli.output import Screen
 from overlord.core.spec_errors import Fault
-from overlord.errors import SourceError, SpecError
+from overlord.errors import SpecError
 from overlord.job.spec_model import as_bytes
 from overlord.job.specs import Job
 from overlord.job_files import JobFile
 from overlord.launch_spec import LaunchOptions as LaunchSection
-from overlord.launch_spec import profile_path
-from overlord.reports.profile_page import headlines, plan_table, profile_tables, ranked, render_profile
+from overlord.reports.profile_page import plan_table
 from overlord.runtimes.autoscaling.profiling import (
-    Profiled,
     check_profile,
     profile_job,
     read_profile,
@@ -40,16 +34,8 @@ from overlord.scaling.profiles import Profile, Resources, SourceCost, mean_share
 # `overlord profile --plan`: the placement that a profile and some resources give, for a person and for a program.
 
 
-class Costs(Protocol):
-    """What is known of the sources: a profile."""
-
-    def cost(self, name: str) -> SourceCost:
-        """Return what a source costs."""
-        ...
-
-
 def show_plan(
-    profile: Costs, job: Job, launch: LaunchSection, resources: Resources, as_json: bool
+    profile: Profile, job: Job, launch: LaunchSection, resources: Resources, as_json: bool
 ) -> RenderableType | dict[str, Any]:
     """Return how the sources of a job would be partitioned: something to print, or what JSON is made of.
 
@@ -115,103 +101,61 @@ def _as_json(
 # --------------------------------------------------------------------------------------------------------------
 
 
-def profile_sources(
+def find_profile(
     screen: Screen,
     loaded: JobFile,
-    job: Path,
+    path: Path,
+    cache: str,
     *,
+    named: list[str] | None,
     samples: int,
     seconds: float,
-    source: list[str] | None,
-    output: Path | None,
-    html: Path | None,
-    plan: bool,
-    cpus: float | None,
-    memory: str | None,
-    cache: Path,
-) -> None:
-    """Do what `overlord profile` was asked for; its options are told there."""
-    if not seconds > 0:
-        raise SpecError(f"--seconds is {seconds:g}; nothing could be measured. Give seconds above 0.")
-    resources = _resources(plan, cpus, memory)
-    path = profile_path(job) if output is None else output
-    check_writable("--output", path)
-    if html is not None:
-        check_writable("--html", html)
-    options = LaunchOptions(mesh=loaded.launch.mesh, cache=folder_of(cache), placement=loaded.launch.placement)
-    named = None if source is None else [one.name for one in choose_sources(loaded.job, source)]
-    before = _before(screen, path, needed=plan or named is not None)
-    with screen.progress() as tell, screen.user_code():
-        if plan and before is not None and named is None:
-            check_profile(before, loaded.job, options, tell)
-            result = Profiled(before)
-            screen.note(f"{path} is used as it is; leave out --plan to measure again")
-        else:
-            result = _measured(loaded, options, named, samples, seconds, tell)
-            result = _kept(result, before, loaded, path)
-    told = _show(screen, job, path, result, html)
-    if resources is not None:
-        shown = show_plan(result.profile, loaded.job, loaded.launch, resources, screen.as_json)
-        if isinstance(shown, dict):
-            told["plan"] = shown
-        else:
-            screen.show(shown)
-    screen.give(told)
-    for words in result.failed.values():
-        show_error(SourceError(words), as_json=False)
-    if result.failed:
-        raise typer.Exit(2)
+    as_it_is: bool,
+) -> tuple[Profile, Mapping[str, str]]:
+    """Measure the sources of a job and write the profile, with what it knew before of the others.
 
+    Args:
+        screen: Where progress is shown.
+        loaded: The job.
+        path: Where the profile is kept.
+        cache: Folder of indices.
+        named: Only these sources.
+        samples: Samples of each source.
+        seconds: Seconds for each source.
+        as_it_is: Measure nothing if there is a profile that fits the job.
 
-def _before(screen: Screen, path: Path, *, needed: bool) -> Profile | None:
-    """Return the profile that is there; one that cannot be read is replaced, unless something of it is needed."""
+    Returns:
+        The profile, and why sources could not be measured, by their names.
+    """
+    options = LaunchOptions(mesh=loaded.launch.mesh, cache=cache, placement=loaded.launch.placement)
+    before: Profile | None = None
     try:
-        return read_profile(path)
-    except SpecError as error:
-        if needed:
+        before = read_profile(path)
+    except SpecError as error:  # replaced, unless something of it is needed
+        if as_it_is or named is not None:
             raise
         screen.note(f"the profile that is there is replaced: {error}")
-        return None
+    with screen.progress() as tell, screen.user_code():
+        if as_it_is and before is not None and named is None:
+            check_profile(before, loaded.job, options, tell)
+            screen.note(f"{path} is used as it is; leave out --plan to measure again")
+            return before, {}
+        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        result = profile_job(
+            loaded.job, options, when=when, sources=named, samples=samples, seconds=seconds, progress=tell
+        )
+        profile, failed = result.profile, result.failed
+        if not profile.sources:
+            others = f" {len(failed) - 1} other sources failed too." if len(failed) > 1 else ""
+            raise SpecError(f"nothing could be measured: {next(iter(failed.values()))}{others}")
+        if before is not None:
+            known = Profile(tuple(one for one in before.sources if one.name in loaded.job.names))
+            profile = known.joined(profile)
+        write_profile(path, profile)
+    return profile, failed
 
 
-def _measured(
-    loaded: JobFile, options: LaunchOptions, named: list[str] | None, samples: int, seconds: float, tell: Tell
-) -> Profiled:
-    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    result = profile_job(loaded.job, options, when=when, sources=named, samples=samples, seconds=seconds, progress=tell)
-    if not result.profile.sources:
-        first = next(iter(result.failed.values()))
-        others = f" {len(result.failed) - 1} other sources failed too." if len(result.failed) > 1 else ""
-        raise SpecError(f"nothing could be measured: {first}{others}")
-    return result
-
-
-def _kept(result: Profiled, before: Profile | None, loaded: JobFile, path: Path) -> Profiled:
-    """Write what was measured, with what was known before of other sources of the job."""
-    if before is not None:
-        known = Profile(tuple(one for one in before.sources if one.name in loaded.job.names))
-        result = Profiled(known.joined(result.profile), result.failed)
-    write_profile(path, result.profile)
-    return result
-
-
-def _show(screen: Screen, job: Path, path: Path, result: Profiled, html: Path | None) -> dict[str, Any]:
-    screen.show(*profile_tables(str(job), result.profile))
-    screen.show(Text.assemble(("profile  ", "dim"), str(path)))
-    if html is not None:
-        write_text(html, render_profile(str(job), result.profile, result.failed))
-        screen.show(Text.assemble(("page     ", "dim"), str(html)))
-    return {
-        "job": str(job),
-        "profile": str(path),
-        "html": None if html is None else str(html),
-        "headlines": headlines(result.profile),
-        "sources": [dataclasses.asdict(one) for one in ranked(result.profile)],
-        "failed": dict(result.failed),
-    }
-
-
-def _resources(plan: bool, cpus: float | None, memory: str | None) -> Resources | None:
+def resources_of(plan: bool, cpus: float | None, memory: str | None) -> Resources | None:
     """Return what there is for loading, if it is to be planned: by default, what this host has."""
     if not plan:
         for name, value in (("--cpus", cpus), ("--memory", memory)):

@@ -18,9 +18,9 @@ import numpy as np
 import psutil
 
 from overlord.cli.collecting import Collector
-from overlord.cli.layout_options import layout_advice, layout_words
+from overlord.cli.options import layout_advice, layout_words, strategy_name
 from overlord.cli.output import Tell
-from overlord.cli.sources import context_notes, indexed_rows, isolated, open_each
+from overlord.cli.sources import context_notes, count_indexed, isolated, open_each
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import is_whole
 from overlord.errors import OverlordError, SpecError, StateError, joined
@@ -28,7 +28,6 @@ from overlord.job.layout_specs import Layout
 from overlord.job.specs import Job, Source
 from overlord.job_files import read_text
 from overlord.launch_spec import Launch
-from overlord.planning.strategies import name_of
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
 from overlord.reports.summary import RunSummary, SourceSummary, media_of
@@ -45,7 +44,6 @@ MOST_RANKS = 256
 """Ranks that one process can hold without running out of file descriptors."""
 MOST_CHECKED = 64
 """Sources that the command line looks at before it starts a service, which looks at all."""
-DEFAULT_STRATEGY = "backbone_balance"
 _LOOK_EVERY_S = 0.5
 
 
@@ -318,7 +316,7 @@ class MemoryWatch:
             try:
                 total += _proportional(process)
             except psutil.Error:
-                self._processes.remove(process)  # it is gone; whoever waits for its data gets the reason
+                self._processes.remove(process)  # it is gone; the clients that wait for its data get the reason
         self.peak = max(self.peak, total)
 
 
@@ -386,7 +384,7 @@ def _sum_up(job: Job, name: str, options: Launch, collector: Collector, facts: _
         job_name=name,
         mesh=str(options.mesh),
         runtime=options.runtime,
-        strategy=DEFAULT_STRATEGY if options.strategy is None else name_of(options.strategy),
+        strategy=strategy_name(options),
         layout=layout_words(options.layout),
         steps=collector.steps,
         wall_s=facts.wall_s,
@@ -495,7 +493,7 @@ def _epoch_rows(job: Job, options: Launch, counted: dict[str, int]) -> dict[str,
     rows: dict[str, float] = {name: float(count) for name, count in counted.items() if count}
     rest = [source for source in job.sources if source.name not in rows]
     for one in open_each(job, rest, Path(options.cache), None):
-        known = indexed_rows(one.files) if one.files is not None else None
+        known = count_indexed(one.files)[0] if one.files is not None else None
         if known is not None:
             rows[one.source.name] = known
     return rows

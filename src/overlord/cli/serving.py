@@ -19,12 +19,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from overlord.cli.layout_options import layout_words
-from overlord.cli.output import Screen
+from overlord.cli.options import layout_words
+from overlord.cli.output import Screen, labelled
 from overlord.errors import ServiceLost, SpecError
 from overlord.launch_spec import Launch
+from overlord.reports.pages import Row, terminal_table
 from overlord.reports.run_report import media_tables
-from overlord.reports.summary import count, media_of, number, size
+from overlord.reports.summary import count, media_of, number, share, size
 from overlord.runtimes.client_feed import status_of
 from overlord.runtimes.launching.cluster_placement import TRAINER
 from overlord.session import Service
@@ -42,7 +43,7 @@ def serve_until_stopped(
     Raises:
         ServiceLost: The service process is gone.
     """
-    with _on_sigterm() as stopped_within:  # whoever reads the announcement may end it at once
+    with _on_sigterm() as stopped_within:  # a reader of the announcement may end it at once
         try:
             if address_file is not None:
                 _write_whole(address_file, f"{service.address}\n")
@@ -63,7 +64,7 @@ def find_status(address: str) -> dict[str, Any]:
     """Return the status of the service at an address, or at the address that a file holds.
 
     Raises:
-        SpecError: Nobody answers there.
+        SpecError: No service answers there.
     """
     try:
         if not address.startswith("unix://") and Path(address).is_file():
@@ -84,18 +85,15 @@ def announcement(
     """Return what trainers must know of a service that has just begun."""
     ranks, layout = number(options.mesh.world_size, "rank"), layout_words(options.layout)
     lines: list[RenderableType] = [
-        Text.assemble(("serving  ", "dim"), f"{job}, mesh {options.mesh} ({ranks}), layout {layout}"),
+        labelled("serving  ", f"{job}, mesh {options.mesh} ({ranks}), layout {layout}"),
         Text.assemble(("address  ", "dim"), (address, "bold")),
     ]
     if metrics is not None:
-        lines.append(Text.assemble(("metrics  ", "dim"), metrics))
+        lines.append(labelled("metrics  ", metrics))
     every = "every trainer"
     if "ray" in status:
         hosts = [f"{one['ranks']} on {one['host']}" for one in trainer_hosts(status)]
-        lines += [
-            Text.assemble(("cluster  ", "dim"), cluster_line(status["ray"])),
-            Text.assemble(("ranks    ", "dim"), ", ".join(hosts)),
-        ]
+        lines += [labelled("cluster  ", cluster_line(status["ray"])), labelled("ranks    ", ", ".join(hosts))]
         every = "every trainer, on the host of its rank (the address is the same on all hosts; no Ray is needed there),"
     return [
         *lines,
@@ -134,31 +132,25 @@ def cluster_line(cluster: Mapping[str, Any]) -> str:
 
 def _cluster_parts(status: Mapping[str, Any]) -> list[RenderableType]:
     """Return the cluster, where every role of its service runs, and what its planner sends."""
-    table = Table()
-    table.add_column("role", style="bold")
-    table.add_column("host")
-    for name in ("pid", "CPUs"):
-        table.add_column(name, justify="right")
-    table.add_column("serves")
+    rows: list[Row] = []
     for one in status["ray"]["placement"]:
         ranks, sources = one.get("ranks"), one.get("sources")
         serves = f"ranks {ranks}" if ranks else number(sources, "source") if sources else ""
-        table.add_row(one["role"], escape(one["host"]), str(one["pid"]), f"{one['cpus']:g}", serves)
+        rows.append(Row(one["role"], (escape(one["host"]), str(one["pid"]), f"{one['cpus']:g}", serves)))
+    table = terminal_table(None, ("role", "host", "pid", "CPUs", "serves"), rows, left=("host", "serves"))
     # As text, not as the title of the table: that would be cut to its width.
     return [f"\n{escape(cluster_line(status['ray']))}", table, _traffic(status["planner"])]
 
 
 def _role_parts(status: Mapping[str, Any]) -> list[RenderableType]:
-    """Return who plays which role, what was lost last, and why a service cannot go on."""
+    """Return the processes of all roles, the newest faults, and why a service cannot continue."""
     parts: list[RenderableType] = []
     if status.get("hosts"):
-        table = Table(title="roles", title_justify="left")
-        table.add_column("role", style="bold")
-        for name in ("pid", "up", "generation", "restarts"):
-            table.add_column(name, justify="right")
+        rows: list[Row] = []
         for one in status["hosts"]:
             up = "yes" if one["up"] else "[red]no[/red]"
-            table.add_row(one["role"], str(one["pid"]), up, str(one["generation"]), str(one["restarts"]))
+            rows.append(Row(one["role"], (str(one["pid"]), up, str(one["generation"]), str(one["restarts"]))))
+        table = terminal_table("roles", ("role", "pid", "up", "generation", "restarts"), rows)
         parts.append(table)
     for fault in list(status.get("faults", ()))[-SHOWN_FAULTS:]:
         then = f"back after {fault['took_s']:.2f} s" if "took_s" in fault else "being replaced"
@@ -170,7 +162,7 @@ def _role_parts(status: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _scaling_parts(scaling: Mapping[str, Any]) -> list[RenderableType]:
-    """Return who holds up the trainers, and the newest changes of workers."""
+    """Return the bottleneck of the trainers, and the newest changes of workers."""
     parts: list[RenderableType] = []
     if scaling.get("bottleneck"):
         parts.append(f"[yellow]{escape(scaling['bottleneck'])}[/yellow]")
@@ -187,31 +179,20 @@ def _traffic(planner: Mapping[str, Any]) -> str:
 
 
 def status_tables(status: dict[str, Any]) -> list[RenderableType]:
-    """Return the picture of a service for the terminal: its sources, their media, its hosts, and its clients."""
+    """Return the status of a service for the terminal: its sources, their media, its hosts, and its clients."""
     planner, buffers = status["planner"], status["buffers"]
     held = f"{size(buffers['read_bytes'])} read ahead, {size(buffers['views_bytes'])} of views"
     coming = status["next_mesh"]
     then = f" (from step {coming['step']} on {coming['mesh']})" if coming else ""
     title = f"{status['runtime']} service, mesh {status['mesh']}{then}, next plan: step {planner['next_step']}, {held}"
-    sources = Table(title=title, title_justify="left")
-    sources.add_column("source", style="bold")
-    sources.add_column("format", style="dim")
-    for name in ("planned", "realised", "samples", "tokens", "epoch", "buffer", "bad", "wrong length", "skipped"):
-        sources.add_column(name, justify="right")
+    heads = ["source", "format", "planned", "realised", "samples", "tokens", "epoch"]
+    heads += ["buffer", "bad", "wrong length", "skipped"]
+    rows: list[Row] = []
     for name, one in status["sources"].items():
-        faults = [f"[red]{one[key]:,}[/red]" if one[key] else "0" for key in ("bad", "wrong_length")]
-        sources.add_row(
-            escape(name),
-            escape(one["format"]),
-            f"{100 * one['planned_share']:.2f}%",
-            f"{100 * one['realised_share']:.2f}%",
-            count(one["samples"]),
-            count(one["tokens"]),
-            f"{one['epoch']}{_where_it_is(one)}",
-            size(one["buffer_bytes"]),
-            *faults,
-            f"{one['skipped']:,}",
-        )
+        cells = (escape(one["format"]), share(one["planned_share"]), share(one["realised_share"]))
+        counts = (count(one["samples"]), count(one["tokens"]), f"{one['epoch']}{_where_it_is(one)}")
+        faults = (f"[red]{one[key]:,}[/red]" if one[key] else "0" for key in ("bad", "wrong_length"))
+        rows.append(Row(name, (*cells, *counts, size(one["buffer_bytes"]), *faults, f"{one['skipped']:,}")))
     clients = Table(title=f"{number(len(status['clients']), 'client')} attached", title_justify="left")
     clients.add_column("at step", justify="right")
     clients.add_column("ranks")
@@ -220,6 +201,7 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
         clients.add_row(str(step), ranks)
     hosts = _cluster_parts(status) if "ray" in status else []
     hosts += _role_parts(status) + _scaling_parts(status.get("scaling") or {})
+    sources = terminal_table(title, heads, rows)
     return [sources, *media_tables(media_of(status["sources"])), *hosts, *([clients] if status["clients"] else [])]
 
 
@@ -233,7 +215,7 @@ def _where_it_is(source: Mapping[str, Any]) -> str:
 
 
 def _look_aside(service: Service) -> Future[dict[str, Any]]:
-    """Ask for the status on a thread of its own: whoever is slow to answer must not keep a SIGTERM waiting."""
+    """Ask for the status on a thread of its own: a slow answer must not keep a SIGTERM waiting."""
     answer: Future[dict[str, Any]] = Future()
 
     def ask() -> None:

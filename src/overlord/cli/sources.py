@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 from rich.table import Table
-from rich.text import Text as Words
 
 from overlord.cli.output import Tell, current_command
 from overlord.core.ragged import RowBatch, num_rows, slice_rows
@@ -23,6 +22,7 @@ from overlord.errors import OverlordError, SpecError
 from overlord.job.specs import Audio, Chat, Custom, ImageSpec, ImageText, Interleaved, Job, Source, Text, Video
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import LengthSidecars, SourceFiles
+from overlord.reports.pages import Row, terminal_table
 from overlord.reports.summary import number, percent, size
 from overlord.roles.source_loader import fit_context
 from overlord.runtimes.hosts.prefetch import LOADER_THREADS, ThreadWorkers
@@ -84,15 +84,6 @@ class OpenSource:
         return self.opened
 
 
-def load_tokenizer(job: Job) -> TextTokenizer | None:
-    """Return the tokenizer of a job, if it has one, as a run uses it."""
-    if not job.tokenizer:
-        return None
-    tokenizer = TextTokenizer(job.tokenizer)
-    reserve_placeholders(job, tokenizer)
-    return tokenizer
-
-
 def isolated() -> IsolateReader | None:
     """Return what reads Parquet and Arrow files in other processes: a damaged file must not end the command under way.
 
@@ -119,7 +110,9 @@ def open_each(job: Job, sources: Sequence[Source], cache: Path, tell: Tell | Non
     """Open some sources of a job as a launch does; the fault of one does not keep the others from being opened."""
     if not sources:
         return []
-    tokenizer = load_tokenizer(job)
+    tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
+    if tokenizer is not None:
+        reserve_placeholders(job, tokenizer)
     transforms: dict[str, SampleTransform] = {}
     found: dict[str, OpenSource] = {}
     for source in sources:
@@ -211,11 +204,6 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def indexed_rows(files: SourceFiles) -> float | None:
-    """Return the rows of a source as far as its files are indexed, scaled up by bytes; None if none is."""
-    return count_indexed(files)[0]
-
-
 def count_indexed(files: SourceFiles) -> tuple[float | None, bool, int]:
     """Return the rows of a source (None if none of its files is indexed), whether all are, and the index's bytes."""
     found = [(files.indexed(number), file.size) for number, file in enumerate(files.files)]
@@ -263,19 +251,15 @@ def describe_source(one: OpenSource) -> dict[str, Any]:
 
 def source_listing(job_name: str, found: Sequence[Mapping[str, Any]]) -> Table:
     """Return what `describe_source` tells of each source, for the terminal."""
-    table = Table(
-        "source", "sample", "format", title=f"{number(len(found), 'source')} of {job_name}", title_justify="left"
-    )
-    for name in ("files", "bytes", "rows"):
-        table.add_column(name, justify="right")
+    rows: list[Row] = []
     for one in found:
-        if one["error"] is not None:
-            table.add_row(Words(one["name"]), one["sample"], Words("error", style="red"), "", "", "")
-            continue
-        rows = "?" if one["rows"] is None else f"{one['rows']:,}"
-        cells = (one["sample"], one["format"], f"{one['files']:,}", size(one["bytes"]), rows)
-        table.add_row(Words(one["name"]), *cells)
-    return table
+        cells = ["[red]error[/red]", "", "", ""]
+        if one["error"] is None:
+            known = "?" if one["rows"] is None else f"{one['rows']:,}"
+            cells = [one["format"], f"{one['files']:,}", size(one["bytes"]), known]
+        rows.append(Row(one["name"], (one["sample"], *cells)))
+    heads = ("source", "sample", "format", "files", "bytes", "rows")
+    return terminal_table(f"{number(len(found), 'source')} of {job_name}", heads, rows, left=("sample", "format"))
 
 
 def sources_to_measure(job: Job, names: Sequence[str]) -> list[Source]:
@@ -442,14 +426,11 @@ def look_at_context(one: Opened) -> ContextFit:
         row_bytes = max(float(index.bytes[block]) / int(index.rows[block]), 1.0)
         wanted = int(np.clip(_READ_BYTES / row_bytes, 1, _LOOKED_AT))
         for batch in files.stream(file, block, batch_rows=wanted):
-            _count(one, slice_rows(batch, 0, min(wanted, num_rows(batch))), found)
+            rows = slice_rows(batch, 0, min(wanted, num_rows(batch)))
+            measured = one.transform.measure(rows, None, no_seeds(rows))
+            found.add(measured, *fit_context(measured, one.context_length, one.overlength))
             break
     return found
-
-
-def _count(one: Opened, rows: RowBatch, found: ContextFit) -> None:
-    measured = one.transform.measure(rows, None, no_seeds(rows))
-    found.add(measured, *fit_context(measured, one.context_length, one.overlength))
 
 
 def context_notes(
@@ -522,7 +503,7 @@ def context_words(
 
 def _more(count: int, what: str) -> list[str]:
     rest = count - _NAMED
-    return [f"Samples of {rest} more source{'' if rest == 1 else 's'} are {what} too."] if rest > 0 else []
+    return [f"Samples of {number(rest, 'more source')} are {what} too."] if rest > 0 else []
 
 
 # --------------------------------------------------------------------------------------------------------------

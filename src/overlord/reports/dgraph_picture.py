@@ -7,7 +7,7 @@ them. A page of thousands of buckets shows groups of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from textwrap import wrap
@@ -18,12 +18,25 @@ import numpy.typing as npt
 from overlord.core.plan import pad_lengths
 from overlord.core.spec_errors import did_you_mean
 from overlord.errors import SpecError
+from overlord.planning.balancing.evenness import in_lockstep, over_ranks
 from overlord.planning.balancing.methods import deal
 from overlord.planning.balancing.microbatches import spread_over_blocks
 from overlord.planning.dgraph import DGraph
 from overlord.reports import svg
 from overlord.reports.pages import Figure, Row, Table, Tile, length_figure, load_figure, render, render_file
-from overlord.reports.summary import busiest, count, evenness, excess, number, percent, ratio, share, shorten
+from overlord.reports.summary import (
+    LENGTH_EDGES,
+    busiest,
+    count,
+    excess,
+    known_loads,
+    number,
+    percent,
+    ratio,
+    share,
+    shorten,
+    used_bins,
+)
 from overlord.reports.svg import Floats, Group, Int64s, bucket_ranges
 
 _FORMATS = ("html", "mermaid", "dot")
@@ -192,15 +205,9 @@ def length_bins(lengths: npt.NDArray[np.integer]) -> list[tuple[int, int, int, i
         >>> length_bins(np.array([4, 5, 6]))
         [(4, 6, 2, 9), (6, 8, 1, 6)]
     """
-    if not len(lengths):
-        return []
-    wide = np.maximum(lengths.astype(np.int64), 1)
-    edges = np.unique([round(2 ** (n / 2)) for n in range(2 * (int(wide.max()).bit_length() + 1))])
-    first = int(np.searchsorted(edges, wide.min(), "right")) - 1
-    last = int(np.searchsorted(edges, wide.max(), "right"))
-    at = np.searchsorted(edges, wide, "right") - 1
-    items, tokens = np.bincount(at, minlength=last), _sums(at, lengths, last)
-    return [(int(edges[n]), int(edges[n + 1]), int(items[n]), int(tokens[n])) for n in range(first, last)]
+    at = np.searchsorted(LENGTH_EDGES, np.maximum(lengths, 1), "right") - 1
+    items, tokens = np.bincount(at, minlength=len(LENGTH_EDGES)), _sums(at, lengths, len(LENGTH_EDGES))
+    return [(*bounds, int(items[n]), int(tokens[n])) for n, bounds in used_bins(items)]
 
 
 def rank_names(ranks: Sequence[int], most: int = 4) -> str:
@@ -320,7 +327,7 @@ def _outline(graph: DGraph) -> tuple[str, list[tuple[str, list[_Node]]], list[_L
         columns += [(f"buckets over {graph.axis}", drawn), ("ranks", ranks)]
         links += [*more, *consumers]
         loads = planned_loads(graph)
-        title += f", imbalance {ratio(evenness(loads).imbalance)}" if loads is not None else ", not balanced yet"
+        title += f", imbalance {ratio(over_ranks(known_loads(loads)))}" if loads is not None else ", not balanced yet"
         title += f" ({number(left_out, 'smaller flow')} not drawn)" if left_out else ""
     return plain(title), columns, links
 
@@ -410,18 +417,22 @@ def page_of(graph: DGraph) -> str:
 def _tiles(graph: DGraph, planned: Int64s | None, dealt: Int64s | None) -> list[Tile]:
     total = count(int(graph.items.length.sum(dtype=np.int64)))
     found = [(unit_word(graph), total, number(len(np.unique(graph.items.sample)), "sample"))]
-    other = evenness(dealt) if dealt is not None else None
     if planned is not None:
-        own = evenness(planned)
-        beside = (f"round-robin {ratio(value)}" for value in ((other.imbalance, other.lockstep) if other else ()))
-        found.append(("imbalance", ratio(own.imbalance), next(beside, "largest bucket ÷ mean")))
+
+        def against(measure: Callable[[Floats], float], otherwise: str) -> tuple[str, str]:
+            beside = otherwise if dealt is None else f"round-robin {ratio(measure(known_loads(dealt)))}"
+            return ratio(measure(known_loads(planned))), beside
+
+        found.append(("imbalance", *against(over_ranks, "largest bucket ÷ mean")))
         if planned.shape[1] > 1 and not _has_own_pace(graph):
-            found.append(("lockstep", ratio(own.lockstep), next(beside, "sum of the largest ÷ mean")))
+            found.append(("lockstep", *against(in_lockstep, "sum of the largest ÷ mean")))
         most = "at most " if graph.counts is not None else ""
         each = f"over {graph.axis}, {most}{number(graph.num_microbatches, 'microbatch')} each"
         found.append(("buckets", f"{graph.num_buckets:,}", each))
-    elif other is not None:
-        found.append(("if dealt round-robin", ratio(other.imbalance), "largest bucket ÷ mean; not balanced yet"))
+    elif dealt is not None:
+        found.append(
+            ("if dealt round-robin", ratio(over_ranks(known_loads(dealt))), "largest bucket ÷ mean; not balanced yet")
+        )
         found.append(("buckets", f"{graph.num_buckets:,}", f"over {graph.axis}"))
     full = fullest_bin(graph)
     if full is not None:
@@ -457,12 +468,12 @@ def _flow_figure(graph: DGraph, sources: Sequence[GraphSource]) -> Figure:
 
 
 def _bar_figure(graph: DGraph, planned: Int64s | None, dealt: Int64s) -> Figure:
-    other, what = evenness(dealt).imbalance, "cost" if graph.costs is not None else "tokens with padding"
+    other, what = over_ranks(known_loads(dealt)), "cost" if graph.costs is not None else "tokens with padding"
     groups = "data-parallel groups" if graph.axis == "CP" else "buckets"
     caption = f"Outlined: {what} if the same {item_word(graph)}s were dealt to the {groups} in turn."
     title = f"Not balanced yet: dealt round-robin, the busiest bucket would carry {excess(other)}"
     if planned is not None:
-        title = busiest("bucket", evenness(planned).imbalance, other)
+        title = busiest("bucket", over_ranks(known_loads(planned)), other)
         caption = f"Filled: {what} of a bucket, cut into its microbatches. {caption}"
     if graph.num_buckets > svg.MOST_BARS:
         caption += f" Beyond {svg.MOST_BARS} buckets a bar is the largest of its neighbours."

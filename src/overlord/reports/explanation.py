@@ -164,7 +164,7 @@ class Explanation:
     ranks: int
     strategy: str
     layout: str
-    """Whose keys the batches have, and the fields of the layout that differ from the defaults."""
+    """The layout of the batches: its keys, and the fields that differ from the defaults."""
     cost_model: str
     """The model that all costs are by, and where it is from."""
     steps: int
@@ -191,14 +191,6 @@ class Explanation:
     limits: list[str]
     """What this strategy cannot better, in words."""
     notes: list[str] = field(default_factory=list[str])
-
-
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """An explanation, and the page of the first step's graph."""
-
-    facts: Explanation
-    graph_page: str
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -241,9 +233,8 @@ def explain_tables(facts: Explanation) -> list[RenderableType]:
     return parts
 
 
-def render_explanation(explained: Explained) -> str:
-    """Return the explanation as one HTML page."""
-    facts = explained.facts
+def render_explanation(facts: Explanation, graph_page: str) -> str:
+    """Return the explanation as one HTML page, with the page of the first step's graph inside."""
     title = f"{number(len(facts.sources), 'source')}. {_repetition_words(facts)}"
     note = f"Shares are of {facts.mixture_level}s."
     tables = [Table("sources", title, _source_heads(facts), _source_rows(facts.sources), note)]
@@ -263,7 +254,7 @@ def render_explanation(explained: Explained) -> str:
         notes=[*headlines(facts), *facts.notes],
         explained=facts,
         traced=facts.largest_sample,
-        graph_page=explained.graph_page,
+        graph_page=graph_page,
     )
 
 
@@ -328,13 +319,11 @@ def _or_dash(value: float | None) -> str:
 
 
 def _balance_table(facts: Explanation) -> TerminalTable:
-    table = TerminalTable(title="balance (1 is even)", title_justify="left")
-    table.add_column("")
-    for name in ("round-robin", facts.strategy, "least possible"):
-        table.add_column(name, justify="right", style="bold" if name == facts.strategy else "")
-    for one in facts.balance:
-        table.add_row(_AXES[one.axis][0], ratio(one.before), _or_dash(one.after), _or_dash(one.bound))
-    return table
+    heads = ("", "round-robin", facts.strategy, "least possible")
+    rows = [
+        Row(_AXES[one.axis][0], (ratio(one.before), _or_dash(one.after), _or_dash(one.bound))) for one in facts.balance
+    ]
+    return terminal_table("balance (1 is even)", heads, rows)
 
 
 def _step_table(facts: Explanation) -> TerminalTable:

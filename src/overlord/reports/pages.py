@@ -14,8 +14,9 @@ import numpy as np
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
+from overlord.planning.balancing.evenness import in_lockstep
 from overlord.reports import svg
-from overlord.reports.summary import NARROW_SPACE, count, evenness, percent
+from overlord.reports.summary import NARROW_SPACE, count, known_loads, percent
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -69,17 +70,7 @@ def render(
     tables: Sequence[Table],
     **more: Any,
 ) -> str:
-    """Return a whole page.
-
-    Args:
-        template: Its template without the ending.
-        title: What the page is about.
-        kind: Which command wrote it, such as "overlord run".
-        facts: What stands below the title.
-        figures: Drawn once for a desk and once for a phone.
-        tables: In reading order.
-        more: `tiles`, `notes`, and what its own template shows.
-    """
+    """Return a whole page of a command (`kind`); `more` are tiles, notes, and what its own template shows."""
     return render_file(f"{template}.html", title=title, kind=kind, facts=facts, figures=figures, tables=tables, **more)
 
 
@@ -102,13 +93,22 @@ def _templates() -> Environment:
     )
 
 
-def terminal_table(title: str, heads: Sequence[str], rows: Sequence[Row], **look: Any) -> TerminalTable:
-    """Return a table for the terminal; names are shown as they are, cells may have markup."""
+def terminal_table(
+    title: str | None, heads: Sequence[str], rows: Sequence[Row], left: Sequence[str] = ("format",), **look: Any
+) -> TerminalTable:
+    """Return a table for the terminal; names are shown as they are, cells may have markup.
+
+    Args:
+        title: Above the table.
+        heads: Of the columns; the first holds the names.
+        rows: The rows.
+        left: Columns of words, which begin at the left as names do.
+        look: More options of rich's table.
+    """
     table = TerminalTable(title=title, title_justify="left", **look)
     for number, head in enumerate(heads):
-        left = number == 0 or head == "format"
         style = "bold" if number == 0 else "dim" if head == "format" else ""
-        table.add_column(head, style=style, justify="left" if left else "right")
+        table.add_column(head, style=style, justify="left" if number == 0 or head in left else "right")
     for row in rows:
         table.add_row(Text(row.name), *row.cells)
     return table
@@ -135,16 +135,10 @@ def length_figure(
     about: str = "",
     wide: bool = False,
 ) -> Figure:
-    """Return the distribution of lengths, by samples and by tokens.
+    """Return the distribution of lengths, by samples and by tokens, from bins (low, high, samples, tokens).
 
-    Args:
-        bins: (low, high, samples, tokens).
-        median: Length that half of the samples do not pass.
-        tail: Share of the tokens in the longest 2 % of the samples.
-        thing: What has a length.
-        unit: What a length counts.
-        about: "about " where tokens are estimated by the middles of the bins.
-        wide: Whether it takes the whole width.
+    `tail` is the share of the tokens in the longest 2 % of the samples; `about` is "about " where tokens are estimated
+    by the middles of the bins.
     """
     title = (
         f"Half of the {thing}s have at most {about}{count(median)} {unit}; the longest 2{NARROW_SPACE}% hold "
@@ -166,20 +160,14 @@ def load_figure(
     things: str = "ranks",
     at: str = "",
 ) -> Figure:
-    """Return the load of every microbatch, planned beside round-robin.
+    """Return the loads [row, microbatch] as planned beside those as dealt; NaN where there is no microbatch.
 
-    Args:
-        name: Of the figure.
-        maps: Names and loads [row, microbatch] as planned and as dealt; NaN where there is no microbatch.
-        title: By default, how much longer a step takes where all wait for each other after every microbatch.
-        row: What a row is called.
-        things: What waits for each other.
-        at: Which step it is.
+    By default, the title says how much longer a step takes where all wait for each other after every microbatch.
     """
     planned, dealt = (loads for _, loads in maps)
     mean = float(np.nanmean(planned))
     if not title:
-        ours, theirs = (percent(max(evenness(loads).lockstep - 1, 0.0)) for loads in (planned, dealt))
+        ours, theirs = (percent(max(in_lockstep(known_loads(loads)) - 1, 0.0)) for loads in (planned, dealt))
         title = (
             f"Waiting for each other after every microbatch, {things} take {ours} longer than with perfect balance"
             f"{at}; dealt round-robin, {theirs}"

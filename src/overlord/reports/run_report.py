@@ -10,6 +10,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table as TerminalTable
 
+from overlord.planning.balancing.evenness import over_ranks
 from overlord.planning.costs import llama_12b
 from overlord.reports import svg
 from overlord.reports.pages import (
@@ -30,8 +31,8 @@ from overlord.reports.summary import (
     SourceSummary,
     busiest,
     count,
-    evenness,
     excess,
+    known_loads,
     number,
     percent,
     ratio,
@@ -220,7 +221,7 @@ def heat_map_figure(loads: LoadHeatmap | None, name: str = "overlord") -> Figure
     ours, theirs = (_cells(rows) for rows in (loads.overlord, loads.round_robin))
     by_rank, title = loads.axis == "CP", ""
     if by_rank:  # single ranks run through their microbatches without waiting after each
-        planned, dealt = (excess(evenness(rows).imbalance) for rows in (ours, theirs))
+        planned, dealt = (excess(over_ranks(known_loads(rows))) for rows in (ours, theirs))
         title = f"In step {loads.step} the busiest rank carries {planned}; dealt round-robin, {dealt}"
     maps, at = [(name, ours), ("round-robin", theirs)], f" in step {loads.step}"
     return load_figure("load", maps, title, row="rank" if by_rank else "dp", at=at)

@@ -1,4 +1,4 @@
-"""What a finished run has to say, as plain numbers, and how the numbers of every report are written."""
+"""The figures of a finished run, and how the numbers of every report are written."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from overlord.planning.balancing.evenness import in_lockstep, over_ranks
-
+LENGTH_EDGES = np.unique(np.rint(2 ** (np.arange(0, 61) / 2)).astype(np.int64))
+"""Borders of a length histogram: two bins for every doubling."""
 NARROW_SPACE = "\u202f"
 """Stands between a number and its unit, and never breaks a line."""
 
@@ -119,7 +119,7 @@ class RunSummary:
     steps_per_point: int = 1
     """Steps behind each entry of the lists above: more than one for a very long run."""
     layout: str = "hf"
-    """Whose keys the batches have, and the fields of the layout that differ from the defaults."""
+    """The layout of the batches: its keys, and the fields that differ from the defaults."""
     media: list[MediaSummary] = field(default_factory=list[MediaSummary])
     """Sources with media."""
 
@@ -140,25 +140,16 @@ def media_of(sources: Mapping[str, Mapping[str, Any]]) -> list[MediaSummary]:
     return [MediaSummary(name, where, size) for name, where, size in found if where is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class Evenness:
-    """How even a load [bucket, microbatch] is; 1 is perfect."""
-
-    imbalance: float
-    """Largest bucket over the mean bucket."""
-    lockstep: float
-    """Sum of the largest loads of each microbatch over the mean bucket."""
+def used_bins(counts: npt.NDArray[np.integer]) -> list[tuple[int, tuple[int, int]]]:
+    """Return number and borders of the bins of a length histogram, from the first to the last that holds something."""
+    used = np.flatnonzero(counts).tolist()
+    span = range(used[0], used[-1] + 1) if used else range(0)
+    return [(n, (int(LENGTH_EDGES[n]), int(LENGTH_EDGES[n + 1]))) for n in span]
 
 
-def evenness(loads: npt.NDArray[Any]) -> Evenness:
-    """Return how even loads [bucket, microbatch] are; NaN is a microbatch that a bucket does not have.
-
-    Example:
-        >>> evenness(np.array([[3, 1], [1, 3]]))
-        Evenness(imbalance=1.0, lockstep=1.5)
-    """
-    known = np.nan_to_num(loads.astype(np.float64))
-    return Evenness(over_ranks(known), in_lockstep(known))
+def known_loads(loads: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return loads [bucket, microbatch] with 0 for NaN: a microbatch that a bucket does not have."""
+    return np.nan_to_num(loads.astype(np.float64))
 
 
 def count(value: float) -> str:

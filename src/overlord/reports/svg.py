@@ -1,7 +1,7 @@
 """Charts as inline SVG, made by plain functions of numbers and a width: no files, no scripts, no libraries.
 
-Colours come from the page's style sheet, so one drawing serves light and dark; a page draws it once for a desk and once
-for a phone. Values under the pointer are shown by CSS alone (`.hit:hover`) or by the browser (`<title>`).
+Colours come from the page's style sheet, so one drawing serves light and dark; a page draws it once for a wide screen
+and once for a phone. Values under the pointer are shown by CSS alone (`.hit:hover`) or by the browser (`<title>`).
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def rectangle(x: float, y: float, width: float, height: float, style: str) -> st
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" {style}/>'
 
 
-def hull(x: float, top: float, width: float, base: float) -> tuple[str, str]:
+def outlined_bar(x: float, top: float, width: float, base: float) -> tuple[str, str]:
     """Return an outlined bar in two parts: its body goes behind the filled bar, its top edge in front."""
-    return rectangle(x, top, width, base - top, 'class="hull"'), segment(x, top, x + width, top, "brim")
+    return rectangle(x, top, width, base - top, 'class="hull"'), segment(x, top, x + width, top, "edge")
 
 
 def dot(x: float, y: float, radius: float, style: str) -> str:
@@ -241,21 +241,7 @@ def step_chart(
     left: float = 50,
     y_log: bool = False,
 ) -> str:
-    """Return a chart whose x is the step number.
-
-    Args:
-        width: Of the whole drawing.
-        starts: Step numbers.
-        y_range: Lowest and highest value.
-        y_label: What the values are.
-        y_ticks: Values with a grid line, and how they are written.
-        draw: Returns the marks.
-        ends: Labels right of the plot.
-        tips: What is shown under the pointer, for each step.
-        height: Of the whole drawing.
-        left: Room for the values.
-        y_log: Whether the values are on a logarithmic scale.
-    """
+    """Return a chart over step numbers: `draw` returns its marks, `tips` are shown under the pointer at each step."""
     # Half a step of room at both ends, so that the first and the last mark are whole.
     half = (starts[1] - starts[0]) / 2 if len(starts) > 1 else 0.5
     x_range = (starts[0] - half, starts[-1] + half) if starts else (0.0, 1.0)
@@ -414,13 +400,13 @@ def load_bars(width: float, loads: Int64s, dealt: Int64s, planned: bool) -> str:
     for n, group in enumerate(groups):
         x, wide = frame.x(n) + gap / 2, step - gap
         own, other = float(sums[group.members].max()), float(others[group.members].max())
-        behind, brim = hull(x, frame.y(other), wide, frame.base)
+        behind, edge = outlined_bar(x, frame.y(other), wide, frame.base)
         bars = [rectangle(x, frame.y(own), wide, frame.base - frame.y(own), 'class="load"')] if planned else []
         cuts = np.cumsum(loads[group.members[0]])[:-1].tolist() if cut else []
         bars += [segment(x, frame.y(value), x + wide, frame.y(value), "cut") for value in cuts]
         words = f"{group.label}: {percent(own / mean if mean else 0)} of the mean" if planned else group.label
         words += f", dealt round-robin {percent(other / mean if mean else 0)}"
-        parts.append(with_tip(words, behind, *bars, brim))
+        parts.append(with_tip(words, behind, *bars, edge))
     parts.append(segment(frame.left, frame.y(mean), frame.end, frame.y(mean), "mean"))
     parts.append(text(frame.end + 8, frame.y(mean) + 4, f"mean {count(mean)}", kind="direct"))
     return svg(width, frame.height, parts)
@@ -429,12 +415,7 @@ def load_bars(width: float, loads: Int64s, dealt: Int64s, planned: bool) -> str:
 def histogram(width: float, thing: str, unit: str, bins: Sequence[tuple[int, int, int, float]], about: str = "") -> str:
     """Return bins (low, high, items, tokens) on a log axis: items filled, tokens outlined, both as shares.
 
-    Args:
-        width: Of the whole drawing.
-        thing: What an item is.
-        unit: What its length counts.
-        bins: The bins; none may begin below 1.
-        about: Stands before shares that are estimated.
+    An item is a `thing`, its length counts `unit`; no bin may begin below 1. `about` stands before estimated shares.
     """
     items, tokens = sum(each[2] for each in bins) or 1, sum(each[3] for each in bins) or 1
     shares = [(n / items, held / tokens) for _, _, n, held in bins]
@@ -446,10 +427,10 @@ def histogram(width: float, thing: str, unit: str, bins: Sequence[tuple[int, int
     parts = axes(frame, labels, x_ticks, nice_ticks(0, top), count, without_zeros(percent))
     for (first, last, n, _), (share, weight) in zip(bins, shares, strict=True):
         x, wide = frame.x(first) + 0.5, frame.x(last) - frame.x(first) - 1
-        behind, brim = hull(x, frame.y(weight), wide, frame.base)
+        behind, edge = outlined_bar(x, frame.y(weight), wide, frame.base)
         bar = rectangle(x, frame.y(share), wide, frame.base - frame.y(share), 'class="load"')
         words = f"{first:,} to {last - 1:,} {unit}: {n:,} {thing}s, {about}{percent(weight)} of the {unit}"
-        parts.append(with_tip(words, behind, bar, brim))
+        parts.append(with_tip(words, behind, bar, edge))
     if bins:
         parts += _peak_labels(frame, bins, shares, (f"{thing}s", unit))
     return svg(width, frame.height, parts)
@@ -474,11 +455,7 @@ def _peak_labels(
 def heat_maps(width: float, maps: Sequence[tuple[str, Floats]], mean: float, row: str = "") -> str:
     """Return loads [row, microbatch] beside each other as colours: none at the mean, orange above, blue below.
 
-    Args:
-        width: Of the whole drawing.
-        maps: Name and loads; NaN where there is no microbatch.
-        mean: The load that has no colour.
-        row: What a row is called.
+    Loads are NaN where there is no microbatch; `row` is what a row is called.
     """
     beside = width > 500
     share = (width - 32 * (len(maps) - 1)) / len(maps) if beside else width

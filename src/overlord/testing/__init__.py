@@ -4,8 +4,8 @@ The law says that the digests of a stream are the same at every scale, on every 
 let users check their own jobs against it.
 """
 
-from overlord.testing.clock import FakeClock
 from overlord.testing.digests import StreamDigests, delivered_pieces, digest_service, stream_digests
+from overlord.testing.fault_engine import FakeClock
 from overlord.testing.fault_script import Fault, FaultScript
 from overlord.testing.runs import assert_resumes_anywhere, launch_for_faults, run_with_faults
 

@@ -1,19 +1,19 @@
-"""A service in this process on which a test lets things go wrong: the inline runtime with a simulated clock and faults.
+"""A service in this process with injected faults: the inline runtime with a simulated clock and a faulty transport.
 
 The roles, the supervisor, the constructor host and the feed are those of `runtime="inline"`; the transport differs.
-Nothing is shared between two roles: every message is written to a frame and read again. What can happen to a process
-can happen to an object here, at a place that a test chooses: it is killed (also in the middle of a call), it hangs and
-comes back, and messages to it are lost, late, doubled or cut off.
+Nothing is shared between two roles: every message is encoded to a frame and decoded again. What can happen to a process
+can happen to an object here, at a point that a test chooses: it is killed (also in the middle of a call), it hangs and
+continues, and messages to it are lost, late, duplicated or cut off by a partition.
 
 Rules of this file:
-1. One thread, and no time but that of the clock that is given. Time passes only while somebody waits.
-2. Who is killed does nothing more: its next word, its next wait and its next write unwind it. Nothing is closed.
-3. Who hangs keeps its messages, and works through them when it comes back, though it may have a successor by then. It
-   cannot be killed meanwhile, as a machine that is paused cannot.
-4. A role that is in the middle of a call gets no other, save those that it answers without its lock.
-5. Whatever is done to a store may fail, or be the last thing the role does. Its files are closed then as the kernel
-   closes them: what was written is there, and nothing else. A write for which there is no room has written half of
-   what it should have. What is done has a name that a test can speak of: "store.write", "store.append" and so on.
+1. One thread, and no time but that of the simulated clock. Time passes only while a caller waits.
+2. A killed role does nothing more: its next message, wait or write raises `Killed` and unwinds it. Nothing is closed.
+3. A hanging role keeps its messages, and processes them when it continues, though it may have a successor by then. It
+   cannot be killed meanwhile, as a paused machine cannot.
+4. A role in the middle of a call gets no other, except those that it answers without its lock.
+5. Every operation on a store may fail, or be the last thing the role does. Its files are closed then as the kernel
+   closes them: what was written is there, and nothing else. A write to a full disk has written half of its data.
+   Operations have names that a script can use: "store.write", "store.append" and so on.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
 from overlord.core.client_messages import GetStatus, Request
-from overlord.errors import Fenced, OverlordError, ServiceLost, StoreError
+from overlord.errors import Fenced, OverlordError, ServiceLost, SpecError, StoreError
 from overlord.job.specs import Job
 from overlord.runtimes.hosts.cluster_role import LOCK_FREE, Means
 from overlord.runtimes.hosts.constructor_host import InlineConstructor
@@ -40,91 +40,96 @@ from overlord.runtimes.launching.inline_service import CONSTRUCTOR, InlineServic
 from overlord.runtimes.launching.launch_options import LaunchOptions
 from overlord.runtimes.supervision.supervisor import Supervisor
 from overlord.runtimes.transport.codec import Frame
-from overlord.runtimes.transport.direct import CallerMeans, CallerPace, DirectEngine, DirectPeer, MakeRole
+from overlord.runtimes.transport.direct import CallerMeans, CallerPace, Clock, DirectEngine, DirectPeer, MakeRole
 from overlord.runtimes.transport.process_engine import InlineBlobs
 from overlord.runtimes.transport.role_codec import answer_from_frame, answer_to_frame, question_from_frame, to_frame
 from overlord.runtimes.transport.role_host import answer_of, finished
 from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender, Switchboard
 from overlord.storage import StorageOptions
 from overlord.stores.places import Appender, Place, open_place
-from overlord.testing.clock import FakeClock
+from overlord.testing.fault_script import SERVICE as WHOLE_SERVICE
+from overlord.testing.fault_script import Fault, FaultScript
 from overlord.transforms.samples.per_sample import Isolate
 
 LEAST_S = 0.01
-"""A wait of no length would be one without an end."""
+"""A wait of no length would never end."""
 START_TRIES = 64
 """How often a service that was killed is launched again, when roles die while it starts."""
+STEP_S = 0.5
+"""How long a trainer works on a step, by the simulated clock."""
+WRITES = frozenset({"store.write", "store.append", "store.create", "store.open_append"})
+"""Operations on a store that can fail."""
 
 R = TypeVar("R")
 T = TypeVar("T")
 
 StoreFailure = Literal["", "store_errors", "full_disk"]
 """How a write to a store fails, if it does."""
+Touch = Callable[[str, Callable[[StoreFailure], Any]], Any]
+"""Performs an operation of a role on its store, and tells it how to fail."""
+
+
+class FakeClock(Clock):
+    """A clock that advances only by `sleep`: what takes minutes is tested in no time.
+
+    Example:
+        >>> clock = FakeClock()
+        >>> clock.sleep(90.0)
+        >>> clock.now()
+        90.0
+    """
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+
+    def now(self) -> float:
+        """Return the seconds so far."""
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        """Advance the clock; it never goes back."""
+        self._now += max(0.0, seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
-    """What becomes of one message."""
+class MessageFault:
+    """What happens to one message, or to one operation on a store."""
 
     lost: bool = False
     """It never arrives."""
-    answer_lost: bool = False
-    """It arrives, and its answer does not."""
+    reply_lost: bool = False
+    """It arrives, and its reply does not."""
     twice: bool = False
     """It arrives twice: the second one late, where there is a delay."""
     delay_s: float = 0.0
     """It arrives late, perhaps behind later ones."""
     kills: Literal["", "before", "after"] = ""
-    """Who gets it dies of it: before the work, or between the work and the answer."""
-    everybody: bool = False
-    """The whole service dies of it, not only who gets it."""
+    """Its receiver is killed: before the work, or between the work and the reply."""
+    kills_service: bool = False
+    """The whole service is killed, not only the receiver."""
     fails: StoreFailure = ""
-    """How it fails, where it is not a message but something that is done to a store."""
+    """How an operation on a store fails."""
 
 
-DELIVERED = Fate()
+DELIVERED = MessageFault()
 
 
-class Faults(Protocol):
-    """Decides what happens to messages, and what happens as time passes."""
-
-    def fate(self, sender: str, to: str, method: str) -> Fate:
-        """Return what becomes of a message."""
-        ...
-
-    def apart(self, one: str, other: str) -> bool:
-        """Whether nothing gets from one to the other at the moment."""
-        ...
-
-    def passing(self) -> None:
-        """Learn that time has passed."""
-        ...
-
-
-class Gone(BaseException):
-    """Unwinds a role that was killed in the middle of what it did."""
+class Killed(BaseException):
+    """Unwinds a role that was killed in the middle of its work."""
 
 
 @dataclass(slots=True, eq=False)
-class Letter:
+class Message:
     """A message on its way."""
 
     method: str
-    message: Any
+    content: Any
     sender: Sender
     work: Callable[[], Any] | None = None
     """What is done instead of calling a method."""
-    answer: Any = None
+    reply: Any = None
     gone: str | None = None
-    fate: Fate = DELIVERED
-
-
-class Touch(Protocol):
-    """Lets a role do something to its store, which is told how it fails."""
-
-    def __call__(self, what: str, work: Callable[[StoreFailure], Any]) -> Any:
-        """Do it, unless whoever does it is killed before."""
-        ...
+    fault: MessageFault = DELIVERED
 
 
 class FaultMeans(CallerMeans):
@@ -133,7 +138,7 @@ class FaultMeans(CallerMeans):
     Args:
         isolate: Stands in for process workers.
         pace: How it waits.
-        touch: Does what the role does to its store.
+        touch: Performs its operations on a store.
     """
 
     runtime = None
@@ -144,44 +149,35 @@ class FaultMeans(CallerMeans):
         super().__init__(pace)
         self._isolate = isolate
         self._touch = touch
-        self._places: list[MortalPlace] = []
+        self._places: list[_FaultyPlace] = []
 
     def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
         return self._isolate
 
     def open_place(self, store: str, options: StorageOptions | None = None) -> Place:
-        place = MortalPlace(open_place(store, options), self._touch)
+        place = _FaultyPlace(open_place(store, options), self._touch)
         self._places.append(place)
-        return place
+        return cast("Place", place)
 
     def drop(self) -> None:
-        """Let go of what the kernel lets go of when a process is killed."""
+        """Release what the kernel releases when a process is killed."""
         for place in self._places:
             place.drop()
 
 
-class MortalPlace:
-    """A place that fails when a test says so.
-
-    Args:
-        place: The place itself.
-        touch: Does everything that is done to it.
-    """
+class _FaultyPlace:
+    """The place of a store; each of its operations can fail, or be the last one of its role."""
 
     def __init__(self, place: Place, touch: Touch) -> None:
         self._place = place
         self._touch = touch
         self._open: list[Appender] = []
-        self.name = place.name
-        self.can_append = place.can_append
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file, whole or not at all."""
-        self._touch("store.write", self._or_fails(lambda: self._place.write(name, data)))
-
-    def create(self, name: str, data: bytes) -> str | None:
-        """Write a file that nobody has written."""
-        return self._touch("store.create", self._or_fails(lambda: self._place.create(name, data)))
+    def __getattr__(self, operation: str) -> Any:
+        found = getattr(self._place, operation)
+        if operation in ("name", "can_append"):
+            return found
+        return lambda *given: self._perform(operation, lambda: found(*given))
 
     def open_append(self, name: str) -> Appender:
         """Open a new file to append to."""
@@ -189,41 +185,16 @@ class MortalPlace:
         def opened() -> Appender:
             appender = self._place.open_append(name)
             self._open.append(appender)
-            return _MortalAppender(self, appender)
+            return _FaultyAppender(self, appender)
 
-        return self._touch("store.open_append", self._or_fails(opened))
-
-    def read(self, name: str) -> bytes | None:
-        """Return what a file holds."""
-        return self._touch("store.read", lambda failure: self._place.read(name))
-
-    def exists(self, name: str) -> bool:
-        """Whether somebody has created a file of this name."""
-        return self._touch("store.exists", lambda failure: self._place.exists(name))
-
-    def names(self, folder: str = "") -> dict[str, int]:
-        """Return the names in a folder."""
-        return self._touch("store.names", lambda failure: self._place.names(folder))
-
-    def written_at(self, name: str) -> float | None:
-        """Return when a file was written."""
-        return self._touch("store.written_at", lambda failure: self._place.written_at(name))
-
-    def delete(self, name: str) -> None:
-        """Remove a file or a folder."""
-        self._touch("store.delete", self._or_fails(lambda: self._place.delete(name)))
+        return self._perform("open_append", opened)
 
     def append(self, appender: Appender, data: bytes) -> None:
-        """Append to a file; half of it where there is no room."""
+        """Append to a file; half of the data if the disk is full."""
+        half = data[: len(data) // 2]
+        self._perform("append", lambda: appender.append(data), if_full=lambda: appender.append(half))
 
-        def put(failure: StoreFailure) -> None:
-            if failure == "full_disk":
-                appender.append(data[: len(data) // 2])
-            self._or_fails(lambda: appender.append(data))(failure)
-
-        self._touch("store.append", put)
-
-    def let_go(self, appender: Appender) -> None:
+    def close_file(self, appender: Appender) -> None:
         """Close a file."""
         if appender in self._open:
             self._open.remove(appender)
@@ -234,40 +205,42 @@ class MortalPlace:
         while self._open:
             self._open.pop().close()
 
-    def _or_fails(self, work: Callable[[], Any]) -> Callable[[StoreFailure], Any]:
-        def done(failure: StoreFailure) -> Any:
+    def _perform(self, operation: str, work: Callable[[], Any], if_full: Callable[[], None] = lambda: None) -> Any:
+        def perform(failure: StoreFailure) -> Any:
             if not failure:
                 return work()
+            if failure == "full_disk":
+                if_full()
             why = "No space left on device" if failure == "full_disk" else "it answers 500"
             raise StoreError(
-                f"the store {self.name!r} cannot be written ({why}); no step can be planned that could not be resumed. "
-                "A test has asked for this: take the fault out of its script."
+                f"the store {self._place.name!r} cannot be written ({why}); no step can be planned that could not be "
+                "resumed. A test has asked for this: take the fault out of its script."
             )
 
-        return done
+        return self._touch(f"store.{operation}", perform)
 
 
-class _MortalAppender:
-    """One open file of a place that may fail."""
+@dataclass(slots=True)
+class _FaultyAppender:
+    """One open file of such a place."""
 
-    def __init__(self, place: MortalPlace, appender: Appender) -> None:
-        self._place = place
-        self._appender = appender
+    place: _FaultyPlace
+    appender: Appender
 
     def append(self, data: bytes) -> None:
-        self._place.append(self._appender, data)
+        self.place.append(self.appender, data)
 
     def close(self) -> None:
-        self._place.let_go(self._appender)
+        self.place.close_file(self.appender)
 
 
 class FaultPeer(DirectPeer):
-    """One incarnation of a role, as the others ask it.
+    """One instance of a role, as the other roles call it.
 
     Args:
-        engine: Carries its messages.
+        engine: Delivers its messages.
         name: The role.
-        generation: Which incarnation it is.
+        generation: Which instance of the role it is.
         make: Makes the role itself, with its switchboard and its means.
     """
 
@@ -279,70 +252,69 @@ class FaultPeer(DirectPeer):
         self.name = name
         self.generation = generation
         self.state: Literal["up", "hangs", "dead"] = "up"
-        self.letters: deque[Letter] = deque()
-        """What came while it could not take it."""
+        self.inbox: deque[Message] = deque()
+        """Messages that came while it could not take them."""
         pace = CallerPace(engine.clock.now, engine.pass_time)
         self.means = FaultMeans(engine.isolate, pace, functools.partial(engine.touch_store, self))
         self.failed: Exception | None = None
         try:
             self.role = engine.acting(self, lambda: make(self.board, self.means))
-        except Exception as error:  # told to whoever asks, as a process does
+        except Exception as error:  # the reply to every call, as of a process
             self.failed = error
 
     def ask(self, method: str, message: Any, sender: Sender = SERVICE) -> Pending:
         """Call a method of the role."""
         if method == "beat":
-            return _Beat(self._engine, self)
+            return _Heartbeat(self._engine, self)
         frame, plan = to_frame(message)
         copy = question_from_frame(copied(frame), plan)
-        return self._engine.carry(self, Letter(method, copy, sender))
+        return self._engine.send(self, Message(method, copy, sender))
 
-    def take(self, letter: Letter) -> None:
-        """Do what a letter asks for."""
-        if letter.fate.kills == "before":
-            self._engine.die(self, letter.fate)
+    def take(self, message: Message) -> None:
+        """Do the work of a message."""
+        if message.fault.kills == "before":
+            self._engine.kill_by(message.fault, self)
             return
         try:
-            self.board.check(letter.sender)
-            if letter.work is not None:
-                answer = letter.work()
+            self.board.check(message.sender)
+            if message.work is not None:
+                reply = message.work()
             else:
-                answer = self.failed or finished(answer_of(self.role, letter.method, letter.message))
-        except Exception as error:  # the border of the role: whoever asked must learn what became of it
-            answer = error
-        if letter.fate.kills == "after":
-            self._engine.die(self, letter.fate)
-        elif not letter.fate.answer_lost:
-            letter.answer = answer_from_frame(copied(answer_to_frame(answer)))
+                reply = self.failed or finished(answer_of(self.role, message.method, message.content))
+        except Exception as error:  # the border of the role: the error is the reply
+            reply = error
+        if message.fault.kills == "after":
+            self._engine.kill_by(message.fault, self)
+        elif not message.fault.reply_lost:
+            message.reply = answer_from_frame(copied(answer_to_frame(reply)))
 
 
 @dataclass(slots=True)
-class _Answer:
+class _Reply:
     """A call under way."""
 
     engine: FaultEngine
-    peer: FaultPeer
-    letter: Letter
+    message: Message
 
     def poll(self, timeout_s: float) -> Any:
-        """Return the answer; where it has not come, time passes."""
-        if self.letter.answer is None and self.letter.gone is None and timeout_s > 0:
+        """Return the reply; while there is none, time passes."""
+        if self.message.reply is None and self.message.gone is None and timeout_s > 0:
             self.engine.pass_time(timeout_s)
-        if self.letter.answer is None and self.letter.gone is not None:
-            raise PeerGone(self.letter.gone)
-        return self.letter.answer
+        if self.message.reply is None and self.message.gone is not None:
+            raise PeerGone(self.message.gone)
+        return self.message.reply
 
 
 @dataclass(slots=True)
-class _Beat:
-    """The question whether somebody lives: answered when it is looked at."""
+class _Heartbeat:
+    """A liveness check: answered when it is polled."""
 
     engine: FaultEngine
     peer: FaultPeer
 
     def poll(self, timeout_s: float) -> Any:
-        """Return the sign of life, if there is one."""
-        if self.engine.faults.apart(SERVICE[0], self.peer.name) or self.peer.state == "hangs":
+        """Return the heartbeat, if there is one."""
+        if self.engine.faults.is_cut(SERVICE[0], self.peer.name) or self.peer.state == "hangs":
             return None
         if self.peer.state == "dead":
             raise PeerGone("it was killed")
@@ -350,29 +322,28 @@ class _Beat:
 
 
 class FaultEngine(DirectEngine):
-    """Makes roles as objects, and carries copies of messages between them.
+    """Makes roles as objects, and delivers copies of messages between them.
 
     Args:
         make: Makes a role.
-        clock: The time.
-        faults: What happens to messages.
+        faults: The clock, and what happens to messages.
         isolate: Stands in for process workers.
     """
 
-    def __init__(self, make: MakeRole, clock: FakeClock, faults: Faults, isolate: Isolate | None = None) -> None:
-        super().__init__(make, clock)
+    def __init__(self, make: MakeRole, faults: FaultInjector, isolate: Isolate | None = None) -> None:
+        super().__init__(make, faults.clock)
         self.faults = faults
         self.isolate = isolate
         self.on_time: Callable[[], None] = lambda: None
-        """Called when time has passed: the supervisor looks after all roles."""
+        """Called when time has passed: the supervisor checks all roles."""
         self.crashed = False
         """Whether the service itself was killed."""
         self._acting: list[FaultPeer | None] = []
-        self._late: list[tuple[float, FaultPeer, Letter]] = []
+        self._late: list[tuple[float, FaultPeer, Message]] = []
         self._working = 0
         self._work: deque[Callable[[], None]] = deque()
 
-    # -- what a supervisor asks -------------------------------------------------------------------
+    # -- what a supervisor calls ------------------------------------------------------------------
 
     def start(self, site: Site, generation: int) -> Peer:
         """Make the object of a role."""
@@ -382,97 +353,97 @@ class FaultEngine(DirectEngine):
         return peer
 
     def introduce(self, peer: Peer, book: Book) -> Pending:
-        """Tell a role who is who."""
+        """Tell a role which peers there are."""
         assert isinstance(peer, FaultPeer)
 
         def learn() -> Any:
             peer.board.learn(Book.from_head(book.head(), book.peers))
             return {}
 
-        return self.carry(peer, Letter("learn", None, SERVICE, learn))
+        return self.send(peer, Message("learn", None, SERVICE, learn))
 
     def kill(self, peer: Peer, site: Site, pid: int) -> None:
-        """Kill an incarnation, where it can be reached: one that hangs with its host, or behind a cut, lives on."""
+        """Kill an instance if it can be reached: one that hangs with its host, or is behind a partition, lives on."""
         assert isinstance(peer, FaultPeer)
-        if peer.state != "hangs" and not self.faults.apart(SERVICE[0], peer.name):
+        if peer.state != "hangs" and not self.faults.is_cut(SERVICE[0], peer.name):
             self.kill_now(peer)
 
     def close(self) -> None:
-        """Drop everybody, also those that nobody knows any more."""
+        """Drop all instances, also those that were replaced."""
         for peer in list(self.peers):
             self.kill_now(peer)
 
-    # -- what a test does -------------------------------------------------------------------------
+    # -- what a test calls ------------------------------------------------------------------------
 
     def newest(self, name: str) -> FaultPeer | None:
-        """Return the newest incarnation of a role, if there is one."""
+        """Return the newest instance of a role, if there is one."""
         return next((peer for peer in reversed(self.peers) if peer.name == name), None)
 
     def kill_now(self, peer: FaultPeer) -> None:
-        """Kill an incarnation as SIGKILL does: nothing of it is closed, and nobody is told."""
+        """Kill an instance as SIGKILL does: nothing of it is closed, and no peer is notified."""
         if peer.state != "dead":
             peer.state = "dead"
             peer.means.drop()
             if peer in self.peers:
                 self.peers.remove(peer)
-            self._lose_letters(peer)
+            self._lose_messages(peer)
 
     def crash(self) -> None:
-        """Kill everybody and the supervisor too, whatever they are doing."""
+        """Kill all instances and the supervisor, whatever they are doing."""
         self.close()
         self.crashed = True
 
     def hang(self, peer: FaultPeer) -> None:
-        """Let an incarnation hang, with everything that comes for it."""
+        """Let an instance hang, with every message for it."""
         if peer.state == "up":
             peer.state = "hangs"
 
     def resume(self, peer: FaultPeer) -> None:
-        """Let an incarnation go on where it hung; it finds what has come meanwhile."""
+        """Let a hanging instance continue; it finds the messages that have come meanwhile."""
         if peer.state == "hangs":
             peer.state = "up"
             self._catch_up(peer)
 
     def later(self, work: Callable[[], None]) -> None:
-        """Do something beside what is being done: when somebody waits."""
+        """Do something in the middle of other work: at the next wait."""
         self._work.append(work)
 
-    # -- carrying ---------------------------------------------------------------------------------
+    # -- delivery ---------------------------------------------------------------------------------
 
-    def carry(self, peer: FaultPeer, letter: Letter) -> Pending:
-        """Bring a letter to an incarnation, as far as the faults let it through."""
+    def send(self, peer: FaultPeer, message: Message) -> Pending:
+        """Deliver a message to an instance, as far as the faults let it through."""
         self._check_alive()
-        answer, sender = _Answer(self, peer, letter), letter.sender[0]
-        fate = self.faults.fate(sender, peer.name, letter.method)
-        if fate.lost or self.faults.apart(sender, peer.name):
-            return answer
+        reply, sender = _Reply(self, message), message.sender[0]
+        fault = self.faults.next_fault(peer.name, message.method)
+        if fault.lost or self.faults.is_cut(sender, peer.name):
+            return reply
         if peer.state == "dead":
             raise PeerGone("it was killed")
-        again = dataclasses.replace(letter)
-        letter.fate = fate
-        self._hand(peer, letter, 0.0 if fate.twice else fate.delay_s)
-        if fate.twice:  # nobody waits for the answer to the second one
-            self._hand(peer, again, fate.delay_s)
-        self._check_alive()  # it may have been killed while it waited for the answer
-        return answer
+        again = dataclasses.replace(message)
+        message.fault = fault
+        self._hand(peer, message, 0.0 if fault.twice else fault.delay_s)
+        if fault.twice:  # the reply to the second one is dropped
+            self._hand(peer, again, fault.delay_s)
+        self._check_alive()  # the sender may have been killed while it waited for the reply
+        return reply
 
     def as_role(self, peer: FaultPeer, work: Callable[[], T]) -> T:
-        """Let a client of this process ask a role.
+        """Let a client of this process call a role.
 
         Raises:
-            PeerGone: when it died of that.
+            PeerGone: The call has killed it.
         """
         try:
             done = self.acting(peer, work)
             self._check_alive()
-        except Gone as error:
+        except Killed as error:
             raise PeerGone(f"the {error} was killed") from error
         if peer.state == "dead":
             raise PeerGone(f"the {peer.name} was killed")
         return done
 
     def acting(self, peer: FaultPeer | None, work: Callable[[], T]) -> T:
-        """Do something as a role, or as nobody: the caller itself."""
+        """Do something as a role, or with None as the caller itself."""
         self._acting.append(peer)
         if peer is not None:
             peer.calls += 1
@@ -484,18 +455,18 @@ class FaultEngine(DirectEngine):
                 peer.calls -= 1
 
     def pass_time(self, seconds: float) -> None:
-        """Wait: the clock goes on, what is due happens, and the supervisor looks after everybody."""
+        """Wait: the clock advances, what is due happens, and the supervisor checks all roles."""
         self.clock.sleep(max(seconds, LEAST_S))
-        self.acting(None, self._happen)
+        self.acting(None, self._do_what_is_due)
         self._check_alive()
 
-    def _happen(self) -> None:
-        self.faults.passing()
+    def _do_what_is_due(self) -> None:
+        self.faults.end_those_over()
         due = [late for late in self._late if late[0] <= self.clock.now()]
         self._late = [late for late in self._late if late[0] > self.clock.now()]
-        for _, peer, letter in due:
-            peer.letters.append(letter)
-            self._lose_letters(peer)
+        for _, peer, message in due:
+            peer.inbox.append(message)
+            self._lose_messages(peer)
         for peer in list(self.peers):
             self._catch_up(peer)
             self._work_beside(peer)
@@ -507,89 +478,85 @@ class FaultEngine(DirectEngine):
             finally:
                 self._working -= 1
 
-    def _hand(self, peer: FaultPeer, letter: Letter, delay_s: float) -> None:
+    def _hand(self, peer: FaultPeer, message: Message, delay_s: float) -> None:
         if delay_s > 0:
-            self._late.append((self.clock.now() + delay_s, peer, letter))
+            self._late.append((self.clock.now() + delay_s, peer, message))
         elif peer.state == "dead":
-            letter.gone = "it was killed"
-        elif peer.state == "hangs" or (peer.calls and letter.method not in LOCK_FREE):
-            peer.letters.append(letter)
+            message.gone = "it was killed"
+        elif peer.state == "hangs" or (peer.calls and message.method not in LOCK_FREE):
+            peer.inbox.append(message)
         else:
-            self._deliver(peer, letter)
+            self._deliver(peer, message)
             self._catch_up(peer)
 
-    def _deliver(self, peer: FaultPeer, letter: Letter) -> None:
-        try:
-            self.acting(peer, lambda: peer.take(letter))
-        except Gone:
-            pass  # it was killed on the way
-        if peer.state == "dead" and letter.answer is None:
-            letter.gone = "it was killed"
+    def _deliver(self, peer: FaultPeer, message: Message) -> None:
+        with contextlib.suppress(Killed):
+            self.acting(peer, lambda: peer.take(message))
+        if peer.state == "dead" and message.reply is None:
+            message.gone = "it was killed"
 
     def _catch_up(self, peer: FaultPeer) -> None:
-        """Let an incarnation take what has come for it, as far as it can."""
-        for letter in list(peer.letters):
-            if peer.state == "up" and letter in peer.letters and self._can_take(peer, letter):
-                peer.letters.remove(letter)
-                self._deliver(peer, letter)
+        """Deliver the messages that wait for an instance, as far as it can take them."""
+        for message in list(peer.inbox):
+            if peer.state == "up" and message in peer.inbox and self._can_take(peer, message):
+                peer.inbox.remove(message)
+                self._deliver(peer, message)
 
     def _work_beside(self, peer: FaultPeer) -> None:
-        """Let an incarnation do what a thread of its own would do."""
+        """Let an instance do what a thread of its own would do."""
         if peer.state == "up" and not peer.calls and not self._working and peer.role is not None:
-            try:
+            with contextlib.suppress(Killed):
                 self.acting(peer, peer.role.work_beside)
-            except Gone:
-                pass  # it was killed
 
     def touch_store(self, peer: FaultPeer, what: str, work: Callable[[StoreFailure], Any]) -> Any:
-        """Let an incarnation do something to its store.
+        """Perform an operation of an instance on its store.
 
         Raises:
-            Gone: it was killed before that, or of it.
+            Killed: The instance was killed before the operation, or by it.
         """
         self._check_killed(peer)
-        fate = self.faults.fate(peer.name, peer.name, what)
-        if fate.kills == "before":
-            self.die(peer, fate)
+        fault = self.faults.next_fault(peer.name, what)
+        if fault.kills == "before":
+            self.kill_by(fault, peer)
         self._check_killed(peer)
-        done = work(fate.fails)
-        if fate.kills == "after":
-            self.die(peer, fate)
+        done = work(fault.fails)
+        if fault.kills == "after":
+            self.kill_by(fault, peer)
         self._check_killed(peer)
         return done
 
-    def die(self, peer: FaultPeer, fate: Fate) -> None:
-        """Let an incarnation die of a message, or everybody."""
-        if fate.everybody:
+    def kill_by(self, fault: MessageFault, peer: FaultPeer) -> None:
+        """Kill the receiver of a message, or the whole service."""
+        if fault.kills_service:
             self.crash()
         else:
             self.kill_now(peer)
 
     def _check_killed(self, peer: FaultPeer) -> None:
         if peer.state == "dead":
-            raise Gone(peer.name)
+            raise Killed(peer.name)
 
-    def _can_take(self, peer: FaultPeer, letter: Letter) -> bool:
+    def _can_take(self, peer: FaultPeer, message: Message) -> bool:
         """Whether a call can be made now.
 
-        Beside a replacement, only what that may wait for: another call could wait for the replacement itself, which
-        stands below it on the stack and could not go on.
+        During a replacement, only calls that the replacement may wait for: another call could wait for the replacement
+        itself, which is below it on the stack and could not continue.
         """
-        if letter.method in LOCK_FREE:
+        if message.method in LOCK_FREE:
             return True
-        return not peer.calls and (not self._working or letter.sender == SERVICE)
+        return not peer.calls and (not self._working or message.sender == SERVICE)
 
-    def _lose_letters(self, peer: FaultPeer) -> None:
+    def _lose_messages(self, peer: FaultPeer) -> None:
         if peer.state == "dead":
-            for letter in peer.letters:
-                letter.gone = "it was killed"
-            peer.letters.clear()
+            for message in peer.inbox:
+                message.gone = "it was killed"
+            peer.inbox.clear()
 
     def _check_alive(self) -> None:
-        """Unwind whoever acts, if it was killed."""
+        """Unwind the acting role if it was killed."""
         peer = self._acting[-1] if self._acting else None
         if self.crashed or (peer is not None and peer.state == "dead"):
-            raise Gone("the service" if peer is None else peer.name)
+            raise Killed("the service" if peer is None else peer.name)
 
 
 class FaultService(InlineService):
@@ -598,20 +565,17 @@ class FaultService(InlineService):
     Args:
         job: The job.
         options: The launch; its `cluster` says how many loader hosts there are, and which sources have shadows.
-        clock: The time.
-        faults: What happens to messages.
+        faults: The clock, and what happens to messages.
         isolate: Stands in for process workers.
     """
 
     blobs = InlineBlobs()
     scratch_in = "/dev/shm" if os.path.isdir("/dev/shm") else None  # nothing of it must outlive this process
 
-    def __init__(
-        self, job: Job, options: LaunchOptions, clock: FakeClock, faults: Faults, isolate: Isolate | None = None
-    ) -> None:
-        self._clock = clock
+    def __init__(self, job: Job, options: LaunchOptions, faults: FaultInjector, isolate: Isolate | None = None) -> None:
         self._faults = faults
         self._isolate = isolate
+        faults.cluster = self
         super().__init__(job, options)
 
     def status(self) -> dict[str, Any]:
@@ -625,7 +589,7 @@ class FaultService(InlineService):
         while not self._closed and self.engine.crashed:
             try:
                 self._start()
-            except (Gone, OverlordError) as error:  # a role was killed while it started: as a launcher, try again
+            except (Killed, OverlordError) as error:  # a role was killed while it started: as a launcher, try again
                 tries += 1
                 self.engine.crash()
                 if tries > START_TRIES:
@@ -633,7 +597,7 @@ class FaultService(InlineService):
         return super().supervisor
 
     def as_constructor(self, work: Callable[[InlineConstructor], T]) -> T:
-        """Ask the constructor host, and its successors if need be."""
+        """Call the constructor host, and its successors if need be."""
         while True:
             supervisor = self.supervisor
             peer = supervisor.peer(CONSTRUCTOR)
@@ -641,18 +605,18 @@ class FaultService(InlineService):
                 if isinstance(peer, FaultPeer) and peer.state == "up":
                     return self.engine.as_role(peer, lambda role=peer.role: work(role))  # type: ignore[misc]
                 self.engine.pass_time(0.25)
-            except (PeerGone, Gone):
-                pass  # a successor comes, and is asked the same
+            except (PeerGone, Killed):
+                pass  # the same call is made to its successor
             except (ServiceLost, Fenced):
                 if supervisor.peer(CONSTRUCTOR) is peer:
                     raise
-                self.engine.pass_time(0.25)  # it was cut off and ends, as its process would; a successor is there
+                self.engine.pass_time(0.25)  # it was cut off and ends, as its process would; there is a successor
 
     def write_due(self) -> None:
         """Do nothing: the planner writes when time passes, as a thread of it would."""
 
     def crash(self) -> None:
-        """Kill the service with everything in it; whoever asks next finds it launched again."""
+        """Kill the service with all its roles; the next call launches it again."""
         self.engine.crash()
 
     def _end(self) -> None:
@@ -668,16 +632,159 @@ class FaultService(InlineService):
         while True:
             try:
                 return self.supervisor.ask(request)
-            except Gone:
+            except Killed:
                 pass  # the service was killed meanwhile
 
     def _make_supervisor(self, sites: Sequence[Site]) -> Supervisor:
-        engine = self.engine = FaultEngine(self._make_role, self._clock, self._faults, self._isolate)
-        return Supervisor(engine, sites, self._given, clock=self._clock.now, spawn=engine.later, idle=engine.pass_time)
+        engine = self.engine = FaultEngine(self._make_role, self._faults, self._isolate)
+        return Supervisor(engine, sites, self._given, clock=engine.clock.now, spawn=engine.later, idle=engine.pass_time)
+
+
+class FaultInjector:
+    """Makes the faults of a script happen to the roles of a `FaultService`.
+
+    Args:
+        script: The faults.
+    """
+
+    def __init__(self, script: FaultScript) -> None:
+        self.clock = FakeClock()
+        self.cluster: FaultService | None = None
+        self._coming = list(script.faults)
+        self._armed: list[Fault] = []
+        """Faults that happen to the next message or write that they are about."""
+        self._cuts: list[tuple[str, str, float]] = []
+        self._hanging: list[tuple[FaultPeer, float]] = []
+        self._resizing = False
+
+    @property
+    def engine(self) -> FaultEngine:
+        """The engine of the cluster."""
+        assert self.cluster is not None
+        return self.cluster.engine
+
+    def pass_step(self, step: int) -> None:
+        """Let the time of a step pass, and the faults before the next one happen."""
+        self.wait(STEP_S)
+        self.reach(step)
+
+    def reach(self, step: int) -> None:
+        """Make the faults happen that come before a trainer asks for a step."""
+        while self._coming and self._coming[0].at_step <= step:
+            self.happen(self._coming.pop(0))
+
+    def happen(self, fault: Fault) -> None:
+        """Make one fault happen now, or to the next message or write that it is about."""
+        if fault.kind == "partition":
+            self._cuts.append((fault.role, fault.other, self.clock.now() + fault.seconds))
+        elif fault.kind == "stop":
+            if (peer := self._peer(fault.role)) is not None:
+                self.engine.hang(peer)
+                self._hanging.append((peer, self.clock.now() + fault.seconds))
+        elif fault.kind != "kill" or fault.method:
+            self._armed.append(fault)
+        elif fault.role == WHOLE_SERVICE:
+            self.engine.crash()
+        elif (peer := self._peer(fault.role)) is not None:
+            self.engine.kill_now(peer)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, as a trainer that works on a step does."""
+        if not self.engine.crashed:
+            with contextlib.suppress(Killed):  # the service was killed meanwhile; the next call launches it again
+                self.engine.pass_time(seconds)
+
+    def resize(self, workers: Sequence[int], *, later: bool = False) -> None:
+        """Give sources so many workers, as the scaler of a service does: groups move, and hosts start and end.
+
+        Args:
+            workers: Of every source.
+            later: At the next wait, in the middle of other work; otherwise at once.
+        """
+        if later:
+            self.engine.later(lambda: self.resize(workers))
+        elif not self._resizing and not self.engine.crashed:  # there is one scaler, which does one thing at a time
+            self._resizing = True
+            try:
+                assert self.cluster is not None
+                self.cluster.supervisor.hosts.resize(workers, [float(count) for count in workers])
+            except (Killed, OverlordError):
+                pass  # as the scaler does: what failed is tried again the next time
+            finally:
+                self._resizing = False
+
+    def calm(self) -> None:
+        """End all faults: hanging roles continue, and partitions are healed."""
+        self._coming.clear()
+        self._armed.clear()
+        self._cuts.clear()
+        for peer, _ in self._hanging:
+            self.engine.resume(peer)
+        self._hanging.clear()
+
+    # -- what the engine asks ---------------------------------------------------------------------
+
+    def next_fault(self, to: str, method: str) -> MessageFault:
+        """Return what happens to a message, or to an operation of a role on its store."""
+        for at, fault in enumerate(self._armed):
+            if _is_about(fault, to, method):
+                if fault.times > 1:
+                    self._armed[at] = dataclasses.replace(fault, times=fault.times - 1)
+                else:
+                    del self._armed[at]
+                return _message_fault(fault)
+        return DELIVERED
+
+    def is_cut(self, one: str, other: str) -> bool:
+        """Whether a partition separates two roles now."""
+        return any({one, other} == {a, b} for a, b, _ in self._cuts)
+
+    def end_those_over(self) -> None:
+        """End the partitions and hangs whose time is over."""
+        now = self.clock.now()
+        self._cuts = [cut for cut in self._cuts if cut[2] > now]
+        over = [peer for peer, until in self._hanging if until <= now]
+        self._hanging = [(peer, until) for peer, until in self._hanging if until > now]
+        for peer in over:
+            self.engine.resume(peer)
+
+    def _peer(self, role: str) -> FaultPeer | None:
+        assert self.cluster is not None
+        names = list(self.cluster.supervisor.table.roles)
+        if role not in names:
+            raise unknown_role(role, names)
+        return self.engine.newest(role)
+
+
+def unknown_role(role: str, names: Sequence[str]) -> SpecError:
+    """Return the error for a fault that happens to a role which a service does not have."""
+    return SpecError(
+        f"FaultScript: no role is called {role!r}; nothing would happen to it. There are {', '.join(names)} and "
+        f"{WHOLE_SERVICE!r}."
+    )
+
+
+def _is_about(fault: Fault, to: str, method: str) -> bool:
+    """Whether a fault happens to a message, or to an operation on a store."""
+    if fault.kind in ("store_errors", "full_disk"):
+        return method in WRITES
+    if fault.role not in (to, WHOLE_SERVICE):
+        return False
+    return fault.method == method or (not fault.method and not method.startswith("store."))
+
+
+def _message_fault(fault: Fault) -> MessageFault:
+    if fault.kind == "store_errors" or fault.kind == "full_disk":
+        return MessageFault(fails=fault.kind)
+    if fault.kind == "kill":
+        return MessageFault(kills="after" if fault.after else "before", kills_service=fault.role == WHOLE_SERVICE)
+    if fault.kind == "drop":
+        return MessageFault(lost=not fault.after, reply_lost=fault.after)
+    return MessageFault(twice=fault.kind == "duplicate", delay_s=fault.seconds)
 
 
 def copied(frame: Frame) -> Frame:
-    """Return a frame of which nothing is shared: what a message is on the other side."""
+    """Return a frame that shares no memory with another: a message as its receiver gets it."""
     out: Frame = [bytes(frame[0])]
     for array in frame[1:]:
         copy = np.array(array)

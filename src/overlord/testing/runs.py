@@ -1,31 +1,35 @@
-"""Runs under faults: the same stream must come out, and it must resume at every step."""
+"""Runs under faults: the stream must be the same as without faults, and must resume at every step."""
 
 from __future__ import annotations
 
 import functools
 import os
 import shutil
+import signal
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.errors import SpecError
 from overlord.job.layout_specs import DEFAULT_CACHE, Runtime
 from overlord.job.specs import Job
 from overlord.launch_spec import LaunchOptions
 from overlord.runtimes.launching.deployment import limits_of
 from overlord.runtimes.launching.resume import canonical
 from overlord.session import Service, launch, service_options
-from overlord.testing.clock import FakeClock
 from overlord.testing.digests import Before, Report, StreamDigests, digest_service, digests_of
-from overlord.testing.fault_engine import FaultService
-from overlord.testing.fault_script import FaultScript
-from overlord.testing.storm import Signals, Storm, check_for_processes
+from overlord.testing.fault_engine import FaultInjector, FaultService, unknown_role
+from overlord.testing.fault_script import SERVICE, Fault, FaultScript
 from overlord.transforms.samples.per_sample import Isolate
 
 HEARTBEAT_S = 5.0
+UP_S = 30.0
+"""How long a fault on a real process waits for the role to be up."""
 CHANGES = (
     "set_mixture", "skip_steps", "reshard", "add_source", "remove_source", "park_source", "return_source"
 )  # fmt: skip
@@ -43,20 +47,20 @@ def launch_for_faults(
     most_workers: int = 0,
     isolate: Isolate | None = None,
     **options: Any,
-) -> Iterator[tuple[Service, Storm]]:
-    """Launch a supervised service in this process, on a clock of its own; gives it and what goes wrong with it.
+) -> Iterator[tuple[Service, FaultInjector]]:
+    """Launch a supervised service in this process, on a simulated clock; yield it and its fault injector.
 
     One process and one thread, as on the inline runtime, but with the roles, messages and the supervisor of a cluster.
-    With `most_workers` of all sources `Storm.resize` deals them out, and there are loader hosts that sleep at first.
+    With `most_workers` of all sources `FaultInjector.resize` assigns them, and some loader hosts sleep at first.
     The other options are those of `launch`; all sources have a shadow, and there are two loader hosts, by default.
     """
     sizes: dict[str, Any] = {"scaling": True, "budget": {"cpus": most_workers}} if most_workers else {}
     given = LaunchOptions().call({"shadows": True, "loader_hosts": 2, "threads": 1} | sizes | options)
-    storm = Storm(script or FaultScript(), FakeClock())
-    cluster = storm.cluster = FaultService(job, service_options(job, given), storm.clock, storm, isolate)
+    faults = FaultInjector(script or FaultScript())
+    cluster = FaultService(job, service_options(job, given), faults, isolate)
     with Service(cluster, given.mesh, functools.partial(limits_of, canonical(job), given.layout)) as service:
-        yield service, storm
-        storm.calm()
+        yield service, faults
+        faults.calm()
 
 
 def run_with_faults(
@@ -74,20 +78,20 @@ def run_with_faults(
     address: str | None = None,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
 ) -> StreamDigests:
-    r"""Run a job while a script lets things go wrong; return the digests of what the trainers got.
+    r"""Run a job under a fault script; return the digests of what the trainers got.
 
-    On "inline" all happens in this process, at exact places, and waits take no time. On "local" and "ray" real
+    On "inline" everything happens in this process, at exact points, and waits take no time. On "local" and "ray" real
     processes are killed and stopped; a script for them has no other kinds.
 
     Args:
         job: The job.
-        script: What goes wrong.
+        script: The faults.
         steps: Steps at most.
         mesh: The trainer's mesh.
         runtime: Where it runs.
         shadows: Which sources have a shadow.
         loader_hosts: Processes of loaders; on "inline", objects.
-        heartbeat: Seconds that nothing may be heard of a role.
+        heartbeat: Seconds without a heartbeat after which a role is taken for dead.
         before: Called before each step with the service and the step: where a test changes something. Give every
             change its `at_step`, so that it is the same one in a run without faults.
         report: Makes what rank 0 reports of a step.
@@ -108,33 +112,92 @@ def run_with_faults(
         >>> found == stream_digests(job, steps=4, cache=str(folder / "cache"))
         True
     """
-    if runtime == "inline":
-        with launch_for_faults(
-            job, script, mesh=mesh, shadows=shadows, loader_hosts=loader_hosts, heartbeat=heartbeat, cache=cache
-        ) as (service, storm):
+    given: dict[str, Any] = {
+        "mesh": mesh,
+        "shadows": shadows,
+        "loader_hosts": loader_hosts,
+        "heartbeat": heartbeat,
+        "cache": cache,
+    }
+    reach: Callable[[int], None]
+    with ExitStack() as ends:
+        if runtime == "inline":
+            service, faults = ends.enter_context(launch_for_faults(job, script, **given))
+            reach = faults.pass_step
+        else:
+            check_for_processes(script)
+            service = ends.enter_context(launch(job, runtime=runtime, address=address, **given))
+            signals = ProcessFaults(script, service)
+            ends.callback(signals.calm)
+            reach = signals.reach
 
-            def at_step(service: Service, step: int) -> None:
-                storm.pass_step(step)
-                if before is not None:
-                    before(service, step)
-
-            return digest_service(service, steps=steps, before=at_step, report=report)
-    check_for_processes(script)
-    with launch(
-        job, mesh=mesh, runtime=runtime, address=address, shadows=shadows, loader_hosts=loader_hosts,
-        heartbeat=heartbeat, cache=cache,
-    ) as service:  # fmt: skip
-        signals = Signals(script, lambda: service.status()["hosts"], lambda: service.pid)
-
-        def strike(service: Service, step: int) -> None:
-            signals.reach(step)
+        def at_step(service: Service, step: int) -> None:
+            reach(step)
             if before is not None:
                 before(service, step)
 
+        return digest_service(service, steps=steps, before=at_step, report=report)
+
+
+class ProcessFaults:
+    """Makes the faults of a script happen to the processes of a running service: those of kind kill and stop."""
+
+    def __init__(self, script: FaultScript, service: Service) -> None:
+        self._coming = list(script.faults)
+        self._service = service
+        self._stopped: dict[int, threading.Timer] = {}
+
+    def reach(self, step: int) -> None:
+        """Make the faults happen that come before a trainer asks for a step."""
+        while self._coming and self._coming[0].at_step <= step:
+            self._happen(self._coming.pop(0))
+
+    def calm(self) -> None:
+        """Continue every stopped process that is alive."""
+        self._coming.clear()
+        for pid in list(self._stopped):
+            self._continue(pid)
+
+    def _happen(self, fault: Fault) -> None:
+        pid = self._service.pid if fault.role == SERVICE else self._pid_of(fault.role)
         try:
-            return digest_service(service, steps=steps, before=strike, report=report)
-        finally:
-            signals.calm()
+            os.kill(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+        except ProcessLookupError:
+            return  # it died just now of something else
+        if fault.kind == "stop":  # by a timer thread: the trainer may be waiting for this process
+            self._stopped[pid] = timer = threading.Timer(fault.seconds, self._continue, [pid])
+            timer.daemon = True
+            timer.start()
+
+    def _continue(self, pid: int) -> None:
+        self._stopped.pop(pid).cancel()
+        with suppress(ProcessLookupError):  # it was taken for dead, and killed
+            os.kill(pid, signal.SIGCONT)
+
+    def _pid_of(self, role: str) -> int:
+        until = time.monotonic() + UP_S
+        while True:
+            hosts: list[dict[str, Any]] = self._service.status()["hosts"]
+            found = [host for host in hosts if host["role"] == role]
+            if not found:
+                raise unknown_role(role, [host["role"] for host in hosts])
+            if found[0]["up"] or time.monotonic() > until:
+                return int(found[0]["pid"])
+            time.sleep(0.05)
+
+
+def check_for_processes(script: FaultScript) -> None:
+    """Refuse a script with faults that signals cannot make.
+
+    Raises:
+        SpecError: it names the fault.
+    """
+    for fault in script.faults:
+        if fault.kind not in ("kill", "stop") or fault.method:
+            raise SpecError(
+                f"FaultScript: {fault.kind!r}{' on a message' if fault.method else ''} at step {fault.at_step} "
+                "cannot be done to processes; it would not happen. Use runtime='inline' for it."
+            )
 
 
 def assert_resumes_anywhere(
@@ -156,7 +219,7 @@ def assert_resumes_anywhere(
         job: The job.
         steps: Steps at most.
         mesh: The trainer's mesh.
-        script: What goes wrong meanwhile, on "inline"; the states must be those of a run without faults.
+        script: Faults meanwhile, on "inline"; the states must be those of a run without faults.
         before: Called before each step with the service and the step: where a test changes something.
         report: Makes what rank 0 reports of a step.
         store: An empty folder, of this host, to keep the run in: every step is then also resumed from there, with
@@ -170,10 +233,10 @@ def assert_resumes_anywhere(
     """
     where: dict[str, Any] = {"mesh": mesh, "cache": cache}
     with ExitStack() as ends:
-        reach: Callable[[int], None] = lambda step: None  # noqa: E731 - where nothing goes wrong
+        reach: Callable[[int], None] = lambda step: None  # noqa: E731 - without faults
         if script is not None:
-            service, storm = ends.enter_context(launch_for_faults(job, script, store=store, **where))
-            reach = storm.pass_step
+            service, faults = ends.enter_context(launch_for_faults(job, script, store=store, **where))
+            reach = faults.pass_step
         else:
             service = ends.enter_context(launch(job, runtime=runtime, address=address, store=store, **where))
         notes = _Notes(service)
@@ -182,11 +245,10 @@ def assert_resumes_anywhere(
         step = int(state["step"])
         resumes: list[tuple[str, dict[str, Any], list[_Change]]] = [("its state", {"state": state}, [])]
         with tempfile.TemporaryDirectory(prefix="overlord-") as folder:
-            if store is not None:  # a copy: whoever goes on in a store begins a lineage in it
+            if store is not None:  # a copy: a resume begins a new lineage in its store
                 shutil.copytree(store, folder, dirs_exist_ok=True)
-                later = [
-                    one for one in notes.made if one.made <= step < one.at
-                ]  # the state before a step has no later ones
+                # The state before a step does not hold changes that take effect later.
+                later = [one for one in notes.made if one.made <= step < one.at]
                 resumes.append(("the store", {"state": step, "store": folder}, later))
             for what, begin, missing in resumes:
                 again = [*(replace(one, made=step) for one in missing), *(one for one in notes.made if one.made > step)]
@@ -197,7 +259,7 @@ def assert_resumes_anywhere(
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A change that was made of a running service."""
+    """A live change of a service."""
 
     made: int
     """Before which step it was made."""
@@ -208,7 +270,7 @@ class _Change:
 
 
 class _Notes:
-    """A service that notes what is changed of it."""
+    """A service that records its live changes."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -216,7 +278,7 @@ class _Notes:
         self.made: list[_Change] = []
 
     def before(self, before: Before | None) -> Before | None:
-        """Return a function that lets another one change the service, and notes it."""
+        """Return a function that runs `before` and records the changes it makes."""
 
         def noted(service: Service, step: int) -> None:
             assert before is not None
