@@ -23,8 +23,8 @@ from overlord.core.messages import HostNews
 from overlord.runtimes.hosts.peers import PLANNER
 from overlord.runtimes.hosts.planner_host import Pace
 from overlord.runtimes.launching.inline_service import InlineService
-from overlord.runtimes.launching.launch_options import LaunchOptions
-from overlord.runtimes.transport.direct import CallerMeans
+from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.transport.direct import CallerEnvironment
 from overlord.stores.journal import encode
 
 SOURCES, RANKS = 306, 256
@@ -49,9 +49,11 @@ class Hosted:
 
     def __init__(self, job: ol.Job, folder: Path, name: str, mesh: ol.ClientPlaceTree | None = None) -> None:
         tree = mesh or ol.ClientPlaceTree()
-        options = LaunchOptions(mesh=tree, cache=str(folder / "cache"), store=str(folder / name), service=name)
+        options = ServiceOptions(mesh=tree, cache=str(folder / "cache"), store=str(folder / name), service=name)
         self.folder = folder / name
-        self.service = InlineService(job, options, means=CallerMeans(Pace()))  # the planner's host has its threads
+        self.service = InlineService(
+            job, options, means=CallerEnvironment(Pace())
+        )  # the planner's host has its threads
         self.host = self.service.role(PLANNER).host
 
     def plan(self, step: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 import overlord as ol
 from overlord.runtimes.autoscaling.profiling import profile_job
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.scaling.profiles import SourceCost, counted_by_workers
 
 
@@ -46,7 +46,7 @@ def _waiting() -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 def measured_costs(job: ol.Job, cache: str, samples: int, seconds: float) -> list[SourceCost]:
     """Return what the sources cost, as `overlord profile` measures it; workers are what is bounded here."""
-    options = LaunchOptions(mesh=ol.ClientPlaceTree(), cache=cache)
+    options = ServiceOptions(mesh=ol.ClientPlaceTree(), cache=cache)
     found = profile_job(job, options, when="2030-01-01T00:00:00+00:00", samples=samples, seconds=seconds)
     if found.failed:
         raise RuntimeError(f"sources were not measured: {dict(found.failed)}")

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 import overlord as ol
-from overlord.runtimes.launching.launch_options import LaunchOptions
-from overlord.runtimes.transport.bundle import pack, unpack
+from overlord.runtimes.launching.launch_options import ServiceOptions, pack, unpack
 from overlord.version import VERSION
 
 
 @pytest.fixture
-def options() -> LaunchOptions:
-    return LaunchOptions(mesh=ol.ClientPlaceTree(dp=2), cache="/c", store="/s", service="abc", keep=7)
+def options() -> ServiceOptions:
+    return ServiceOptions(mesh=ol.ClientPlaceTree(dp=2), cache="/c", store="/s", service="abc", keep=7)
 
 
 def with_head(bundle: bytes, changed: dict[str, object]) -> bytes:
@@ -51,7 +50,7 @@ def test_the_digest_of_fields_notices_a_field_that_came(monkeypatch, ids_job, op
     from overlord.runtimes.transport import bundle as module
 
     packed = pack(ids_job, options)
-    fields = [*dataclasses.fields(LaunchOptions), *dataclasses.fields(LaunchOptions)[:1]]
+    fields = [*dataclasses.fields(ServiceOptions), *dataclasses.fields(ServiceOptions)[:1]]
     monkeypatch.setattr(module.dataclasses, "fields", lambda kind: fields)
     module._fields_digest.cache_clear()
     try:

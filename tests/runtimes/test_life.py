@@ -6,14 +6,14 @@ import threading
 import time
 
 import pytest
+from overlord.runtimes.transport.membership import PeerGone
 
 import overlord as ol
 from overlord.errors import ClosedError, ServiceLost
 from overlord.runtimes.launching.cluster_placement import place_here
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.supervisor import StartupLiveness, Supervisor
-from overlord.runtimes.transport.switchboard import PeerGone
 
 HEARTBEAT_S = 5.0
 LIMITS = Limits(HEARTBEAT_S)
@@ -152,7 +152,7 @@ def test_the_end_of_a_service_waits_for_the_replacement_of_a_role():
     """What is under way when an engine ends would abort it, and Ray would start a cluster of its own for it."""
     sites = place_here(None, world_size=1, num_sources=1, threads=1)
     engine = SlowEngine()
-    supervisor = Supervisor(engine, sites, LaunchOptions(mesh=ol.ClientPlaceTree(), cache=""))
+    supervisor = Supervisor(engine, sites, ServiceOptions(mesh=ol.ClientPlaceTree(), cache=""))
     supervisor.begin(lambda what, done, of: None)
     supervisor.table.roles["planner"].peer = Dead()
     supervisor.watch()

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
+from overlord.runtimes.transport.membership import SERVICE, Membership, PeerClient
 
 import overlord as ol
 from overlord.core.client_messages import GetStatus, Reshard, Resharded
@@ -18,9 +19,8 @@ from overlord.core.samples import META, Cursor
 from overlord.roles.assignment import Assignment
 from overlord.runtimes.client_feed import connect
 from overlord.runtimes.hosts.cluster_roles import ConstructorRole, LoaderRole, PlannerRole
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions, pack, unpack
 from overlord.runtimes.supervision.cleanup import remove_when_gone
-from overlord.runtimes.transport.bundle import pack, unpack
 from overlord.runtimes.transport.role_codec import (
     answer_from_frame,
     answer_to_frame,
@@ -29,7 +29,6 @@ from overlord.runtimes.transport.role_codec import (
     unwrap,
 )
 from overlord.runtimes.transport.role_host import finished
-from overlord.runtimes.transport.switchboard import SERVICE, Book, Switchboard
 from overlord.testing import StreamDigests, digest_service
 
 
@@ -38,7 +37,7 @@ class Here:
 
     def __init__(self, role, job, options, folder, blobs, number, **site):
         self.name = "planner" if role is PlannerRole else f"{role.__name__[:-4].lower()} host {number}"
-        self.board = Switchboard((self.name, 1))
+        self.board = PeerClient((self.name, 1))
         facts = {"number": number, "generation": 1, "ranks": [], "sources": [], "shadows": [], **site}
         self.role = role(job, options, folder, facts, self.board, blobs)
         self.calls: list[tuple[str, int, int]] = []
@@ -91,7 +90,7 @@ class Blocks:
 @contextmanager
 def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, split=False, **options):
     """Bring up a service of several hosts and give (service-like, planner peer, loader peers)."""
-    given = LaunchOptions(mesh=mesh, cache=cache, **{"threads": 1, "budget_bytes": 64 << 20, **options})
+    given = ServiceOptions(mesh=mesh, cache=cache, **{"threads": 1, "budget_bytes": 64 << 20, **options})
     folder = str(tmp_path)
     count, blobs = mesh.world_size // ranks_per_host, Blocks()
     # Every other source is dealt to all hosts, group by group.
@@ -110,7 +109,7 @@ def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, split=
         for n in range(count)
     ]
     everybody = {peer.name: peer for peer in (*loaders, planner, *constructors)}
-    book = Book(1, dict.fromkeys(everybody, 1), everybody, Assignment(dealt, (-1,) * len(dealt)))
+    book = Membership(1, dict.fromkeys(everybody, 1), everybody, Assignment(dealt, (-1,) * len(dealt)))
     with ExitStack() as ends:
         for peer in everybody.values():
             peer.board.learn(book)

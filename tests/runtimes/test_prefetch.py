@@ -19,7 +19,7 @@ from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.runtimes.hosts.loader_host import LoaderFleet
 from overlord.runtimes.hosts.prefetch import Executors, SourceWorkers, ThreadPriorityExecutor
 from overlord.runtimes.launching.deployment import make_fleet, open_files, prepare
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.stores.journal import Journal
 from overlord.stores.places import open_place
 
@@ -59,7 +59,7 @@ def fleet_of(folder: Path, slow: Slow, hands: Executors, workers: int, rows: int
         sources=[ol.Source("a", str(folder / "a"), sample=sample, shuffle_bytes=2048)],
         batch=ol.Batch(32, global_samples=8),
     )
-    options = LaunchOptions(mesh=ol.ClientPlaceTree(), cache=str(folder / "cache"), workers={"a": workers})
+    options = ServiceOptions(mesh=ol.ClientPlaceTree(), cache=str(folder / "cache"), workers={"a": workers})
     prepared = prepare(job, options)
     files = open_files(prepared, [0], hands.callers)
     verdicts = PoisonedRows(Journal(open_place(str(folder / "store")), lambda: None))

@@ -31,7 +31,7 @@ from overlord.runtimes.autoscaling.profiling import (
 )
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.runtimes.launching.deployment import SourceFacts, open_files, prepare
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.scaling.profiles import Profile, SourceProfile
 
 NAP_S = 0.005
@@ -65,8 +65,8 @@ def failing(row: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": row["ids"]}
 
 
-def options(cache: str, **changes: Any) -> LaunchOptions:
-    return LaunchOptions(**{"mesh": ol.ClientPlaceTree(), "cache": cache} | changes)
+def options(cache: str, **changes: Any) -> ServiceOptions:
+    return ServiceOptions(**{"mesh": ol.ClientPlaceTree(), "cache": cache} | changes)
 
 
 def profiled(job: ol.Job, cache: str, **changes: Any) -> Profiled:

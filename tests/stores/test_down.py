@@ -17,8 +17,8 @@ from overlord.errors import Fenced
 from overlord.runtimes.hosts.peers import PLANNER
 from overlord.runtimes.hosts.planner_host import Pace
 from overlord.runtimes.launching.inline_service import InlineService
-from overlord.runtimes.launching.launch_options import LaunchOptions
-from overlord.runtimes.transport.direct import CallerMeans
+from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.transport.direct import CallerEnvironment
 from overlord.stores.owners import claim
 from overlord.stores.places import LocalPlace, open_place
 from overlord.stores.store import newest_lineage
@@ -35,8 +35,10 @@ class Host:
     """The planner's host of a job, in this process."""
 
     def __init__(self, job, store, cache, **more):
-        options = LaunchOptions(**{"mesh": ol.ClientPlaceTree()} | more, cache=cache, store=str(store), service="it")
-        self.service = InlineService(job, options, means=CallerMeans(Pace()))  # the planner's host has its threads
+        options = ServiceOptions(**{"mesh": ol.ClientPlaceTree()} | more, cache=cache, store=str(store), service="it")
+        self.service = InlineService(
+            job, options, means=CallerEnvironment(Pace())
+        )  # the planner's host has its threads
         self.host = self.service.role(PLANNER).host
 
     def __enter__(self):

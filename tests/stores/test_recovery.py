@@ -16,14 +16,14 @@ from overlord.core.messages import HostNews
 from overlord.errors import Fenced
 from overlord.roles.client import Client
 from overlord.runtimes.launching.inline_service import Feed, InlineService
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.launching.resume import with_changes
 from overlord.stores.places import open_place
 from overlord.stores.store import Store, newest_lineage
 
 
 def options_of(store, cache, **more):
-    return LaunchOptions(mesh=ol.ClientPlaceTree(dp=2), cache=cache, store=str(store), service="it", **more)
+    return ServiceOptions(mesh=ol.ClientPlaceTree(dp=2), cache=cache, store=str(store), service="it", **more)
 
 
 def planner_of(service):

@@ -64,8 +64,8 @@ from overlord.runtimes.launching.deployment import (
 )
 from overlord.runtimes.launching.deployment import SourceFacts as FileFacts
 from overlord.runtimes.launching.inline_service import InlineService
-from overlord.runtimes.launching.launch_options import LaunchOptions
-from overlord.runtimes.transport.direct import CallerMeans, CallerPace
+from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.transport.direct import CallerEnvironment, CallerPace
 from overlord.transforms.samples.per_sample import MediaDecoder, decode_media
 
 # --------------------------------------------------------------------------------------------------------------
@@ -617,7 +617,7 @@ def explain_job(
             f"{strategy_name(launch)} is judged by {costs[0].name}, since a function's own cost is not known here; "
             "set --cost."
         )
-    options = LaunchOptions(
+    options = ServiceOptions(
         mesh=launch.mesh,
         prefetch=launch.prefetch,
         # A dry run plans with one worker where their number is not the same for all sources.
@@ -627,12 +627,12 @@ def explain_job(
         layout=launch.layout,
         placement=launch.placement,
     )
-    with closing(InlineService(job, options, tell, _ExplainMeans(tell))) as service:
+    with closing(InlineService(job, options, tell, _ExplainEnvironment(tell))) as service:
         roles = Roles(service)
         return _explain(roles, job, name, launch, costs, steps, step_time_s if measure else None, notes, tell)
 
 
-class _ExplainMeans(CallerMeans):
+class _ExplainEnvironment(CallerEnvironment):
     """What the roles of an explained job run on: the caller, and threads where sources are opened."""
 
     def __init__(self, tell: Tell) -> None:
@@ -647,7 +647,7 @@ class _ExplainMeans(CallerMeans):
         ends.callback(callers.close)
         return Executors(callers, SerialWorkers(), InlineExecutor())
 
-    def prepare(self, job: Job, options: LaunchOptions, **given: Any) -> Prepared:
+    def prepare(self, job: Job, options: ServiceOptions, **given: Any) -> Prepared:
         return super().prepare(job, options, **given | {"isolate_reader": isolated()})
 
 

@@ -18,7 +18,7 @@ from overlord.errors import SpecError
 from overlord.job.spec_model import as_bytes
 from overlord.job.specs import Job
 from overlord.job_files import JobFile
-from overlord.launch_spec import LaunchOptions as LaunchSection
+from overlord.launch_spec import ServiceOptions as LaunchSection
 from overlord.reports.profile_page import plan_table
 from overlord.runtimes.autoscaling.profiling import (
     check_profile,
@@ -26,7 +26,7 @@ from overlord.runtimes.autoscaling.profiling import (
     read_profile,
     write_profile,
 )
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.scaling.partition import Partition, partition
 from overlord.scaling.profiles import Profile, Resources, SourceCost, mean_shares, schedule_shares
 
@@ -127,7 +127,7 @@ def find_profile(
     Returns:
         The profile, and why sources could not be measured, by their names.
     """
-    options = LaunchOptions(mesh=loaded.launch.mesh, cache=cache, placement=loaded.launch.placement)
+    options = ServiceOptions(mesh=loaded.launch.mesh, cache=cache, placement=loaded.launch.placement)
     before: Profile | None = None
     try:
         before = read_profile(path)

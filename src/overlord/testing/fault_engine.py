@@ -32,19 +32,19 @@ import numpy as np
 from overlord.core.client_messages import GetStatus, Request
 from overlord.errors import Fenced, OverlordError, ServiceLost, SpecError, StoreError
 from overlord.job.specs import Job
-from overlord.runtimes.hosts.cluster_role import LOCK_FREE, Means
+from overlord.runtimes.hosts.cluster_role import LOCK_FREE, RoleEnvironment
 from overlord.runtimes.hosts.constructor_host import InlineConstructor
 from overlord.runtimes.hosts.planner_host import Pace
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.inline_service import CONSTRUCTOR, InlineService
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.supervision.supervisor import Supervisor
 from overlord.runtimes.transport.codec import Frame
-from overlord.runtimes.transport.direct import CallerMeans, CallerPace, Clock, DirectEngine, DirectPeer, MakeRole
+from overlord.runtimes.transport.direct import CallerEnvironment, CallerPace, Clock, DirectEngine, DirectPeer, MakeRole
+from overlord.runtimes.transport.membership import SERVICE, Membership, Peer, PeerClient, PeerGone, Pending, Sender
 from overlord.runtimes.transport.process_engine import InlineBlobs
 from overlord.runtimes.transport.role_codec import answer_from_frame, answer_to_frame, question_from_frame, to_frame
 from overlord.runtimes.transport.role_host import answer_of, finished
-from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender, Switchboard
 from overlord.storage import StorageOptions
 from overlord.stores.places import Appender, Place, open_place
 from overlord.testing.fault_script import SERVICE as WHOLE_SERVICE
@@ -132,7 +132,7 @@ class Message:
     fault: MessageFault = DELIVERED
 
 
-class FaultMeans(CallerMeans):
+class FaultEnvironment(CallerEnvironment):
     """The means of a role that may be killed.
 
     Args:
@@ -143,7 +143,7 @@ class FaultMeans(CallerMeans):
 
     runtime = None
     plans_ahead = True
-    prepare = Means.prepare  # nothing is shared between two roles
+    prepare = RoleEnvironment.prepare  # nothing is shared between two roles
 
     def __init__(self, isolate: Isolate | None, pace: Pace, touch: Touch) -> None:
         super().__init__(pace)
@@ -245,9 +245,9 @@ class FaultPeer(DirectPeer):
     """
 
     def __init__(
-        self, engine: FaultEngine, name: str, generation: int, make: Callable[[Switchboard, Means], Any]
+        self, engine: FaultEngine, name: str, generation: int, make: Callable[[PeerClient, RoleEnvironment], Any]
     ) -> None:
-        super().__init__(Switchboard((name, generation), engine.clock.now, engine.pass_time))
+        super().__init__(PeerClient((name, generation), engine.clock.now, engine.pass_time))
         self._engine = engine
         self.name = name
         self.generation = generation
@@ -255,10 +255,10 @@ class FaultPeer(DirectPeer):
         self.inbox: deque[Message] = deque()
         """Messages that came while it could not take them."""
         pace = CallerPace(engine.clock.now, engine.pass_time)
-        self.means = FaultMeans(engine.isolate, pace, functools.partial(engine.touch_store, self))
+        self.environment = FaultEnvironment(engine.isolate, pace, functools.partial(engine.touch_store, self))
         self.failed: Exception | None = None
         try:
-            self.role = engine.acting(self, lambda: make(self.board, self.means))
+            self.role = engine.acting(self, lambda: make(self.peer_client, self.environment))
         except Exception as error:  # the reply to every call, as of a process
             self.failed = error
 
@@ -276,7 +276,7 @@ class FaultPeer(DirectPeer):
             self._engine.kill_by(message.fault, self)
             return
         try:
-            self.board.check(message.sender)
+            self.peer_client.check(message.sender)
             if message.work is not None:
                 reply = message.work()
             else:
@@ -318,7 +318,7 @@ class _Heartbeat:
             return None
         if self.peer.state == "dead":
             raise PeerGone("it was killed")
-        return {"version": self.peer.board.version, "busy_s": 0.0}
+        return {"version": self.peer.peer_client.version, "busy_s": 0.0}
 
 
 class FaultEngine(DirectEngine):
@@ -352,12 +352,12 @@ class FaultEngine(DirectEngine):
         self.peers.append(peer)
         return peer
 
-    def introduce(self, peer: Peer, book: Book) -> Pending:
+    def introduce(self, peer: Peer, book: Membership) -> Pending:
         """Tell a role which peers there are."""
         assert isinstance(peer, FaultPeer)
 
         def learn() -> Any:
-            peer.board.learn(Book.from_head(book.head(), book.peers))
+            peer.peer_client.learn(Membership.from_head(book.head(), book.peers))
             return {}
 
         return self.send(peer, Message("learn", None, SERVICE, learn))
@@ -383,7 +383,7 @@ class FaultEngine(DirectEngine):
         """Kill an instance as SIGKILL does: nothing of it is closed, and no peer is notified."""
         if peer.state != "dead":
             peer.state = "dead"
-            peer.means.drop()
+            peer.environment.drop()
             if peer in self.peers:
                 self.peers.remove(peer)
             self._lose_messages(peer)
@@ -572,7 +572,9 @@ class FaultService(InlineService):
     blobs = InlineBlobs()
     scratch_in = "/dev/shm" if os.path.isdir("/dev/shm") else None  # nothing of it must outlive this process
 
-    def __init__(self, job: Job, options: LaunchOptions, faults: FaultInjector, isolate: Isolate | None = None) -> None:
+    def __init__(
+        self, job: Job, options: ServiceOptions, faults: FaultInjector, isolate: Isolate | None = None
+    ) -> None:
         self._faults = faults
         self._isolate = isolate
         faults.cluster = self

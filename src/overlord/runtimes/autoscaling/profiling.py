@@ -53,7 +53,7 @@ from overlord.runtimes.launching.deployment import (
     prepare,
     try_files,
 )
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.scaling.profiles import Entry, Profile, Running, SourceProfile, Spread, cost_digest
 from overlord.storage import replacing
@@ -528,7 +528,7 @@ class Profiled:
 
 def profile_job(
     job: Job,
-    options: LaunchOptions,
+    options: ServiceOptions,
     *,
     when: str,
     sources: Sequence[str] | None = None,
@@ -575,7 +575,7 @@ def digests_of(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> dict[str
     }
 
 
-def check_profile(profile: Profile, job: Job, options: LaunchOptions, progress: Progress | None = None) -> None:
+def check_profile(profile: Profile, job: Job, options: ServiceOptions, progress: Progress | None = None) -> None:
     """Refuse a profile that was measured on other sources than a job's, as they are now.
 
     Raises:

@@ -27,7 +27,7 @@ from overlord.job.specs import Job
 from overlord.launch_spec import Budget, Loaders
 from overlord.runtimes.autoscaling.profiling import digests_of, read_profile, refresh
 from overlord.runtimes.launching.deployment import Prepared, SourceFacts
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.scaling.autoscaler import Bottleneck, Fleet, Scaling, Waited, decide, find_bottleneck
 from overlord.scaling.partition import partition
 from overlord.scaling.profiles import (
@@ -49,7 +49,7 @@ MOST_LANES = 64
 def sizing_of(
     job: Job, loaders: Loaders, scaling: bool | Scaling, budget: Budget | None, profile: str | None
 ) -> dict[str, Any]:
-    """Return the fields of `LaunchOptions` that say how many workers there are, and what they may take.
+    """Return the fields of `ServiceOptions` that say how many workers there are, and what they may take.
 
     Raises:
         SpecError: for what cannot be; nothing has run.
@@ -117,7 +117,7 @@ def check_sizes(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> None:
         profile.check(digests_of(prepared, facts))
 
 
-def refresh_profile(options: LaunchOptions, status: Callable[[], Mapping[str, Any]]) -> None:
+def refresh_profile(options: ServiceOptions, status: Callable[[], Mapping[str, Any]]) -> None:
     """Bring the profile of a launch up to date with what its workers did; a service that ends does not fail by it."""
     if options.profile is not None:
         try:
@@ -340,7 +340,7 @@ class Scaler:
 
 
 def service_scaler(
-    options: LaunchOptions,
+    options: ServiceOptions,
     ask: Callable[[GetWorkload], Document],
     workload: Callable[[], Mapping[int, Mapping[str, Any]]],
     resize: Callable[[Sequence[int], Sequence[float]], None],
@@ -372,6 +372,6 @@ def service_scaler(
     )
 
 
-def _known_costs(options: LaunchOptions) -> dict[str, SourceCost]:
+def _known_costs(options: ServiceOptions) -> dict[str, SourceCost]:
     profile = None if options.profile is None else read_profile(Path(options.profile))
     return {} if profile is None else {name: profile.cost(name) for name in profile.names}

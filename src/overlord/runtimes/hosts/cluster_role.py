@@ -21,11 +21,11 @@ from overlord.runtimes.launching.deployment import (
     Prepared,
     prepare,
 )
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.supervision.cleanup import remove_when_gone
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
-from overlord.runtimes.transport.switchboard import Switchboard
+from overlord.runtimes.transport.membership import PeerClient
 from overlord.storage import StorageOptions
 from overlord.stores.places import Place, open_place
 from overlord.transforms.samples.per_sample import Isolate, Workers
@@ -34,7 +34,7 @@ LOCK_FREE = frozenset({"where", "verdict", "learn", "pid", "progress"})
 """What a role answers while it is in the middle of a call."""
 
 
-class Means:
+class RoleEnvironment:
     """What a role takes from whoever runs it. These are the means of a process that has threads."""
 
     runtime: str | None = None
@@ -70,7 +70,7 @@ class Means:
     def progress(self, what: str, done: int, of: int) -> None:
         """Hear how far the opening of sources is; a supervisor in another process asks for it instead."""
 
-    def prepare(self, job: Job, options: LaunchOptions, **given: Any) -> Prepared:
+    def prepare(self, job: Job, options: ServiceOptions, **given: Any) -> Prepared:
         """Bring a job into the form its stream is made from; roles of one process may share what comes of it."""
         return prepare(job, options, **given)
 
@@ -92,20 +92,20 @@ class ClusterRole:
     def __init__(
         self,
         job: Job,
-        options: LaunchOptions,
+        options: ServiceOptions,
         folder: str,
         site: Mapping[str, Any],
-        board: Switchboard,
+        board: PeerClient,
         blobs: Blobs | None,
-        means: Means | None = None,
+        means: RoleEnvironment | None = None,
     ) -> None:
         self._job = job
         self._options = options
         self._folder = Path(folder)
         self._site = site
-        self._board = board
+        self._peers = board
         self._blobs = blobs
-        self._means = means or Means()
+        self._environment = means or RoleEnvironment()
         self._ends = contextlib.ExitStack()
 
     @property
@@ -129,7 +129,7 @@ class ClusterRole:
 
     def prepare(self, message: Any) -> Any:
         """Bring the job into the form its stream is made from, with the sources that have come since."""
-        self._prepared = self._with_added(self._means.prepare(self._job, self._options), message)
+        self._prepared = self._with_added(self._environment.prepare(self._job, self._options), message)
         return {}
 
     def _with_added(self, prepared: Prepared, message: Any) -> Prepared:
@@ -157,7 +157,7 @@ class ClusterRole:
         return {}
 
     def _workers_for(self, name: str, count: int | None = None) -> Workers:
-        return self._means.workers(count or self._options.threads, name, self._ends)
+        return self._environment.workers(count or self._options.threads, name, self._ends)
 
     def _claim_folder(self) -> Path:
         """Make the service's folder where it is not there yet; it goes with this process."""

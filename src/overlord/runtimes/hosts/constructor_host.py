@@ -34,7 +34,7 @@ from overlord.runtimes.launching.add_source import without_last_source
 from overlord.runtimes.launching.deployment import (
     make_constructor,
 )
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.transport.listener import listen, socket_name
 from overlord.runtimes.transport.shared_memory import Arena
 from overlord.transforms.microbatches.per_microbatch import PackedMicrobatch
@@ -48,7 +48,7 @@ class ConstructorHost:
 
     def __init__(
         self,
-        options: LaunchOptions,
+        options: ServiceOptions,
         constructor: DataConstructor,
         planner: Plans,
         *,
@@ -135,8 +135,8 @@ class ConstructorRole(ClusterRole):
     def begin(self, message: Any) -> Any:
         """Build ahead, and listen for the trainers of this host."""
         workers = self._workers_for("workers")
-        planner = RemotePlanner(self._board, self._blobs, self._site["number"], message["first_step"])
-        loaders = RemoteLoaders(self._board, planner)
+        planner = RemotePlanner(self._peers, self._blobs, self._site["number"], message["first_step"])
+        loaders = RemoteLoaders(self._peers, planner)
         prepared, number, hosts = self._prepared, self._site["number"], self._site["hosts"]
         self._constructor = make_constructor(prepared, loaders, workers)
         host = ConstructorHost(
@@ -145,7 +145,7 @@ class ConstructorRole(ClusterRole):
             planner,
             ranks_of=lambda tree: ranks_of_host(number, hosts, tree.world_size),
             read_bytes=lambda: loaders.buffer_bytes,
-            successor=self._board.me[1] > 1,
+            successor=self._peers.me[1] > 1,
             served=self._note_served,
         )
         self._host = host
@@ -185,8 +185,8 @@ class InlineConstructor(ConstructorRole):
 
     def begin(self, message: Any) -> Any:
         """Make the DataConstructor."""
-        self._planner = RemotePlanner(self._board, self._blobs, self._site["number"], int(message["first_step"]))
-        loaders = RemoteLoaders(self._board, self._planner)
+        self._planner = RemotePlanner(self._peers, self._blobs, self._site["number"], int(message["first_step"]))
+        loaders = RemoteLoaders(self._peers, self._planner)
         self._constructor = make_constructor(self._prepared, loaders, self._workers_for("workers"))
         self._plans: OrderedDict[int, LoadingPlan] = OrderedDict()
         self._samples: tuple[int, StepSamples] | None = None
@@ -204,7 +204,7 @@ class InlineConstructor(ConstructorRole):
         plan, next_mesh = self._plan(step), self._planner.next_mesh
         if plan is None or rank >= plan.mesh.world_size:
             return None
-        last = step + self._options.prefetch if self._means.plans_ahead else step + 1
+        last = step + self._options.prefetch if self._environment.plans_ahead else step + 1
         for ahead in range(step + 1, last):
             if not isinstance(self._ask_plan(ahead), LoadingPlan):
                 break
@@ -274,7 +274,7 @@ class InlineConstructor(ConstructorRole):
     def _ask_plan(self, step: int) -> LoadingPlan | Waiting | None:
         found = self._planner.plan(step, self._news())
         while isinstance(found, Waiting) and found.missing == STORE_DOWN:  # as a trainer waits beyond its prefetch
-            self._board.pause(self._board.version, STORE_WAIT_S)
+            self._peers.pause(self._peers.version, STORE_WAIT_S)
             found = self._planner.plan(step, self._news())
         if isinstance(found, LoadingPlan):
             self._plans[step] = found

@@ -34,10 +34,10 @@ class LoaderRole(ClusterRole):
     def open(self, message: Any) -> Any:
         """Open the sources of this host; tell what a planner must know of them."""
         self._done = [0, 0]
-        isolate = self._means.isolate(self._options.threads, self._ends)
-        self._hands = self._means.hands(self._options.threads, self._options.lanes, self._ends)
-        isolate_reader = self._means.isolate_reader(self._options.threads, self._ends)
-        prepared = self._means.prepare(self._job, self._options, isolate=isolate, isolate_reader=isolate_reader)
+        isolate = self._environment.isolate(self._options.threads, self._ends)
+        self._hands = self._environment.hands(self._options.threads, self._options.lanes, self._ends)
+        isolate_reader = self._environment.isolate_reader(self._options.threads, self._ends)
+        prepared = self._environment.prepare(self._job, self._options, isolate=isolate, isolate_reader=isolate_reader)
         first, added = len(prepared.job.sources), message.get("added", ())
         self._prepared = self._with_added(prepared, message)
         mine = [first + at for at, one in enumerate(added) if one["mine"]]
@@ -74,7 +74,7 @@ class LoaderRole(ClusterRole):
         weights = [*message["weights"], *[0.0] * (len(job.sources) - len(message["weights"]))]
         self._known, self._opening = message["facts"], threading.Lock()
         index_first_windows(job, self._files, cursors, weights, self._hands.callers, self._count)
-        self._verdicts = RemoteVerdicts(self._board, verdicts_from_json(message["verdicts"], job.names))
+        self._verdicts = RemoteVerdicts(self._peers, verdicts_from_json(message["verdicts"], job.names))
         fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._hands)
         fleet.followers = self._workers_for("shadows")
         fleet.restore(message["snapshots"])
@@ -192,4 +192,4 @@ class LoaderRole(ClusterRole):
 
     def _count(self, what: str, done: int, of: int) -> None:
         self._done = [done, of]
-        self._means.progress(what, done, of)
+        self._environment.progress(what, done, of)

@@ -37,8 +37,8 @@ from overlord.roles.assignment import NO_HOST
 from overlord.roles.poisoned_rows import Verdict, poisoned_in
 from overlord.roles.ports import Collect
 from overlord.roles.source_loader import LoaderCounters
+from overlord.runtimes.transport.membership import Call, PeerClient, PeerGone, Pending
 from overlord.runtimes.transport.role_codec import unwrap
-from overlord.runtimes.transport.switchboard import Call, PeerGone, Pending, Switchboard
 
 PLANNER = "planner"
 ADDED = frozenset(
@@ -77,8 +77,8 @@ def put_plan(blobs: Blobs | None, plan: LoadingPlan) -> Any:
 class RemotePlanner:
     """The planner, as a constructor host sees it."""
 
-    def __init__(self, board: Switchboard, blobs: Blobs | None, host: int, first_step: int) -> None:
-        self._board = board
+    def __init__(self, board: PeerClient, blobs: Blobs | None, host: int, first_step: int) -> None:
+        self._peers = board
         self._blobs = blobs
         self._host = host
         self.first_step = first_step
@@ -90,8 +90,8 @@ class RemotePlanner:
     def plan(self, step: int, news: HostNews) -> LoadingPlan | Waiting | None:
         """Take the plan of a step."""
         while True:
-            generation = self._board.generation(PLANNER)
-            answer: PlanAnswer = self._board.insist(PLANNER, "plan", PlanRequest(step, self._host, news))
+            generation = self._peers.generation(PLANNER)
+            answer: PlanAnswer = self._peers.insist(PLANNER, "plan", PlanRequest(step, self._host, news))
             self.next_mesh = answer.next_mesh
             if answer.waits is not None or answer.plan is None or self._blobs is None:
                 return answer.waits or answer.plan
@@ -99,7 +99,7 @@ class RemotePlanner:
             try:
                 plan = plan_from_bytes(memoryview(self._blobs.get(blob)))  # type: ignore[arg-type]
             except PeerGone:
-                self._board.pause(self._board.version, 0.1)  # it went with the planner that had put it
+                self._peers.pause(self._peers.version, 0.1)  # it went with the planner that had put it
                 continue
             self._blob_of[plan] = (blob, generation)
             return plan
@@ -109,7 +109,7 @@ class RemotePlanner:
         if self._blobs is None:
             return plan
         blob, generation = self._blob_of[plan]
-        newest = self._board.generation(PLANNER)
+        newest = self._peers.generation(PLANNER)
         if generation != newest:  # what its planner had put may have gone with it
             blob = put_plan(self._blobs, plan)
             self._blob_of[plan] = (blob, newest)
@@ -117,11 +117,11 @@ class RemotePlanner:
 
     def ask(self, request: Request[R]) -> R:
         """Pass on what a client asks or tells."""
-        return self._board.insist(PLANNER, "ask", request)
+        return self._peers.insist(PLANNER, "ask", request)
 
     def tell(self, news: HostNews) -> None:
         """Tell how far the clients of this host are."""
-        self._board.insist(PLANNER, "tell", HostProgress(self._host, news))
+        self._peers.insist(PLANNER, "tell", HostProgress(self._host, news))
 
 
 _Asked = tuple[int, Part]
@@ -133,23 +133,23 @@ class _Round:
 
     def __init__(
         self,
-        board: Switchboard,
+        board: PeerClient,
         method: str,
         parts: Sequence[_Asked],
         message: Callable[[Sequence[_Asked]], Any],
     ) -> None:
-        self._board = board
+        self._peers = board
         self._method = method
         self._message = message
         self._calls: list[tuple[str, Sequence[_Asked], Call]] = []
         self._ask(parts)
 
     def _ask(self, parts: Sequence[_Asked]) -> None:
-        book, of_host = self._board.book, dict[str, list[_Asked]]()
+        book, of_host = self._peers.membership, dict[str, list[_Asked]]()
         for asked in parts:
             of_host.setdefault(loader_name(book.assignment.host_of(*asked)), []).append(asked)
         for name in sorted(of_host, key=lambda name: name not in book.peers):  # who is there does not wait for others
-            self._calls.append((name, of_host[name], self._board.ask(name, self._method, self._message(of_host[name]))))
+            self._calls.append((name, of_host[name], self._peers.ask(name, self._method, self._message(of_host[name]))))
 
     def answers(self) -> Iterator[tuple[str, Any]]:
         """Wait for all of them: (name of the host, its answer). An error of one is raised."""
@@ -168,8 +168,8 @@ class _Round:
 class RemoteLoaders:
     """All SourceLoaders of a job, on the hosts that have them at the moment."""
 
-    def __init__(self, board: Switchboard, planner: RemotePlanner | None = None) -> None:
-        self._board = board
+    def __init__(self, board: PeerClient, planner: RemotePlanner | None = None) -> None:
+        self._peers = board
         self._planner = planner
         self._buffer_bytes: dict[str, int] = {}
         self._unfollowed: dict[int, list[MetaRequest]] = {}
@@ -185,7 +185,7 @@ class RemoteLoaders:
         """Ask every host that has some of the sources, at once."""
         asked = {request.source: request for request in requests}
         found: dict[int, MetaDelta] = {}
-        assignment = self._board.book.assignment
+        assignment = self._peers.membership.assignment
         parts = [
             next((r.source, part) for part in assignment.parts_of(r.source) if part.has(r.cursor.group))
             for r in requests
@@ -199,7 +199,7 @@ class RemoteLoaders:
         self.requests_made += len(requests)
         for delta in found.values():
             self.metadata_bytes += delta.meta.nbytes + (0 if delta.items is None else delta.items.nbytes)
-        shadow = self._board.book.assignment.shadow
+        shadow = self._peers.membership.assignment.shadow
         for request in requests:
             if shadow[request.source] != NO_HOST:
                 behind = self._unfollowed.setdefault(request.source, [])
@@ -212,7 +212,7 @@ class RemoteLoaders:
         assert self._planner is not None, "only a constructor host asks for payloads"
         planner, asking = self._planner, sorted(ranks)
         asked = _Round(
-            self._board,
+            self._peers,
             "hand_over",
             self._drawn(plan),
             lambda part: HandOver(asking, list(part), plan=planner.blob_of(plan)),
@@ -232,18 +232,18 @@ class RemoteLoaders:
     def _drawn(self, plan: LoadingPlan) -> list[_Asked]:
         """Return the parts of sources that a plan draws from."""
         drawn = np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist()
-        parts = {source: self._board.book.assignment.parts_of(source) for source in drawn}
+        parts = {source: self._peers.membership.assignment.parts_of(source) for source in drawn}
         meta = {source: plan.draw.meta[plan.draw.samples_of(source)] for source in drawn if len(parts[source]) > 1}
         return [(s, part) for s in drawn for part in parts[s] if s not in meta or len(part.rows(meta[s]))]
 
     def _all_parts(self, sources: Iterable[int] | None = None) -> list[_Asked]:
-        assignment = self._board.book.assignment
+        assignment = self._peers.membership.assignment
         chosen = range(len(assignment.primary)) if sources is None else sources
         return [(source, part) for source in chosen for part in assignment.parts_of(source)]
 
     def follow(self, passed: Mapping[int, Cursor]) -> None:
         """Let shadows read what their primaries were asked for, and drop what every trainer has passed."""
-        book = self._board.book
+        book = self._peers.membership
         for name, peer in book.peers.items():
             mine = [s for s, host in enumerate(book.assignment.shadow) if host != NO_HOST and loader_name(host) == name]
             try:
@@ -251,7 +251,7 @@ class RemoteLoaders:
                     continue  # it is still busy with the last ones; these wait for the next time
                 requests = [request for source in mine for request in self._unfollowed.pop(source, ())]
                 message = Follow(requests, {source: passed[source] for source in mine if source in passed})
-                self._following[name] = peer.ask("follow", message, self._board.me)
+                self._following[name] = peer.ask("follow", message, self._peers.me)
             except PeerGone:
                 self._following.pop(name, None)  # the supervisor sees it too, and raises another shadow
 
@@ -297,7 +297,7 @@ class RemoteLoaders:
     def _ask_all(
         self, method: str, parts: Sequence[_Asked], message: Callable[[Sequence[_Asked]], Any]
     ) -> Iterator[Any]:
-        return (answer for _, answer in _Round(self._board, method, parts, message).answers())
+        return (answer for _, answer in _Round(self._peers, method, parts, message).answers())
 
     def _tell_all(self, method: str, parts: Sequence[_Asked], message: Callable[[Sequence[_Asked]], Any]) -> None:
         for _ in self._ask_all(method, parts, message):
@@ -307,15 +307,15 @@ class RemoteLoaders:
 class RemoteVerdicts:
     """The verdicts of some sources, which the planner writes down."""
 
-    def __init__(self, board: Switchboard, known: Mapping[str, Mapping[int, Verdict]]) -> None:
-        self._board = board
+    def __init__(self, board: PeerClient, known: Mapping[str, Mapping[int, Verdict]]) -> None:
+        self._peers = board
         self._given_up = {source: dict(rows) for source, rows in known.items()}
 
     def add(self, source: str, row: int, reason: str, epoch: int = 0) -> None:
         """Give up a row from an epoch on; the planner has it on disk when this returns."""
         if row not in self._given_up.get(source, ()):
             message = {"source": source, "row": row, "reason": reason, "epoch": epoch}
-            self._board.insist(PLANNER, "verdict", message)
+            self._peers.insist(PLANNER, "verdict", message)
             self._given_up[source] = {**self._given_up.get(source, {}), row: Verdict(reason, epoch)}
 
     def known(self, source: str, rows: npt.NDArray[np.int64], epoch: int = 0) -> npt.NDArray[np.bool_]:

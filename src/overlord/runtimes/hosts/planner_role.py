@@ -46,14 +46,16 @@ class PlannerRole(ClusterRole):
         """Open the store, now that the sources are known; tell where they stand, and the verdicts it holds."""
         facts = {name: SourceFacts(*fact) for name, fact in message["facts"].items()}
         options = self._options
-        if self._board.me[1] > 1:  # it comes in the place of another planner
+        if self._peers.me[1] > 1:  # it comes in the place of another planner
             options = dataclasses.replace(options, recover=True)
-        store, point = open_store(options, options.store or str(self._claim_folder() / "store"), self._means.open_place)
+        store, point = open_store(
+            options, options.store or str(self._claim_folder() / "store"), self._environment.open_place
+        )
         try:
-            if self._board.me[1] > 1 and point.mesh is not None:  # its predecessor died behind the order to go back
+            if self._peers.me[1] > 1 and point.mesh is not None:  # its predecessor died behind the order to go back
                 raise Rewound(f"the service goes back to step {point.replay_to}, and is started again as a whole")
             if point.recovered:  # sources that came while its predecessor planned stand in the journal
-                self._prepared = self._means.prepare(self._job, options, state=point.numbering)
+                self._prepared = self._environment.prepare(self._job, options, state=point.numbering)
             job = self._prepared.job
             self._facts = {name: facts[name] for name in job.names}
             check_sizes(self._prepared, self._facts)
@@ -86,7 +88,7 @@ class PlannerRole(ClusterRole):
     def begin(self, message: Any) -> Any:
         """Plan the first step, so that what is wrong shows before anything runs; a successor plans when it is asked."""
         assert self._history is not None
-        loaders = self._remote = RemoteLoaders(self._board)
+        loaders = self._remote = RemoteLoaders(self._peers)
         prepared = self._prepared
         try:
             planner = start_planner(prepared, loaders, self._resumed, self._facts, self._history)
@@ -98,7 +100,9 @@ class PlannerRole(ClusterRole):
 
         def picture(positions: Any, view_bytes: int) -> dict[str, Any]:
             statuses = loaders.status()
-            runtime = self._means.runtime or (prepared.options.cluster.engine if prepared.options.cluster else "ray")
+            runtime = self._environment.runtime or (
+                prepared.options.cluster.engine if prepared.options.cluster else "ray"
+            )
             found = describe(
                 self._prepared.job, planner, self._facts, statuses, runtime, positions, view_bytes=view_bytes
             )
@@ -108,7 +112,7 @@ class PlannerRole(ClusterRole):
         options, met = self._options, self._history.point.loaders
         self._host = PlannerHost(
             planner, picture, loaders, keep=options.keep, met=met, on_source_failure=options.on_source_failure,
-            pace=self._means.pace(), rewound=self._go_back,
+            pace=self._environment.pace(), rewound=self._go_back,
         )  # fmt: skip
         self._ends.callback(self._host.close)
         self._put: OrderedDict[int, Any] = OrderedDict()
@@ -210,7 +214,7 @@ class PlannerRole(ClusterRole):
     def _lead_shadows(self, step: int) -> None:
         """Tell shadows of the positions, once for every new step."""
         with self._putting:
-            if step > self._led and any(host >= 0 for host in self._board.book.assignment.shadow):
+            if step > self._led and any(host >= 0 for host in self._peers.membership.assignment.shadow):
                 self._led = step
                 self._remote.follow(dict(enumerate(self._host.passed_cursors())))
 

@@ -43,7 +43,7 @@ from overlord.roles.source_loader import Lengths, PlacementChoice, SourceLoader
 from overlord.runtimes.hosts.loader_host import LoaderFleet
 from overlord.runtimes.hosts.planner_host import Patience
 from overlord.runtimes.hosts.prefetch import Executors, PrefetchPool, SourceWorkers
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.launching.resume import (
     History,
     ResumePoint,
@@ -384,7 +384,7 @@ class Prepared:
 
     job: Job
     """Canonical, with the chat templates of its tokenizer."""
-    options: LaunchOptions
+    options: ServiceOptions
     tokenizer_digest: str
     transforms: Sequence[SampleTransform]
     """One for each source."""
@@ -411,7 +411,7 @@ class ResumedState:
 
 def prepare(
     job: Job,
-    options: LaunchOptions,
+    options: ServiceOptions,
     isolate: Isolate | None = None,
     state: Mapping[str, Any] | None = None,
     isolate_reader: IsolateReader | None = None,
@@ -618,7 +618,7 @@ def plan_first_step(planner: Planner) -> None:
         )  # fmt: skip
 
 
-def check_launch(job: Job, options: LaunchOptions) -> None:
+def check_launch(job: Job, options: ServiceOptions) -> None:
     """Refuse what a job and a mesh cannot do together."""
     if options.prefetch < 1:
         raise SpecError(f"prefetch is {options.prefetch}; every step would be waited for. Use 1 or more.")

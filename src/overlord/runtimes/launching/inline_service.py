@@ -27,20 +27,20 @@ from overlord.errors import ClosedError, Rewound
 from overlord.job.specs import Job
 from overlord.roles.client import Client, RankView
 from overlord.runtimes.client_feed import check_step
-from overlord.runtimes.hosts.cluster_role import ClusterRole, Means
-from overlord.runtimes.hosts.cluster_roles import ROLES
+from overlord.runtimes.hosts.cluster_role import ClusterRole, RoleEnvironment
 from overlord.runtimes.hosts.constructor_host import InlineConstructor
 from overlord.runtimes.hosts.peers import PLANNER, Blobs
 from overlord.runtimes.hosts.planner_host import left_behind
 from overlord.runtimes.launching.cluster_placement import Site, place_here
 from overlord.runtimes.launching.deployment import Progress
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.launching.owner_asks import OwnerAsks
 from overlord.runtimes.launching.resume import peek, with_added_sources
 from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
 from overlord.runtimes.supervision.supervisor import Supervisor
 from overlord.runtimes.transport.direct import DirectEngine
-from overlord.runtimes.transport.switchboard import Switchboard
+from overlord.runtimes.transport.membership import PeerClient
+from overlord.runtimes.transport.role_host import ROLES
 
 CONSTRUCTOR = "constructor host 0"
 
@@ -66,12 +66,12 @@ class InlineService(OwnerAsks):
     """Where the store goes if there is none; by default where temporary files go."""
 
     def __init__(
-        self, job: Job, options: LaunchOptions, progress: Progress | None = None, means: Means | None = None
+        self, job: Job, options: ServiceOptions, progress: Progress | None = None, means: RoleEnvironment | None = None
     ) -> None:
         self._scratch = None if options.store else scratch_folder(self.scratch_in)
         self._options = dataclasses.replace(options, store=options.store or self._scratch)
         self._job = job
-        self._means = means
+        self._environment = means
         self._progress = progress or (lambda what, done, of: None)
         self._closed = False
         self._supervisor: Supervisor | None = None
@@ -167,10 +167,10 @@ class InlineService(OwnerAsks):
         self._supervisor.begin(self._progress)
 
     def _make_supervisor(self, sites: Sequence[Site]) -> Supervisor:
-        engine = DirectEngine(self._make_role, means=self._means)
+        engine = DirectEngine(self._make_role, means=self._environment)
         return Supervisor(engine, sites, self._given, idle=engine.pass_time)
 
-    def _make_role(self, site: Mapping[str, Any], board: Switchboard, means: Means) -> ClusterRole:
+    def _make_role(self, site: Mapping[str, Any], board: PeerClient, means: RoleEnvironment) -> ClusterRole:
         kinds = {**ROLES, "constructor": InlineConstructor}
         return kinds[site["role"]](self._job, self._given, str(self._options.store), site, board, self.blobs, means)
 

@@ -19,7 +19,7 @@ from overlord.scaling.autoscaler import Scaling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchOptions:
+class ServiceOptions:
     """Everything of a launch that does not change which samples are drawn."""
 
     mesh: ClientPlaceTree

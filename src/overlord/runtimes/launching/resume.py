@@ -28,7 +28,7 @@ from overlord.roles.changes import ROSTER_KINDS, Change, InputLog, changes_from_
 from overlord.roles.drawer import Drawer
 from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.roles.ports import Loaders
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.stores.places import OpenPlace, Place, open_place
 from overlord.stores.store import FoundLineage, Store, lineage_before, lineage_of, newest_lineage
 from overlord.transforms.samples.processor import fill_from_processor, read_processor, share_patches
@@ -78,7 +78,7 @@ class History:
     """Digests of plans that were made before a crash."""
 
 
-def open_store(options: LaunchOptions, place: str, opens: OpenPlace | None = None) -> tuple[Store, ResumePoint]:
+def open_store(options: ServiceOptions, place: str, opens: OpenPlace | None = None) -> tuple[Store, ResumePoint]:
     """Claim a store, and find where the stream goes on.
 
     Raises:
@@ -94,7 +94,7 @@ def open_store(options: LaunchOptions, place: str, opens: OpenPlace | None = Non
         raise
 
 
-def peek(options: LaunchOptions, place: str) -> Mapping[str, Any] | None:
+def peek(options: ServiceOptions, place: str) -> Mapping[str, Any] | None:
     """Return a state that knows all sources of what a launch will go on with; nothing is claimed."""
     if not _reads_store(options):
         return options.state
@@ -102,11 +102,11 @@ def peek(options: LaunchOptions, place: str) -> Mapping[str, Any] | None:
     return _find_resume_point(options, there, newest_lineage(there)).numbering
 
 
-def _reads_store(options: LaunchOptions) -> bool:
+def _reads_store(options: ServiceOptions) -> bool:
     return options.recover or options.latest or options.before_step is not None
 
 
-def _find_resume_point(options: LaunchOptions, place: Place, found: FoundLineage | None) -> ResumePoint:
+def _find_resume_point(options: ServiceOptions, place: Place, found: FoundLineage | None) -> ResumePoint:
     if options.recover and found is not None:
         if found.newest.service == options.service:
             back = next((record for record in reversed(found.records) if record["kind"] == REWIND), None)

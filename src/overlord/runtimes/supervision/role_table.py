@@ -13,8 +13,7 @@ from typing import Any
 from overlord.roles.assignment import NO_HOST, Assignment
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.supervision.child import Limits, Liveness, Restarts
-from overlord.runtimes.transport.engine import Engine, RoleInstance
-from overlord.runtimes.transport.switchboard import Book, Peer, PeerGone, Pending, Switchboard
+from overlord.runtimes.transport.membership import Engine, Membership, Peer, PeerClient, PeerGone, Pending, RoleInstance
 
 MOST_TRIES = 30
 """Replacements in a row of one role that end soon or do not come up, before the service gives up."""
@@ -51,7 +50,7 @@ class RoleTable:
             tuple(shadow.get(source, NO_HOST) for source in range(len(primary))),
         )
         """Which loader host has which sources, and shadows which."""
-        self.board = Switchboard(("service", 0), clock, idle)
+        self.board = PeerClient(("service", 0), clock, idle)
         self.version = 0
         """Of the newest book."""
         self.failed: str | None = None
@@ -93,7 +92,7 @@ class RoleTable:
             self.version += 1
             living = {name: one.peer for name, one in self.roles.items() if one.peer is not None}
             generations = {name: one.generation for name, one in self.roles.items()}
-            book = Book(self.version, generations, living, self.assignment, self.failed)
+            book = Membership(self.version, generations, living, self.assignment, self.failed)
             self.board.learn(book)
             for one in self.roles.values():
                 peer = one.peer or one.coming
@@ -104,7 +103,7 @@ class RoleTable:
 
     def introduce(self, peer: Peer) -> Pending:
         """Send one role the newest book."""
-        return self._engine.introduce(peer, self.board.book)
+        return self._engine.introduce(peer, self.board.membership)
 
     def describe(self) -> dict[str, Any]:
         """Return which process runs each role, and what it has."""

@@ -45,11 +45,10 @@ from overlord.job.specs import Job
 from overlord.roles.client import Client
 from overlord.runtimes.client_feed import ask_once, connect, write_failure
 from overlord.runtimes.launching.deployment import Progress
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions, pack
 from overlord.runtimes.launching.owner_asks import OwnerAsks
 from overlord.runtimes.supervision.child import LIMITS, Backoff, ChildProcess, Limits, Liveness, Restarts, start_python
 from overlord.runtimes.supervision.cleanup import remove_when_gone, set_up_process
-from overlord.runtimes.transport.bundle import pack
 from overlord.runtimes.transport.codec import raised, receive, send
 from overlord.runtimes.transport.listener import connect_socket
 
@@ -501,7 +500,7 @@ class ServiceProcess(OwnerAsks):
         self,
         module: str,
         job: Job,
-        options: LaunchOptions,
+        options: ServiceOptions,
         progress: Progress | None,
         *,
         close_s: float | None = None,
@@ -581,7 +580,7 @@ class ServiceProcess(OwnerAsks):
         self._supervisor.wait_up()
 
 
-def ray_service(job: Job, options: LaunchOptions, progress: Progress | None) -> ServiceProcess:
+def ray_service(job: Job, options: ServiceOptions, progress: Progress | None) -> ServiceProcess:
     """Start a service on a Ray cluster.
 
     Raises:

@@ -44,16 +44,14 @@ from overlord.runtimes.hosts.peers import PLANNER, add_up, loader_name
 from overlord.runtimes.launching.add_source import AddedSources
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.deployment import Progress, check_launch
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions, unpack
 from overlord.runtimes.launching.resume import canonical, peek, with_added_sources
 from overlord.runtimes.supervision.child import Backoff, Limits, Liveness
 from overlord.runtimes.supervision.role_table import MOST_TRIES, RoleTable
 from overlord.runtimes.supervision.service_process import REWOUND, SERVED
-from overlord.runtimes.transport.bundle import unpack
-from overlord.runtimes.transport.engine import Engine, RoleInstance
 from overlord.runtimes.transport.listener import CONTROL, answer_requests, listen
+from overlord.runtimes.transport.membership import Engine, Peer, PeerGone, Pending, RoleInstance
 from overlord.runtimes.transport.role_codec import unwrap
-from overlord.runtimes.transport.switchboard import Peer, PeerGone, Pending
 from overlord.scaling.dealing import Deal, deal
 
 logger = logging.getLogger("overlord")
@@ -138,7 +136,7 @@ class Supervisor:
         self,
         engine: Engine,
         sites: Sequence[Site],
-        options: LaunchOptions,
+        options: ServiceOptions,
         *,
         clock: Callable[[], float] = time.monotonic,
         spawn: Callable[[Callable[[], None]], None] | None = None,
@@ -240,7 +238,7 @@ class Supervisor:
         with self.table.lock:
             self._closing.set()
             if self._board.version:  # else nothing is up yet
-                book = self._board.book
+                book = self._board.membership
                 self._board.learn(dataclasses.replace(book, version=book.version + 1, failed="the service is closing."))
 
     def close(self) -> None:
@@ -430,7 +428,7 @@ class Supervisor:
 
     def _where_to_resume(self) -> dict[str, Any]:
         """Return where a replaced loader host resumes: as the planner says, or as the store said to the last one."""
-        if PLANNER in self._board.book.peers:
+        if PLANNER in self._board.membership.peers:
             found = self._board.ask(PLANNER, "where", {}).get()
             if found is not None:
                 return unwrap(found)
@@ -577,7 +575,7 @@ class HostChanges:
             loads: How many of them each source keeps busy.
         """
         with self._table.moving:
-            now = self._table.board.book.assignment
+            now = self._table.board.membership.assignment
             if len(workers) != len(now.primary):
                 return  # a source was added meanwhile
             fixed = self._fixed(workers, now)
@@ -689,7 +687,7 @@ def sizes_to_json(sizes: Sizes, left: Sequence[int] = ()) -> dict[str, Any]:
     return {"sizes": [[source, count, *part] for source, (count, part) in sizes.items()], "left": list(left)}
 
 
-def spares_of(options: LaunchOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:
+def spares_of(options: ServiceOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:
     """Return loader hosts that sleep at first, and how many workers one has room for: all workers there may be fit."""
     if options.cluster is None:  # one process has room for all workers
         return [], options.lanes
@@ -707,7 +705,7 @@ def spares_of(options: LaunchOptions, sites: Sequence[Site]) -> tuple[list[Site]
 # The service process of a service whose roles run apart from it.
 
 
-def unbundled(bundle: bytes, folder: Path) -> tuple[Job, LaunchOptions, int]:
+def unbundled(bundle: bytes, folder: Path) -> tuple[Job, ServiceOptions, int]:
     """Read what the launcher sent: the job, the options, and how many sources there are, with those its store knows.
 
     Raises:
@@ -722,7 +720,7 @@ def unbundled(bundle: bytes, folder: Path) -> tuple[Job, LaunchOptions, int]:
 
 @contextlib.contextmanager
 def supervised(
-    engine: Engine, sites: Sequence[Site], options: LaunchOptions, folder: Path, progress: Progress
+    engine: Engine, sites: Sequence[Site], options: ServiceOptions, folder: Path, progress: Progress
 ) -> Iterator[str]:
     """Start the roles of a service, supervise them, and end them with the context; gives the address."""
     supervisor = Supervisor(

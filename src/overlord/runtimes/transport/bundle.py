@@ -20,7 +20,7 @@ from overlord.errors import SpecError
 from overlord.job.layout_specs import Layout
 from overlord.job.specs import Job, Source
 from overlord.runtimes.launching.cluster_placement import ClusterOptions
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.scaling.autoscaler import Scaling
 from overlord.version import VERSION
 
@@ -29,7 +29,7 @@ FORMAT = 1
 MAX_HEAD = 1024
 
 
-def pack(job: Job, options: LaunchOptions) -> bytes:
+def pack(job: Job, options: ServiceOptions) -> bytes:
     """Return the bytes that a process of the same code reads with `unpack`.
 
     Raises:
@@ -47,7 +47,7 @@ def pack(job: Job, options: LaunchOptions) -> bytes:
     return json.dumps(_head()).encode() + b"\n" + body
 
 
-def unpack(bundle: bytes) -> tuple[Job, LaunchOptions]:
+def unpack(bundle: bytes) -> tuple[Job, ServiceOptions]:
     """Read what the launching process packed.
 
     Raises:
@@ -65,7 +65,7 @@ def unpack(bundle: bytes) -> tuple[Job, LaunchOptions]:
             "misread. Install the same version on all hosts, and restart what imported an older one."
         )
     job, named = cloudpickle.loads(body)  # from the launching process to its own roles
-    return job, LaunchOptions(**named)
+    return job, ServiceOptions(**named)
 
 
 def _head() -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _spelled(head: Any) -> str:
 @functools.cache
 def _fields_digest() -> str:
     """Digest the names and the order of all fields that travel."""
-    plain = [LaunchOptions, ClusterOptions, Scaling, ClientPlaceTree]
+    plain = [ServiceOptions, ClusterOptions, Scaling, ClientPlaceTree]
     names = [f"{kind.__name__}.{field.name}" for kind in plain for field in dataclasses.fields(kind)]
     names += [f"{kind.__name__}.{name}" for kind in (Job, Source, Layout) for name in kind.model_fields]
     return hashlib.sha256("\n".join(names).encode()).hexdigest()

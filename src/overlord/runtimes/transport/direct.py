@@ -19,17 +19,17 @@ from typing import Any
 
 from overlord.core.messages import HandedOver, Media, Payload
 from overlord.job.specs import Job
-from overlord.runtimes.hosts.cluster_role import Means
+from overlord.runtimes.hosts.cluster_role import RoleEnvironment
 from overlord.runtimes.hosts.planner_host import Pace
 from overlord.runtimes.hosts.prefetch import Executors, SerialWorkers
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.deployment import IsolateReader, Prepared, Progress
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
+from overlord.runtimes.transport.membership import SERVICE, Membership, Peer, PeerClient, Pending, Sender
 from overlord.runtimes.transport.role_codec import Unfinished
 from overlord.runtimes.transport.role_host import answer_of
-from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, Pending, Sender, Switchboard
 from overlord.transforms.samples.per_sample import Isolate, Workers
 
 STORE_PATIENCE_S = 1.0
@@ -38,7 +38,7 @@ STORE_PATIENCE_S = 1.0
 HURRY_S = 3.0
 """How long a closing service waits for functions in process workers."""
 
-MakeRole = Callable[[Mapping[str, Any], Switchboard, Means], Any]
+MakeRole = Callable[[Mapping[str, Any], PeerClient, RoleEnvironment], Any]
 """Makes the role of a site, from its facts with the generation, its switchboard and its means."""
 
 
@@ -74,7 +74,7 @@ class CallerPace(Pace):
         return True
 
 
-class CallerMeans(Means):
+class CallerEnvironment(RoleEnvironment):
     """The means of a role that has neither threads nor processes: everything is done by the caller."""
 
     runtime: str | None = "inline"
@@ -96,7 +96,7 @@ class CallerMeans(Means):
     def isolate_reader(self, threads: int, ends: contextlib.ExitStack) -> IsolateReader | None:
         return None
 
-    def prepare(self, job: Job, options: LaunchOptions, **given: Any) -> Prepared:
+    def prepare(self, job: Job, options: ServiceOptions, **given: Any) -> Prepared:
         if self._prepared is None:  # the same for all roles: the state is the one that `numbering` holds
             self._prepared = super().prepare(job, options, **given)
         return self._prepared
@@ -110,8 +110,8 @@ class DirectPeer:
 
     role: Any = None
 
-    def __init__(self, board: Switchboard) -> None:
-        self.board = board
+    def __init__(self, board: PeerClient) -> None:
+        self.peer_client = board
         self.calls = 0
         """Calls that it is in the middle of."""
 
@@ -119,10 +119,12 @@ class DirectPeer:
         """Call a method of the role."""
         if method == "beat":
             progress = self.role.await_progress(0.0)
-            return Answered({"version": self.board.version, "busy_s": 0.0, "rewound": self.role.rewound, **progress})
+            return Answered(
+                {"version": self.peer_client.version, "busy_s": 0.0, "rewound": self.role.rewound, **progress}
+            )
 
         def work() -> Any:
-            self.board.check(sender)
+            self.peer_client.check(sender)
             return answer_of(self.role, method, message)
 
         answer = self._do(work)
@@ -179,25 +181,25 @@ class DirectEngine:
     first_sign_s = 60.0
     """How long an incarnation may take until its first sign of life."""
 
-    def __init__(self, make: MakeRole, clock: Clock | None = None, means: Means | None = None) -> None:
+    def __init__(self, make: MakeRole, clock: Clock | None = None, means: RoleEnvironment | None = None) -> None:
         self.make = make
         self.clock = clock or Clock()
         self.peers: list[Any] = []
         """All roles that are up."""
-        self._means = means or CallerMeans(CallerPace(self.clock.now, self.pass_time, STORE_PATIENCE_S))
+        self._environment = means or CallerEnvironment(CallerPace(self.clock.now, self.pass_time, STORE_PATIENCE_S))
         self._idle: Callable[[float], None] | None = self.pass_time
 
     def start(self, site: Site, generation: int) -> Peer:
         """Make the object of a role."""
-        peer = DirectPeer(Switchboard((site.name, generation), self.clock.now, self._idle))
-        peer.role = self.make(site.facts(1) | {"generation": generation}, peer.board, self._means)
+        peer = DirectPeer(PeerClient((site.name, generation), self.clock.now, self._idle))
+        peer.role = self.make(site.facts(1) | {"generation": generation}, peer.peer_client, self._environment)
         self.peers.append(peer)
         return peer
 
-    def introduce(self, peer: Peer, book: Book) -> Pending:
+    def introduce(self, peer: Peer, book: Membership) -> Pending:
         """Tell a role who is who."""
         assert isinstance(peer, DirectPeer)
-        peer.board.learn(book)
+        peer.peer_client.learn(book)
         return Answered({})
 
     def kill(self, peer: Peer, site: Site, pid: int) -> None:
@@ -229,10 +231,10 @@ class DirectEngine:
                 peer.role.work_beside()
 
 
-class ThreadMeans(Means):
+class ThreadEnvironment(RoleEnvironment):
     """The means of the roles of one process that has threads: what they prepare, and their processes, they share."""
 
-    def __init__(self, runtime: str, options: LaunchOptions, progress: Progress) -> None:
+    def __init__(self, runtime: str, options: ServiceOptions, progress: Progress) -> None:
         self.runtime = runtime
         self._progress = progress
         self._processes = ProcessWorkers(options.threads)
@@ -248,7 +250,7 @@ class ThreadMeans(Means):
     def isolate_reader(self, threads: int, ends: contextlib.ExitStack) -> IsolateReader | None:
         return self._readers.isolate
 
-    def prepare(self, job: Job, options: LaunchOptions, **given: Any) -> Prepared:
+    def prepare(self, job: Job, options: ServiceOptions, **given: Any) -> Prepared:
         if self._prepared is None:
             given |= {"isolate": self._processes.isolate, "isolate_reader": self._readers.isolate}
             self._prepared = super().prepare(job, options, **given)
@@ -272,9 +274,9 @@ class ThreadEngine(DirectEngine):
         means: What they share.
     """
 
-    def __init__(self, make: MakeRole, means: ThreadMeans) -> None:
+    def __init__(self, make: MakeRole, means: ThreadEnvironment) -> None:
         super().__init__(make)
-        self._means = self._shared = means
+        self._environment = self._shared = means
         self._idle = None
 
     def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:

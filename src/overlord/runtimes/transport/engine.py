@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.supervision.child import Liveness, Restarts
-from overlord.runtimes.transport.switchboard import Book, Peer, Pending
+from overlord.runtimes.transport.membership import Membership, Peer, Pending
 
 
 class Engine(Protocol):
@@ -21,7 +21,7 @@ class Engine(Protocol):
         """Start a role."""
         ...
 
-    def introduce(self, peer: Peer, book: Book) -> Pending:
+    def introduce(self, peer: Peer, book: Membership) -> Pending:
         """Send a role the book of its peers."""
         ...
 

@@ -30,6 +30,7 @@ from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits
 from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
 from overlord.runtimes.transport.codec import Frame, frame_of, receive_frame, send_frame
 from overlord.runtimes.transport.listener import listen
+from overlord.runtimes.transport.membership import SERVICE, Membership, Peer, PeerGone, Pending, Sender
 from overlord.runtimes.transport.role_codec import (
     answer_from_frame,
     from_frame,
@@ -38,7 +39,6 @@ from overlord.runtimes.transport.role_codec import (
     to_frame,
 )
 from overlord.runtimes.transport.role_host import RoleHost
-from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
 
 
 class ProcessPeer:
@@ -179,7 +179,7 @@ class ProcessEngine:
             raise PeerGone(f"it died while it was started: {error}") from error
         return ProcessPeer(path, process)
 
-    def introduce(self, peer: Peer, book: Book) -> Pending:
+    def introduce(self, peer: Peer, book: Membership) -> Pending:
         """Send a role the book of its peers, which are known by their sockets."""
         assert isinstance(peer, ProcessPeer)
         paths = {name: one.path for name, one in book.peers.items() if isinstance(one, ProcessPeer)}

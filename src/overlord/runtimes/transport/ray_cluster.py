@@ -35,15 +35,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from overlord.errors import AnswerLost, ServiceLost, SpecError
 from overlord.runtimes.launching.cluster_placement import TRAINER, ClusterOptions, Node, Site, cpus_needed, place
 from overlord.runtimes.launching.deployment import Progress
-from overlord.runtimes.launching.launch_options import LaunchOptions
+from overlord.runtimes.launching.launch_options import ServiceOptions, pack
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.service_process import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
-from overlord.runtimes.transport.bundle import pack
 from overlord.runtimes.transport.codec import Frame
+from overlord.runtimes.transport.membership import SERVICE, Membership, Peer, PeerGone, Pending, Sender
 from overlord.runtimes.transport.role_codec import answer_from_frame, to_frame
 from overlord.runtimes.transport.role_host import RoleHost
-from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, PeerGone, Pending, Sender
 
 STORE_BYTES = 256 << 20
 """What the object store of our own cluster has beside the payloads within the budget."""
@@ -151,7 +150,7 @@ class RayEngine:
         ).remote(self._bundle, sys.path, str(self._folder), site.facts(self._hosts) | {"generation": generation})
         return RayPeer(handle)
 
-    def introduce(self, peer: Peer, book: Book) -> Pending:
+    def introduce(self, peer: Peer, book: Membership) -> Pending:
         """Send an actor the book of peers."""
         assert isinstance(peer, RayPeer)
         handles = {name: one.handle for name, one in book.peers.items() if isinstance(one, RayPeer)}
@@ -253,7 +252,7 @@ def _check_reachable(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _attached(sources: int, options: LaunchOptions, folder: Path) -> Iterator[None]:
+def _attached(sources: int, options: ServiceOptions, folder: Path) -> Iterator[None]:
     """Attach to a cluster, or start one on this host that ends with the context."""
     cluster = options.cluster or ClusterOptions()
     common: dict[str, Any] = {"namespace": folder.name, "logging_level": logging.ERROR, "log_to_driver": True}

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overlord.errors import AnswerLost, OverlordError, Superseded
-from overlord.runtimes.hosts.cluster_roles import ROLES, ClusterRole
 from overlord.runtimes.hosts.peers import Blobs
+from overlord.runtimes.launching.launch_options import unpack
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.cleanup import set_up_process
-from overlord.runtimes.transport.bundle import unpack
 from overlord.runtimes.transport.codec import Frame
+from overlord.runtimes.transport.membership import SERVICE, Membership, Peer, PeerClient, Sender
 from overlord.runtimes.transport.role_codec import Unfinished, answer_to_frame, question_from_frame
+from overlord.runtimes.transport.role_host import ROLES, ClusterRole
 from overlord.runtimes.transport.shared_memory import few_arenas
-from overlord.runtimes.transport.switchboard import SERVICE, Book, Peer, Sender, Switchboard
 
 logger = logging.getLogger("overlord")
 
@@ -34,7 +34,7 @@ class RoleHost:
     """One incarnation of a role, whichever engine carries its calls: frames in, frames out; an error is an answer."""
 
     def __init__(self, bundle: bytes, paths: Sequence[str], folder: str, site: Mapping[str, Any], blobs: Blobs) -> None:
-        self.board = Switchboard((site["name"], site["generation"]), ended=self._end)
+        self.board = PeerClient((site["name"], site["generation"]), ended=self._end)
         self._failed: Frame | None = None
         self._role: ClusterRole | None = None
         self._numbers = itertools.count()
@@ -51,7 +51,7 @@ class RoleHost:
 
     def learn(self, head: Mapping[str, Any], peers: Mapping[str, Peer]) -> Frame:
         """Learn who is who."""
-        self.board.learn(Book.from_head(head, peers))
+        self.board.learn(Membership.from_head(head, peers))
         return answer_to_frame({})
 
     def ask(self, method: str, frame: Frame, plan: Any = None, sender: Sender = SERVICE) -> Frame:

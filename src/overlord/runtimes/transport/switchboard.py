@@ -61,7 +61,7 @@ class Peer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Book:
+class Membership:
     """Who is who. Roles that are being replaced are not in it."""
 
     version: int
@@ -82,13 +82,13 @@ class Book:
         }
 
     @classmethod
-    def from_head(cls, head: Mapping[str, Any], peers: Mapping[str, Peer]) -> Book:
+    def from_head(cls, head: Mapping[str, Any], peers: Mapping[str, Peer]) -> Membership:
         """Read a book whose peers came beside it."""
         assignment = Assignment.from_json(head["assignment"])
         return cls(head["version"], head["generations"], peers, assignment, head["failed"])
 
 
-class Switchboard:
+class PeerClient:
     """The book as one role knows it.
 
     Args:
@@ -110,10 +110,10 @@ class Switchboard:
         self._idle = idle
         self.ended = ended
         self._changed = threading.Condition()
-        self._book: Book | None = None
+        self._book: Membership | None = None
 
     @property
-    def book(self) -> Book:
+    def book(self) -> Membership:
         """The newest book."""
         assert self._book is not None, "a role is introduced before it is asked anything"
         return self._book
@@ -123,7 +123,7 @@ class Switchboard:
         """The version of the newest book; 0 before there is one."""
         return 0 if self._book is None else self._book.version
 
-    def learn(self, book: Book) -> None:
+    def learn(self, book: Membership) -> None:
         """Take the newest book; one that was overtaken on its way is no news."""
         with self._changed:
             if book.version > self.version:
@@ -193,7 +193,7 @@ class Switchboard:
 class Call:
     """One message to one incarnation, and the wait for its answer."""
 
-    def __init__(self, board: Switchboard, name: str, method: str, message: Any) -> None:
+    def __init__(self, board: PeerClient, name: str, method: str, message: Any) -> None:
         self._board = board
         self._name = name
         self._asked = (method, message)
@@ -237,7 +237,7 @@ class Call:
                 self._send()
 
     def _replaced(self) -> bool:
-        book = self._board.book
+        book = self._board.membership
         if book.failed is not None:
             raise ServiceLost(book.failed)
         return self._name not in book.peers or book.generations[self._name] != self._generation
