@@ -12,10 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from overlord.core import client_messages as msg
 from overlord.core.client_messages import SourceChange
 from overlord.core.draw import Buffer, Limits
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan
+from overlord.core.plan import LoadingPlan, plan_from_bytes
 from overlord.core.spec_errors import is_whole
 from overlord.core.states import check_seal
 from overlord.errors import SpecError, StateError
@@ -26,7 +27,7 @@ from overlord.job.specs import Job, Mixture, Source
 from overlord.job_files import JobFile, load_job_file
 from overlord.launch_spec import Budget, Launch
 from overlord.planning.checking import Strategy
-from overlord.roles.changes import FIXED_WHILE_RUNNING
+from overlord.roles.changes import FIXED_WHILE_RUNNING, mixture_to_json, source_to_json
 from overlord.roles.client import Client
 from overlord.runtimes.autoscaling.scaler import sizing_of
 from overlord.runtimes.client_feed import refuse_torch_workers
@@ -106,14 +107,18 @@ class Service:
             mixture: The new mixture, or bare weights {source: weight}; its level, stopping and order must stay.
             at_step: A step that is not planned yet; by default the next such step.
         """
-        given = mixture if isinstance(mixture, Mixture) else _mixture_of(mixture, self._runtime.mixture())
-        return self._runtime.set_mixture(given, _step_or_none("set_mixture", at_step), uuid.uuid4().hex)
+        if not isinstance(mixture, Mixture):
+            in_force = Mixture.from_mapping(self._runtime.ask(msg.GetMixture()).content)  # without its weights
+            mixture = _mixture_of(mixture, in_force)
+        at = _step_or_none("set_mixture", at_step)
+        return self._runtime.ask(msg.SetMixture(mixture_to_json(mixture), at, _new_id())).step
 
     def skip_steps(self, count: int, at_step: int | None = None) -> int:
         """Pass over so many global batches, as after a loss spike; return the step before which they are left out."""
         if not is_whole(count, 1):
             raise SpecError(f"skip_steps: count is {count!r}; nothing would be skipped. Give a number of steps.")
-        return self._runtime.skip_steps(int(count), _step_or_none("skip_steps", at_step), uuid.uuid4().hex)
+        at = _step_or_none("skip_steps", at_step)
+        return self._runtime.ask(msg.SkipSteps(int(count), at, _new_id())).step
 
     def reshard(self, tree: ClientPlaceTree, at_step: int | None = None) -> int:
         """Go on with another mesh from a step on; return that step. No sample is lost or repeated.
@@ -135,8 +140,10 @@ class Service:
                 f"reshard: tree is {tree!r:.80}, not a mesh; no rank would know its place. Write "
                 "ol.ClientPlaceTree(dp=8, tp=2)."
             )
-        at, self.mesh = self._runtime.reshard(tree, _step_or_none("reshard", at_step), uuid.uuid4().hex)
-        return at
+        at = _step_or_none("reshard", at_step)
+        done = self._runtime.ask(msg.Reshard(tree.sizes(), at, _new_id()))
+        self.mesh = ClientPlaceTree.from_sizes(done.newest)
+        return done.step
 
     def add_source(self, source: Source, weight: float | None = None, at_step: int | None = None) -> int:
         """Let a source come while the stream runs; return the first step it is drawn from.
@@ -157,8 +164,8 @@ class Service:
             raise SpecError(
                 f"add_source: weight is {weight!r:.80}; it gives no share of the mixture. Give a number of 0 or more."
             )
-        at = _step_or_none("add_source", at_step)
-        return self._runtime.add_source(source, None if given is None else float(given), at, uuid.uuid4().hex)
+        at, own = _step_or_none("add_source", at_step), None if given is None else float(given)
+        return self._runtime.ask(msg.AddSource(source_to_json(source), own, at, _new_id())).step
 
     def remove_source(self, name: str, at_step: int | None = None) -> int:
         """Take a source out of the mixture for good; return the first step without it. The others take its share."""
@@ -176,11 +183,13 @@ class Service:
         return self._change_source("return_source", name, at_step)
 
     def _change_source(self, change: SourceChange, name: str, at_step: int | None) -> int:
-        return self._runtime.change_source(change, _name(name), _step_or_none(change, at_step), uuid.uuid4().hex)
+        at = _step_or_none(change, at_step)
+        return self._runtime.ask(msg.ChangeSource(change, _name(name), at, _new_id())).step
 
     def plan_raw(self, step: int) -> LoadingPlan | None:
         """Return the plan of a step, or None past the end; planning it now if need be."""
-        return self._runtime.plan_raw(_step("plan_raw", step))
+        blob = self._runtime.ask(msg.GetPlan(_step("plan_raw", step))).plan
+        return None if blob is None else plan_from_bytes(blob)
 
     def summary_buffer(self, step: int) -> Buffer | None:
         """Return what a strategy sees of a step: its draw with the metadata and the job's limits."""
@@ -350,6 +359,11 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
         on_source_failure=options.on_source_failure,
         service=uuid.uuid4().hex,
     )
+
+
+def _new_id() -> str:
+    """Return the id of a change: it is made once, however often the request is sent."""
+    return uuid.uuid4().hex
 
 
 def _open_door(metrics: int | str, runtime: str) -> MetricsServer:

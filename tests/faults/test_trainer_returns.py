@@ -233,7 +233,7 @@ def test_the_trainer_of_a_lineage_that_was_left_is_refused(ids_job, cache):
         seen(died, 9)
         died.close()
         seen(stays, 6)
-        stays._feed._drop_line()  # it lives, and its connection broke: another process takes its rank
+        stays._feed._drop_connection()  # it lives, and its connection broke: another process takes its rank
         clients = attach_all(service, 2, 4)
         seen(clients[0], 3)
         clients[1].close()

@@ -117,4 +117,4 @@ def test_inline_is_one_thread_and_encodes_nothing(ids_job, cache, monkeypatch):
     assert handed and all(isinstance(one, HandedOver) for one in handed)
     columns = [column for one in handed for payload in one.payloads for column in (payload.tokens, payload.loss)]
     assert not any(column.values.flags.writeable for column in columns), "a role could change what another one keeps"
-    assert HandOver.__dataclass_params__.frozen
+    assert HandOver.__struct_config__.frozen

@@ -165,7 +165,7 @@ def test_an_array_that_goes_while_a_client_asks_is_given_back(ids_job, cache):
         for thread in threads:
             thread.join()
         assert failures == []
-        assert feed._line.leased == {}
+        assert feed._connection.leased == {}
 
 
 @pytest.mark.slow_on_ray
@@ -237,5 +237,5 @@ def test_microbatches_that_nobody_looked_at_are_let_go(mixed_job, cache):
     with ol.launch(mixed_job, cache=cache, budget=16 << 20, prefetch=2) as service, service.client() as client:
         for _ in range(25):
             assert len(next(client).microbatches)
-        assert len(client._feed._line.leased) == 0
+        assert len(client._feed._connection.leased) == 0
         assert service.status()["buffers"]["views_bytes"] < 16 << 20

@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-from overlord.runtimes.transport.membership import PeerGone
 
 import overlord as ol
 from overlord.errors import ClosedError, ServiceLost
@@ -14,6 +13,7 @@ from overlord.runtimes.launching.cluster_placement import place_here
 from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.supervisor import StartupLiveness, Supervisor
+from overlord.runtimes.transport.membership import PeerGone
 
 HEARTBEAT_S = 5.0
 LIMITS = Limits(HEARTBEAT_S)

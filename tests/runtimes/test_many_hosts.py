@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
-from overlord.runtimes.transport.membership import SERVICE, Membership, PeerClient
 
 import overlord as ol
 from overlord.core.client_messages import GetStatus, Reshard, Resharded
@@ -18,9 +17,12 @@ from overlord.core.ragged import Ragged
 from overlord.core.samples import META, Cursor
 from overlord.roles.assignment import Assignment
 from overlord.runtimes.client_feed import connect
-from overlord.runtimes.hosts.cluster_roles import ConstructorRole, LoaderRole, PlannerRole
+from overlord.runtimes.hosts.constructor_host import ConstructorRole
+from overlord.runtimes.hosts.loader_role import LoaderRole
+from overlord.runtimes.hosts.planner_role import PlannerRole
 from overlord.runtimes.launching.launch_options import ServiceOptions, pack, unpack
 from overlord.runtimes.supervision.cleanup import remove_when_gone
+from overlord.runtimes.transport.membership import SERVICE, Membership, PeerClient
 from overlord.runtimes.transport.role_codec import (
     answer_from_frame,
     answer_to_frame,
@@ -37,15 +39,15 @@ class Here:
 
     def __init__(self, role, job, options, folder, blobs, number, **site):
         self.name = "planner" if role is PlannerRole else f"{role.__name__[:-4].lower()} host {number}"
-        self.board = PeerClient((self.name, 1))
+        self.peer_client = PeerClient((self.name, 1))
         facts = {"number": number, "generation": 1, "ranks": [], "sources": [], "shadows": [], **site}
-        self.role = role(job, options, folder, facts, self.board, blobs)
+        self.role = role(job, options, folder, facts, self.peer_client, blobs)
         self.calls: list[tuple[str, int, int]] = []
 
     def ask(self, method, message, sender=SERVICE):
         frame, plan = to_frame(message)
         try:
-            self.board.check(sender)
+            self.peer_client.check(sender)
             answer = finished(getattr(self.role, method)(question_from_frame(_carried(frame), plan)))
         except Exception as error:
             answer = error
@@ -109,10 +111,10 @@ def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, split=
         for n in range(count)
     ]
     everybody = {peer.name: peer for peer in (*loaders, planner, *constructors)}
-    book = Membership(1, dict.fromkeys(everybody, 1), everybody, Assignment(dealt, (-1,) * len(dealt)))
+    membership = Membership(1, dict.fromkeys(everybody, 1), everybody, Assignment(dealt, (-1,) * len(dealt)))
     with ExitStack() as ends:
         for peer in everybody.values():
-            peer.board.learn(book)
+            peer.peer_client.learn(membership)
             ends.callback(peer.role.close, {})
         for peer in (planner, *constructors):
             peer.ask("prepare", {}).get()

@@ -18,7 +18,7 @@ from overlord.errors import SpecError
 from overlord.job.spec_model import as_bytes
 from overlord.job.specs import Job
 from overlord.job_files import JobFile
-from overlord.launch_spec import ServiceOptions as LaunchSection
+from overlord.launch_spec import LaunchOptions as LaunchSection
 from overlord.reports.profile_page import plan_table
 from overlord.runtimes.autoscaling.profiling import (
     check_profile,

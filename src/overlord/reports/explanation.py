@@ -47,7 +47,7 @@ _AXES = {
 
 @dataclass(frozen=True, slots=True)
 class BalanceFacts:
-    """Imbalance along one axis: 1 is even. RoleEnvironment over the steps."""
+    """Imbalance along one axis: 1 is even. Means over the steps."""
 
     axis: str
     """"ranks", "lockstep", "pipeline" or "encoder"."""

@@ -8,7 +8,7 @@ Rules of this file:
    Why a service will not come back is written in its folder, and raised by the clients that wait.
 3. Leases are those of one connection. Arrays outlive it, and what they hold of it must not be released on another.
 4. The step behind the one that was handed out is fetched before the trainer waits for it, as soon as it is built: a
-   client whose service is gone has it in hand.
+   client whose service is gone has it already.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ def ask_once(address: str, request: Request[R]) -> R | Failure:
         return receive(connection)[0]
 
 
-class _Line:
-    """A connection to a service, and the books of what is leased over it."""
+class _Connection:
+    """A connection to a service, and what is leased over it."""
 
     def __init__(
         self, connection: socket.socket, request: Attach, waits: Callable[[list[Any]], None] | None = None
@@ -260,8 +260,8 @@ class _Line:
             request: As which rank, and where.
             waits: Told of the ranks (with the steps they are at) that must ask for the same step first; it may raise.
         """
-        self.connection = connection
-        self.hang_up = weakref.finalize(self, connection.close)
+        self.socket = connection
+        self.close = weakref.finalize(self, connection.close)
         self.maps: dict[int, mmap.mmap] = {}
         self.released: deque[int] = deque()
         self.leased: dict[int, int] = {}
@@ -277,7 +277,7 @@ class _Line:
                 waits(reply.waits)
             expect_within(connection, SILENCE_S)
         except BaseException:
-            self.hang_up()
+            self.close()
             raise
         assert isinstance(reply, msg.Attached)
         self.facts = reply
@@ -286,7 +286,7 @@ class _Line:
         """Send a request, and give back leases whose arrays are gone."""
         # One by one: an array that goes while this runs must not be forgotten.
         released = tuple(self.released.popleft() for _ in range(len(self.released)))
-        send(self.connection, msgspec.structs.replace(request, release=released) if released else request)
+        send(self.socket, msgspec.structs.replace(request, release=released) if released else request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,10 +295,10 @@ class _Ready:
 
     view: msg.View
     segment: mmap.mmap
-    line: _Line
+    connection: _Connection
 
-    def let_go(self) -> None:
-        self.line.released.append(self.view.lease)
+    def release(self) -> None:
+        self.connection.released.append(self.view.lease)
 
 
 class LocalFeed:
@@ -312,13 +312,13 @@ class LocalFeed:
         self._rank = rank
         self._lock = threading.RLock()
         self._ready: dict[tuple[int, int], _Ready] = {}
-        self._in_hand: dict[int, StepHeader] = {}
+        self._prefetched: dict[int, StepHeader] = {}
         self._at: int | None = None
         self._closed = False
         self._lineage = 0
-        self._line: _Line | None = self._first_line(step, state)
+        self._connection: _Connection | None = self._first_connection(step, state)
         self._names: tuple[str, ...] = ()
-        facts = self._line.facts
+        facts = self._connection.facts
         self.mesh = mesh_from_text(facts.begin.mesh)
         """The mesh of the step at which this rank begins; of a rank that none has, the newest."""
         self.first_step: int = facts.begin.first_step or 0
@@ -343,8 +343,8 @@ class LocalFeed:
             self._check_open()
             self._at = step
             for key in [key for key in self._ready if key[0] != step]:  # the trainer did not look at them
-                self._ready.pop(key).let_go()
-            header, told = self._take_in_hand(step), False
+                self._ready.pop(key).release()
+            header, told = self._take_prefetched(step), False
             if header is None:
                 reply, fds = self._ask("step", msg.OpenStep(step))
                 if reply.header is None:
@@ -363,18 +363,18 @@ class LocalFeed:
             if key not in self._ready:
                 return RankView({}, {})
             ready = self._ready.pop(key)
-        view, line = ready.view, ready.line
+        view, connection = ready.view, ready.connection
         root = np.frombuffer(ready.segment, np.uint8)
         # Every array below is a view of `root`: the lease ends when the last of them is gone.
         arrays = {k: _view(root, dtype, shape, offset) for k, dtype, shape, offset in view.facts.arrays}
         nbytes = sum(a.nbytes for a in arrays.values())
-        if sum(line.leased.values()) + nbytes > line.facts.lease_bytes:
+        if sum(connection.leased.values()) + nbytes > connection.facts.lease_bytes:
             # A trainer that keeps many batches must not hold the service's memory: it gets copies.
             arrays = {k: a.copy() for k, a in arrays.items()}
-            ready.let_go()
+            ready.release()
         else:
-            line.leased[view.lease] = nbytes
-            weakref.finalize(root, _let_go, line.leased, line.released, view.lease).atexit = False
+            connection.leased[view.lease] = nbytes
+            weakref.finalize(root, _release_lease, connection.leased, connection.released, view.lease).atexit = False
         return RankView(arrays, view.facts.scalars)
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
@@ -412,43 +412,43 @@ class LocalFeed:
                     self._ask("leave", msg.Leave(next_step), patience_s=LEAVE_S)
                 except OverlordError:
                     pass  # it went first, is too busy, or another process has the rank
-            self._drop_line()
+            self._drop_connection()
             self._ready.clear()
 
-    # -- the step in hand ----------------------------------------------------------------------
+    # -- the prefetched step ----------------------------------------------------------------------
 
-    def _take_in_hand(self, step: int) -> StepHeader | None:
+    def _take_prefetched(self, step: int) -> StepHeader | None:
         """Return the header of a step that was fetched ahead, if it was."""
-        line = self._line
-        if line is not None and line.ahead is not None:
+        connection = self._connection
+        if connection is not None and connection.ahead is not None:
             try:
-                self._hear_ahead(line)
+                self._receive_ahead(connection)
             except (OSError, ServiceLost):
-                self._drop_line()  # the next request finds out whether it comes back
-        header = self._in_hand.pop(step, None)
-        self._in_hand.clear()
+                self._drop_connection()  # the next request finds out whether it comes back
+        header = self._prefetched.pop(step, None)
+        self._prefetched.clear()
         return header
 
     def _look_ahead(self, step: int, told: bool) -> None:
         """Ask for the step behind the one that is handed out, and do not wait for the answer."""
-        if self._line is None:
+        if self._connection is None:
             return
         try:
-            self._line.send(msg.LookAhead(step + 1, None if told else step))
-            self._line.ahead = step + 1
+            self._connection.send(msg.LookAhead(step + 1, None if told else step))
+            self._connection.ahead = step + 1
         except OSError:
-            self._drop_line()
+            self._drop_connection()
 
-    def _hear_ahead(self, line: _Line) -> None:
+    def _receive_ahead(self, connection: _Connection) -> None:
         """Read the answer to having looked ahead."""
-        step, line.ahead = line.ahead, None
+        step, connection.ahead = connection.ahead, None
         if step is None:
             return
-        reply, fds = receive(line.connection, self._check_alive)
+        reply, fds = receive(connection.socket, self._check_alive)
         _unless_rewound(reply)
         if isinstance(reply, Views) and reply.header is not None:
             self._take(step, reply, fds)
-            self._in_hand[step] = self._header_of(reply.header, reply.names)
+            self._prefetched[step] = self._header_of(reply.header, reply.names)
 
     def _header_of(self, header: StepHeader, names: tuple[str, ...] | None) -> StepHeader:
         if names is not None:
@@ -457,17 +457,17 @@ class LocalFeed:
 
     def _take(self, step: int, reply: Views, fds: list[int]) -> None:
         """Keep the views that came, with their segments mapped."""
-        line = self._line
-        assert line is not None, "views come over a line"
+        connection = self._connection
+        assert connection is not None, "views come over a connection"
         unseen = iter(fds)
         for microbatch, view in reply.views.items():
             if view.new:
                 fd = next(unseen)
-                line.maps[view.segment] = mmap.mmap(fd, view.capacity, prot=mmap.PROT_READ)
+                connection.maps[view.segment] = mmap.mmap(fd, view.capacity, prot=mmap.PROT_READ)
                 os.close(fd)
-            self._ready[step, microbatch] = _Ready(view, line.maps[view.segment], line)
+            self._ready[step, microbatch] = _Ready(view, connection.maps[view.segment], connection)
         for old in reply.gone:
-            line.maps.pop(old, None)
+            connection.maps.pop(old, None)
 
     # -- asking, and coming back ---------------------------------------------------------------
 
@@ -485,44 +485,44 @@ class LocalFeed:
                 if patience_s is None:
                     self._check_open()
                 try:
-                    if self._line is None:
+                    if self._connection is None:
                         again = Attach(self._rank, os.getpid(), self._at, self._lineage)
-                        self._line = _Line(connect_socket(self._address, self._rank), again)
-                        self._lineage = self._line.facts.begin.lineage
-                    self._line.send(request)
-                    self._hear_ahead(self._line)
-                    reply, fds = receive(self._line.connection, self._check_alive)
+                        self._connection = _Connection(connect_socket(self._address, self._rank), again)
+                        self._lineage = self._connection.facts.begin.lineage
+                    self._connection.send(request)
+                    self._receive_ahead(self._connection)
+                    reply, fds = receive(self._connection.socket, self._check_alive)
                     _unless_rewound(reply)
                     break
                 except (OSError, ServiceLost) as error:
-                    self._drop_line()
+                    self._drop_connection()
                     barrier = barrier or self._barrier(what)
                     if patience_s is not None and barrier.waited_s > patience_s:
                         raise ServiceLost(f"the service at {self._address} is away ({error})") from error
                     barrier.wait(error)
                 except BaseException:  # as a Ctrl-C: the answer would be taken for that of the next request
-                    self._drop_line()
+                    self._drop_connection()
                     raise
         return raised(reply), fds
 
-    def _first_line(self, step: int | None, state: Mapping[str, Any] | None) -> _Line:
+    def _first_connection(self, step: int | None, state: Mapping[str, Any] | None) -> _Connection:
         """Attach for the first time. A service that was killed a moment ago has left its socket, and comes back."""
         barrier = self._barrier("attaching")
-        behind = False
+        reached = False
         others = None if step is None else _Others(self._rank, step)
         request = Attach(self._rank, os.getpid(), step=step, state=None if state is None else _plain(state))
         while True:
             try:
-                connection, behind = connect_socket(self._address, self._rank), True
-                line = _Line(connection, request, others)
-                self._lineage = line.facts.begin.lineage
-                return line
+                found, reached = connect_socket(self._address, self._rank), True
+                connection = _Connection(found, request, others)
+                self._lineage = connection.facts.begin.lineage
+                return connection
             except Rewound as error:  # it is started again at that very step, however long that takes
                 barrier = self._barrier("attaching")
                 barrier.wait(error)
             except (OSError, ServiceLost) as error:
                 # Where there is no socket the address is wrong; where there is one without an answer, it is not.
-                there = behind or isinstance(error.__cause__, ConnectionRefusedError)
+                there = reached or isinstance(error.__cause__, ConnectionRefusedError)
                 if not there or barrier.waited_s > FIRST_ATTACH_S:
                     raise
                 barrier.wait(error)
@@ -547,11 +547,11 @@ class LocalFeed:
         if self._closed:
             raise ClosedError("the client is closed. Take another one from the service.")
 
-    def _drop_line(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            line.hang_up()
-            line.maps.clear()
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+            connection.maps.clear()
 
 
 class _Others:
@@ -595,6 +595,6 @@ def _view(root: Any, dtype: str, shape: tuple[int, ...], offset: int) -> Any:
     return np.ndarray(shape, dtype, root, offset)  # its base is `root`, whose end is the end of the lease
 
 
-def _let_go(leased: dict[int, int], released: deque[int], lease: int) -> None:
+def _release_lease(leased: dict[int, int], released: deque[int], lease: int) -> None:
     leased.pop(lease, None)
     released.append(lease)

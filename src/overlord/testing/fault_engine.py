@@ -34,6 +34,7 @@ from overlord.errors import Fenced, OverlordError, ServiceLost, SpecError, Store
 from overlord.job.specs import Job
 from overlord.runtimes.hosts.cluster_role import LOCK_FREE, RoleEnvironment
 from overlord.runtimes.hosts.constructor_host import InlineConstructor
+from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.hosts.planner_host import Pace
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.inline_service import CONSTRUCTOR, InlineService
@@ -42,7 +43,6 @@ from overlord.runtimes.supervision.supervisor import Supervisor
 from overlord.runtimes.transport.codec import Frame
 from overlord.runtimes.transport.direct import CallerEnvironment, CallerPace, Clock, DirectEngine, DirectPeer, MakeRole
 from overlord.runtimes.transport.membership import SERVICE, Membership, Peer, PeerClient, PeerGone, Pending, Sender
-from overlord.runtimes.transport.process_engine import InlineBlobs
 from overlord.runtimes.transport.role_codec import answer_from_frame, answer_to_frame, question_from_frame, to_frame
 from overlord.runtimes.transport.role_host import answer_of, finished
 from overlord.storage import StorageOptions
@@ -133,7 +133,7 @@ class Message:
 
 
 class FaultEnvironment(CallerEnvironment):
-    """The means of a role that may be killed.
+    """The environment of a role that may be killed.
 
     Args:
         isolate: Stands in for process workers.
@@ -241,7 +241,7 @@ class FaultPeer(DirectPeer):
         engine: Delivers its messages.
         name: The role.
         generation: Which instance of the role it is.
-        make: Makes the role itself, with its switchboard and its means.
+        make: Makes the role itself, with its peer client and its environment.
     """
 
     def __init__(
@@ -348,16 +348,16 @@ class FaultEngine(DirectEngine):
     def start(self, site: Site, generation: int) -> Peer:
         """Make the object of a role."""
         facts = site.facts(1) | {"generation": generation}
-        peer = FaultPeer(self, site.name, generation, lambda board, means: self.make(facts, board, means))
+        peer = FaultPeer(self, site.name, generation, functools.partial(self.make, facts))
         self.peers.append(peer)
         return peer
 
-    def introduce(self, peer: Peer, book: Membership) -> Pending:
+    def introduce(self, peer: Peer, membership: Membership) -> Pending:
         """Tell a role which peers there are."""
         assert isinstance(peer, FaultPeer)
 
         def learn() -> Any:
-            peer.peer_client.learn(Membership.from_head(book.head(), book.peers))
+            peer.peer_client.learn(Membership.from_head(membership.head(), membership.peers))
             return {}
 
         return self.send(peer, Message("learn", None, SERVICE, learn))
@@ -569,7 +569,7 @@ class FaultService(InlineService):
         isolate: Stands in for process workers.
     """
 
-    blobs = InlineBlobs()
+    blobs = Blobs()
     scratch_in = "/dev/shm" if os.path.isdir("/dev/shm") else None  # nothing of it must outlive this process
 
     def __init__(
@@ -582,7 +582,7 @@ class FaultService(InlineService):
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met, and what was lost."""
-        return self._ask(GetStatus()).content
+        return self.ask(GetStatus()).content
 
     @property
     def supervisor(self) -> Supervisor:
@@ -630,7 +630,8 @@ class FaultService(InlineService):
         assert self._supervisor is not None
         self.engine.on_time = self._supervisor.tick
 
-    def _ask(self, request: Request[R]) -> R:
+    def ask(self, request: Request[R]) -> R:
+        """Ask the planner; a service that was killed meanwhile is launched again, and asked the same."""
         while True:
             try:
                 return self.supervisor.ask(request)

@@ -35,7 +35,7 @@ LOCK_FREE = frozenset({"where", "verdict", "learn", "pid", "progress"})
 
 
 class RoleEnvironment:
-    """What a role takes from whoever runs it. These are the means of a process that has threads."""
+    """What a role takes from whoever runs it. These are the environment of a process that has threads."""
 
     runtime: str | None = None
     """What `status` calls the runtime; by default what the cluster of the launch says."""
@@ -95,17 +95,17 @@ class ClusterRole:
         options: ServiceOptions,
         folder: str,
         site: Mapping[str, Any],
-        board: PeerClient,
+        peer_client: PeerClient,
         blobs: Blobs | None,
-        means: RoleEnvironment | None = None,
+        environment: RoleEnvironment | None = None,
     ) -> None:
         self._job = job
         self._options = options
         self._folder = Path(folder)
         self._site = site
-        self._peers = board
+        self._peers = peer_client
         self._blobs = blobs
-        self._environment = means or RoleEnvironment()
+        self._environment = environment or RoleEnvironment()
         self._ends = contextlib.ExitStack()
 
     @property

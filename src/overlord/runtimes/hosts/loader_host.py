@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. The first host that asks for a step has all of it popped and finished; the others find their part here. A step that
-   nobody asked for in time is let go of, and made again for who comes late: everything here is a cache.
+   is not asked for in time is dropped, and made again for a host that asks later: everything here is a cache.
 2. What is staged stays within a byte budget; the step that is asked for is always made.
 """
 
@@ -65,7 +65,7 @@ class LoaderFleet:
                 self._crews[source].resize(count, (parts or {}).get(source))
 
     def leave(self, sources: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Let go of what is held of sources that others have now; whoever asks late is answered, and waits.
+        """Drop what is held of sources that other hosts have now; a late request is answered, and waits.
 
         Returns:
             What was met of each of them, which is counted elsewhere from now on.
@@ -79,7 +79,7 @@ class LoaderFleet:
         return met
 
     def interrupt(self) -> None:
-        """Let nobody wait any longer for a source that cannot be read."""
+        """End all waits for a source that cannot be read."""
         if self._patience is not None:
             self._patience.end()
 
@@ -145,7 +145,7 @@ class LoaderFleet:
         return {number: crew.loader.name for number, crew in self._crews.items()}
 
     def workload(self) -> dict[int, dict[str, Any]]:
-        """Return what the workers of each source have done, without waiting for anybody who works."""
+        """Return what the workers of each source have done, without waiting for their work."""
         return {
             number: {**crew.work(), "buffer_bytes": crew.loader.buffer_bytes} for number, crew in self._crews.items()
         }
@@ -188,7 +188,7 @@ class LoaderFleet:
 
 
 KEPT = 64
-"""Steps behind the newest that are kept at most for a host that has not asked: nobody may be attached there."""
+"""Steps behind the newest that are kept at most for a host that has not asked: it may have no clients."""
 
 
 _Asked = tuple[int, tuple[tuple[int, Part], ...]]
@@ -204,7 +204,7 @@ class _StagedStep:
         self._payloads: list[Payload] | None = None
 
     def payloads(self) -> list[Payload]:
-        """Return the finished samples; the first who asks finishes them, the others wait for that."""
+        """Return the finished samples; the first caller finishes them, the others wait for that."""
         with self._lock:
             if self._payloads is None:
                 assert self._collect is not None

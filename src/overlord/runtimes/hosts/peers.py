@@ -1,16 +1,16 @@
-"""Roles on other hosts, behind the ports that roles ask: messages go out, and whoever is lost has a successor.
+"""Roles on other hosts, behind the ports of roles: calls that are made again where a host is lost and replaced.
 
 Rules of this file:
 1. Payloads go from loader host to constructor host. The planner asks for metadata and gives out plans, nothing else.
 2. One call a pair of hosts and step. The plan goes along by reference: it was put once, and every host reads it there.
-3. A shadow is told what its primary was asked, after the fact: nobody waits for it.
+3. A shadow is told afterwards what its primary was asked for: no caller waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -57,16 +57,16 @@ def loader_name(host: int) -> str:
     return f"loader host {host}"
 
 
-class Blobs(Protocol):
-    """Blocks of bytes that are put once and read on any host."""
+class Blobs:
+    """Blocks of bytes for other hosts. These travel with the message: on one host a copy costs less than a store."""
 
     def put(self, block: npt.NDArray[np.uint8]) -> Any:
         """Put a block; return what it is known by."""
-        ...
+        return block
 
     def get(self, blob: Any) -> npt.NDArray[np.uint8]:
-        """Return a block that somebody put."""
-        ...
+        """Return a block that was put."""
+        return blob
 
 
 def put_plan(blobs: Blobs | None, plan: LoadingPlan) -> Any:
@@ -77,14 +77,14 @@ def put_plan(blobs: Blobs | None, plan: LoadingPlan) -> Any:
 class RemotePlanner:
     """The planner, as a constructor host sees it."""
 
-    def __init__(self, board: PeerClient, blobs: Blobs | None, host: int, first_step: int) -> None:
-        self._peers = board
+    def __init__(self, peer_client: PeerClient, blobs: Blobs | None, host: int, first_step: int) -> None:
+        self._peers = peer_client
         self._blobs = blobs
         self._host = host
         self.first_step = first_step
         self.next_mesh: str | None = None
         """The mesh of the step behind the one whose plan was taken last, where it is known to have another one."""
-        # As long as anybody holds the plan: its columns are views into that very block.
+        # For as long as the plan is in use: its columns are views into that very block.
         self._blob_of: WeakKeyDictionary[LoadingPlan, tuple[Any, int]] = WeakKeyDictionary()
 
     def plan(self, step: int, news: HostNews) -> LoadingPlan | Waiting | None:
@@ -129,26 +129,27 @@ _Asked = tuple[int, Part]
 
 
 class _Round:
-    """One message to all hosts that have some parts of sources; what is lost goes to whoever has it by then."""
+    """One message to all hosts that have some parts of sources; what is lost goes to the hosts that have it by then."""
 
     def __init__(
         self,
-        board: PeerClient,
+        peer_client: PeerClient,
         method: str,
         parts: Sequence[_Asked],
         message: Callable[[Sequence[_Asked]], Any],
     ) -> None:
-        self._peers = board
+        self._peers = peer_client
         self._method = method
         self._message = message
         self._calls: list[tuple[str, Sequence[_Asked], Call]] = []
         self._ask(parts)
 
     def _ask(self, parts: Sequence[_Asked]) -> None:
-        book, of_host = self._peers.membership, dict[str, list[_Asked]]()
+        membership, of_host = self._peers.membership, dict[str, list[_Asked]]()
         for asked in parts:
-            of_host.setdefault(loader_name(book.assignment.host_of(*asked)), []).append(asked)
-        for name in sorted(of_host, key=lambda name: name not in book.peers):  # who is there does not wait for others
+            of_host.setdefault(loader_name(membership.assignment.host_of(*asked)), []).append(asked)
+        # Hosts that are there are asked first, and do not wait for those that are being replaced.
+        for name in sorted(of_host, key=lambda name: name not in membership.peers):
             self._calls.append((name, of_host[name], self._peers.ask(name, self._method, self._message(of_host[name]))))
 
     def answers(self) -> Iterator[tuple[str, Any]]:
@@ -168,8 +169,8 @@ class _Round:
 class RemoteLoaders:
     """All SourceLoaders of a job, on the hosts that have them at the moment."""
 
-    def __init__(self, board: PeerClient, planner: RemotePlanner | None = None) -> None:
-        self._peers = board
+    def __init__(self, peer_client: PeerClient, planner: RemotePlanner | None = None) -> None:
+        self._peers = peer_client
         self._planner = planner
         self._buffer_bytes: dict[str, int] = {}
         self._unfollowed: dict[int, list[MetaRequest]] = {}
@@ -243,9 +244,10 @@ class RemoteLoaders:
 
     def follow(self, passed: Mapping[int, Cursor]) -> None:
         """Let shadows read what their primaries were asked for, and drop what every trainer has passed."""
-        book = self._peers.membership
-        for name, peer in book.peers.items():
-            mine = [s for s, host in enumerate(book.assignment.shadow) if host != NO_HOST and loader_name(host) == name]
+        membership = self._peers.membership
+        for name, peer in membership.peers.items():
+            shadows = enumerate(membership.assignment.shadow)
+            mine = [source for source, host in shadows if host != NO_HOST and loader_name(host) == name]
             try:
                 if not mine or (name in self._following and self._following[name].poll(0) is None):
                     continue  # it is still busy with the last ones; these wait for the next time
@@ -307,8 +309,8 @@ class RemoteLoaders:
 class RemoteVerdicts:
     """The verdicts of some sources, which the planner writes down."""
 
-    def __init__(self, board: PeerClient, known: Mapping[str, Mapping[int, Verdict]]) -> None:
-        self._peers = board
+    def __init__(self, peer_client: PeerClient, known: Mapping[str, Mapping[int, Verdict]]) -> None:
+        self._peers = peer_client
         self._given_up = {source: dict(rows) for source, rows in known.items()}
 
     def add(self, source: str, row: int, reason: str, epoch: int = 0) -> None:

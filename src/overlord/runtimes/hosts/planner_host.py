@@ -1,17 +1,17 @@
 """The Planner behind a lock: plans for constructor hosts, answers for clients and for the owner of a service.
 
 Rules of this file:
-1. Nobody asks the planner while it plans. Who needs a step that waits for a report waits here, for a while.
-2. What every rank that ever attached has passed is what a snapshot may begin at, on whichever host it sits by now. A
-   planner that came in the place of another hears them all first, or waits for them for a while.
+1. The planner is called under a lock. A request for a step that needs a report waits here, for a while.
+2. A snapshot may begin at what every rank that ever attached has passed, whichever host serves it by now. A planner
+   that replaces another waits for a while until all of them have told where they are.
 3. A step is not planned because a rank waits for it that only comes with it: the others come there first.
 4. A trainer that comes back with the step of its checkpoint goes on there. Where steps behind it were handed out to its
    rank, or reported, the lineage ends: all ranks must ask for the same step, the rewind is written down (`history`
    says what follows from that), and the service is started again. Also a short way back goes by that: the roles that
-   have moved on are many (read buffers, built steps, seats, sources that came since), and one path that a crash of the
-   service has always taken is worth more than seconds in a minute of restarting trainers.
-5. What is promised waits until it is written down. A store that is down pauses planning, and is tried again and again;
-   what is planned is handed out meanwhile, and whoever asks how things are is answered. Who has lost the store ends.
+   have moved on are many (read buffers, built steps, attached clients, sources that came since), and one path that a
+   crash of the service has always taken is worth more than seconds in a minute of restarting trainers.
+5. An answer that promises something waits until it is written down. A store that is down pauses planning, and is
+   retried; planned steps are served meanwhile, and `status()` is answered. A service that has lost its store ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 from overlord.core import client_messages as msg
 from overlord.core.client_messages import Beginning, Document, Reply, Request, SourceChange
@@ -41,15 +41,12 @@ from overlord.runtimes.launching.resume import REWIND, before
 from overlord.stores.store import newest_lineage
 
 # --------------------------------------------------------------------------------------------------------------
-# Writes what a planner has for the store: snapshots, its horizon, plan records in groups, what the loaders have met.
+# Writes what a planner has for the store: snapshots, its horizon, plan records in groups, counters of the loaders.
 #
-# Rules of this file:
-# 1. None of it is on the way of a step. Whoever plans only says what is due; it is written by a thread of the
-#    runtime, or
-#    on the inline runtime between two steps.
+# 1. No step waits for it. The planner only notes what is due; it is written by a thread of the runtime, or on the
+#    inline runtime between two steps.
 # 2. Snapshots cost at most a small share of the time between them, those of the loaders a smaller one: what takes
-#    longer
-#    is done less often.
+#    longer is done less often.
 
 
 PLANNER_SHARE = 0.02
@@ -142,12 +139,11 @@ class Saver:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What a runtime does about a source that cannot be read: waits for promised samples, looks whether it is back.
+# What a runtime does about a source that cannot be read: retries planned samples, looks whether it is back.
 #
-# Rules of this file:
 # 1. The clock is here and not in the roles. What follows from it is a journaled change, so that a replay needs no
 #    clock.
-# 2. A sample that was planned stays promised: whoever must hand it over keeps trying.
+# 2. A sample that was planned must be delivered: its loader keeps trying.
 
 
 logger = logging.getLogger("overlord")
@@ -160,7 +156,6 @@ TRY_EVERY_S = 1.0
 WARN_EVERY_S = 60.0
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 class Patience:
@@ -225,7 +220,7 @@ class ReturnWatch:
         if found and name in self._planner.sources.parked(self._planner.next_step):
             try:
                 step = self._planner.sources.give_back(name)
-            except SpecError as error:  # somebody has said otherwise for that very step
+            except SpecError as error:  # another change was made for that very step
                 logger.warning("source %r can be read again and does not return: %s", name, error)
                 return
             logger.warning("source %r can be read again: it returns at step %d", name, step)
@@ -341,37 +336,11 @@ JOIN_S = 0.5
 KEPT_LABELS = 64
 """Steps of which it is remembered what does not decode: a host that asks later tells it again."""
 STATUS_S = 1.0
-"""How long somebody who asks how things are waits for the planner; then he is told without its leave."""
+"""status() waits this long for the planner's lock, then reads without it."""
 
 logger = logging.getLogger("overlord")
 
 Given = TypeVarTuple("Given")
-
-
-class Plans(Protocol):
-    """What a constructor host asks of the planner, wherever that runs."""
-
-    @property
-    def first_step(self) -> int:
-        """The step this stream was launched at."""
-        ...
-
-    @property
-    def next_mesh(self) -> str | None:
-        """The mesh of the step behind the one whose plan was taken last, where it is known to have another one."""
-        ...
-
-    def plan(self, step: int, news: HostNews) -> LoadingPlan | Waiting | None:
-        """Return the plan of a step; None past the end of the stream."""
-        ...
-
-    def ask(self, request: Request[R]) -> R:
-        """Pass on what a client asks or tells."""
-        ...
-
-    def tell(self, news: HostNews) -> None:
-        """Tell how far the clients of this host are."""
-        ...
 
 
 Describe = Callable[[Mapping[int, int], int], dict[str, Any]]
@@ -409,9 +378,9 @@ def refuse_coming_step(planner: Planner, step: int) -> None:
     if step > planner.next_step:
         oldest = planner.checkpoints.store.oldest_step
         raise StateError(
-            f"step {step} was asked for, and this service has come to step {planner.next_step}; nobody could tell what "
-            f"was trained on before it. Give a step from {oldest} to {planner.next_step}, or launch a service from "
-            "the state of your checkpoint (state=)."
+            f"step {step} was asked for, and this service has come to step {planner.next_step}; what was trained on "
+            f"before it is unknown. Give a step from {oldest} to {planner.next_step}, or launch a service from the "
+            "state of your checkpoint (state=)."
         )
 
 
@@ -430,8 +399,8 @@ class Pace:
     threads = True
     """Whether work can go on beside the caller."""
     patience_s = math.inf
-    """How long a store that is down is waited for before whoever asks gets the error. Where nothing goes on beside the
-    caller, nothing can end a wait for a source either, and it gets that error at once."""
+    """How long a store that is down is waited for before the caller gets the error. Where no thread runs beside the
+    caller, nothing can end a wait for a source either, and the caller gets that error at once."""
 
     def now(self) -> float:
         """Return seconds that never go back."""
@@ -511,7 +480,7 @@ class PlannerHost:
         return self._planner
 
     def alone(self) -> AbstractContextManager[Any]:
-        """While this is open, nobody else asks the planner."""
+        """Hold the planner's lock while the context is open."""
         return self._changed
 
     def plan(self, step: int, news: HostNews, host: int = 0) -> LoadingPlan | Waiting | None:
@@ -539,7 +508,7 @@ class PlannerHost:
             except StoreError as error:
                 self._failed(error)
                 return Waiting(STORE_DOWN)
-            except NothingToDraw as error:  # a source may return, by itself or because somebody says so
+            except NothingToDraw as error:  # a source may return, by itself or by a change
                 if self._pace.patience_s < math.inf:
                     raise
                 if self._barren != step:
@@ -611,7 +580,7 @@ class PlannerHost:
                 self._changed.notify_all()  # a step may have waited for what was told
 
     def _join(self, request: msg.Join) -> Beginning | msg.RanksMissing:
-        """Let a rank go on at a step, or tell whom it waits for; all ranks that go back must ask for the same step.
+        """Let a rank go on at a step, or tell which ranks it waits for; all that go back must ask for the same step.
 
         Raises:
             StateError: The state is not one of this stream, the ranks disagree, or the step cannot be told exactly.
@@ -709,7 +678,7 @@ class PlannerHost:
         return any(rank in found and found[rank] >= step for found in positions for rank in ranks)
 
     def close(self) -> None:
-        """Send home who waits, save where the clients stand, and leave the store."""
+        """End all waits, save how far the clients are, and leave the store."""
         self.interrupt()
         self._work.set()
         if self._writer.is_alive():
@@ -726,7 +695,7 @@ class PlannerHost:
                 logger.warning("the last snapshot is missing, and a resume repeats a few steps: %s", error)
 
     def interrupt(self) -> None:
-        """Send home who waits for a report."""
+        """End all waits for a report."""
         self._closing = True
         self._ended.set()
         for condition in (self._changed, self._heard):
@@ -753,7 +722,7 @@ class PlannerHost:
             try:
                 self._planner.checkpoints.store.beat()
             except Fenced:
-                return  # whoever writes next is told
+                return  # the next write raises it
             except StoreError as error:
                 logger.debug("the store did not hear that its owner lives: %s", error)
 
@@ -776,7 +745,7 @@ class PlannerHost:
                 self._failed(error)
             self._retry_s = min(2 * self._retry_s or RETRY_S[0], RETRY_S[1])
             return self._retry_s
-        except Exception:  # a loader that is gone, say: its host tells who asks; a snapshot can wait
+        except Exception:  # such as a loader that is gone, which its callers notice; a snapshot can wait
             logger.exception("a snapshot could not be taken; it is tried again")
             return RETRY_S[1]
         self._retry_s = 0.0
@@ -820,7 +789,7 @@ class PlannerHost:
         self._work.set()
 
     def _check_patience(self) -> None:
-        """Raise the error of a store that has been down for long; whoever asks again waits as long again."""
+        """Raise the error of a store that has been down for long; the next request waits as long again."""
         if self._down is not None and self._pace.now() - self._down_since > self._pace.patience_s:
             self._down_since = self._pace.now()
             raise self._down[1]
@@ -862,7 +831,7 @@ class PlannerHost:
             self._failed(error)
 
     def _watch_parked(self) -> None:
-        """Look now and then whether parked sources can be read again; nobody waits while that is tried."""
+        """Look now and then whether parked sources can be read again; no request waits for that."""
         while not self._ended.wait(LOOK_S):
             with self._changed:
                 due = self._watch.due()

@@ -100,9 +100,8 @@ class PlannerRole(ClusterRole):
 
         def picture(positions: Any, view_bytes: int) -> dict[str, Any]:
             statuses = loaders.status()
-            runtime = self._environment.runtime or (
-                prepared.options.cluster.engine if prepared.options.cluster else "ray"
-            )
+            cluster = prepared.options.cluster
+            runtime = self._environment.runtime or (cluster.engine if cluster else "ray")
             found = describe(
                 self._prepared.job, planner, self._facts, statuses, runtime, positions, view_bytes=view_bytes
             )

@@ -33,7 +33,7 @@ from overlord.core.plan import LoadingPlan
 from overlord.errors import ClosedError, OverlordError, SpecError
 from overlord.roles.client import ENCODER
 from overlord.roles.data_constructor import DataConstructor
-from overlord.runtimes.hosts.planner_host import Plans
+from overlord.runtimes.hosts.peers import RemotePlanner
 from overlord.runtimes.supervision.cleanup import out_of_files
 from overlord.runtimes.transport.shared_memory import Arena, Segment
 from overlord.transforms.microbatches.per_microbatch import PackedMicrobatch
@@ -474,7 +474,7 @@ class StepServer:
     def __init__(
         self,
         constructor: DataConstructor,
-        planner: Plans,
+        planner: RemotePlanner,
         arena: Arena,
         *,
         ranks_of: RanksOf,
@@ -685,7 +685,7 @@ class StepServer:
 
     def _check_not_ended(self) -> None:
         if self._closing and self._ends_for is not None:
-            raise type(self._ends_for)(*self._ends_for.args)  # a fresh one for each of those who ask
+            raise type(self._ends_for)(*self._ends_for.args)  # a new one for each client
 
     def _next_task(self, choose: Callable[[], T | None]) -> T | None:
         with self._changed:

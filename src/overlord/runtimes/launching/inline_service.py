@@ -34,7 +34,6 @@ from overlord.runtimes.hosts.planner_host import left_behind
 from overlord.runtimes.launching.cluster_placement import Site, place_here
 from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.launch_options import ServiceOptions
-from overlord.runtimes.launching.owner_asks import OwnerAsks
 from overlord.runtimes.launching.resume import peek, with_added_sources
 from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
 from overlord.runtimes.supervision.supervisor import Supervisor
@@ -48,7 +47,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class InlineService(OwnerAsks):
+class InlineService:
     """A service whose roles are objects of this process.
 
     Args:
@@ -88,21 +87,21 @@ class InlineService(OwnerAsks):
     def client(self, rank: int, step: int | None = None, state: Mapping[str, Any] | None = None) -> Client:
         """Return the client of one rank, at a step where one is given: there are no others that could be waited for."""
         check_step(step)
-        found = self._ask(FindBeginning(int(rank) if is_whole(rank) else -1))
+        found = self.ask(FindBeginning(int(rank) if is_whole(rank) else -1))
         if step is not None and found.first_step is not None:
             request = Join(int(rank), int(step), None if state is None else dict(state), alone=True)
             try:
-                joined = self._ask(request)
+                joined = self.ask(request)
             except Rewound:
                 self.crash()  # the next request starts it again, at that step
-                joined = self._ask(request)
+                joined = self.ask(request)
             assert isinstance(joined, Beginning), "it waits for no other rank"
             found = joined
         return Client(Feed(self, rank, mesh_from_text(found.mesh), found.lineage), rank, found.first_step or 0)
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met; there are no hosts that could be lost."""
-        return self._ask(GetStatus()).content | {"hosts": [], "faults": []}
+        return self.ask(GetStatus()).content | {"hosts": [], "faults": []}
 
     def close(self) -> None:
         """End the roles and remove what is temporary."""
@@ -132,7 +131,8 @@ class InlineService(OwnerAsks):
         """Return the object of a role."""
         return getattr(self.supervisor.peer(name), "role", None)
 
-    def _ask(self, request: Request[R]) -> R:
+    def ask(self, request: Request[R]) -> R:
+        """Ask the planner."""
         return self.supervisor.ask(request)
 
     # -- what clients ask -------------------------------------------------------------------------
@@ -170,9 +170,9 @@ class InlineService(OwnerAsks):
         engine = DirectEngine(self._make_role, means=self._environment)
         return Supervisor(engine, sites, self._given, idle=engine.pass_time)
 
-    def _make_role(self, site: Mapping[str, Any], board: PeerClient, means: RoleEnvironment) -> ClusterRole:
-        kinds = {**ROLES, "constructor": InlineConstructor}
-        return kinds[site["role"]](self._job, self._given, str(self._options.store), site, board, self.blobs, means)
+    def _make_role(self, site: Mapping[str, Any], peers: PeerClient, environment: RoleEnvironment) -> ClusterRole:
+        kind = {**ROLES, "constructor": InlineConstructor}[site["role"]]
+        return kind(self._job, self._given, str(self._options.store), site, peers, self.blobs, environment)
 
 
 class Feed:

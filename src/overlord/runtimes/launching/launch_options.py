@@ -1,21 +1,32 @@
-"""What a launch was told, beside the job: nothing of it changes which samples are drawn."""
+"""The options of a launch as the runtimes take them, and how they travel to the service with the job.
+
+Nothing of them changes which samples are drawn.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
+import io
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
+
+import cloudpickle
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
 from overlord.job.layout_specs import DEFAULT_HEARTBEAT_S, Layout, OnSourceFailure, Placement
 from overlord.job.reconcile import Reconcile
-from overlord.job.specs import Job
+from overlord.job.specs import Job, Source
 from overlord.launch_spec import Launch
 from overlord.planning.checking import Strategy
 from overlord.roles.assignment import shadowed
 from overlord.runtimes.launching.cluster_placement import ClusterOptions
 from overlord.scaling.autoscaler import Scaling
+from overlord.version import VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +59,7 @@ class ServiceOptions:
     keep: int = 256
     """Steps behind the newest snapshot that stay resumable."""
     service: str = ""
-    """The id of the service, the same over restarts; nobody else with another id may take its store while it lives."""
+    """The id of the service, the same over restarts; no service with another id may take its store while it lives."""
     recover: bool = False
     """Go on in the store's newest lineage after a crash, instead of beginning a lineage."""
     cache: str
@@ -109,3 +120,91 @@ def cluster_of(launch: Launch, shadows: tuple[bool, ...]) -> ClusterOptions | No
         engine="ray" if launch.runtime == "ray" else "local",
         loader_hosts=launch.loader_hosts,
     )
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The hand-over from a launcher to its service and its roles: a checked head, then the job and the options.
+#
+# The body is a pickle, because the user's own functions travel in it. Records of overlord are pickled by the names of
+# their fields: the default of a slotted dataclass is by position, and two processes that imported different code would
+# shift every option silently. The head names the version and a digest of all field names, and is compared before the
+# body is read.
+
+
+FORMAT = 1
+"""The layout of the bytes: one line of JSON, then the body."""
+MAX_HEAD = 1024
+
+
+def pack(job: Job, options: ServiceOptions) -> bytes:
+    """Return the bytes that a process of the same code reads with `unpack`.
+
+    Raises:
+        SpecError: when a function or object of the user's cannot be pickled.
+    """
+    body = io.BytesIO()
+    try:
+        _Pickler(body).dump((job, options))
+    except Exception as error:  # whatever a user's object raises when it is pickled
+        raise SpecError(
+            f"the job cannot be sent to the service process ({type(error).__name__}: {error}); nothing could run. "
+            "Let functions (Custom, strategy, learn) hold only what pickles (open files and locks do not), or use "
+            "runtime='inline'."
+        ) from error
+    return json.dumps(_head()).encode() + b"\n" + body.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles the user's functions by value, and records of overlord by the names of their fields."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if dataclasses.is_dataclass(kind) and kind.__module__.startswith("overlord."):
+            return _record, (kind, {field.name: getattr(obj, field.name) for field in dataclasses.fields(kind)})
+        return super().reducer_override(obj)
+
+
+def _record(kind: type, named: dict[str, Any]) -> Any:
+    made: Any = object.__new__(kind)
+    for name, value in named.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def unpack(bundle: bytes) -> tuple[Job, ServiceOptions]:
+    """Read what the launching process packed.
+
+    Raises:
+        SpecError: when the launching process runs other code than this one.
+    """
+    head, line_end, body = bytes(bundle).partition(b"\n")
+    try:
+        theirs = json.loads(head) if line_end and len(head) <= MAX_HEAD else {}
+    except ValueError:
+        theirs = {}
+    ours = _head()
+    if theirs != ours:
+        raise SpecError(
+            f"the launcher runs overlord {_spelled(theirs)}, this process overlord {_spelled(ours)}; options could be "
+            "misread. Install the same version on all hosts, and restart what imported an older one."
+        )
+    return cast("tuple[Job, ServiceOptions]", cloudpickle.loads(body))  # from the launching process to its own roles
+
+
+def _head() -> dict[str, Any]:
+    return {"bundle": FORMAT, "version": VERSION, "fields": _fields_digest()}
+
+
+def _spelled(head: Any) -> str:
+    if not isinstance(head, dict) or "version" not in head:
+        return "of an unknown version"
+    return f"{head['version']} (hand-over {head.get('bundle')}, fields {str(head.get('fields'))[:8]})"
+
+
+@functools.cache
+def _fields_digest() -> str:
+    """Digest the names and the order of all fields that travel."""
+    plain = [ServiceOptions, ClusterOptions, Scaling, ClientPlaceTree]
+    names = [f"{kind.__name__}.{field.name}" for kind in plain for field in dataclasses.fields(kind)]
+    names += [f"{kind.__name__}.{name}" for kind in (Job, Source, Layout) for name in kind.model_fields]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()

@@ -40,8 +40,8 @@ def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
             yield address
         return
 
-    def make(site: Mapping[str, Any], board: PeerClient, means: RoleEnvironment) -> ClusterRole:
-        return ROLES[site["role"]](job, options, str(folder), site, board, None, means)
+    def make(site: Mapping[str, Any], peer_client: PeerClient, environment: RoleEnvironment) -> ClusterRole:
+        return ROLES[site["role"]](job, options, str(folder), site, peer_client, None, environment)
 
     threads = ThreadEngine(make, ThreadEnvironment("local", options, progress))
     with supervised(threads, sites, options, folder, progress) as address:

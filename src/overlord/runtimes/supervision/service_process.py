@@ -46,7 +46,6 @@ from overlord.roles.client import Client
 from overlord.runtimes.client_feed import ask_once, connect, write_failure
 from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.launch_options import ServiceOptions, pack
-from overlord.runtimes.launching.owner_asks import OwnerAsks
 from overlord.runtimes.supervision.child import LIMITS, Backoff, ChildProcess, Limits, Liveness, Restarts, start_python
 from overlord.runtimes.supervision.cleanup import remove_when_gone, set_up_process
 from overlord.runtimes.transport.codec import raised, receive, send
@@ -493,7 +492,7 @@ def _may_pass(error: OverlordError | None) -> bool:
     return isinstance(error, ServiceLost) or type(error) is OverlordError
 
 
-class ServiceProcess(OwnerAsks):
+class ServiceProcess:
     """A service whose process was started by this one, and is started again when it dies or hangs."""
 
     def __init__(
@@ -562,7 +561,7 @@ class ServiceProcess(OwnerAsks):
         self._finalizer()
         self._supervisor.wait_closed()
 
-    def _ask(self, request: Request[R]) -> R:
+    def ask(self, request: Request[R]) -> R:
         """Call the service; calls are idempotent, so one that is interrupted by its death is made again."""
         backoff = Backoff(0.1, 1.0)
         while True:

@@ -1,4 +1,4 @@
-"""Roles as objects of this process: a message is a call in the thread of whoever asks, and nothing is encoded.
+"""Roles as objects of this process: a message is a call in the caller's thread, and nothing is encoded.
 
 Rules of this file:
 1. Messages and answers are passed by reference. The columns of samples that are handed over are read-only from then
@@ -39,7 +39,7 @@ HURRY_S = 3.0
 """How long a closing service waits for functions in process workers."""
 
 MakeRole = Callable[[Mapping[str, Any], PeerClient, RoleEnvironment], Any]
-"""Makes the role of a site, from its facts with the generation, its switchboard and its means."""
+"""Makes the role of a site: from its facts and generation, the client of its peers, and its environment."""
 
 
 class Clock:
@@ -74,15 +74,25 @@ class CallerPace(Pace):
         return True
 
 
-class CallerEnvironment(RoleEnvironment):
-    """The means of a role that has neither threads nor processes: everything is done by the caller."""
+class SharedEnvironment(RoleEnvironment):
+    """The environment of all roles of one process: what a job is prepared to is the same for all, and made once."""
+
+    _prepared: Prepared | None = None
+
+    def prepare(self, job: Job, options: ServiceOptions, **given: Any) -> Prepared:
+        if self._prepared is None:
+            self._prepared = super().prepare(job, options, **given)
+        return self._prepared
+
+
+class CallerEnvironment(SharedEnvironment):
+    """The environment of roles that have neither threads nor processes: the caller does everything."""
 
     runtime: str | None = "inline"
     plans_ahead = False
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        self._prepared: Prepared | None = None
 
     def workers(self, count: int, name: str, ends: contextlib.ExitStack) -> Workers:
         return SerialWorkers()
@@ -96,11 +106,6 @@ class CallerEnvironment(RoleEnvironment):
     def isolate_reader(self, threads: int, ends: contextlib.ExitStack) -> IsolateReader | None:
         return None
 
-    def prepare(self, job: Job, options: ServiceOptions, **given: Any) -> Prepared:
-        if self._prepared is None:  # the same for all roles: the state is the one that `numbering` holds
-            self._prepared = super().prepare(job, options, **given)
-        return self._prepared
-
     def pace(self) -> Pace:
         return self._pace
 
@@ -110,8 +115,8 @@ class DirectPeer:
 
     role: Any = None
 
-    def __init__(self, board: PeerClient) -> None:
-        self.peer_client = board
+    def __init__(self, peer_client: PeerClient) -> None:
+        self.peer_client = peer_client
         self.calls = 0
         """Calls that it is in the middle of."""
 
@@ -119,9 +124,8 @@ class DirectPeer:
         """Call a method of the role."""
         if method == "beat":
             progress = self.role.await_progress(0.0)
-            return Answered(
-                {"version": self.peer_client.version, "busy_s": 0.0, "rewound": self.role.rewound, **progress}
-            )
+            version, rewound = self.peer_client.version, self.role.rewound
+            return Answered({"version": version, "busy_s": 0.0, "rewound": rewound, **progress})
 
         def work() -> Any:
             self.peer_client.check(sender)
@@ -138,7 +142,7 @@ class DirectPeer:
         self.calls += 1
         try:
             return work()
-        except Exception as error:  # the border of the role: whoever takes the answer raises it
+        except Exception as error:  # an error is an answer, and is raised where the answer is taken
             return error
         finally:
             self.calls -= 1
@@ -179,7 +183,7 @@ class DirectEngine:
     """
 
     first_sign_s = 60.0
-    """How long an incarnation may take until its first sign of life."""
+    """How long a role may take until its first sign of life."""
 
     def __init__(self, make: MakeRole, clock: Clock | None = None, means: RoleEnvironment | None = None) -> None:
         self.make = make
@@ -196,10 +200,10 @@ class DirectEngine:
         self.peers.append(peer)
         return peer
 
-    def introduce(self, peer: Peer, book: Membership) -> Pending:
-        """Tell a role who is who."""
+    def introduce(self, peer: Peer, membership: Membership) -> Pending:
+        """Give a role the membership."""
         assert isinstance(peer, DirectPeer)
-        peer.peer_client.learn(book)
+        peer.peer_client.learn(membership)
         return Answered({})
 
     def kill(self, peer: Peer, site: Site, pid: int) -> None:
@@ -231,15 +235,14 @@ class DirectEngine:
                 peer.role.work_beside()
 
 
-class ThreadEnvironment(RoleEnvironment):
-    """The means of the roles of one process that has threads: what they prepare, and their processes, they share."""
+class ThreadEnvironment(SharedEnvironment):
+    """The environment of the roles of one process that has threads: they also share worker and reader processes."""
 
     def __init__(self, runtime: str, options: ServiceOptions, progress: Progress) -> None:
         self.runtime = runtime
         self._progress = progress
         self._processes = ProcessWorkers(options.threads)
         self._readers = ReaderProcesses(options.threads)
-        self._prepared: Prepared | None = None
 
     def progress(self, what: str, done: int, of: int) -> None:
         self._progress(what, done, of)
@@ -251,10 +254,8 @@ class ThreadEnvironment(RoleEnvironment):
         return self._readers.isolate
 
     def prepare(self, job: Job, options: ServiceOptions, **given: Any) -> Prepared:
-        if self._prepared is None:
-            given |= {"isolate": self._processes.isolate, "isolate_reader": self._readers.isolate}
-            self._prepared = super().prepare(job, options, **given)
-        return self._prepared
+        given |= {"isolate": self._processes.isolate, "isolate_reader": self._readers.isolate}
+        return super().prepare(job, options, **given)
 
     def hurry(self) -> None:
         """End the process workers, whatever they do."""
@@ -267,16 +268,16 @@ class ThreadEnvironment(RoleEnvironment):
 
 
 class ThreadEngine(DirectEngine):
-    """Makes roles as objects of a process that has threads: whoever asks calls a role in its own thread.
+    """Makes roles as objects of a process that has threads: a role is called in the thread of the caller.
 
     Args:
         make: Makes a role.
-        means: What they share.
+        environment: What they share.
     """
 
-    def __init__(self, make: MakeRole, means: ThreadEnvironment) -> None:
+    def __init__(self, make: MakeRole, environment: ThreadEnvironment) -> None:
         super().__init__(make)
-        self._environment = self._shared = means
+        self._environment = self._shared = environment
         self._idle = None
 
     def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:
@@ -298,7 +299,7 @@ class ThreadEngine(DirectEngine):
 
 
 def sealed(answer: Any) -> Any:
-    """Return an answer whose columns of samples cannot be written to: whoever gave it may keep them."""
+    """Return an answer whose columns of samples cannot be written to: the role that gave it may keep them."""
     if isinstance(answer, HandedOver):
         for payload in answer.payloads:
             for array in _columns(payload):

@@ -82,7 +82,11 @@ def answer_requests(connection: socket.socket, answer: Answer, after: Callable[[
         except SpecError as error:
             send(connection, failure_of(error))
             raise
-        send(connection, *_answer(request, answer))
+        reply, fds = _answer(request, answer)
+        try:
+            send(connection, reply, fds)
+        except SpecError as error:  # the reply cannot be encoded: nothing of it was sent
+            send(connection, failure_of(error))
         if after is not None:
             after()
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from overlord.core.messages import CallRole, StartRole
 from overlord.errors import ServiceLost
+from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.deployment import warm_common
 from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits
@@ -134,18 +134,6 @@ class SocketAnswer:
             self.connection.close()  # the caller does not want the answer any more
 
 
-class InlineBlobs:
-    """Blobs that travel with the message: on one host a copy is cheaper than a place to keep them."""
-
-    def put(self, block: npt.NDArray[np.uint8]) -> Any:
-        """Return the block itself."""
-        return block
-
-    def get(self, blob: Any) -> npt.NDArray[np.uint8]:
-        """Return the block itself."""
-        return blob
-
-
 class ProcessEngine:
     """Starts each role as a process of this host.
 
@@ -179,11 +167,11 @@ class ProcessEngine:
             raise PeerGone(f"it died while it was started: {error}") from error
         return ProcessPeer(path, process)
 
-    def introduce(self, peer: Peer, book: Membership) -> Pending:
-        """Send a role the book of its peers, which are known by their sockets."""
+    def introduce(self, peer: Peer, membership: Membership) -> Pending:
+        """Send a role the membership of its peers, which are known by their sockets."""
         assert isinstance(peer, ProcessPeer)
-        paths = {name: one.path for name, one in book.peers.items() if isinstance(one, ProcessPeer)}
-        return peer.send(CallRole("learn", SERVICE, to_frame(book.head())[0][0], paths=paths))
+        paths = {name: one.path for name, one in membership.peers.items() if isinstance(one, ProcessPeer)}
+        return peer.send(CallRole("learn", SERVICE, to_frame(membership.head())[0][0], paths=paths))
 
     def kill(self, peer: Peer, site: Site, pid: int) -> None:
         """Kill a process; its exit is collected beside."""
@@ -241,7 +229,7 @@ def serve(connection: socket.socket) -> None:
             listening.enter_context(listen(Path(told.socket), lambda caller: coming.result().answer_all(caller)))
         except FileNotFoundError:
             return  # the service is gone, and its folder with it
-        server = _RoleServer(RoleHost(told.bundle.tobytes(), told.paths, told.folder, told.site, InlineBlobs()))
+        server = _RoleServer(RoleHost(told.bundle.tobytes(), told.paths, told.folder, told.site, Blobs()))
         coming.set_result(server)
         connection.recv(1)  # nothing ever comes
     hurry = threading.Timer(told.end_s, os._exit, (1,))
@@ -272,7 +260,7 @@ class _RoleServer:
         return self._host.ask(call.method, [call.head, *arrays], plan, call.sender)
 
     def _learn(self, call: CallRole) -> Frame:
-        # One peer for each instance of a role: it keeps its connections from one book to the next.
+        # One peer for each instance of a role: it keeps its connections from one membership to the next.
         peers = {name: self._peers.get(path) or ProcessPeer(path) for name, path in call.paths.items()}
         self._peers = {peer.path: peer for peer in peers.values()}
         return self._host.learn(from_frame([call.head]), peers)

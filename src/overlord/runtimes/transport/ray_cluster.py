@@ -33,6 +33,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from overlord.errors import AnswerLost, ServiceLost, SpecError
+from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.launching.cluster_placement import TRAINER, ClusterOptions, Node, Site, cpus_needed, place
 from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.launch_options import ServiceOptions, pack
@@ -86,7 +87,7 @@ class RayAnswer:
             raise (PeerGone if isinstance(error, RayActorError) else AnswerLost)(why) from error
 
 
-class RayBlobs:
+class RayBlobs(Blobs):
     """Plans in Ray's object store: put once, read in place on every host."""
 
     def put(self, block: npt.NDArray[np.uint8]) -> Any:
@@ -109,7 +110,7 @@ class Host:
 
     @ray.method(concurrency_group="aside")
     def learn(self, head: dict[str, Any], handles: dict[str, Any]) -> Frame:
-        """Take a new book of peers."""
+        """Take a new membership of peers."""
         return self._host.learn(head, {name: RayPeer(handle) for name, handle in handles.items()})
 
     @ray.method(concurrency_group="aside")
@@ -150,11 +151,11 @@ class RayEngine:
         ).remote(self._bundle, sys.path, str(self._folder), site.facts(self._hosts) | {"generation": generation})
         return RayPeer(handle)
 
-    def introduce(self, peer: Peer, book: Membership) -> Pending:
-        """Send an actor the book of peers."""
+    def introduce(self, peer: Peer, membership: Membership) -> Pending:
+        """Send an actor the membership of peers."""
         assert isinstance(peer, RayPeer)
-        handles = {name: one.handle for name, one in book.peers.items() if isinstance(one, RayPeer)}
-        return RayAnswer(peer.handle.learn.remote(book.head(), handles))
+        handles = {name: one.handle for name, one in membership.peers.items() if isinstance(one, RayPeer)}
+        return RayAnswer(peer.handle.learn.remote(membership.head(), handles))
 
     def kill(self, peer: Peer, site: Site, pid: int) -> None:
         """Kill an actor; its process too, which Ray only asks to end."""

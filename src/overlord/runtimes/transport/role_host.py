@@ -1,4 +1,8 @@
-"""One incarnation of a role in its process: who may ask it, what becomes of an error, and that it lives."""
+"""One instance of a role in a process or actor of its own: frames in, frames out, heartbeats, and its lease.
+
+The supervisor calls in this order: the others `prepare` while loaders `open`, the planner `open_store`, loaders
+`begin`, the planner `begin`, constructors `begin`. A replacement goes through the same steps while the others go on.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +16,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overlord.errors import AnswerLost, OverlordError, Superseded
+from overlord.runtimes.hosts.cluster_role import ClusterRole
+from overlord.runtimes.hosts.constructor_host import ConstructorRole
+from overlord.runtimes.hosts.loader_role import LoaderRole
 from overlord.runtimes.hosts.peers import Blobs
+from overlord.runtimes.hosts.planner_role import PlannerRole
 from overlord.runtimes.launching.launch_options import unpack
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.cleanup import set_up_process
 from overlord.runtimes.transport.codec import Frame
 from overlord.runtimes.transport.membership import SERVICE, Membership, Peer, PeerClient, Sender
 from overlord.runtimes.transport.role_codec import Unfinished, answer_to_frame, question_from_frame
-from overlord.runtimes.transport.role_host import ROLES, ClusterRole
 from overlord.runtimes.transport.shared_memory import few_arenas
 
 logger = logging.getLogger("overlord")
 
+ROLES: dict[str, type[ClusterRole]] = {"loader": LoaderRole, "planner": PlannerRole, "constructor": ConstructorRole}
+
 BEAT_S = 0.5
-"""How long a beat is held before it is answered: there is always one under way, so a death is seen at once."""
+"""How long a heartbeat is held before it is answered: one is always under way, so a death is noticed at once."""
 PROGRESS_S = 0.1
-"""How long a beat is held at least, also where the role has made progress that the supervisor should learn of."""
+"""How long it is held at least, also where the role has made progress that the supervisor should learn of."""
 
 
 class RoleHost:
-    """One incarnation of a role, whichever engine carries its calls: frames in, frames out; an error is an answer."""
+    """One instance of a role, whichever transport carries its calls; an error is an answer."""
 
     def __init__(self, bundle: bytes, paths: Sequence[str], folder: str, site: Mapping[str, Any], blobs: Blobs) -> None:
-        self.board = PeerClient((site["name"], site["generation"]), ended=self._end)
+        self.peer_client = PeerClient((site["name"], site["generation"]), ended=self._end)
         self._failed: Frame | None = None
         self._role: ClusterRole | None = None
         self._numbers = itertools.count()
@@ -44,14 +53,14 @@ class RoleHost:
         set_up_process()
         sys.path += [path for path in paths if path not in sys.path]  # where the launcher's functions come from
         try:
-            self._role = ROLES[site["role"]](*unpack(bundle), folder, site, self.board, blobs)
-        except BaseException as error:  # told to whoever asks: one that fails to start tells less
+            self._role = ROLES[site["role"]](*unpack(bundle), folder, site, self.peer_client, blobs)
+        except BaseException as error:  # every call is answered with it: a process that fails to start tells less
             logger.exception("the %s did not start", site["name"])
             self._failed = answer_to_frame(error)
 
     def learn(self, head: Mapping[str, Any], peers: Mapping[str, Peer]) -> Frame:
-        """Learn who is who."""
-        self.board.learn(Membership.from_head(head, peers))
+        """Take a membership."""
+        self.peer_client.learn(Membership.from_head(head, peers))
         return answer_to_frame({})
 
     def ask(self, method: str, frame: Frame, plan: Any = None, sender: Sender = SERVICE) -> Frame:
@@ -63,7 +72,7 @@ class RoleHost:
         number = next(self._numbers)
         self._running[number] = time.monotonic()
         try:
-            self.board.check(sender)
+            self.peer_client.check(sender)
             return answer_to_frame(finished(answer_of(self._role, method, question_from_frame(frame, plan))))
         except BaseException as error:  # the caller must learn what became of its call
             if not isinstance(error, OverlordError):
@@ -79,12 +88,12 @@ class RoleHost:
         self._end()
 
     def _end(self) -> None:
-        """End this process: it has a successor, to which its clients go when it is gone."""
-        logger.warning("the %s (generation %d) was replaced while nothing was heard of it; it ends", *self.board.me)
+        """End this process: it was replaced, and its clients connect to the replacement when it is gone."""
+        logger.warning("the %s (generation %d) was silent and has been replaced; it ends", *self.peer_client.me)
         os._exit(1)
 
     def _beat(self) -> Frame:
-        """Tell that it lives, which book it has, how long its oldest call has been running, and its progress."""
+        """Answer a heartbeat: the version of the membership, how long the oldest call has been running, progress."""
         first, self._beaten = self._beaten == 0.0, time.monotonic()
         if first:
             threading.Thread(target=self._watch_lease, name="overlord-lease", daemon=True).start()
@@ -97,7 +106,7 @@ class RoleHost:
         oldest = min(self._running.copy().values(), default=None)
         busy_s = 0.0 if oldest is None else time.monotonic() - oldest
         rewound = self._failed is None and self._role is not None and self._role.rewound
-        return answer_to_frame({"version": self.board.version, "busy_s": busy_s, "rewound": rewound, **progress})
+        return answer_to_frame({"version": self.peer_client.version, "busy_s": busy_s, "rewound": rewound, **progress})
 
 
 def finished(answer: Any) -> Any:
@@ -109,9 +118,9 @@ def answer_of(role: Any, method: str, message: Any) -> Any:
     """Call a method of a role.
 
     Raises:
-        AnswerLost: when others refused what the role asked of them, since it has a successor: that one has the answer.
+        AnswerLost: when peers refused the role's own calls because it was replaced: the replacement has the answer.
     """
     try:
         return getattr(role, method)(message)
     except Superseded as error:
-        raise AnswerLost(f"{error} Ask its successor.") from error
+        raise AnswerLost(f"{error} Ask its replacement.") from error
