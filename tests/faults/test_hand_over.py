@@ -173,20 +173,20 @@ def test_very_many_random_hand_overs(job, cache, expected):
 # -- what once went wrong -------------------------------------------------------------------------------
 
 
-def test_a_host_that_is_lost_when_it_is_put_to_sleep_stays_asleep(job, cache, monkeypatch):
+def test_a_host_that_is_lost_when_it_is_end_spare_stays_asleep(job, cache, monkeypatch):
     with launch_for_faults(job, mesh=MESH, shadows=False, most_workers=WORKERS, cache=cache) as (service, storm):
         supervisor = storm.cluster.supervisor
         storm.resize([20, 1, 8])
         one = supervisor.table.roles["loader host 2"]
         assert not one.asleep
-        put_to_sleep = supervisor.hosts._put_to_sleep
+        end_spare = supervisor.hosts._end_spare
 
         def lost_just_then(host):
             storm.happen(Fault(kind="kill", at_step=0, role=f"loader host {host}"))
             supervisor.tick()
-            put_to_sleep(host)
+            end_spare(host)
 
-        monkeypatch.setattr(supervisor.hosts, "_put_to_sleep", lost_just_then)
+        monkeypatch.setattr(supervisor.hosts, "_end_spare", lost_just_then)
         storm.resize([1, 1, 1])
         storm.wait(30.0)
         assert one.asleep and one.peer is None and storm.engine.newest("loader host 2") is None

@@ -82,7 +82,7 @@ def test_one_process_needs_no_process_group(ids_job, cache, tmp_path):
 def test_a_stream_that_has_not_begun_is_not_launched_to_tell_its_state(ids_job, cache, monkeypatch):
     loader = DataLoader(ids_job, runtime="inline", cache=cache)
     with monkeypatch.context() as patch:
-        patch.setattr("overlord.integrations.torch_loader.launch", lambda *_, **__: pytest.fail("launched"))
+        patch.setattr("overlord.session.launch", lambda *_, **__: pytest.fail("launched"))
         begin = loader.state_dict()
         assert set(begin) == {"stream"} and isinstance(begin["stream"], str)
         loader.load_state_dict(begin)

@@ -188,15 +188,17 @@ def test_words_for_a_cluster_are_passed_on_only_where_given(given, ids_job, monk
         assert all(options[name] is None for name in CLUSTER_KEYS if name not in given)
         raise ol.SpecError(f"launched on {options['runtime']}")
 
-    monkeypatch.setattr("overlord.integrations.torch_loader.launch", launch)
+    monkeypatch.setattr("overlord.session.launch", launch)
     with pytest.raises(ol.SpecError, match="launched on ray"):
         next(iter(DataLoader(ids_job, runtime="ray", **given)))
 
 
 def test_every_option_of_launch_is_passed_on(ids_job, monkeypatch, tmp_path):
+    parameters = set(inspect.signature(ol.launch).parameters)
+
     def launch(job, **options):
         assert {name: options[name] for name in given} == given
-        assert set(options) | {"job"} == set(inspect.signature(ol.launch).parameters)
+        assert set(options) | {"job"} == parameters
         raise ol.SpecError("launched")
 
     given = {
@@ -215,7 +217,7 @@ def test_every_option_of_launch_is_passed_on(ids_job, monkeypatch, tmp_path):
         "reconcile": "allow_add",
     }
     given |= {"loaders_per_source": {"a": 2}, "metrics": 0, "placement": "loader", "skip_steps": 2, "profile": "p.json"}
-    monkeypatch.setattr("overlord.integrations.torch_loader.launch", launch)
+    monkeypatch.setattr("overlord.session.launch", launch)
     with pytest.raises(ol.SpecError, match="launched"):
         next(iter(DataLoader(ids_job, **given)))
     with pytest.raises(ol.SpecError, match=r"launch: prefech: unknown key; .* Did you mean 'prefetch'\?"):

@@ -13,9 +13,7 @@ from overlord.core.client_messages import AddSource, Request, mesh_to_text
 from overlord.core.messages import AdmitSource, HostProgress, PlanAnswer, PlanRequest
 from overlord.core.plan import LoadingPlan
 from overlord.errors import Rewound
-from overlord.job.specs import Job, Source
-from overlord.roles.changes import Parked
-from overlord.roles.planner import Planner
+from overlord.job.specs import Source
 from overlord.runtimes.autoscaling.scaler import check_sizes
 from overlord.runtimes.hosts.cluster_role import ClusterRole
 from overlord.runtimes.hosts.peers import RemoteLoaders, put_plan
@@ -98,19 +96,9 @@ class PlannerRole(ClusterRole):
             self._history.store.close()
             raise
 
-        def picture(positions: Any, view_bytes: int) -> dict[str, Any]:
-            statuses = loaders.status()
-            cluster = prepared.options.cluster
-            runtime = self._environment.runtime or (cluster.engine if cluster else "ray")
-            found = describe(
-                self._prepared.job, planner, self._facts, statuses, runtime, positions, view_bytes=view_bytes
-            )
-            found["planner"]["traffic"] = self._traffic()
-            return found
-
         options, met = self._options, self._history.point.loaders
         self._host = PlannerHost(
-            planner, picture, loaders, keep=options.keep, met=met, on_source_failure=options.on_source_failure,
+            planner, self._status, loaders, keep=options.keep, met=met, on_source_failure=options.on_source_failure,
             pace=self._environment.pace(), rewound=self._go_back,
         )  # fmt: skip
         self._ends.callback(self._host.close)
@@ -200,6 +188,56 @@ class PlannerRole(ClusterRole):
         self._history.verdicts.add(message["source"], int(message["row"]), message["reason"], int(message["epoch"]))
         return {}
 
+    def _status(self, positions: Mapping[int, int], view_bytes: int) -> dict[str, Any]:
+        """Return what `service.status()` tells: roles, positions, buffers, planned and realised mixture."""
+        planner, statuses, cluster = self._host.planner, self._remote.status(), self._options.cluster
+        names = planner.inputs.names
+        state = planner.latest_state.grown(len(names))
+        roster = planner.inputs.roster_at(planner.next_step)
+        mixture = planner.mixture
+        weights = planner.latest_weights or mixture.weights_at(
+            0.0, names, base_weights(self._prepared.job, self._facts)
+        )
+        weights = (*weights, *([0.0] * (len(names) - len(weights))))
+        counted = state.tokens if mixture.level == "token" else state.samples
+        total, realised = sum(weights) or 1.0, max(int(counted.sum()), 1)
+        sources = {
+            name: {
+                "planned_share": weights[i] / total,
+                "realised_share": int(counted[i]) / realised,
+                "samples": int(state.samples[i]),
+                "tokens": int(state.tokens[i]),
+                "skipped": int(state.skipped[i]),
+                "epoch": int(state.epoch[i]),
+                "finished": bool(state.finished[i]),
+                "removed": i in roster.removed,
+                "parked": None if (why := roster.parked.get(i)) is None else {"since": why.since, "why": why.why},
+                "format": self._facts[name].format,
+                **statuses[i],
+            }
+            for i, name in enumerate(names)
+        }
+        newest_plan = max(planner.next_step - 1, planner.first_step)
+        coming = planner.meshes.after(newest_plan)
+        return {
+            "runtime": self._environment.runtime or (cluster.engine if cluster is not None else "ray"),
+            "pid": os.getpid(),
+            "restarts": 0,
+            "mesh": str(planner.meshes.at(newest_plan)),
+            "next_mesh": None if coming is None else {"step": coming[0], "mesh": str(coming[1])},
+            "planner": {
+                "next_step": planner.next_step,
+                "first_step": planner.first_step,
+                "waits_for_report": planner.missing_report(planner.next_step),
+                "traffic": self._traffic(),
+            },
+            "store": planner.checkpoints.store.status(),
+            "clients": {str(rank): step for rank, step in sorted(positions.items())},
+            "buffers": {"views_bytes": view_bytes, "read_bytes": sum(s["buffer_bytes"] for s in sources.values())},
+            "mixture_level": mixture.level,
+            "sources": sources,
+        }
+
     def _traffic(self) -> dict[str, int]:
         """Return what went through this host: plans, each of which was put once, metadata, and numbers both ways."""
         numbers = self._numbers + NUMBERS * self._remote.requests_made
@@ -226,67 +264,3 @@ class PlannerRole(ClusterRole):
                 while len(self._put) > KEPT_BLOBS:
                     self._put.popitem(last=False)
             return self._put[plan.step]
-
-
-# --------------------------------------------------------------------------------------------------------------
-# What `service.status()` tells: roles, positions, buffers, planned and realised mixture.
-
-
-def _parked(parked: Parked | None) -> dict[str, Any] | None:
-    return None if parked is None else {"since": parked.since, "why": parked.why}
-
-
-def describe(
-    job: Job,
-    planner: Planner,
-    facts: Mapping[str, SourceFacts],
-    statuses: Mapping[int, Mapping[str, Any]],
-    runtime: str,
-    positions: Mapping[int, int],
-    *,
-    view_bytes: int,
-) -> dict[str, Any]:
-    """Return a JSON-able picture of a running service."""
-    names = planner.inputs.names
-    state = planner.latest_state.grown(len(names))
-    roster = planner.inputs.roster_at(planner.next_step)
-    mixture = planner.mixture
-    weights = planner.latest_weights or mixture.weights_at(0.0, names, base_weights(job, facts))
-    weights = (*weights, *([0.0] * (len(names) - len(weights))))
-    counted = state.tokens if mixture.level == "token" else state.samples
-    total, realised = sum(weights) or 1.0, max(int(counted.sum()), 1)
-    sources = {
-        name: {
-            "planned_share": weights[i] / total,
-            "realised_share": int(counted[i]) / realised,
-            "samples": int(state.samples[i]),
-            "tokens": int(state.tokens[i]),
-            "skipped": int(state.skipped[i]),
-            "epoch": int(state.epoch[i]),
-            "finished": bool(state.finished[i]),
-            "removed": i in roster.removed,
-            "parked": _parked(roster.parked.get(i)),
-            "format": facts[name].format,
-            **statuses[i],
-        }
-        for i, name in enumerate(names)
-    }
-    newest_plan = max(planner.next_step - 1, planner.first_step)
-    coming = planner.meshes.after(newest_plan)
-    return {
-        "runtime": runtime,
-        "pid": os.getpid(),
-        "restarts": 0,
-        "mesh": str(planner.meshes.at(newest_plan)),
-        "next_mesh": None if coming is None else {"step": coming[0], "mesh": str(coming[1])},
-        "planner": {
-            "next_step": planner.next_step,
-            "first_step": planner.first_step,
-            "waits_for_report": planner.missing_report(planner.next_step),
-        },
-        "store": planner.checkpoints.store.status(),
-        "clients": {str(rank): step for rank, step in sorted(positions.items())},
-        "buffers": {"views_bytes": view_bytes, "read_bytes": sum(s["buffer_bytes"] for s in sources.values())},
-        "mixture_level": mixture.level,
-        "sources": sources,
-    }
