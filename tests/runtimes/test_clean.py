@@ -25,7 +25,8 @@ def folders() -> set[str]:
 
 
 def segments() -> set[str]:
-    return {p.name for p in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
+    # Folders are the scratch stores of fault tests, which other processes of a test run have at the same time.
+    return {p.name for p in Path("/dev/shm").iterdir() if not p.is_dir()} if Path("/dev/shm").exists() else set()
 
 
 def wait_gone(pid: int) -> None:

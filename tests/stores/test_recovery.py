@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tests.conftest import write_ids
 
 import overlord as ol
+from overlord.core.client_messages import ChangeSource, GetPlan, SetMixture, SkipSteps
 from overlord.core.messages import HostNews
 from overlord.errors import Fenced
+from overlord.roles.changes import mixture_to_json
 from overlord.roles.client import Client
 from overlord.runtimes.launching.inline_service import Feed, InlineService
 from overlord.runtimes.launching.launch_options import ServiceOptions
@@ -86,19 +88,23 @@ def test_any_crashes_leave_the_stream_as_it_would_have_been(ids_job, cache, tmp_
             changes.append(
                 (
                     "mixture",
-                    run.service.set_mixture(ol.Mixture({"a": 1 + len(changes), "c": 1}), None, f"{len(changes)}"),
+                    run.service.ask(
+                        SetMixture(
+                            mixture_to_json(ol.Mixture({"a": 1 + len(changes), "c": 1})), None, f"{len(changes)}"
+                        )
+                    ).step,
                 )
             )
         elif action == "skip":
-            changes.append(("skip", run.service.skip_steps(1, None, f"{len(changes)}")))
+            changes.append(("skip", run.service.ask(SkipSteps(1, None, f"{len(changes)}")).step))
     for _ in range(3):
         run.advance()
     other = Run(job, options_of(folder / "b", cache))
     for number, (kind, at) in enumerate(changes):
         if kind == "skip":
-            other.service.skip_steps(1, at, f"{number}")
+            other.service.ask(SkipSteps(1, at, f"{number}")).step
         else:
-            other.service.set_mixture(ol.Mixture({"a": 1 + number, "c": 1}), at, f"{number}")
+            other.service.ask(SetMixture(mixture_to_json(ol.Mixture({"a": 1 + number, "c": 1})), at, f"{number}")).step
     for _ in range(run.step):
         other.advance()
     assert other.digests == run.digests
@@ -127,10 +133,10 @@ def test_what_may_have_been_handed_out_is_not_changed_after_a_crash(ids_job, cac
     for _ in range(20):
         run.advance(report=False)
     run.crash()
-    at = run.service.skip_steps(1, None, "one")
+    at = run.service.ask(SkipSteps(1, None, "one")).step
     assert at >= 20
     with pytest.raises(ol.SpecError, match="step 18 may have been handed out before"):
-        run.service.skip_steps(1, 18, "another")
+        run.service.ask(SkipSteps(1, 18, "another")).step
     run.client.report(19, {"loss/a": 1.0})  # planned before the crash, and not again yet
 
 
@@ -260,7 +266,7 @@ def test_the_store_stays_flat_and_snapshots_small(tmp_path, cache):
     with launch(job, cache, tmp_path / "store") as service:
         runtime = service._runtime
         for step in range(1, 2001):
-            runtime.plan_raw(step - 1)
+            runtime.ask(GetPlan(step - 1))
             runtime.role("planner").host.tell(HostNews({0: step}, {0: step}))
             runtime.write_due()
             if step % 1000 == 0:
@@ -296,8 +302,8 @@ def mixture_at(service, step):
 def test_of_two_words_for_one_step_the_later_holds_after_a_crash(ids_job, cache, tmp_path, keep, at):
     run = Run(ids_job, options_of(tmp_path, cache, keep=keep))
     run.advance(report=False)
-    run.service.set_mixture(ol.Mixture({"a": 1}), at, "one")
-    run.service.set_mixture(ol.Mixture({"c": 1}), at, "two")
+    run.service.ask(SetMixture(mixture_to_json(ol.Mixture({"a": 1})), at, "one")).step
+    run.service.ask(SetMixture(mixture_to_json(ol.Mixture({"c": 1})), at, "two")).step
     for _ in range(at - 20):
         run.advance(report=False)
     run.crash()
@@ -313,7 +319,7 @@ def test_every_word_counts_as_often_as_it_was_said(ids_job, cache, tmp_path, ids
     run = Run(ids_job, options_of(tmp_path, cache))
     run.advance(report=False)
     for change, name in zip(("park_source", "return_source", "park_source"), ids, strict=True):
-        run.service.change_source(change, "b", 30, name)
+        run.service.ask(ChangeSource(change, "b", 30, name))
     for _ in range(20):
         run.advance(report=False)
     run.crash()
@@ -374,7 +380,7 @@ def test_a_change_that_was_not_promised_does_not_come_back(ids_job, cache, tmp_p
     with monkeypatch.context() as broken:
         broken.setattr("os.fdatasync", broken_disk)
         with pytest.raises(ol.StoreError):
-            run.service.set_mixture(ol.Mixture({"c": 1}), None, "x")
+            run.service.ask(SetMixture(mixture_to_json(ol.Mixture({"c": 1})), None, "x")).step
     for _ in range(5):
         run.advance(report=False)
     run.crash()
