@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import overlord as ol
@@ -52,6 +53,8 @@ def train_slowly(client: ol.Client, step: Any) -> None:
 
 def hit(service: ol.Service, how: signal.Signals) -> None:
     os.kill(service._runtime.pid, how)
+    while how is signal.SIGSTOP and psutil.Process(service._runtime.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.001)  # the signal is on its way, and it may answer until then
 
 
 def all_ranks(service: ol.Service, ranks: int, steps: int, each: Any = train_slowly) -> list[Any]:

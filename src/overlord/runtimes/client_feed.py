@@ -436,7 +436,7 @@ class LocalFeed:
         try:
             self._connection.send(msg.LookAhead(step + 1, None if told else step))
             self._connection.ahead = step + 1
-        except OSError:
+        except ServiceLost:
             self._drop_connection()
 
     def _receive_ahead(self, connection: _Connection) -> None:
