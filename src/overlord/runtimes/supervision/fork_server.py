@@ -213,8 +213,12 @@ class ForkServer:
             self._process = start_python(
                 ["-m", "overlord.runtimes.supervision.fork_server", self._module, str(theirs.fileno())],
                 # Each child has a core of its own: a library that starts a thread for each core would only crowd it.
-                # It has no threads when it forks, either: numpy's OpenBLAS starts them when it is imported.
-                {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                # The server itself must have none when it forks: OpenBLAS and Arrow's jemalloc start them on import.
+                {
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+                },
                 [theirs.fileno()],
                 stdout=2,  # whatever a function prints goes to the log
                 process_group=0,
