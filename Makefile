@@ -31,9 +31,10 @@ lint: $(READY)
 # Some tests watch real processes against the clock. What fails beside others on a busy machine is run once more, alone, and
 # counts then; both runs are shown.
 AGAIN := --last-failed --last-failed-no-failures none
+# In the order of their files: by size, modules of one long test come last and leave a core idle.
 QUICK := $(BIN)/python -m pytest -q -m "not slow and not nightly"
 test: lint
-	$(QUICK) -n $(JOBS) --dist loadscope || { test $$? -eq 1 && $(QUICK) $(AGAIN); }
+	$(QUICK) -n $(JOBS) --dist loadscope --no-loadscope-reorder || { test $$? -eq 1 && $(QUICK) $(AGAIN); }
 
 # What takes more than a few seconds: real processes killed at every point, storms, Ray, torchrun with eight ranks.
 SLOW := $(BIN)/python -m pytest -q -m "slow and not nightly" tests

@@ -90,10 +90,10 @@ def test_sigterm_ends_it_in_peace(serve: Serve) -> None:
 
 
 def test_a_sigterm_at_any_moment_is_seen() -> None:
-    """Also one that comes while somebody begins to wait for it."""
+    """Also one that comes just when the wait for it begins."""
     with _on_sigterm() as stopped_within:
         assert not stopped_within(0.0)
-    for microseconds in range(0, 400, 2):
+    for microseconds in range(0, 400, 10):
         timer = threading.Timer(microseconds / 1e6, os.kill, (os.getpid(), signal.SIGTERM))
         with _on_sigterm() as stopped_within:
             timer.start()

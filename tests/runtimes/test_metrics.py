@@ -57,6 +57,7 @@ def test_metrics_are_the_status(ids_job, cache):
         scrape(url)
 
 
+@pytest.mark.slow
 def test_roles_and_a_service_that_is_started_again(ids_job, cache):
     with ol.launch(ids_job, cache=cache, loader_hosts=1, metrics=0) as service, service.client() as client:
         next(client)

@@ -187,7 +187,7 @@ def test_a_stream_that_is_dropped_is_let_go(tmp_path: Path, pool: ReaderProcesse
         stream = files.stream(0, 0, batch_rows=1)
         next(stream)
         del stream
-        gc.collect()
+    gc.collect()
     read_all(files)
     mapped = [m for m in psutil.Process(pid).memory_maps(grouped=False) if m.path.endswith("a.parquet")]
     assert len(mapped) <= 1

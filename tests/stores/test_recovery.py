@@ -275,6 +275,7 @@ def test_the_store_stays_flat_and_snapshots_small(tmp_path, cache):
     assert sizes[2000] < 1 << 20
 
 
+@pytest.mark.slow
 def test_sizes_at_306_sources_and_256_ranks(tmp_path, cache):
     path = write_ids(tmp_path / "a.jsonl", [3, 5, 2])
     names = [f"a-source-with-a-name-{number:03d}" for number in range(306)]
