@@ -45,13 +45,13 @@ class Slow:
 
 
 @pytest.fixture
-def hands():
-    hands = Executors.of_threads(2, 32)
-    yield hands
-    hands.close()
+def executors():
+    executors = Executors.of_threads(2, 32)
+    yield executors
+    executors.close()
 
 
-def fleet_of(folder: Path, slow: Slow, hands: Executors, workers: int, rows: int = 400) -> LoaderFleet:
+def fleet_of(folder: Path, slow: Slow, executors: Executors, workers: int, rows: int = 400) -> LoaderFleet:
     for number in range(4 if not (folder / "a").exists() else 0):
         write_ids(folder / "a" / f"{number}.jsonl", np.full(rows // 4, 5), number * 1000)
     sample = ol.Custom(slow, columns=["ids"], process=False, name="slow", code_digest="1")
@@ -61,9 +61,9 @@ def fleet_of(folder: Path, slow: Slow, hands: Executors, workers: int, rows: int
     )
     options = ServiceOptions(mesh=ol.ClientPlaceTree(), cache=str(folder / "cache"), workers={"a": workers})
     prepared = prepare(job, options)
-    files = open_files(prepared, [0], hands.callers)
+    files = open_files(prepared, [0], executors.callers)
     verdicts = PoisonedRows(Journal(open_place(str(folder / "store")), lambda: None))
-    return make_fleet(prepared, files, verdicts, hands)
+    return make_fleet(prepared, files, verdicts, executors)
 
 
 def walk(fleet: LoaderFleet, rows: int, count: int = 24, between=lambda at: None) -> np.ndarray:
@@ -78,17 +78,19 @@ def walk(fleet: LoaderFleet, rows: int, count: int = 24, between=lambda at: None
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
-def test_as_many_work_at_once_as_there_are_and_the_samples_are_the_same(tmp_path: Path, hands, workers: int) -> None:
+def test_as_many_work_at_once_as_there_are_and_the_samples_are_the_same(
+    tmp_path: Path, executors, workers: int
+) -> None:
     slow = Slow()
-    found = walk(fleet_of(tmp_path, slow, hands, workers), 400)
+    found = walk(fleet_of(tmp_path, slow, executors, workers), 400)
     assert slow.most == workers
     alone = walk(fleet_of(tmp_path, Slow(0.0), Executors.of_caller(), 1), 400)
     assert found.tobytes() == alone.tobytes()
 
 
-def test_workers_come_and_go_while_rows_are_asked_for(tmp_path: Path, hands) -> None:
+def test_workers_come_and_go_while_rows_are_asked_for(tmp_path: Path, executors) -> None:
     slow = Slow()
-    fleet = fleet_of(tmp_path, slow, hands, 1)
+    fleet = fleet_of(tmp_path, slow, executors, 1)
     seen: dict[int, int] = {}
 
     def change(at: int) -> None:
@@ -107,17 +109,17 @@ def test_workers_come_and_go_while_rows_are_asked_for(tmp_path: Path, hands) -> 
     assert found.tobytes() == alone.tobytes()
 
 
-def test_what_fails_ahead_is_met_by_whoever_needs_it_and_nothing_hangs(tmp_path: Path, hands) -> None:
-    fleet = fleet_of(tmp_path, Slow(0.0), hands, 4)
-    crew = fleet._crews[0]
-    read, broken = crew.loader.read, threading.Event()
+def test_what_fails_ahead_is_met_by_whoever_needs_it_and_nothing_hangs(tmp_path: Path, executors) -> None:
+    fleet = fleet_of(tmp_path, Slow(0.0), executors, 4)
+    pool = fleet._pools[0]
+    read, broken = pool.loader.read, threading.Event()
 
     def failing(cursor, group, count):
         if broken.is_set() and cursor.offset > 0:
             raise OSError("the disk is gone")
         return read(cursor, group, count)
 
-    crew.loader.read = failing  # type: ignore[method-assign]
+    pool.loader.read = failing  # type: ignore[method-assign]
     broken.set()
     with pytest.raises((OSError, OverlordError), match="the disk is gone"):
         walk(fleet, 400)
@@ -126,9 +128,9 @@ def test_what_fails_ahead_is_met_by_whoever_needs_it_and_nothing_hangs(tmp_path:
     assert walk(fleet, 400).tobytes() == alone.tobytes()
 
 
-def test_a_source_that_rests_holds_nothing_and_works_on_nothing(tmp_path: Path, hands) -> None:
+def test_a_source_that_rests_holds_nothing_and_works_on_nothing(tmp_path: Path, executors) -> None:
     slow = Slow()
-    fleet = fleet_of(tmp_path, slow, hands, 8)
+    fleet = fleet_of(tmp_path, slow, executors, 8)
     walk(fleet, 48)
     assert fleet.buffer_bytes > 0
     fleet.rest({0: Cursor(-1, -1, -1)})
@@ -138,15 +140,15 @@ def test_a_source_that_rests_holds_nothing_and_works_on_nothing(tmp_path: Path, 
     assert (fleet.buffer_bytes, slow.calls) == (0, calls)
 
 
-def test_a_part_of_the_groups_is_prepared_and_any_row_can_be_asked_for(tmp_path: Path, hands) -> None:
-    fleet = fleet_of(tmp_path, Slow(0.0), hands, 4)
+def test_a_part_of_the_groups_is_prepared_and_any_row_can_be_asked_for(tmp_path: Path, executors) -> None:
+    fleet = fleet_of(tmp_path, Slow(0.0), executors, 4)
     fleet.resize({0: 4}, {0: Part(1, 3)})
     alone = walk(fleet_of(tmp_path, Slow(0.0), Executors.of_caller(), 1), 400)
     assert walk(fleet, 400).tobytes() == alone.tobytes()
 
 
-def test_what_was_done_is_counted(tmp_path: Path, hands) -> None:
-    fleet = fleet_of(tmp_path, Slow(0.004), hands, 4)
+def test_what_was_done_is_counted(tmp_path: Path, executors) -> None:
+    fleet = fleet_of(tmp_path, Slow(0.004), executors, 4)
     walk(fleet, 200)
     status = fleet.status()[0]
     assert status["workers"] == 4 and status["samples_prepared"] >= 200
@@ -195,23 +197,23 @@ def test_lanes_that_close_leave_nobody_waiting() -> None:
 
 
 def test_a_source_that_is_waited_for_does_not_stand_behind_those_that_read_ahead(tmp_path: Path) -> None:
-    hands = Executors.of_threads(2, 1)
+    executors = Executors.of_threads(2, 1)
     try:
         for _ in range(300):  # far ahead: due in an hour
-            hands.prefetch.submit(lambda: time.sleep(0.05), time.perf_counter() + 3600)
-        fleet = fleet_of(tmp_path, Slow(0.001), hands, 2)
+            executors.prefetch.submit(lambda: time.sleep(0.05), time.perf_counter() + 3600)
+        fleet = fleet_of(tmp_path, Slow(0.001), executors, 2)
         began = time.perf_counter()
         assert len(walk(fleet, 200)) == 200
         assert time.perf_counter() - began < 5.0  # all that is queued takes 15 s
     finally:
-        hands.close()
+        executors.close()
 
 
-def test_workers_are_called_for_work_and_not_for_nothing(tmp_path: Path, hands, monkeypatch) -> None:
-    calls, submit = [], hands.prefetch.submit
-    monkeypatch.setattr(hands.prefetch, "submit", lambda work, due=0.0: (calls.append(due), submit(work, due))[1])
+def test_workers_are_called_for_work_and_not_for_nothing(tmp_path: Path, executors, monkeypatch) -> None:
+    calls, submit = [], executors.prefetch.submit
+    monkeypatch.setattr(executors.prefetch, "submit", lambda work, due=0.0: (calls.append(due), submit(work, due))[1])
     slow = Slow(0.004)
-    fleet = fleet_of(tmp_path, slow, hands, 8)
+    fleet = fleet_of(tmp_path, slow, executors, 8)
     walk(fleet, 400)
     assert slow.most == 8
     # A call for each stretch, of which none is longer than 0.1 s, for each of the groups, and some for nothing.

@@ -642,7 +642,7 @@ class _ExplainEnvironment(CallerEnvironment):
     def progress(self, what: str, done: int, of: int) -> None:
         self._tell(what, done, of)
 
-    def hands(self, threads: int, lanes: int, ends: ExitStack) -> Executors:
+    def executors(self, threads: int, worker_threads: int, ends: ExitStack) -> Executors:
         callers = ThreadWorkers(_CALLERS, "overlord-explain")
         ends.callback(callers.close)
         return Executors(callers, SerialWorkers(), InlineExecutor())

@@ -42,7 +42,7 @@ from overlord.scaling.profiles import (
 
 logger = logging.getLogger("overlord")
 
-MOST_LANES = 64
+MOST_WORKER_THREADS = 64
 """Workers of a host that may run at the same time where a launch does not say how many."""
 
 
@@ -66,7 +66,7 @@ def sizing_of(
     cpus = given.cpus or os.cpu_count() or 1
     sized = settings is not None or given.cpus is not None or loaders == "auto"
     found: dict[str, Any] = {
-        "lanes": cpus if sized else MOST_LANES,
+        "worker_threads": cpus if sized else MOST_WORKER_THREADS,
         "scaling": settings,
         "memory": given.memory or 1 << 62,
         "budget_bytes": given.ahead,
@@ -366,7 +366,7 @@ def service_scaler(
         watch,
         act if options.scaling is not None else None,
         options.scaling or Scaling(interval_s=LOOK_EVERY_S),
-        cpus=options.lanes,
+        cpus=options.worker_threads,
         memory=options.memory,
         known=_known_costs(options),
     )

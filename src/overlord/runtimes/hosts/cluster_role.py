@@ -1,4 +1,4 @@
-"""What the roles of a service of several hosts have in common: the job, and who is who."""
+"""The base class of the three role hosts, and the environment (threads, processes, clock) that a role runs in."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOCK_FREE = frozenset({"where", "verdict", "learn", "pid", "progress"})
 
 
 class RoleEnvironment:
-    """What a role takes from whoever runs it. These are the environment of a process that has threads."""
+    """The resources that a role gets from its runtime; this one is for a process that has threads."""
 
     runtime: str | None = None
     """What `status` calls the runtime; by default what the cluster of the launch says."""
@@ -44,16 +44,16 @@ class RoleEnvironment:
     """Whether steps are planned ahead of the clients, as far as they prefetch."""
 
     def workers(self, count: int, name: str, ends: contextlib.ExitStack) -> Workers:
-        """Return who does leaf work, until the role ends."""
+        """Return a pool for work that waits for no other role; it ends with the role."""
         workers = ThreadWorkers(count, f"overlord-{name}")
         ends.callback(workers.close)
         return workers
 
-    def hands(self, threads: int, lanes: int, ends: contextlib.ExitStack) -> Executors:
-        """Return who does the work of a loader host, until the role ends."""
-        hands = Executors.of_threads(threads, lanes)
-        ends.callback(hands.close)
-        return hands
+    def executors(self, threads: int, worker_threads: int, ends: contextlib.ExitStack) -> Executors:
+        """Return the executors of a loader host; they end with the role."""
+        executors = Executors.of_threads(threads, worker_threads)
+        ends.callback(executors.close)
+        return executors
 
     def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
         """Return what brings Python code into process workers, until the role ends."""
@@ -68,7 +68,7 @@ class RoleEnvironment:
         return readers.isolate
 
     def progress(self, what: str, done: int, of: int) -> None:
-        """Hear how far the opening of sources is; a supervisor in another process asks for it instead."""
+        """Report how far the opening of sources is; a supervisor in another process asks for it instead."""
 
     def prepare(self, job: Job, options: ServiceOptions, **given: Any) -> Prepared:
         """Bring a job into the form its stream is made from; roles of one process may share what comes of it."""
@@ -84,7 +84,7 @@ class RoleEnvironment:
 
 
 class ClusterRole:
-    """What the three have in common: the job, and who is who."""
+    """A role host: it has the job, and a client of its peers. Every public method answers one message."""
 
     rewound = False
     """Whether all ranks go back to an earlier step: told with every beat, so that the service is started again."""
@@ -168,8 +168,8 @@ class ClusterRole:
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
                 raise SpecError(
                     f"the folder {self._folder} is there already and others than this user can write to it; trainers "
-                    "could be given somebody else's data. Remove it, and launch again."
+                    "could be given data of another user's service. Remove it, and launch again."
                 ) from None
-            return self._folder  # the launching host's own, which has somebody to remove it
+            return self._folder  # the launching host's own, which the launcher removes
         self._ends.callback(remove_when_gone(self._folder).close)
         return self._folder

@@ -22,7 +22,7 @@ from overlord.core.plan import LoadingPlan, Share, known_early, with_labels
 from overlord.core.samples import WHOLE, Cursor, Part, SampleId, take_meta
 from overlord.roles.ports import Collect
 from overlord.roles.source_loader import LoaderCounters, ShadowLoader, Staged
-from overlord.runtimes.hosts.planner_host import Patience
+from overlord.runtimes.hosts.planner_host import ReadRetry
 from overlord.runtimes.hosts.prefetch import PrefetchPool
 from overlord.runtimes.transport.shared_memory import give_back_freed_memory
 from overlord.transforms.samples.per_sample import Workers
@@ -38,31 +38,31 @@ STATUS_IDS = 32
 class LoaderFleet:
     """The SourceLoaders of a host by the number of their source, each with its workers."""
 
-    def __init__(self, crews: Mapping[int, PrefetchPool], callers: Workers, patience: Patience | None = None) -> None:
-        self._crews: dict[int, PrefetchPool] = {}
+    def __init__(self, pools: Mapping[int, PrefetchPool], callers: Workers, retry: ReadRetry | None = None) -> None:
+        self._pools: dict[int, PrefetchPool] = {}
         self._callers = callers
-        self._patience = patience
+        self._retry = retry
         self.followers = callers
-        """Who repeats what primaries elsewhere were asked for. Few: a new shadow reads its groups anew in the very
-        moment in which its primary has taken over, and must not take the machine away from it."""
+        """Threads that repeat what primaries elsewhere were asked for. Few: a new shadow reads its groups anew when
+        its primary has taken over, and must not take the cores away from it."""
         self._shadows: dict[int, ShadowLoader] = {}
-        for source, crew in crews.items():
-            self.add(source, crew)
+        for source, pool in pools.items():
+            self.add(source, pool)
 
-    def add(self, source: int, crew: PrefetchPool) -> None:
+    def add(self, source: int, pool: PrefetchPool) -> None:
         """Take in the loader of a source that has come."""
-        self._shadows[source] = ShadowLoader(crew.loader)
-        self._crews = {**self._crews, source: crew}  # others may be looking through the old ones
+        self._shadows[source] = ShadowLoader(pool.loader)
+        self._pools = {**self._pools, source: pool}  # others may be looking through the old ones
 
     def drop(self, source: int) -> None:
         """Forget the loader of a source that nothing was drawn from."""
-        self._crews = {number: crew for number, crew in self._crews.items() if number != source}
+        self._pools = {number: pool for number, pool in self._pools.items() if number != source}
 
     def resize(self, workers: Mapping[int, int], parts: Mapping[int, Part] | None = None) -> None:
         """Change how many workers sources have here, and which of their groups they prepare."""
         for source, count in workers.items():
-            if source in self._crews:
-                self._crews[source].resize(count, (parts or {}).get(source))
+            if source in self._pools:
+                self._pools[source].resize(count, (parts or {}).get(source))
 
     def leave(self, sources: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Drop what is held of sources that other hosts have now; a late request is answered, and waits.
@@ -72,25 +72,25 @@ class LoaderFleet:
         """
         met: dict[int, dict[str, Any]] = {}
         for source in sources:
-            if source in self._crews:
-                self._crews[source].resize(0)
-                self._crews[source].rest(Cursor(-1, -1, -1))
-                met[source] = self._crews[source].alone(lambda loader: loader.give_away()).to_json()
+            if source in self._pools:
+                self._pools[source].resize(0)
+                self._pools[source].rest(Cursor(-1, -1, -1))
+                met[source] = self._pools[source].alone(lambda loader: loader.give_away()).to_json()
         return met
 
     def interrupt(self) -> None:
         """End all waits for a source that cannot be read."""
-        if self._patience is not None:
-            self._patience.end()
+        if self._retry is not None:
+            self._retry.end()
 
     @property
     def sources(self) -> Sequence[int]:
         """The sources that are loaded here."""
-        return tuple(self._crews)
+        return tuple(self._pools)
 
     def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
         """Ask the loader of each request's source."""
-        return self._callers.map(lambda request: self._crews[request.source].summary_buffer(request), requests)
+        return self._callers.map(lambda request: self._pools[request.source].summary_buffer(request), requests)
 
     def loader_do_plan(self, plan: LoadingPlan, ranks: Collection[int]) -> Collect:
         """Hand over what a plan draws from the sources of this host; all of it, whichever ranks ask."""
@@ -99,89 +99,89 @@ class LoaderFleet:
 
     def drawn(self, plan: LoadingPlan) -> list[int]:
         """Return the sources of this host that a plan draws from."""
-        return [s for s in np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist() if s in self._crews]
+        return [s for s in np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist() if s in self._pools]
 
     def hand_over(self, orders: Sequence[LoaderOrder]) -> Collect:
         """Pop planned samples now, and finish them when they are collected."""
 
         def pop(order: LoaderOrder) -> Staged:
             def take() -> Staged:
-                return self._crews[order.source].pop(order)
+                return self._pools[order.source].pop(order)
 
-            return take() if self._patience is None else self._patience.until_read(take)
+            return take() if self._retry is None else self._retry.until_read(take)
 
         staged = self._callers.map(pop, orders)
-        return lambda: self._callers.map(lambda one: self._crews[one.order.source].finish(one), staged)
+        return lambda: self._callers.map(lambda one: self._pools[one.order.source].finish(one), staged)
 
     def follow(self, requests: Sequence[MetaRequest], passed: Mapping[int, Cursor]) -> None:
         """Repeat what the primaries of some sources were asked for: they are shadowed here."""
 
         def repeat(source: int) -> None:
             mine = [request for request in requests if request.source == source]
-            self._crews[source].alone(lambda _: self._shadows[source].follow(mine, passed.get(source)))
+            self._pools[source].alone(lambda _: self._shadows[source].follow(mine, passed.get(source)))
 
         self.followers.map(repeat, sorted({request.source for request in requests} | set(passed)))
 
     def rest(self, cursors: Mapping[int, Cursor]) -> None:
         """Let the loaders of some sources drop what they hold."""
         for source, cursor in cursors.items():
-            self._crews[source].rest(cursor)
+            self._pools[source].rest(cursor)
         give_back_freed_memory()
 
     def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
         """Let the loaders count samples whose media do not decode; beyond a source's tolerance this raises."""
         for source in sorted({fault[0] for fault in faults}):
             mine = [(row, epoch, reason) for at, row, epoch, reason in faults if at == source]
-            self._crews[source].alone(lambda loader, mine=mine: loader.note_faults(mine))  # type: ignore[misc]
+            self._pools[source].alone(lambda loader, mine=mine: loader.note_faults(mine))  # type: ignore[misc]
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes in the read buffers of all loaders."""
-        return sum(crew.loader.buffer_bytes for crew in self._crews.values())
+        return sum(pool.loader.buffer_bytes for pool in self._pools.values())
 
     @property
     def names(self) -> dict[int, str]:
         """The names of the sources that are loaded here."""
-        return {number: crew.loader.name for number, crew in self._crews.items()}
+        return {number: pool.loader.name for number, pool in self._pools.items()}
 
     def workload(self) -> dict[int, dict[str, Any]]:
         """Return what the workers of each source have done, without waiting for their work."""
         return {
-            number: {**crew.work(), "buffer_bytes": crew.loader.buffer_bytes} for number, crew in self._crews.items()
+            number: {**pool.work(), "buffer_bytes": pool.loader.buffer_bytes} for number, pool in self._pools.items()
         }
 
     def status(self) -> dict[int, dict[str, Any]]:
         """Return what each source's loader holds and has met."""
-        met = {number: crew.alone(lambda loader: loader.counters) for number, crew in self._crews.items()}
+        met = {number: pool.alone(lambda loader: loader.counters) for number, pool in self._pools.items()}
         return {
             number: {
-                "decoded_in": crew.loader.placement.where,
-                "decoded_ratio": crew.loader.placement.ratio,
-                **crew.work(),
+                "decoded_in": pool.loader.placement.where,
+                "decoded_ratio": pool.loader.placement.ratio,
+                **pool.work(),
                 "followed": self._shadows[number].followed,
-                "buffer_bytes": crew.loader.buffer_bytes,
+                "buffer_bytes": pool.loader.buffer_bytes,
                 "rows_read": met[number].seen,
                 "bad": len(met[number].bad),
                 "bad_ids": [
-                    str(SampleId(crew.loader.name, row, epoch))
+                    str(SampleId(pool.loader.name, row, epoch))
                     for row, epoch in heapq.nsmallest(STATUS_IDS, met[number].bad)
                 ],
                 "wrong_length": len(met[number].wrong_lengths),
             }
-            for number, crew in self._crews.items()
+            for number, pool in self._pools.items()
         }
 
     def snapshot(self) -> dict[str, Any]:
         """Return what each source's loader has met, by the source's name: what a restart would count anew."""
-        return {crew.loader.name: crew.alone(lambda loader: loader.counters).to_json() for crew in self._crews.values()}
+        return {pool.loader.name: pool.alone(lambda loader: loader.counters).to_json() for pool in self._pools.values()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take over what other loaders of these sources had met."""
-        for crew in self._crews.values():
-            given = snapshot.get(crew.loader.name)
+        for pool in self._pools.values():
+            given = snapshot.get(pool.loader.name)
             if given is not None:
                 met = LoaderCounters.from_json(given)
-                crew.alone(lambda loader, met=met: loader.take_over(met))  # type: ignore[misc]
+                pool.alone(lambda loader, met=met: loader.take_over(met))  # type: ignore[misc]
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -35,14 +35,14 @@ class LoaderRole(ClusterRole):
         """Open the sources of this host; tell what a planner must know of them."""
         self._done = [0, 0]
         isolate = self._environment.isolate(self._options.threads, self._ends)
-        self._hands = self._environment.hands(self._options.threads, self._options.lanes, self._ends)
+        self._executors = self._environment.executors(self._options.threads, self._options.worker_threads, self._ends)
         isolate_reader = self._environment.isolate_reader(self._options.threads, self._ends)
         prepared = self._environment.prepare(self._job, self._options, isolate=isolate, isolate_reader=isolate_reader)
         first, added = len(prepared.job.sources), message.get("added", ())
         self._prepared = self._with_added(prepared, message)
         mine = [first + at for at, one in enumerate(added) if one["mine"]]
         held = sorted({*self._site["sources"], *self._site["shadows"], *mine})
-        self._files = open_files(self._prepared, held, self._hands.callers, self._count)
+        self._files = open_files(self._prepared, held, self._executors.callers, self._count)
         return {"facts": self._facts_of(self._files)}
 
     @property
@@ -73,9 +73,9 @@ class LoaderRole(ClusterRole):
         cursors = [*(Cursor(*cursor) for cursor in message["cursors"]), *[Cursor(0, BEGIN, 0)] * coming]
         weights = [*message["weights"], *[0.0] * (len(job.sources) - len(message["weights"]))]
         self._known, self._opening = message["facts"], threading.Lock()
-        index_first_windows(job, self._files, cursors, weights, self._hands.callers, self._count)
+        index_first_windows(job, self._files, cursors, weights, self._executors.callers, self._count)
         self._verdicts = RemoteVerdicts(self._peers, verdicts_from_json(message["verdicts"], job.names))
-        fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._hands)
+        fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._executors)
         fleet.followers = self._workers_for("shadows")
         fleet.restore(message["snapshots"])
         self._ends.callback(fleet.interrupt)
@@ -84,7 +84,7 @@ class LoaderRole(ClusterRole):
         return {}
 
     def take_sources(self, message: Any) -> Any:
-        """Open sources that come here from other hosts; whoever is asked for one that is not open does so anyway."""
+        """Open sources that move here from other hosts, ahead of the first request, which would open them otherwise."""
         self._have(message["sources"])
         return {}
 
@@ -140,10 +140,10 @@ class LoaderRole(ClusterRole):
         source = Source.from_mapping(message["source"])
         if source.name not in self._prepared.job.names:  # else it was told before
             prepared = with_source(self._prepared, source)
-            files = open_last_source(prepared, self._hands.callers) if message["mine"] else None
+            files = open_last_source(prepared, self._executors.callers) if message["mine"] else None
             self._prepared, number = prepared, len(prepared.job.sources) - 1
             if files is not None:
-                self._fleet.add(number, make_pool(prepared, number, files, self._verdicts, self._hands))
+                self._fleet.add(number, make_pool(prepared, number, files, self._verdicts, self._executors))
                 self._files[number] = files
         number = self._prepared.job.names.index(source.name)
         if number not in self._files:
@@ -180,11 +180,11 @@ class LoaderRole(ClusterRole):
             return
         with self._opening:
             missing = [source for source in sources if source not in self._files]
-            opened = open_files(self._prepared, missing, self._hands.callers)
+            opened = open_files(self._prepared, missing, self._executors.callers)
             facts = self._facts_of(opened)
             check_same_files({**facts, **self._known}, facts)
             for number, files in opened.items():
-                self._fleet.add(number, make_pool(self._prepared, number, files, self._verdicts, self._hands))
+                self._fleet.add(number, make_pool(self._prepared, number, files, self._verdicts, self._executors))
                 self._files[number] = files
 
     def _facts_of(self, opened: Mapping[int, SourceFiles]) -> dict[str, list[Any]]:

@@ -56,7 +56,7 @@ LOADERS_EVERY = 4
 """The loaders are asked with every so manieth snapshot at first."""
 
 
-class Saver:
+class SnapshotWriter:
     """Writes what is due.
 
     Args:
@@ -158,7 +158,7 @@ WARN_EVERY_S = 60.0
 T = TypeVar("T")
 
 
-class Patience:
+class ReadRetry:
     """Tries again and again to read what is promised, until it is told to give up."""
 
     def __init__(self) -> None:
@@ -461,7 +461,9 @@ class PlannerHost:
         self._down: tuple[float, StoreError] | None = None
         self._down_since = 0.0
         self._lost: Fenced | None = None
-        self._saver = Saver(planner, loaders, self._changed, most_steps=keep // 2, met=met, clock=self._pace.now)
+        self._snapshots = SnapshotWriter(
+            planner, loaders, self._changed, most_steps=keep // 2, met=met, clock=self._pace.now
+        )
         self._retry_s = 0.0
         self._work = threading.Event()
         self._writer = threading.Thread(target=self._write_loop, name="overlord_write_loop", daemon=True)
@@ -540,7 +542,7 @@ class PlannerHost:
     @property
     def loaders_met(self) -> Mapping[str, Any]:
         """What the loaders had met when they were last asked."""
-        return self._saver.met
+        return self._snapshots.met
 
     @property
     def latest_weights(self) -> Sequence[float]:
@@ -735,7 +737,7 @@ class PlannerHost:
     def write_due(self) -> float:
         """Write what is due now; return how long to wait before the next try (0: it worked; infinite: lost)."""
         try:
-            self._saver.work(probe=self._down is not None)
+            self._snapshots.work(probe=self._down is not None)
         except Fenced as error:
             with self._changed:
                 self._lose(error)

@@ -127,10 +127,10 @@ class PlannerRole(ClusterRole):
             self._host.write_due()
 
     def plan(self, asked: PlanRequest) -> PlanAnswer:
-        """Give a host the plan of a step: put once, whoever asks."""
+        """Give a host the plan of a step; it is put into shared storage once, for all hosts."""
         found = self._host.plan(asked.step, asked.news, asked.host)
         self._numbers += NUMBERS + 2 * (len(asked.news.reached) + len(asked.news.positions))
-        if isinstance(found, LoadingPlan):  # not for a step that only somebody waits for
+        if isinstance(found, LoadingPlan):  # not where the host must wait for a report
             self._lead_shadows(asked.step)
             following = self._host.planner.meshes.at(asked.step + 1)
             next_mesh = None if following == found.mesh else mesh_to_text(following)

@@ -41,7 +41,7 @@ from overlord.roles.poisoned_rows import PoisonedRowLog
 from overlord.roles.ports import Loaders
 from overlord.roles.source_loader import Lengths, PlacementChoice, SourceLoader
 from overlord.runtimes.hosts.loader_host import LoaderFleet
-from overlord.runtimes.hosts.planner_host import Patience
+from overlord.runtimes.hosts.planner_host import ReadRetry
 from overlord.runtimes.hosts.prefetch import Executors, PrefetchPool, SourceWorkers
 from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.launching.resume import (
@@ -511,8 +511,8 @@ def make_fleet(
 ) -> LoaderFleet:
     """Make the SourceLoaders of open sources."""
     pools = {number: make_pool(prepared, number, opened, verdicts, executors) for number, opened in files.items()}
-    patience = Patience() if prepared.options.on_source_failure != "stop" else None
-    return LoaderFleet(pools, executors.callers, patience)
+    retry = ReadRetry() if prepared.options.on_source_failure != "stop" else None
+    return LoaderFleet(pools, executors.callers, retry)
 
 
 def make_pool(

@@ -40,7 +40,7 @@ class ServiceOptions:
     """Workers of each source that prepare its samples ahead; one works only when it is asked."""
     workers: Mapping[str, int] = field(default_factory=dict[str, int])
     """Workers of sources for which that number does not hold; they all work ahead."""
-    lanes: int = 64
+    worker_threads: int = 64
     """Workers of all sources of a host that may run at the same time."""
     scaling: Scaling | None = None
     """When workers come and go while the service runs; None leaves them as they are."""

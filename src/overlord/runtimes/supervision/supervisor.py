@@ -690,15 +690,15 @@ def sizes_to_json(sizes: Sizes, left: Sequence[int] = ()) -> dict[str, Any]:
 def spares_of(options: ServiceOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:
     """Return loader hosts that sleep at first, and how many workers one has room for: all workers there may be fit."""
     if options.cluster is None:  # one process has room for all workers
-        return [], options.lanes
+        return [], options.worker_threads
     loaders = [site for site in sites if site.role == "loader"]
     hosts = len(loaders)
-    spares = 0 if options.scaling is None else max(0, -(-options.lanes // WORKERS_PER_HOST) - hosts)
+    spares = 0 if options.scaling is None else max(0, -(-options.worker_threads // WORKERS_PER_HOST) - hosts)
     asleep = [
         dataclasses.replace(loaders[number % hosts], number=hosts + number, sources=(), shadows=())
         for number in range(spares)
     ]
-    return asleep, max(WORKERS_PER_HOST, -(-options.lanes // (hosts + spares)))
+    return asleep, max(WORKERS_PER_HOST, -(-options.worker_threads // (hosts + spares)))
 
 
 # --------------------------------------------------------------------------------------------------------------

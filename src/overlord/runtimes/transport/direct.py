@@ -97,7 +97,7 @@ class CallerEnvironment(SharedEnvironment):
     def workers(self, count: int, name: str, ends: contextlib.ExitStack) -> Workers:
         return SerialWorkers()
 
-    def hands(self, threads: int, lanes: int, ends: contextlib.ExitStack) -> Executors:
+    def executors(self, threads: int, worker_threads: int, ends: contextlib.ExitStack) -> Executors:
         return Executors.of_caller()
 
     def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
