@@ -21,7 +21,7 @@ from benchmarks.measuring import arguments, publish
 from overlord.core.client_messages import Report
 from overlord.core.messages import HostNews
 from overlord.runtimes.hosts.peers import PLANNER
-from overlord.runtimes.hosts.planner_host import Pace
+from overlord.runtimes.hosts.shared_planner import Pace
 from overlord.runtimes.launching.inline_service import InlineService
 from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.transport.direct import CallerEnvironment

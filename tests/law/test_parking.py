@@ -19,7 +19,7 @@ from moto.server import ThreadedMotoServer
 from tests.conftest import write_ids
 
 import overlord as ol
-from overlord.runtimes.hosts import planner_host as parking
+from overlord.runtimes.hosts import loader_fleet, shared_planner
 from overlord.stores.places import open_place
 from overlord.stores.store import newest_lineage
 
@@ -71,7 +71,7 @@ def test_by_default_the_run_stops(folder, tmp_path, where):
 
 
 def test_a_source_that_vanishes_is_parked_and_returns(folder, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(parking, "SOURCE_RETURN_S", 0.0)
+    monkeypatch.setattr(shared_planner, "SOURCE_RETURN_S", 0.0)
     disk, store = Disk(folder, "b"), tmp_path / "store"
     options = {"runtime": "inline", "cache": str(tmp_path / "cache"), "on_source_failure": "park"}
     drawn, states = {}, {}
@@ -145,7 +145,7 @@ def test_the_local_service_parks_and_takes_back(folder, tmp_path, capfd):
 
 
 def test_reweight_returns_only_when_asked(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(parking, "SOURCE_RETURN_S", 0.0)
+    monkeypatch.setattr(shared_planner, "SOURCE_RETURN_S", 0.0)
     disk = Disk(folder, "b")
     options = {"runtime": "inline", "cache": str(tmp_path / "cache"), "on_source_failure": "reweight"}
     with ol.launch(job_of(folder), **options) as service:
@@ -159,7 +159,7 @@ def test_reweight_returns_only_when_asked(folder, tmp_path, monkeypatch):
 
 
 def test_a_promised_sample_is_waited_for(folder, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(parking, "TRY_EVERY_S", 0.05)
+    monkeypatch.setattr(loader_fleet, "TRY_EVERY_S", 0.05)
     disk = Disk(folder, "a")
     options = {"runtime": "inline", "cache": str(tmp_path / "cache"), "on_source_failure": "reweight"}
     with ol.launch(job_of(folder, "a"), runtime="inline", cache=str(tmp_path / "cache")) as service:
@@ -171,8 +171,8 @@ def test_a_promised_sample_is_waited_for(folder, tmp_path, monkeypatch, caplog):
         service.client() as client,
     ):
         service.plan_raw(2)
-        for crew in service._runtime.role("loader host 0")._fleet._crews.values():
-            crew.loader._buffer = type(crew.loader._buffer)()  # as after a restart: nothing of it has been read
+        for pool in service._runtime.role("loader host 0")._fleet._pools.values():
+            pool.loader._buffer = type(pool.loader._buffer)()  # as after a restart: nothing of it has been read
         disk.unplug()
         threading.Timer(0.5, disk.plug_in).start()
         began = time.monotonic()

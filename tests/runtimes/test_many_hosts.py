@@ -17,9 +17,9 @@ from overlord.core.ragged import Ragged
 from overlord.core.samples import META, Cursor
 from overlord.roles.assignment import Assignment
 from overlord.runtimes.client_feed import connect
-from overlord.runtimes.hosts.constructor_host import ConstructorRole
-from overlord.runtimes.hosts.loader_role import LoaderRole
-from overlord.runtimes.hosts.planner_role import PlannerRole
+from overlord.runtimes.hosts.constructor_host import ConstructorHost
+from overlord.runtimes.hosts.loader_host import LoaderHost
+from overlord.runtimes.hosts.planner_host import PlannerHost
 from overlord.runtimes.launching.launch_options import ServiceOptions, pack, unpack
 from overlord.runtimes.supervision.cleanup import remove_when_gone
 from overlord.runtimes.transport.membership import SERVICE, Membership, PeerClient
@@ -38,7 +38,7 @@ class Here:
     """A role in this process, asked as if it were on another host: it gets and gives read-only copies."""
 
     def __init__(self, role, job, options, folder, blobs, number, **site):
-        self.name = "planner" if role is PlannerRole else f"{role.__name__[:-4].lower()} host {number}"
+        self.name = "planner" if role is PlannerHost else f"{role.__name__[:-4].lower()} host {number}"
         self.peer_client = PeerClient((self.name, 1))
         facts = {"number": number, "generation": 1, "ranks": [], "sources": [], "shadows": [], **site}
         self.role = role(job, options, folder, facts, self.peer_client, blobs)
@@ -101,13 +101,13 @@ def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, split=
         for source in range(len(job.sources))
     )
     common = (*unpack(pack(job, given)), folder, blobs)
-    planner = Here(PlannerRole, *common, 0, hosts=count)
+    planner = Here(PlannerHost, *common, 0, hosts=count)
     loaders = [
-        Here(LoaderRole, *common, n, hosts=count, sources=[s for s, hosts in enumerate(dealt) if n in hosts])
+        Here(LoaderHost, *common, n, hosts=count, sources=[s for s, hosts in enumerate(dealt) if n in hosts])
         for n in range(loader_hosts)
     ]
     constructors = [
-        Here(ConstructorRole, *common, n, hosts=count, ranks=list(range(n * ranks_per_host, (n + 1) * ranks_per_host)))
+        Here(ConstructorHost, *common, n, hosts=count, ranks=list(range(n * ranks_per_host, (n + 1) * ranks_per_host)))
         for n in range(count)
     ]
     everybody = {peer.name: peer for peer in (*loaders, planner, *constructors)}

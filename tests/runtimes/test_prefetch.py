@@ -16,9 +16,9 @@ from overlord.core.order import BEGIN
 from overlord.core.samples import Cursor, Part
 from overlord.errors import OverlordError
 from overlord.roles.poisoned_rows import PoisonedRows
-from overlord.runtimes.hosts.loader_host import LoaderFleet
+from overlord.runtimes.hosts.loader_fleet import LoaderFleet, make_fleet
 from overlord.runtimes.hosts.prefetch import Executors, SourceWorkers, ThreadPriorityExecutor
-from overlord.runtimes.launching.deployment import make_fleet, open_files, prepare
+from overlord.runtimes.launching.deployment import open_files, prepare
 from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.stores.journal import Journal
 from overlord.stores.places import open_place

@@ -15,7 +15,7 @@ from overlord.core.client_messages import Done, GetStatus, Report
 from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.errors import Fenced
 from overlord.runtimes.hosts.peers import PLANNER
-from overlord.runtimes.hosts.planner_host import Pace
+from overlord.runtimes.hosts.shared_planner import Pace
 from overlord.runtimes.launching.inline_service import InlineService
 from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.transport.direct import CallerEnvironment
@@ -234,7 +234,7 @@ def test_a_successor_does_not_run_ahead_of_ranks_it_has_not_heard(ids_job, cache
         host.host.tell(HostNews({1: 5}, {1: 5}), 1)
         assert checkpoints.passed == 5
     with Host(ids_job, tmp_path, cache, mesh=mesh, recover=True) as host:
-        monkeypatch.setattr("overlord.runtimes.hosts.planner_host.RETURN_S", 0.0)
+        monkeypatch.setattr("overlord.runtimes.hosts.shared_planner.RETURN_S", 0.0)
         host.host.tell(HostNews({0: 39}, {0: 39}), 0)
         assert host.host.planner.checkpoints.passed == 39, "no rank that never attached is waited for"
     first.service.close()

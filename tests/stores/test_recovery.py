@@ -242,7 +242,7 @@ def test_steps_behind_keep_are_gone(ids_job, cache, tmp_path, monkeypatch):
 
 
 def test_what_the_loaders_met_is_known_after_a_crash(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("overlord.runtimes.hosts.planner_host.LOADERS_EVERY", 2)
+    monkeypatch.setattr("overlord.runtimes.hosts.shared_planner.LOADERS_EVERY", 2)
     rows = ['{"ids": [1, 2, 3]}', '{"ids": "no"}'] * 60
     (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
     source = ol.Source("a", str(tmp_path / "a.jsonl"), sample=ol.Text("ids", tokenized=True), tolerance=1.0)

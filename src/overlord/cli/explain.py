@@ -52,7 +52,7 @@ from overlord.reports.explanation import (
 from overlord.reports.summary import decoded_in, ratio
 from overlord.roles.planner import Planner
 from overlord.roles.source_loader import rows_at_once
-from overlord.runtimes.hosts.loader_host import LoaderFleet
+from overlord.runtimes.hosts.loader_fleet import LoaderFleet
 from overlord.runtimes.hosts.peers import PLANNER, loader_name
 from overlord.runtimes.hosts.prefetch import Executors, InlineExecutor, SerialWorkers, ThreadWorkers
 from overlord.runtimes.launching.deployment import (

@@ -35,7 +35,7 @@ from overlord.job.specs import Job
 from overlord.runtimes.hosts.cluster_role import LOCK_FREE, RoleEnvironment
 from overlord.runtimes.hosts.constructor_host import InlineConstructor
 from overlord.runtimes.hosts.peers import Blobs
-from overlord.runtimes.hosts.planner_host import Pace
+from overlord.runtimes.hosts.shared_planner import Pace
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.inline_service import CONSTRUCTOR, InlineService
 from overlord.runtimes.launching.launch_options import ServiceOptions

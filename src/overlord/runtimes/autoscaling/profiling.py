@@ -42,12 +42,12 @@ from overlord.errors import OverlordError, SourceError, SpecError
 from overlord.job.specs import Job, Source
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.source_loader import AHEAD_ROWS, SourceLoader
+from overlord.runtimes.hosts.loader_fleet import make_pool
 from overlord.runtimes.hosts.prefetch import WORKER_BYTES, Executors, SerialWorkers, ThreadWorkers
 from overlord.runtimes.launching.deployment import (
     Prepared,
     Progress,
     SourceFacts,
-    make_pool,
     open_files,
     order_of,
     prepare,

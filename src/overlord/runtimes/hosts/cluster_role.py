@@ -13,8 +13,8 @@ from typing import Any
 from overlord.errors import SpecError
 from overlord.job.specs import Job, Source
 from overlord.runtimes.hosts.peers import Blobs
-from overlord.runtimes.hosts.planner_host import Pace
 from overlord.runtimes.hosts.prefetch import Executors, ThreadWorkers
+from overlord.runtimes.hosts.shared_planner import Pace
 from overlord.runtimes.launching.add_source import with_source
 from overlord.runtimes.launching.deployment import (
     IsolateReader,

@@ -31,7 +31,7 @@ from overlord.roles.client import RankView
 from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.hosts.cluster_role import ClusterRole
 from overlord.runtimes.hosts.peers import RemoteLoaders, RemotePlanner
-from overlord.runtimes.hosts.planner_host import left_behind
+from overlord.runtimes.hosts.shared_planner import left_behind
 from overlord.runtimes.hosts.step_server import Built, RanksOf, StepServer, view_facts
 from overlord.runtimes.launching.add_source import without_last_source
 from overlord.runtimes.launching.deployment import make_constructor
@@ -242,7 +242,7 @@ class ClientConnection:
 R = TypeVar("R")
 
 
-class ConstructorHost:
+class ClientServer:
     """The DataConstructor of one machine with its shared memory and its socket."""
 
     def __init__(
@@ -312,7 +312,7 @@ STORE_WAIT_S = 0.25
 """How long a client without threads waits before it asks again for a step that waits for the store."""
 
 
-class ConstructorRole(ClusterRole):
+class ConstructorHost(ClusterRole):
     """The constructor host of one trainer host."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -338,7 +338,7 @@ class ConstructorRole(ClusterRole):
         loaders = RemoteLoaders(self._peers, planner)
         prepared, number, hosts = self._prepared, self._site["number"], self._site["hosts"]
         self._constructor = make_constructor(prepared, loaders, workers)
-        host = ConstructorHost(
+        host = ClientServer(
             self._options,
             self._constructor,
             planner,
@@ -379,7 +379,7 @@ class ConstructorRole(ClusterRole):
         return {}
 
 
-class InlineConstructor(ConstructorRole):
+class InlineConstructor(ConstructorHost):
     """A constructor host without threads: it builds when it is asked, for clients of its own process."""
 
     def begin(self, message: Any) -> Any:

@@ -1,304 +1,193 @@
-"""A loader host: the SourceLoaders of many sources in one process, feeding several constructor hosts.
-
-Rules of this file:
-1. The first host that asks for a step has all of it popped and finished; the others find their part here. A step that
-   is not asked for in time is dropped, and made again for a host that asks later: everything here is a cache.
-2. What is staged stays within a byte budget; the step that is asked for is always made.
-"""
+"""The loader host: answers the messages that other roles and the supervisor send to the SourceLoaders of a host."""
 
 from __future__ import annotations
 
-import dataclasses
-import heapq
 import threading
-from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
-from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
-from overlord.core.plan import LoadingPlan, Share, known_early, with_labels
-from overlord.core.samples import WHOLE, Cursor, Part, SampleId, take_meta
-from overlord.roles.ports import Collect
-from overlord.roles.source_loader import LoaderCounters, ShadowLoader, Staged
-from overlord.runtimes.hosts.planner_host import ReadRetry
-from overlord.runtimes.hosts.prefetch import PrefetchPool
+from overlord.core.messages import Follow, HandedOver, HandOver, MetaDeltas, MetaRequests
+from overlord.core.order import BEGIN
+from overlord.core.samples import Cursor, Part
+from overlord.job.specs import Source
+from overlord.readers.source_files import SourceFiles
+from overlord.roles.poisoned_rows import verdicts_from_json
+from overlord.runtimes.hosts.cluster_role import ClusterRole
+from overlord.runtimes.hosts.loader_fleet import LoaderFleet, StagedSteps, make_fleet, make_pool
+from overlord.runtimes.hosts.peers import RemoteVerdicts
+from overlord.runtimes.launching.add_source import open_last_source, with_source, without_last_source
+from overlord.runtimes.launching.deployment import (
+    SourceFacts,
+    index_first_windows,
+    open_files,
+)
+from overlord.runtimes.supervision.supervisor import check_same_files
+from overlord.runtimes.transport.role_codec import Unfinished
 from overlord.runtimes.transport.shared_memory import give_back_freed_memory
-from overlord.transforms.samples.per_sample import Workers
-
-# --------------------------------------------------------------------------------------------------------------
-# The SourceLoaders of one host behind the port that planner and constructor ask.
 
 
-STATUS_IDS = 32
-"""Bad samples of each source that `status` names."""
+class LoaderHost(ClusterRole):
+    """Opens the sources of one host, and answers for their SourceLoaders."""
 
+    def open(self, message: Any) -> Any:
+        """Open the sources of this host; tell what a planner must know of them."""
+        self._done = [0, 0]
+        isolate = self._environment.isolate(self._options.threads, self._ends)
+        self._executors = self._environment.executors(self._options.threads, self._options.worker_threads, self._ends)
+        isolate_reader = self._environment.isolate_reader(self._options.threads, self._ends)
+        prepared = self._environment.prepare(self._job, self._options, isolate=isolate, isolate_reader=isolate_reader)
+        first, added = len(prepared.job.sources), message.get("added", ())
+        self._prepared = self._with_added(prepared, message)
+        mine = [first + at for at, one in enumerate(added) if one["mine"]]
+        held = sorted({*self._site["sources"], *self._site["shadows"], *mine})
+        self._files = open_files(self._prepared, held, self._executors.callers, self._count)
+        return {"facts": self._facts_of(self._files)}
 
-class LoaderFleet:
-    """The SourceLoaders of a host by the number of their source, each with its workers."""
+    @property
+    def fleet(self) -> LoaderFleet:
+        """The SourceLoaders of this host."""
+        return self._fleet
 
-    def __init__(self, pools: Mapping[int, PrefetchPool], callers: Workers, retry: ReadRetry | None = None) -> None:
-        self._pools: dict[int, PrefetchPool] = {}
-        self._callers = callers
-        self._retry = retry
-        self.followers = callers
-        """Threads that repeat what primaries elsewhere were asked for. Few: a new shadow reads its groups anew when
-        its primary has taken over, and must not take the cores away from it."""
-        self._shadows: dict[int, ShadowLoader] = {}
-        for source, pool in pools.items():
-            self.add(source, pool)
-
-    def add(self, source: int, pool: PrefetchPool) -> None:
-        """Take in the loader of a source that has come."""
-        self._shadows[source] = ShadowLoader(pool.loader)
-        self._pools = {**self._pools, source: pool}  # others may be looking through the old ones
-
-    def drop(self, source: int) -> None:
-        """Forget the loader of a source that nothing was drawn from."""
-        self._pools = {number: pool for number, pool in self._pools.items() if number != source}
-
-    def resize(self, workers: Mapping[int, int], parts: Mapping[int, Part] | None = None) -> None:
-        """Change how many workers sources have here, and which of their groups they prepare."""
-        for source, count in workers.items():
-            if source in self._pools:
-                self._pools[source].resize(count, (parts or {}).get(source))
-
-    def leave(self, sources: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Drop what is held of sources that other hosts have now; a late request is answered, and waits.
-
-        Returns:
-            What was met of each of them, which is counted elsewhere from now on.
-        """
-        met: dict[int, dict[str, Any]] = {}
-        for source in sources:
-            if source in self._pools:
-                self._pools[source].resize(0)
-                self._pools[source].rest(Cursor(-1, -1, -1))
-                met[source] = self._pools[source].alone(lambda loader: loader.give_away()).to_json()
-        return met
+    @property
+    def files(self) -> Mapping[int, SourceFiles]:
+        """The files of the sources that are open here, by the sources' numbers."""
+        return self._files
 
     def interrupt(self) -> None:
-        """End all waits for a source that cannot be read."""
-        if self._retry is not None:
-            self._retry.end()
+        """Let nothing wait any longer for a source that cannot be read."""
+        if hasattr(self, "_fleet"):
+            self._fleet.interrupt()
 
-    @property
-    def sources(self) -> Sequence[int]:
-        """The sources that are loaded here."""
-        return tuple(self._pools)
+    def progress(self, message: Any) -> Any:
+        """Tell how many sources are open."""
+        return {"done": getattr(self, "_done", [0, 0])[0]}
 
-    def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
-        """Ask the loader of each request's source."""
-        return self._callers.map(lambda request: self._pools[request.source].summary_buffer(request), requests)
-
-    def loader_do_plan(self, plan: LoadingPlan, ranks: Collection[int]) -> Collect:
-        """Hand over what a plan draws from the sources of this host; all of it, whichever ranks ask."""
-        collect = self.hand_over([plan.order_of(source) for source in self.drawn(plan)])
-        return lambda: [with_labels(plan, payload) for payload in collect()]
-
-    def drawn(self, plan: LoadingPlan) -> list[int]:
-        """Return the sources of this host that a plan draws from."""
-        return [s for s in np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist() if s in self._pools]
-
-    def hand_over(self, orders: Sequence[LoaderOrder]) -> Collect:
-        """Pop planned samples now, and finish them when they are collected."""
-
-        def pop(order: LoaderOrder) -> Staged:
-            def take() -> Staged:
-                return self._pools[order.source].pop(order)
-
-            return take() if self._retry is None else self._retry.until_read(take)
-
-        staged = self._callers.map(pop, orders)
-        return lambda: self._callers.map(lambda one: self._pools[one.order.source].finish(one), staged)
-
-    def follow(self, requests: Sequence[MetaRequest], passed: Mapping[int, Cursor]) -> None:
-        """Repeat what the primaries of some sources were asked for: they are shadowed here."""
-
-        def repeat(source: int) -> None:
-            mine = [request for request in requests if request.source == source]
-            self._pools[source].alone(lambda _: self._shadows[source].follow(mine, passed.get(source)))
-
-        self.followers.map(repeat, sorted({request.source for request in requests} | set(passed)))
-
-    def rest(self, cursors: Mapping[int, Cursor]) -> None:
-        """Let the loaders of some sources drop what they hold."""
-        for source, cursor in cursors.items():
-            self._pools[source].rest(cursor)
+    def begin(self, message: Any) -> Any:
+        """Index the files that the first step reaches, and make the loaders."""
+        job = self._prepared.job
+        # The planner knows cursors and weights of the sources that are drawn from by now. Added sources may be numbered
+        # behind them: they come at a later step, or are being added at this moment. They stand at their beginning.
+        coming = len(job.sources) - len(message["cursors"])
+        cursors = [*(Cursor(*cursor) for cursor in message["cursors"]), *[Cursor(0, BEGIN, 0)] * coming]
+        weights = [*message["weights"], *[0.0] * (len(job.sources) - len(message["weights"]))]
+        self._known, self._opening = message["facts"], threading.Lock()
+        index_first_windows(job, self._files, cursors, weights, self._executors.callers, self._count)
+        self._verdicts = RemoteVerdicts(self._peers, verdicts_from_json(message["verdicts"], job.names))
+        fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._executors)
+        fleet.followers = self._workers_for("shadows")
+        fleet.restore(message["snapshots"])
+        self._ends.callback(fleet.interrupt)
+        self._host = StagedSteps(fleet, hosts=self._site["hosts"], budget_bytes=self._options.budget_bytes // 2)
         give_back_freed_memory()
+        return {}
 
-    def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
-        """Let the loaders count samples whose media do not decode; beyond a source's tolerance this raises."""
-        for source in sorted({fault[0] for fault in faults}):
-            mine = [(row, epoch, reason) for at, row, epoch, reason in faults if at == source]
-            self._pools[source].alone(lambda loader, mine=mine: loader.note_faults(mine))  # type: ignore[misc]
+    def take_sources(self, message: Any) -> Any:
+        """Open sources that move here from other hosts, ahead of the first request, which would open them otherwise."""
+        self._have(message["sources"])
+        return {}
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes in the read buffers of all loaders."""
-        return sum(pool.loader.buffer_bytes for pool in self._pools.values())
+    def resize(self, message: Any) -> Any:
+        """Change how many workers sources have here, and which of their groups they prepare.
 
-    @property
-    def names(self) -> dict[int, str]:
-        """The names of the sources that are loaded here."""
-        return {number: pool.loader.name for number, pool in self._pools.items()}
-
-    def workload(self) -> dict[int, dict[str, Any]]:
-        """Return what the workers of each source have done, without waiting for their work."""
-        return {
-            number: {**pool.work(), "buffer_bytes": pool.loader.buffer_bytes} for number, pool in self._pools.items()
-        }
-
-    def status(self) -> dict[int, dict[str, Any]]:
-        """Return what each source's loader holds and has met."""
-        met = {number: pool.alone(lambda loader: loader.counters) for number, pool in self._pools.items()}
-        return {
-            number: {
-                "decoded_in": pool.loader.placement.where,
-                "decoded_ratio": pool.loader.placement.ratio,
-                **pool.work(),
-                "followed": self._shadows[number].followed,
-                "buffer_bytes": pool.loader.buffer_bytes,
-                "rows_read": met[number].seen,
-                "bad": len(met[number].bad),
-                "bad_ids": [
-                    str(SampleId(pool.loader.name, row, epoch))
-                    for row, epoch in heapq.nsmallest(STATUS_IDS, met[number].bad)
-                ],
-                "wrong_length": len(met[number].wrong_lengths),
-            }
-            for number, pool in self._pools.items()
-        }
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return what each source's loader has met, by the source's name: what a restart would count anew."""
-        return {pool.loader.name: pool.alone(lambda loader: loader.counters).to_json() for pool in self._pools.values()}
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take over what other loaders of these sources had met."""
-        for pool in self._pools.values():
-            given = snapshot.get(pool.loader.name)
-            if given is not None:
-                met = LoaderCounters.from_json(given)
-                pool.alone(lambda loader, met=met: loader.take_over(met))  # type: ignore[misc]
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
-KEPT = 64
-"""Steps behind the newest that are kept at most for a host that has not asked: it may have no clients."""
-
-
-_Asked = tuple[int, tuple[tuple[int, Part], ...]]
-"""A step, and the parts of sources of it that were asked for together."""
-
-
-class _StagedStep:
-    """What was popped of one step, until every rank's host has taken its part."""
-
-    def __init__(self, collect: Collect) -> None:
-        self._collect: Collect | None = collect
-        self._lock = threading.Lock()
-        self._payloads: list[Payload] | None = None
-
-    def payloads(self) -> list[Payload]:
-        """Return the finished samples; the first caller finishes them, the others wait for that."""
-        with self._lock:
-            if self._payloads is None:
-                assert self._collect is not None
-                self._payloads = self._collect()
-                self._collect = None  # it holds the rows as they were read
-            return self._payloads
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is finished."""
-        return sum(payload.nbytes for payload in self._payloads or ())
-
-
-class LoaderHost:
-    """Hands every constructor host its part of each step."""
-
-    def __init__(self, fleet: LoaderFleet, *, hosts: int, budget_bytes: int) -> None:
-        self._fleet = fleet
-        self._hosts = hosts
-        self._budget = budget_bytes
-        self._staged: OrderedDict[_Asked, _StagedStep] = OrderedDict()
-        self._lock = threading.Lock()
-        self._turn = threading.Lock()
-        self._taken: dict[_Asked, set[int]] = {}
-
-    def hand_over(
-        self, plan: LoadingPlan, ranks: Collection[int], parts: Sequence[tuple[int, Part]] | None = None
-    ) -> Collect:
-        """Pop what some ranks need of some sources of a step; call the result for it, one payload a source.
-
-        Also where that is nothing but how many labels the source's samples have, which every host must know.
-
-        Sources that were taken over in the middle of a step are asked for by themselves. Any part of a source can be
-        asked for, whichever one is prepared here.
+        Tells what was met of sources that have left: from now on others count that.
         """
-        drawn = self._fleet.drawn(plan)
-        given = [(source, WHOLE) for source in drawn] if parts is None else parts
-        asked = (plan.step, tuple((source, part) for source, part in given if source in drawn))
-        staged = self._stage(plan, asked)
+        sizes = {source: (count, Part(number, of)) for source, count, number, of in message["sizes"]}
+        self._have(sizes)
+        self._fleet.resize({s: n for s, (n, _) in sizes.items()}, {s: part for s, (_, part) in sizes.items()})
+        met = self._fleet.leave(message["left"])
+        return {"met": {source: {self._prepared.job.names[source]: one} for source, one in met.items()}}
 
-        def collect() -> list[Payload]:
-            try:
-                share = Share.of(plan, ranks)
-                return [share.cut(plan, payload) for payload in staged.payloads()]
-            finally:
-                self._let_go(plan, ranks, asked)
+    def workload(self, message: Any) -> Any:
+        """Tell what the workers of each source have done."""
+        return {"sources": self._fleet.workload()}
 
-        return collect
+    def summary_buffer(self, asked: MetaRequests) -> MetaDeltas:
+        """Tell what is known of some samples."""
+        self._have([request.source for request in asked.requests])
+        return MetaDeltas(self._fleet.summary_buffer(asked.requests))
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes in the read buffers and of what is staged."""
-        with self._lock:
-            return self._fleet.buffer_bytes + sum(staged.nbytes for staged in self._staged.values())
+    def hand_over(self, asked: HandOver) -> Unfinished:
+        """Hand a constructor host its part of a step: popped now, in the order of the calls, and finished later."""
+        self._have([source for source, _ in asked.parts])
+        collect = self._host.hand_over(asked.plan, asked.ranks, asked.parts)
+        return Unfinished(lambda: HandedOver(collect(), self._host.buffer_bytes))
 
-    def _stage(self, plan: LoadingPlan, asked: _Asked) -> _StagedStep:
-        with self._turn:  # steps leave the read buffers in the order in which they are asked for
-            with self._lock:
-                found = self._staged.get(asked)
-            if found is not None:
-                return found
-            orders = [_order_of(plan, source, part) for source, part in asked[1]]
-            if self._hosts > 1:  # several hosts must know alike which media decode: they are told
-                early = set(plan.draw.source[known_early(plan)].tolist())
-                orders = [dataclasses.replace(order, open_media=order.source in early) for order in orders]
-            staged = _StagedStep(_told(plan, asked[1], self._fleet.hand_over(orders)))
-            with self._lock:
-                self._staged[asked] = staged
-            return staged
+    def follow(self, told: Follow) -> Any:
+        """Keep up with the primaries of sources that are shadowed here."""
+        self._have([*told.passed, *(request.source for request in told.requests)])
+        self._fleet.follow(told.requests, told.passed)
+        return {}
 
-    def _let_go(self, plan: LoadingPlan, ranks: Collection[int], asked: _Asked) -> None:
-        with self._lock:
-            self._taken.setdefault(asked, set()).update(ranks)
-            if len(self._taken[asked]) >= plan.mesh.world_size:  # also hosts that need no more than to know the labels
-                self._staged.pop(asked, None)
-                del self._taken[asked]
-            for old in [one for one in (*self._taken, *self._staged) if one[0] < plan.step - KEPT]:
-                self._taken.pop(old, None)
-                self._staged.pop(old, None)
-            while len(self._staged) > 1 and sum(one.nbytes for one in self._staged.values()) > self._budget:
-                self._staged.popitem(last=False)
+    def rest(self, message: Any) -> Any:
+        """Drop what is held of sources that are not drawn from."""
+        given, here = message["cursors"], self._fleet.sources
+        self._fleet.rest({source: Cursor(*cursor) for source, cursor in given if source in here})
+        return {}
 
+    def note_faults(self, message: Any) -> Any:
+        """Count samples whose media do not decode."""
+        self._have({fault[0] for fault in message["faults"]})
+        self._fleet.note_faults([tuple(fault) for fault in message["faults"]])
+        return {}
 
-def _order_of(plan: LoadingPlan, source: int, part: Part) -> LoaderOrder:
-    order = plan.order_of(source)
-    return order if part == WHOLE else dataclasses.replace(order, meta=take_meta(order.meta, part.rows(order.meta)))
+    def add_source(self, message: Any) -> Any:
+        """Open a source that comes while the stream runs, and make its loaders; tell what a planner must know of it.
 
+        The host that the source is dealt to has `mine`; the others learn that there is one more.
+        """
+        source = Source.from_mapping(message["source"])
+        if source.name not in self._prepared.job.names:  # else it was told before
+            prepared = with_source(self._prepared, source)
+            files = open_last_source(prepared, self._executors.callers) if message["mine"] else None
+            self._prepared, number = prepared, len(prepared.job.sources) - 1
+            if files is not None:
+                self._fleet.add(number, make_pool(prepared, number, files, self._verdicts, self._executors))
+                self._files[number] = files
+        number = self._prepared.job.names.index(source.name)
+        if number not in self._files:
+            return {}
+        return {"name": source.name, "fact": list(SourceFacts.of(self._files[number]))}
 
-def _told(plan: LoadingPlan, parts: Sequence[tuple[int, Part]], collect: Collect) -> Collect:
-    """Let payloads of a part say which samples of their source they hold, and how many labels those have."""
+    def drop_source(self, message: Any) -> Any:
+        """Forget a source that the planner did not take on."""
+        name, number = message["name"], len(self._prepared.job.names) - 1
+        if self._prepared.job.names[-1] == name:
+            self._prepared = without_last_source(self._prepared)
+            if self._files.pop(number, None) is not None:
+                self._fleet.drop(number)
+        return {}
 
-    def told(payload: Payload, part: Part) -> Payload:
-        if part != WHOLE:
-            payload = dataclasses.replace(payload, chosen=part.rows(plan.order_of(payload.source).meta))
-        return with_labels(plan, payload)
+    def status(self, message: Any) -> Any:
+        """Tell what the loaders of some sources hold and have met."""
+        asked, found = message["sources"], self._fleet.status()
+        return {"sources": {source: found[source] for source in asked if source in found}}
 
-    return lambda: [told(payload, part) for payload, (_, part) in zip(collect(), parts, strict=True)]
+    def snapshot(self, message: Any) -> Any:
+        """Tell what a loader that takes the place of one here must know, of some sources."""
+        names = {self._prepared.job.names[source] for source in message["sources"]}
+        return {"loaders": {name: met for name, met in self._fleet.snapshot().items() if name in names}}
+
+    def restore(self, message: Any) -> Any:
+        """Take over what other loaders had met."""
+        self._fleet.restore(message["loaders"])
+        return {}
+
+    def _have(self, sources: Iterable[int]) -> None:
+        """Open those of some sources that are not open here: one may have come here a moment ago."""
+        if all(source in self._files for source in sources):
+            return
+        with self._opening:
+            missing = [source for source in sources if source not in self._files]
+            opened = open_files(self._prepared, missing, self._executors.callers)
+            facts = self._facts_of(opened)
+            check_same_files({**facts, **self._known}, facts)
+            for number, files in opened.items():
+                self._fleet.add(number, make_pool(self._prepared, number, files, self._verdicts, self._executors))
+                self._files[number] = files
+
+    def _facts_of(self, opened: Mapping[int, SourceFiles]) -> dict[str, list[Any]]:
+        return {self._prepared.job.names[number]: list(SourceFacts.of(files)) for number, files in opened.items()}
+
+    def _count(self, what: str, done: int, of: int) -> None:
+        self._done = [done, of]
+        self._environment.progress(what, done, of)

@@ -1,870 +1,266 @@
-"""The Planner behind a lock: plans for constructor hosts, answers for clients and for the owner of a service.
-
-Rules of this file:
-1. The planner is called under a lock. A request for a step that needs a report waits here, for a while.
-2. A snapshot may begin at what every rank that ever attached has passed, whichever host serves it by now. A planner
-   that replaces another waits for a while until all of them have told where they are.
-3. A step is not planned because a rank waits for it that only comes with it: the others come there first.
-4. A trainer that comes back with the step of its checkpoint goes on there. Where steps behind it were handed out to its
-   rank, or reported, the lineage ends: all ranks must ask for the same step, the rewind is written down (`history`
-   says what follows from that), and the service is started again. Also a short way back goes by that: the roles that
-   have moved on are many (read buffers, built steps, attached clients, sources that came since), and one path that a
-   crash of the service has always taken is worth more than seconds in a minute of restarting trainers.
-5. An answer that promises something waits until it is written down. A store that is down pauses planning, and is
-   retried; planned steps are served meanwhile, and `status()` is answered. A service that has lost its store ends.
-"""
+"""The planner host: opens the store, makes the planner, and answers the messages that other roles send to it."""
 
 from __future__ import annotations
 
-import logging
-import math
+import dataclasses
+import os
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar, TypeVarTuple
+from collections.abc import Mapping
+from typing import Any
 
-from overlord.core import client_messages as msg
-from overlord.core.client_messages import Beginning, Document, Reply, Request, SourceChange
-from overlord.core.messages import STORE_DOWN, HostNews, Waiting
-from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan, plan_to_bytes
-from overlord.core.samples import Cursor
-from overlord.errors import Fenced, NothingToDraw, ReaderError, Rewound, SourceError, SpecError, StateError, StoreError
-from overlord.job.layout_specs import OnSourceFailure
-from overlord.job.specs import Mixture
-from overlord.roles.changes import FIXED_WHILE_RUNNING
-from overlord.roles.planner import SNAPSHOT_EVERY, Due, Planner
-from overlord.roles.ports import Loaders
-from overlord.runtimes.launching.resume import REWIND, before
-from overlord.stores.store import newest_lineage
+from overlord.core.client_messages import AddSource, Request, mesh_to_text
+from overlord.core.messages import AdmitSource, HostProgress, PlanAnswer, PlanRequest
+from overlord.core.plan import LoadingPlan
+from overlord.errors import Rewound
+from overlord.job.specs import Source
+from overlord.runtimes.autoscaling.scaler import check_sizes
+from overlord.runtimes.hosts.cluster_role import ClusterRole
+from overlord.runtimes.hosts.peers import RemoteLoaders, put_plan
+from overlord.runtimes.hosts.shared_planner import SharedPlanner
+from overlord.runtimes.launching.add_source import journal_last_source, with_source
+from overlord.runtimes.launching.deployment import (
+    SourceFacts,
+    base_weights,
+    first_needs,
+    plan_first_step,
+    start_planner,
+    state_to_resume,
+)
+from overlord.runtimes.launching.resume import History, open_store, read_history
 
-# --------------------------------------------------------------------------------------------------------------
-# Writes what a planner has for the store: snapshots, its horizon, plan records in groups, counters of the loaders.
-#
-# 1. No step waits for it. The planner only notes what is due; it is written by a thread of the runtime, or on the
-#    inline runtime between two steps.
-# 2. Snapshots cost at most a small share of the time between them, those of the loaders a smaller one: what takes
-#    longer is done less often.
-
-
-PLANNER_SHARE = 0.02
-"""Share of the time between two snapshots that one may take; then the interval is doubled, up to half of `keep`."""
-LOADERS_SHARE = 0.01
-LOADERS_EVERY = 4
-"""The loaders are asked with every so manieth snapshot at first."""
+NUMBERS, NUMBER_BYTES = 8, 8
+"""Of a message beside its columns: about so many numbers, and the bytes of one."""
+KEPT_BLOBS = 16
+"""Plans that the planner keeps put, for hosts that are behind."""
 
 
-class SnapshotWriter:
-    """Writes what is due.
+class PlannerHost(ClusterRole):
+    """The host of the planner."""
 
-    Args:
-        planner: Whose state it is.
-        loaders: Its loaders.
-        lock: Held while the planner is asked; never while anything is written.
-        most_steps: The longest interval between snapshots.
-        met: What the loaders had met when the stream began.
-        clock: Seconds that never go back.
-    """
+    _history: History | None = None
 
-    def __init__(
-        self,
-        planner: Planner,
-        loaders: Loaders,
-        lock: AbstractContextManager[Any],
-        *,
-        most_steps: int,
-        met: Mapping[str, Any] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
-        self._checkpoints = planner.checkpoints
-        self._store = planner.checkpoints.store
-        self._loaders = loaders
-        self._lock = lock
-        self._most_steps = max(1, most_steps)
-        self.met: Mapping[str, Any] = met or {}
-        """What the loaders had met when they were last asked."""
-        self._last: float | None = None
-        self._count = 0
-        self._loaders_every = LOADERS_EVERY
-        self._checkpoints.snapshot_every = min(SNAPSHOT_EVERY, self._most_steps)
-
-    def work(self, *, probe: bool = False) -> None:
-        """Write everything that is due now.
-
-        Args:
-            probe: Write something in any case, to see whether a store that failed works again.
-
-        Raises:
-            StoreError: The store failed; the same is due again.
-        """
-        if probe:
-            self._store.journal.append({"kind": "probe", "step": -1}, durable=True)
-        with self._lock:
-            due = self._checkpoints.due()
-        if due is None:
-            self._store.journal.commit()
-        elif due.state is None:
-            self._store.reserve(due.horizon)
-        else:
-            self._snapshot(due)
-        self._store.beat()
-
-    def _snapshot(self, due: Due) -> None:
-        assert due.state is not None
-        began = self._clock()
-        self._store.save(due.state, due.mark, horizon=due.horizon)
-        ended = self._clock()
-        with self._lock:
-            self._checkpoints.saved(due)
-        between = ended - self._last if self._last is not None else None
-        self._last = ended
-        if between:
-            self._adapt((ended - began) / between)
-        self._count += 1
-        if self._count % self._loaders_every == 0:
-            self.met = self._loaders.snapshot()
-            self._store.save_loaders(int(due.state["step"]), self.met)
-            if between is not None and self._clock() - ended > LOADERS_SHARE * between * self._loaders_every:
-                self._loaders_every *= 2
-
-    def _adapt(self, share: float) -> None:
-        every = self._checkpoints.snapshot_every
-        if share > PLANNER_SHARE:
-            self._checkpoints.snapshot_every = min(2 * every, self._most_steps)
-        elif share < PLANNER_SHARE / 8:  # it was slow for a moment only
-            self._checkpoints.snapshot_every = max(every // 2, min(SNAPSHOT_EVERY, self._most_steps))
-
-
-# --------------------------------------------------------------------------------------------------------------
-# What a runtime does about a source that cannot be read: retries planned samples, looks whether it is back.
-#
-# 1. The clock is here and not in the roles. What follows from it is a journaled change, so that a replay needs no
-#    clock.
-# 2. A sample that was planned must be delivered: its loader keeps trying.
-
-
-logger = logging.getLogger("overlord")
-
-SOURCE_RETURN_S = 30.0
-"""How long after it was parked a source is looked at; twice as long after each look that found it away."""
-LONGEST_S = 600.0
-TRY_EVERY_S = 1.0
-"""How often promised samples are tried again."""
-WARN_EVERY_S = 60.0
-
-T = TypeVar("T")
-
-
-class ReadRetry:
-    """Tries again and again to read what is promised, until it is told to give up."""
-
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-
-    def until_read(self, read: Callable[[], T]) -> T:
-        """Return what a reader gives, whenever that is.
-
-        Raises:
-            ReaderError: when the service ends before.
-        """
-        warn_at = 0.0
-        while True:
-            try:
-                return read()
-            except (ReaderError, SourceError) as error:
-                if self._ended.is_set():
-                    raise
-                if time.monotonic() >= warn_at:
-                    warn_at = time.monotonic() + WARN_EVERY_S
-                    logger.warning("samples that are promised cannot be read, and are waited for: %s", error)
-                self._ended.wait(TRY_EVERY_S)
-
-    def end(self) -> None:
-        """Give up waiting."""
-        self._ended.set()
-
-
-class ReturnWatch:
-    """Looks now and then whether parked sources can be read again, and lets them return."""
-
-    def __init__(self, planner: Planner, policy: OnSourceFailure) -> None:
-        self._planner = planner
-        self._policy = policy
-        self._next_look: dict[str, tuple[float, float]] = {}
-        self._told: set[str] = set()
-
-    def due(self) -> list[str]:
-        """Return the parked sources that it is time to look at; tell of those that were parked since the last call."""
-        parked = {
-            name: one for name, one in self._planner.sources.parked(self._planner.next_step).items() if one.failed
+    def open_store(self, message: Any) -> Any:
+        """Open the store, now that the sources are known; tell where they stand, and the verdicts it holds."""
+        facts = {name: SourceFacts(*fact) for name, fact in message["facts"].items()}
+        options = self._options
+        if self._peers.me[1] > 1:  # it comes in the place of another planner
+            options = dataclasses.replace(options, recover=True)
+        store, point = open_store(
+            options, options.store or str(self._claim_folder() / "store"), self._environment.open_place
+        )
+        try:
+            if self._peers.me[1] > 1 and point.mesh is not None:  # its predecessor died behind the order to go back
+                raise Rewound(f"the service goes back to step {point.replay_to}, and is started again as a whole")
+            if point.recovered:  # sources that came while its predecessor planned stand in the journal
+                self._prepared = self._environment.prepare(self._job, options, state=point.numbering)
+            job = self._prepared.job
+            self._facts = {name: facts[name] for name in job.names}
+            check_sizes(self._prepared, self._facts)
+            self._resumed = state_to_resume(self._prepared, self._facts, point)
+            self._history = read_history(job, store, point, self._resumed.given)
+            cursors, weights = first_needs(self._prepared, self._facts, self._resumed.state)
+        except BaseException:
+            store.close()
+            raise
+        met = {
+            "verdicts": self._history.verdicts.to_json(),
+            "snapshots": point.loaders,
+            "facts": self._told_facts(),
         }
-        for name in parked.keys() - self._told:
-            ends = "It returns when it can be read." if self._policy == "park" else "It returns by return_source."
-            logger.warning(
-                "source %r is parked from step %d on, the others take its share: %s. %s",
-                name, parked[name].since, parked[name].why, ends,
-            )  # fmt: skip
-        self._told = set(parked)
-        now = time.monotonic()
-        known = self._next_look
-        self._next_look = {name: known.get(name, (now + SOURCE_RETURN_S, SOURCE_RETURN_S)) for name in parked}
-        return [name for name, (at, _) in self._next_look.items() if at <= now] if self._policy == "park" else []
+        return {**met, "cursors": cursors, "weights": weights}
 
-    def looked(self, name: str, found: bool) -> None:
-        """Let a source return that can be read again; otherwise look again later."""
-        pause = min(2 * self._next_look.get(name, (0.0, SOURCE_RETURN_S))[1], LONGEST_S)
-        self._next_look[name] = (time.monotonic() + pause, pause)
-        if found and name in self._planner.sources.parked(self._planner.next_step):
-            try:
-                step = self._planner.sources.give_back(name)
-            except SpecError as error:  # another change was made for that very step
-                logger.warning("source %r can be read again and does not return: %s", name, error)
-                return
-            logger.warning("source %r can be read again: it returns at step %d", name, step)
+    def where(self, message: Any) -> Any:
+        """Tell the successor of a loader host where its sources stand."""
+        assert self._history is not None
+        passed = self._host.passed_cursors()
+        weights = self._host.latest_weights or [1.0] * len(passed)
+        met = {"verdicts": self._history.verdicts.to_json(), "snapshots": self._host.loaders_met}
+        met["facts"] = self._told_facts()
+        return {**met, "cursors": passed, "weights": weights}
 
-    def look(self) -> None:
-        """Look at everything that is due, in the caller."""
-        for name in self.due():
-            self.looked(name, self._planner.can_read(name))
+    def _told_facts(self) -> dict[str, Any]:
+        """Return what loaders must find where they open a source that others had open."""
+        return {name: list(fact) for name, fact in self._facts.items()}
 
+    def begin(self, message: Any) -> Any:
+        """Plan the first step, so that what is wrong shows before anything runs; a successor plans when it is asked."""
+        assert self._history is not None
+        loaders = self._remote = RemoteLoaders(self._peers)
+        prepared = self._prepared
+        try:
+            planner = start_planner(prepared, loaders, self._resumed, self._facts, self._history)
+            if not message.get("successor"):
+                plan_first_step(planner)
+        except BaseException:
+            self._history.store.close()
+            raise
 
-# --------------------------------------------------------------------------------------------------------------
-# What clients and the owner of a service ask of its planner, as messages.
-
-
-def change_source(planner: Planner, change: SourceChange, name: str, at_step: int | None, change_id: str = "") -> int:
-    """Remove a source, park it, or let it return; return the first step it holds for."""
-    changes = planner.sources
-    asked = {"remove_source": changes.remove, "park_source": changes.park, "return_source": changes.give_back}
-    return asked[change](name, at_step, change_id=change_id)
-
-
-def left_behind(what: str, first_step: int) -> StateError:
-    """Say that a trainer stands in a lineage that all ranks have left."""
-    return StateError(
-        f"{what} is of a run that was left: the trainers of all ranks went back to step {first_step} of this service "
-        "meanwhile, and what this one has is not what they get. If it is still needed, attach it again with the step "
-        "of its checkpoint, as they did: ol.connect(address, rank, step=..)."
-    )
-
-
-def workload(planner: Planner, ahead: Sequence[int]) -> dict[str, Any]:
-    """Tell what is drawn of every source, and what will be so many steps ahead; safe while others plan."""
-    state, weights, names = planner.latest_state, planner.latest_weights, planner.inputs.names
-    missing = [0.0] * (len(names) - len(weights))
-    samples = [int(count) for count in state.samples] + [0] * (len(names) - len(state.samples))
-    tokens = [int(count) for count in state.tokens] + [0] * (len(names) - len(state.tokens))
-    return {
-        "step": state.step,
-        "names": list(names),
-        "level": planner.mixture.level,
-        "weights": [*weights, *missing],
-        "coming": [planner.weights_ahead(state.step + steps) for steps in ahead],
-        "samples": samples,
-        "tokens": tokens,
-    }
-
-
-def _beginning(planner: Planner, step: int | None, mesh: ClientPlaceTree) -> Beginning:
-    store = planner.checkpoints.store
-    return Beginning(step, str(mesh), store.lineage, (min(store.oldest_step, planner.next_step), planner.next_step))
-
-
-def answer(planner: Planner, request: Any) -> Reply:
-    """Answer a client, or the owner of a service; the planner is asked nothing else meanwhile.
-
-    Raises:
-        SpecError: for a request that is not known, or what cannot be done.
-    """
-    match request:
-        case msg.GetState():
-            return Document(planner.state(request.step))
-        case msg.Report():
-            at, newest, lineage = request.step, request.at, request.lineage
-            if lineage not in (None, planner.checkpoints.store.lineage) and at > planner.first_step:
-                raise left_behind(f"the report of step {at}", planner.first_step)
-            if newest is not None and planner.next_step <= at <= newest:
-                planner.plan_raw(at)  # handed out before this planner came in the place of another
-            planner.report(at, request.metrics)
-            return msg.Done()
-        case msg.SetMixture():
-            mixture = Mixture.from_mapping(request.mixture)
-            return msg.ChangedAt(planner.set_mixture(mixture, request.step, change_id=request.id))
-        case msg.SkipSteps():
-            return msg.ChangedAt(planner.skip_steps(request.count, request.step, change_id=request.id))
-        case msg.ChangeSource():
-            return msg.ChangedAt(change_source(planner, request.change, request.source, request.step, request.id))
-        case msg.Reshard():
-            tree = ClientPlaceTree.from_sizes(request.mesh)
-            at = planner.reshard(tree, request.step, change_id=request.id)
-            return msg.Resharded(at, planner.meshes.newest.sizes())
-        case msg.FindBeginning():
-            begin, meshes = planner.meshes.begin_of(request.rank), planner.meshes
-            return _beginning(planner, begin, meshes.newest if begin is None else meshes.at(begin))
-        case msg.CheckState():
-            planner.check_state(request.state)
-            return msg.Done()
-        case msg.GetMixture():
-            fixed = (*FIXED_WHILE_RUNNING, "temperature")
-            return Document({name: getattr(planner.mixture, name) for name in fixed})
-        case msg.GetPlan():
-            plan = planner.plan_raw(request.step)
-            return msg.PlanBytes(None if plan is None else bytes(plan_to_bytes(plan)))
-    raise SpecError(f"a planner does not answer {type(request).__name__}.")
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
-LOOK_S = 1.0
-"""How often it is looked for sources that were parked, or should be looked at."""
-PATIENCE_S = 1.0
-"""How long a host that asks for a plan is kept waiting for a report before it is told."""
-RETRY_S = (0.2, 5.0)
-"""How long the first try after a failure of the store is put off, and the later ones at most."""
-COMMIT_S = 0.5
-"""How long a plan record waits to be written, together with others."""
-RETURN_S = 60.0
-"""How long a planner that came in the place of another waits for ranks to say where they are."""
-ASKED_S = 3.0
-"""How long a rank counts as asking for a step after it did so last: trainers ask again and again until they die."""
-JOIN_S = 0.5
-"""How long a rank that must wait for others is kept waiting before it is told."""
-KEPT_LABELS = 64
-"""Steps of which it is remembered what does not decode: a host that asks later tells it again."""
-STATUS_S = 1.0
-"""status() waits this long for the planner's lock, then reads without it."""
-
-logger = logging.getLogger("overlord")
-
-Given = TypeVarTuple("Given")
-
-
-Describe = Callable[[Mapping[int, int], int], dict[str, Any]]
-"""Makes the status from the positions of all ranks and the bytes of all views."""
-
-
-def goes_back(planner: Planner, rank: int, step: int, reached: Mapping[int, int], attached: Collection[int]) -> bool:
-    """Whether a rank that attaches at a step goes back behind what the lineage holds.
-
-    A rank goes on where it has not been handed out a later step, though the others may have: it is the only one that
-    died. Reports of that step and later ones would count for steps that are trained again, unless a rank that is
-    attached has trained them.
-
-    Args:
-        planner: Whose stream it is.
-        rank: The rank.
-        step: The step it asks for.
-        reached: For every rank that ever attached, the step before which it is done.
-        attached: The ranks that are attached.
-    """
-    known, checkpoints = reached.get(rank), planner.checkpoints
-    if known is None and not checkpoints.store.goes_on:
-        return step < planner.first_step  # it has not been in this lineage, however far the others are by now
-    if step < max(planner.first_step, checkpoints.began if known is None else known):
-        return True
-    return planner.inputs.newest_report >= step and not set(attached) - {rank}
-
-
-def refuse_coming_step(planner: Planner, step: int) -> None:
-    """Refuse a step that the stream has not come to.
-
-    Raises:
-        StateError: it names the steps that can be asked for.
-    """
-    if step > planner.next_step:
-        oldest = planner.checkpoints.store.oldest_step
-        raise StateError(
-            f"step {step} was asked for, and this service has come to step {planner.next_step}; what was trained on "
-            f"before it is unknown. Give a step from {oldest} to {planner.next_step}, or launch a service from the "
-            "state of your checkpoint (state=)."
-        )
-
-
-def ranks_disagree(steps: Mapping[int, int]) -> StateError:
-    """Say that ranks ask for different steps."""
-    told = ", ".join(f"rank {rank} asks for step {step}" for rank, step in sorted(steps.items()))
-    return StateError(
-        f"the ranks do not agree where to go on: {told}; they would train on different global batches. Load the same "
-        "checkpoint on all ranks, and attach again."
-    )
-
-
-class Pace:
-    """How a host waits: with threads, in the time of its machine."""
-
-    threads = True
-    """Whether work can go on beside the caller."""
-    patience_s = math.inf
-    """How long a store that is down is waited for before the caller gets the error. Where no thread runs beside the
-    caller, nothing can end a wait for a source either, and the caller gets that error at once."""
-
-    def now(self) -> float:
-        """Return seconds that never go back."""
-        return time.monotonic()
-
-    def wait(self, changed: threading.Condition, seconds: float) -> bool:
-        """Wait, without the lock, until something has changed; return whether it has in time."""
-        return changed.wait(seconds)
-
-
-class PlannerHost:
-    """Asks one Planner on behalf of all hosts, and writes to the store what it has for it.
-
-    Args:
-        planner: The planner.
-        describe: Makes the status.
-        loaders: Its loaders, whose snapshots are kept too.
-        keep: Steps that stay resumable.
-        met: What the loaders had met when the stream began.
-        on_source_failure: What becomes of a source that cannot be read.
-        pace: How it waits.
-        rewound: Called when a rewind is written down: the service must be started again.
-    """
-
-    def __init__(
-        self,
-        planner: Planner,
-        describe: Describe,
-        loaders: Loaders,
-        *,
-        keep: int,
-        met: Mapping[str, Any] | None = None,
-        on_source_failure: OnSourceFailure = "stop",
-        pace: Pace | None = None,
-        rewound: Callable[[], None] | None = None,
-    ) -> None:
-        self._planner = planner
-        self._rewound = rewound
-        self._asked: dict[int, tuple[int, float, bool]] = {}
-        self._told = set[int]()
-        self._replayable: set[int] = set()
-        self._back_to: int | None = None
-        self._pace = pace or Pace()
-        self._describe = describe
-        self._watch = ReturnWatch(planner, on_source_failure)
-        self._ended = threading.Event()
-        if on_source_failure != "stop" and self._pace.threads:
-            threading.Thread(target=self._watch_parked, name="overlord-parked", daemon=True).start()
-        self._changed = threading.Condition()
-        self._heard = threading.Condition()
-        self._decoded: OrderedDict[str, tuple[set[int], dict[int, int]]] = OrderedDict()
-        """Of plans: the ranks whose media are decoded, and the labels of each sample that does not."""
-        self._news: dict[int, HostNews] = {}
-        self._reached: dict[int, int] = {}
-        self._born = self._pace.now()
-        self._closing = self._closed = False
-        self._barren = -1
-        self._down: tuple[float, StoreError] | None = None
-        self._down_since = 0.0
-        self._lost: Fenced | None = None
-        self._snapshots = SnapshotWriter(
-            planner, loaders, self._changed, most_steps=keep // 2, met=met, clock=self._pace.now
-        )
-        self._retry_s = 0.0
-        self._work = threading.Event()
-        self._writer = threading.Thread(target=self._write_loop, name="overlord_write_loop", daemon=True)
-        if self._pace.threads:
-            self._writer.start()
-            threading.Thread(target=self._beat_loop, name="overlord-beat", daemon=True).start()
-
-    @property
-    def first_step(self) -> int:
-        """The step this stream was launched at."""
-        return self._planner.first_step
-
-    @property
-    def planner(self) -> Planner:
-        """The planner; ask it only while `alone`."""
-        return self._planner
-
-    def alone(self) -> AbstractContextManager[Any]:
-        """Hold the planner's lock while the context is open."""
-        return self._changed
-
-    def plan(self, step: int, news: HostNews, host: int = 0) -> LoadingPlan | Waiting | None:
-        """Return the plan of a step for a host: made now, or remembered; None past the end."""
-        until = self._pace.now() + PATIENCE_S
-        with self._changed:
-            self._check_not_rewound()
-            self._hear(host, news)
-            if news.newcomers and not self._comes_near(step, until):
-                return Waiting(None)
-            if not self._pace.threads and step >= self._planner.next_step and self._down is None:
-                self._look_for_parked()
-            while step >= self._planner.next_step:
-                self._check_owned()
-                self._check_patience()
-                missing = self._planner.missing_report(self._planner.next_step)
-                missing = STORE_DOWN if self._down is not None else missing
-                if missing is None:
-                    break
-                known = missing == news.told_missing and not self._closing
-                if not known or not self._pace.wait(self._changed, until - self._pace.now()):
-                    return Waiting(missing)
-            try:
-                plan = self._planner.plan_raw(step)  # (3) the plan is made when it is asked for
-            except StoreError as error:
-                self._failed(error)
-                return Waiting(STORE_DOWN)
-            except NothingToDraw as error:  # a source may return, by itself or by a change
-                if self._pace.patience_s < math.inf:
-                    raise
-                if self._barren != step:
-                    self._barren = step
-                    logger.warning("%s Trainers wait until then", error)
-                self._pace.wait(self._changed, until - self._pace.now())
-                return Waiting(STORE_DOWN)
-            if not self._pace.threads:
-                self._watch.due()  # tells of sources that were parked by this
-            self._forget_passed()
-            self._changed.notify_all()  # newcomers may wait for it
-            return plan
-
-    def _comes_near(self, step: int, until: float) -> bool:
-        """Wait until all steps before one are planned, or the stream has ended; return whether that came in time."""
-        planner = self._planner
-        while step > planner.next_step and planner.end is None:
-            if self._closing or not self._pace.wait(self._changed, until - self._pace.now()):
-                return False
-        return True
-
-    def passed_cursors(self) -> list[Cursor]:
-        """Return where every source stands before the steps that some client may still need.
-
-        Without the lock: a planner that waits for a loader holds it, and that loader's successor asks this first.
-        """
-        return self._planner.passed_cursors()
-
-    @property
-    def loaders_met(self) -> Mapping[str, Any]:
-        """What the loaders had met when they were last asked."""
-        return self._snapshots.met
-
-    @property
-    def latest_weights(self) -> Sequence[float]:
-        """The weights of the newest plan."""
-        return self._planner.latest_weights
-
-    def tell(self, news: HostNews, host: int = 0) -> None:
-        """Hear how far the clients of a host are."""
-        with self._changed:
-            if not self._closed:  # a client may go after the service it was attached to
-                self._hear(host, news)
-                self._forget_passed()
-
-    def ask(self, request: Request[Any]) -> Any:
-        """Answer a client, or the owner of the service; what that promises is written down first, however long that is.
-
-        Raises:
-            SpecError: for a request that is not known.
-            Fenced: when another service owns the store.
-        """
-        if isinstance(request, msg.GetStatus):
-            return Document(self._status())
-        if isinstance(request, msg.GetWorkload):  # without the lock: it is asked for when a planner waits for loaders
-            waited = max((news.waited_s for news in self._news.values()), default=0.0)
-            return Document({**workload(self._planner, request.ahead), "waited_s": waited})
-        self._check_not_rewound()
-        if isinstance(request, msg.Join):
-            return self.durably(self._join, request)
-        if isinstance(request, msg.CountLabels):
-            return self._labels(request)
-        with self._changed:
-            if isinstance(request, msg.GetPlan) and not self._pace.threads and self._down is None:
-                self._look_for_parked()  # as for a host that asks for a plan: without threads nothing else looks
-            try:
-                return self.durably(answer, self._planner, request)
-            finally:
-                self._changed.notify_all()  # a step may have waited for what was told
-
-    def _join(self, request: msg.Join) -> Beginning | msg.RanksMissing:
-        """Let a rank go on at a step, or tell which ranks it waits for; all that go back must ask for the same step.
-
-        Raises:
-            StateError: The state is not one of this stream, the ranks disagree, or the step cannot be told exactly.
-            Rewound: All ranks go back.
-        """
-        rank, step, planner = request.rank, request.step, self._planner
-        with self._changed:
-            self._check_not_rewound()
-            if request.state is not None:
-                planner.check_state(request.state)
-            refuse_coming_step(planner, step)
-            now = self._pace.now()
-            self._asked = {r: asked for r, asked in self._asked.items() if now - asked[1] < ASKED_S}
-            self._told &= set(self._asked)
-            positions = {r: at for news in self._news.values() for r, at in news.positions.items()}
-            back = goes_back(planner, rank, step, self._reached, positions)
-            self._asked[rank] = (step, now, back)
-            self._changed.notify_all()
-            steps = {r: asked for r, (asked, _, _) in self._asked.items()}
-            # Ranks that go on where each of them stood may stand at different steps; ranks that go back must agree.
-            if len(set(steps.values())) > 1 and any(goes for _, _, goes in self._asked.values()):
-                self._told.add(rank)
-                if self._told >= set(steps):  # all of them know, and the next word of each is a new one
-                    self._asked.clear()
-                    self._told.clear()
-                raise ranks_disagree(steps)
-            if not back:
-                return _beginning(planner, step, planner.meshes.at(step))
-            if step not in self._replayable:
-                self._check_replayable(step)
-                self._replayable.add(step)
-            # The mesh that trains now, which is that of the trainers that come back; a later one is left behind.
-            mesh = planner.meshes.at(max(planner.next_step - 1, planner.first_step))
-            others = [r for r in range(mesh.world_size) if r not in steps and positions.get(r) != step]
-            if others and not request.alone:
-                self._pace.wait(self._changed, JOIN_S)
-                return msg.RanksMissing([(r, positions.get(r)) for r in others])
-            self._write_rewind(step, mesh)
-        if self._rewound is not None:
-            self._rewound()
-        raise self._rewind_error(step)
-
-    def _write_rewind(self, step: int, mesh: ClientPlaceTree) -> None:
-        planner = self._planner
-        record = {"kind": REWIND, "step": step, "mesh": mesh.sizes()}
-        planner.checkpoints.store.end_lineage(record, lambda: self._check_replayable(step))
-        self._back_to = step
-        self._changed.notify_all()
-        logger.warning(
-            "all ranks go back to step %d from step %d: the service is started again there, in a new lineage. Reports "
-            "of the steps from there on stay in lineage %d",
-            step, planner.next_step, planner.checkpoints.store.lineage,
+        options, met = self._options, self._history.point.loaders
+        self._host = SharedPlanner(
+            planner, self._status, loaders, keep=options.keep, met=met, on_source_failure=options.on_source_failure,
+            pace=self._environment.pace(), rewound=self._go_back,
         )  # fmt: skip
-        if left := planner.changes_after(step):
-            logger.warning(
-                "changes of later steps do not hold in the new lineage; make them again: %s", "; ".join(left)
-            )
+        self._ends.callback(self._host.close)
+        self._put: OrderedDict[int, Any] = OrderedDict()
+        self._put_bytes = self._plans_put = self._numbers = 0
+        self._led = -1
+        self._putting = threading.Lock()
+        return {"first_step": planner.first_step}
 
-    def _check_replayable(self, step: int) -> None:
-        store = self._planner.checkpoints.store
-        store.journal.commit(force=True)
-        newest = newest_lineage(store.place)
-        assert newest is not None, "the lineage that is being written"
-        before(store.place, newest, step)
+    def _go_back(self) -> None:
+        self.rewound = True
 
-    def _check_not_rewound(self) -> None:
-        if self._back_to is not None:
-            raise self._rewind_error(self._back_to)
-
-    def _rewind_error(self, step: int) -> Rewound:
-        return Rewound(f"the service goes back to step {step} and is being started again; ask again")
-
-    def _labels(self, request: msg.CountLabels) -> msg.Labels:
-        """Hear which samples of a step do not decode on a host; tell those of all, waiting a while for other hosts.
-
-        Nothing of this is written down: a planner that comes in the place of another is told it again.
-        """
-        until, world_size = self._pace.now() + PATIENCE_S, request.world_size
-        with self._heard:
-            ranks, lost = self._decoded.setdefault(request.plan, (set(), {}))
-            ranks.update(request.ranks)
-            lost.update(request.lost)
-            while len(self._decoded) > KEPT_LABELS:
-                self._decoded.popitem(last=False)
-            self._heard.notify_all()
-            while True:
-                missing = sorted(set(range(world_size)) - ranks)
-                near = self._any_near(missing, request.near_from)
-                if not near or self._closing or not self._pace.wait(self._heard, until - self._pace.now()):
-                    return msg.Labels(missing, sorted(lost.items()), near)
-
-    def _any_near(self, ranks: Sequence[int], step: int) -> bool:
-        """Whether one of some ranks is attached and at a step or beyond: its host decodes what comes next for it."""
-        positions = [news.positions for news in list(self._news.values())]
-        return any(rank in found and found[rank] >= step for found in positions for rank in ranks)
-
-    def close(self) -> None:
-        """End all waits, save how far the clients are, and leave the store."""
-        self.interrupt()
-        self._work.set()
-        if self._writer.is_alive():
-            self._writer.join()
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            try:
-                self._planner.close()
-            except Fenced as error:
-                logger.warning("%s", error)
-            except StoreError as error:
-                logger.warning("the last snapshot is missing, and a resume repeats a few steps: %s", error)
+    @property
+    def host(self) -> SharedPlanner:
+        """The planner behind its lock."""
+        return self._host
 
     def interrupt(self) -> None:
-        """End all waits for a report."""
-        self._closing = True
-        self._ended.set()
-        for condition in (self._changed, self._heard):
-            with condition:
-                condition.notify_all()
+        """Send home whatever waits for a report."""
+        if hasattr(self, "_host"):
+            self._host.interrupt()
 
-    # -- the store -----------------------------------------------------------------------------
+    def work_beside(self) -> None:
+        """Write what is due, where no thread does."""
+        if hasattr(self, "_host"):
+            self._host.write_due()
 
-    def _write_loop(self) -> None:
-        """Write what is due; where that fails, again and again."""
-        wait = 0.0
-        while not self._closing and wait < math.inf:
-            self._work.wait(COMMIT_S)
-            self._work.clear()
-            wait = self.write_due()
-            if 0 < wait < math.inf:
-                with self._changed:
-                    self._pause(wait)
-                self._work.set()
+    def plan(self, asked: PlanRequest) -> PlanAnswer:
+        """Give a host the plan of a step; it is put into shared storage once, for all hosts."""
+        found = self._host.plan(asked.step, asked.news, asked.host)
+        self._numbers += NUMBERS + 2 * (len(asked.news.reached) + len(asked.news.positions))
+        if isinstance(found, LoadingPlan):  # not where the host must wait for a report
+            self._lead_shadows(asked.step)
+            following = self._host.planner.meshes.at(asked.step + 1)
+            next_mesh = None if following == found.mesh else mesh_to_text(following)
+            return PlanAnswer(next_mesh=next_mesh, plan=self._blob_of(found))
+        return PlanAnswer(found)
 
-    def _beat_loop(self) -> None:
-        """Say that the owner lives, without any lock: a planner may wait long for a loader, and lives."""
-        while self._lost is None and not self._ended.wait(COMMIT_S):
-            try:
-                self._planner.checkpoints.store.beat()
-            except Fenced:
-                return  # the next write raises it
-            except StoreError as error:
-                logger.debug("the store did not hear that its owner lives: %s", error)
+    def ask(self, request: Request[Any]) -> Any:
+        """Answer a client, or the owner of the service."""
+        return self._host.ask(request)
 
-    def write_if_due(self) -> None:
-        """Write what a planner without threads has said is due."""
-        if self._work.is_set():
-            self._work.clear()
-            self.write_due()
+    def tell(self, progress: HostProgress) -> Any:
+        """Hear how far the clients of a host are."""
+        self._host.tell(progress.news, progress.host)
+        return {}
 
-    def write_due(self) -> float:
-        """Write what is due now; return how long to wait before the next try (0: it worked; infinite: lost)."""
-        try:
-            self._snapshots.work(probe=self._down is not None)
-        except Fenced as error:
-            with self._changed:
-                self._lose(error)
-            return math.inf
-        except StoreError as error:
-            with self._changed:
-                self._failed(error)
-            self._retry_s = min(2 * self._retry_s or RETRY_S[0], RETRY_S[1])
-            return self._retry_s
-        except Exception:  # such as a loader that is gone, which its callers notice; a snapshot can wait
-            logger.exception("a snapshot could not be taken; it is tried again")
-            return RETRY_S[1]
-        self._retry_s = 0.0
-        with self._changed:
-            self._works()
-        return 0.0
+    def check_source(self, request: AddSource) -> Any:
+        """Refuse a source that cannot come; tell the step that it comes at already, if it was asked for before."""
+        with self._host.alone():
+            made = self._host.planner.sources.made(request.id)
+            if made is None:
+                source = Source.from_mapping(request.source)
+                self._host.planner.sources.check_add(source.name, request.weight, request.step)
+        return {"step": made}
 
-    def durably(self, work: Callable[[*Given], T], *given: *Given) -> T:
-        """Do what must be written down; where that fails, again and again. The lock is not held while it waits."""
-        wait, since = RETRY_S[0], self._pace.now()
-        while True:
-            self._check_owned()
-            try:
-                return work(*given)
-            except StoreError as error:
-                with self._changed:
-                    self._failed(error)
-                    if self._closing or self._pace.now() + wait - since > self._pace.patience_s:
-                        raise
-                    self._pause(wait, until_it_works=True)
-                wait = min(2 * wait, RETRY_S[1])
+    def add_source(self, message: AdmitSource) -> Any:
+        """Write down a source that loaders and constructors know already; tell the step it comes at.
 
-    def _pause(self, seconds: float, *, until_it_works: bool = False) -> None:
-        until = self._pace.now() + seconds
-        while not self._closing and (left := until - self._pace.now()) > 0:
-            if until_it_works and self._down is None:
-                return
-            self._pace.wait(self._changed, left)
+        Waits for a store that is down, as every other change does.
+        """
+        return {"step": self._host.durably(self._admit, message)}
 
-    def _failed(self, error: StoreError) -> None:
-        if isinstance(error, Fenced):
-            self._lose(error)
-            raise error
-        if self._down is None:
-            logger.warning(
-                "planning pauses at step %d: %s Trainers go on with what is planned; the store is tried again until it "
-                "works.", self._planner.next_step, error,
-            )  # fmt: skip
-            self._down = (time.time(), error)
-            self._down_since = self._pace.now()
-        self._work.set()
+    def added_at(self, message: Any) -> Any:
+        """Tell the step that a source comes at by the id of its change; None where it was not written down."""
+        with self._host.alone():
+            return {"step": self._host.planner.sources.made(message["id"])}
 
-    def _check_patience(self) -> None:
-        """Raise the error of a store that has been down for long; the next request waits as long again."""
-        if self._down is not None and self._pace.now() - self._down_since > self._pace.patience_s:
-            self._down_since = self._pace.now()
-            raise self._down[1]
+    def _admit(self, message: AdmitSource) -> int:
+        request = message.request
+        with self._host.alone():
+            made = self._host.planner.sources.made(request.id)
+            if made is not None:
+                return made
+            source = Source.from_mapping(request.source)
+            weight = source.weight if request.weight is None else request.weight
+            prepared = with_source(self._prepared, source)
+            facts = {**self._facts, prepared.job.names[-1]: SourceFacts(*message.fact)}
+            planner = self._host.planner
+            self._prepared, at = journal_last_source(planner, prepared, facts, weight, request.step, request.id)
+            self._facts = facts
+            return at
 
-    def _works(self) -> None:
-        if self._down is not None:
-            logger.warning("the store works again after %.1f s; planning goes on", time.time() - self._down[0])
-            self._down = None
-            self._changed.notify_all()
+    def verdict(self, message: Any) -> Any:
+        """Write down a row that kills its workers, before it counts."""
+        assert self._history is not None
+        self._history.verdicts.add(message["source"], int(message["row"]), message["reason"], int(message["epoch"]))
+        return {}
 
-    def _lose(self, error: Fenced) -> None:
-        if self._lost is None:
-            logger.error("%s", error)
-            self._lost = error
-            self._changed.notify_all()
+    def _status(self, positions: Mapping[int, int], view_bytes: int) -> dict[str, Any]:
+        """Return what `service.status()` tells: roles, positions, buffers, planned and realised mixture."""
+        planner, statuses, cluster = self._host.planner, self._remote.status(), self._options.cluster
+        names = planner.inputs.names
+        state = planner.latest_state.grown(len(names))
+        roster = planner.inputs.roster_at(planner.next_step)
+        mixture = planner.mixture
+        weights = planner.latest_weights or mixture.weights_at(
+            0.0, names, base_weights(self._prepared.job, self._facts)
+        )
+        weights = (*weights, *([0.0] * (len(names) - len(weights))))
+        counted = state.tokens if mixture.level == "token" else state.samples
+        total, realised = sum(weights) or 1.0, max(int(counted.sum()), 1)
+        sources = {
+            name: {
+                "planned_share": weights[i] / total,
+                "realised_share": int(counted[i]) / realised,
+                "samples": int(state.samples[i]),
+                "tokens": int(state.tokens[i]),
+                "skipped": int(state.skipped[i]),
+                "epoch": int(state.epoch[i]),
+                "finished": bool(state.finished[i]),
+                "removed": i in roster.removed,
+                "parked": None if (why := roster.parked.get(i)) is None else {"since": why.since, "why": why.why},
+                "format": self._facts[name].format,
+                **statuses[i],
+            }
+            for i, name in enumerate(names)
+        }
+        newest_plan = max(planner.next_step - 1, planner.first_step)
+        coming = planner.meshes.after(newest_plan)
+        return {
+            "runtime": self._environment.runtime or (cluster.engine if cluster is not None else "ray"),
+            "pid": os.getpid(),
+            "restarts": 0,
+            "mesh": str(planner.meshes.at(newest_plan)),
+            "next_mesh": None if coming is None else {"step": coming[0], "mesh": str(coming[1])},
+            "planner": {
+                "next_step": planner.next_step,
+                "first_step": planner.first_step,
+                "waits_for_report": planner.missing_report(planner.next_step),
+                "traffic": self._traffic(),
+            },
+            "store": planner.checkpoints.store.status(),
+            "clients": {str(rank): step for rank, step in sorted(positions.items())},
+            "buffers": {"views_bytes": view_bytes, "read_bytes": sum(s["buffer_bytes"] for s in sources.values())},
+            "mixture_level": mixture.level,
+            "sources": sources,
+        }
 
-    def _check_owned(self) -> None:
-        if self._lost is not None:
-            raise self._lost
+    def _traffic(self) -> dict[str, int]:
+        """Return what went through this host: plans, each of which was put once, metadata, and numbers both ways."""
+        numbers = self._numbers + NUMBERS * self._remote.requests_made
+        return {
+            "plans": self._plans_put,
+            "plan_bytes": self._put_bytes,
+            "metadata_bytes": self._remote.metadata_bytes,
+            "other_bytes": NUMBER_BYTES * numbers,
+        }
 
-    def _status(self) -> dict[str, Any]:
-        """Tell how things are, also while the planner waits for a store that does not answer."""
-        held = self._changed.acquire(timeout=STATUS_S)
-        try:
-            positions = {rank: at for news in self._news.values() for rank, at in news.positions.items()}
-            found = self._describe(positions, sum(news.view_bytes for news in self._news.values()))
-        finally:
-            if held:
-                self._changed.release()
-        trouble = self._lost or (self._down and self._down[1])
-        since = {"since": self._down[0]} if self._down else {}
-        return {**found, "store": {**found["store"], "error": str(trouble) if trouble else None, **since}}
+    def _lead_shadows(self, step: int) -> None:
+        """Tell shadows of the positions, once for every new step."""
+        with self._putting:
+            if step > self._led and any(host >= 0 for host in self._peers.membership.assignment.shadow):
+                self._led = step
+                self._remote.follow(dict(enumerate(self._host.passed_cursors())))
 
-    def _look_for_parked(self) -> None:
-        """Look for parked sources that can be read again, in the caller; a store that fails at that is down."""
-        try:
-            self._watch.look()
-        except StoreError as error:
-            self._failed(error)
-
-    def _watch_parked(self) -> None:
-        """Look now and then whether parked sources can be read again; no request waits for that."""
-        while not self._ended.wait(LOOK_S):
-            with self._changed:
-                due = self._watch.due()
-            for name in due:
-                found = self._planner.can_read(name)
-                with self._changed:
-                    try:
-                        if not self._closed:
-                            self._watch.looked(name, found)
-                    except StoreError as error:
-                        self._failed(error)  # it returns when the store is back
-
-    def _hear(self, host: int, news: HostNews) -> None:
-        before = self._news.get(host, news).positions
-        self._news[host] = news
-        for rank in [rank for rank in self._asked if rank in before]:
-            if news.positions.get(rank) != self._asked[rank][0]:
-                del self._asked[rank]  # it has what it asked for, and went on or died
-        for rank, step in news.reached.items():  # a rank may have sat on another host before
-            self._reached[rank] = max(step, self._reached.get(rank, step))
-
-    def _all_heard(self) -> bool:
-        """Whether all ranks that may have been attached to the planner before this one have said where they are."""
-        checkpoints = self._planner.checkpoints
-        if not checkpoints.store.goes_on or self._pace.now() - self._born > RETURN_S:
-            return True
-        return len(self._reached) >= self._planner.meshes.at(checkpoints.passed).world_size
-
-    def _forget_passed(self) -> None:
-        attached = {rank for news in self._news.values() for rank in news.positions}
-        if self._all_heard():
-            self._planner.passed(self._planner.meshes.passed(self._reached, attached))
-        if self._planner.checkpoints.is_due:
-            self._work.set()
+    def _blob_of(self, plan: LoadingPlan) -> Any:
+        with self._putting:
+            if plan.step not in self._put:
+                self._put[plan.step] = put_plan(self._blobs, plan)
+                self._put_bytes += plan.nbytes
+                self._plans_put += 1
+                while len(self._put) > KEPT_BLOBS:
+                    self._put.popitem(last=False)
+            return self._put[plan.step]

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
-import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +18,7 @@ from overlord.core.draw import Limits
 from overlord.core.order import BEGIN, DataFile, SourceOrder
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.ragged import Ragged, RowBatch, gather_runs
-from overlord.core.samples import FILE_SHIFT, Cursor, SampleId
+from overlord.core.samples import FILE_SHIFT, Cursor
 from overlord.core.spec_errors import list_some
 from overlord.core.states import StreamState, restricted_parts
 from overlord.errors import NothingToDraw, OverlordError, SourceError, SpecError, joined
@@ -37,12 +34,8 @@ from overlord.readers.reader import Kind, Reader
 from overlord.readers.source_files import LengthSidecars, NoFiles, SourceFiles
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.planner import Planner, PlannerStart
-from overlord.roles.poisoned_rows import PoisonedRowLog
 from overlord.roles.ports import Loaders
-from overlord.roles.source_loader import Lengths, PlacementChoice, SourceLoader
-from overlord.runtimes.hosts.loader_host import LoaderFleet
-from overlord.runtimes.hosts.planner_host import ReadRetry
-from overlord.runtimes.hosts.prefetch import Executors, PrefetchPool, SourceWorkers
+from overlord.roles.source_loader import Lengths
 from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.launching.resume import (
     History,
@@ -329,41 +322,6 @@ def known_lengths(
 logger = logging.getLogger("overlord")
 
 
-class FaultLog:
-    """Logs what the loader of one source tells of single samples; the loader keeps the counts.
-
-    A reason is a warning when it is met for the first time, and again each time ten times as many samples have had it;
-    every sample is logged with its id, at level INFO where it is not part of a warning. Reasons that differ in numbers
-    only are one.
-    """
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def bad_samples(self, found: Sequence[tuple[SampleId, str]]) -> None:
-        """Log stand-ins."""
-        self._log(found, "bad sample %s: %s; a stand-in takes its place")
-
-    def wrong_lengths(self, found: Sequence[tuple[SampleId, str]]) -> None:
-        """Log samples that were cut or padded to their planned length."""
-        self._log(found, "sample %s was cut or padded: %s")
-
-    def _log(self, found: Sequence[tuple[SampleId, str]], words: str) -> None:
-        alike: dict[str, list[tuple[SampleId, str]]] = {}
-        for sample, reason in found:
-            alike.setdefault(words + re.sub(r"\d+", "#", reason), []).append((sample, reason))
-        for kind, samples in alike.items():
-            before = self._counts[kind]
-            count = self._counts[kind] = before + len(samples)
-            if len(str(count)) > (len(str(before)) if before else 0):
-                sample, reason = samples.pop(0)
-                more = "" if count == 1 else f" ({count:,} samples of source {sample.source!r} so far)"
-                advice = "Others like it are counted in service.status(), and logged where OVERLORD_LOG=INFO is set"
-                logger.warning("%s%s. %s", words % (sample, reason), more, advice)
-            for sample, reason in samples:
-                logger.info("%s", words % (sample, reason))
-
-
 class SourceFacts(NamedTuple):
     """What a planner must know of a source's files, which only its loaders open; a list in messages."""
 
@@ -504,44 +462,6 @@ def first_needs(
     cursors = [state.cursor(number) if number < here else begin for number in range(len(job.sources))]
     there = [number < here and name not in prepared.gone for number, name in enumerate(job.names)]
     return cursors, [weight if drawn else 0.0 for weight, drawn in zip(weights, there, strict=True)]
-
-
-def make_fleet(
-    prepared: Prepared, files: Mapping[int, SourceFiles], verdicts: PoisonedRowLog, executors: Executors
-) -> LoaderFleet:
-    """Make the SourceLoaders of open sources."""
-    pools = {number: make_pool(prepared, number, opened, verdicts, executors) for number, opened in files.items()}
-    retry = ReadRetry() if prepared.options.on_source_failure != "stop" else None
-    return LoaderFleet(pools, executors.callers, retry)
-
-
-def make_pool(
-    prepared: Prepared, number: int, opened: SourceFiles, verdicts: PoisonedRowLog, executors: Executors
-) -> PrefetchPool:
-    """Make the SourceLoader of one open source, with its workers."""
-    job, options = prepared.job, prepared.options
-    source = job.sources[number]
-    sidecars = LengthSidecars(Path(options.cache) / "lengths")
-    choice = PlacementChoice(options.placement, threading.Lock())
-    lengths = known_lengths(source, opened, sidecars, prepared.tokenizer_digest) if opened.files else None
-    count = options.workers.get(source.name, options.loaders_per_source)
-    ahead = count > 1 or source.name in options.workers or options.scaling is not None
-    helpers = SourceWorkers(executors.prefetch) if ahead else None
-    loader = SourceLoader(
-        job,
-        number,
-        opened,
-        order_of(job, source, opened),
-        prepared.transforms[number],
-        lengths=lengths,
-        workers=helpers or executors.leaf,
-        telemetry=FaultLog(),
-        placement=choice,
-        poisoned=verdicts,
-    )
-    if not ahead:
-        return PrefetchPool(loader)
-    return PrefetchPool(loader, order_of(job, source, opened), executors.prefetch, count, helpers)
 
 
 def make_constructor(prepared: Prepared, loaders: Loaders, workers: Workers) -> DataConstructor:

@@ -30,7 +30,7 @@ from overlord.runtimes.client_feed import check_step
 from overlord.runtimes.hosts.cluster_role import ClusterRole, RoleEnvironment
 from overlord.runtimes.hosts.constructor_host import InlineConstructor
 from overlord.runtimes.hosts.peers import PLANNER, Blobs
-from overlord.runtimes.hosts.planner_host import left_behind
+from overlord.runtimes.hosts.shared_planner import left_behind
 from overlord.runtimes.launching.cluster_placement import Site, place_here
 from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.launch_options import ServiceOptions

@@ -20,8 +20,8 @@ from typing import Any
 from overlord.core.messages import HandedOver, Media, Payload
 from overlord.job.specs import Job
 from overlord.runtimes.hosts.cluster_role import RoleEnvironment
-from overlord.runtimes.hosts.planner_host import Pace
 from overlord.runtimes.hosts.prefetch import Executors, SerialWorkers
+from overlord.runtimes.hosts.shared_planner import Pace
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.deployment import IsolateReader, Prepared, Progress
 from overlord.runtimes.launching.launch_options import ServiceOptions

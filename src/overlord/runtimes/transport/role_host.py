@@ -17,10 +17,10 @@ from typing import Any
 
 from overlord.errors import AnswerLost, OverlordError, Superseded
 from overlord.runtimes.hosts.cluster_role import ClusterRole
-from overlord.runtimes.hosts.constructor_host import ConstructorRole
-from overlord.runtimes.hosts.loader_role import LoaderRole
+from overlord.runtimes.hosts.constructor_host import ConstructorHost
+from overlord.runtimes.hosts.loader_host import LoaderHost
 from overlord.runtimes.hosts.peers import Blobs
-from overlord.runtimes.hosts.planner_role import PlannerRole
+from overlord.runtimes.hosts.planner_host import PlannerHost
 from overlord.runtimes.launching.launch_options import unpack
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.cleanup import set_up_process
@@ -31,7 +31,7 @@ from overlord.runtimes.transport.shared_memory import few_arenas
 
 logger = logging.getLogger("overlord")
 
-ROLES: dict[str, type[ClusterRole]] = {"loader": LoaderRole, "planner": PlannerRole, "constructor": ConstructorRole}
+ROLES: dict[str, type[ClusterRole]] = {"loader": LoaderHost, "planner": PlannerHost, "constructor": ConstructorHost}
 
 BEAT_S = 0.5
 """How long a heartbeat is held before it is answered: one is always under way, so a death is noticed at once."""
