@@ -29,8 +29,10 @@ settings.load_profile("dev")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that starts many services is slow where each of them takes seconds."""
+    """A test that starts many services is slow where each of them takes seconds; on Ray it also gets more time."""
     for item in items:
+        if item.get_closest_marker("ray") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(300))
         if item.get_closest_marker("ray") and item.get_closest_marker("slow_on_ray"):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow_but_inline") and item.callspec.params["where"] != "inline":  # type: ignore[attr-defined]
