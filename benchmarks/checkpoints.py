@@ -52,7 +52,7 @@ class Hosted:
         options = ServiceOptions(mesh=tree, cache=str(folder / "cache"), store=str(folder / name), service=name)
         self.folder = folder / name
         self.service = InlineService(
-            job, options, means=CallerEnvironment(Pace())
+            job, options, environment=CallerEnvironment(Pace())
         )  # the planner's host has its threads
         self.host = self.service.role(PLANNER).host
 

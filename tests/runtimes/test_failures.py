@@ -232,6 +232,17 @@ def test_an_address_file_is_as_good_as_its_address(ids_job, cache, tmp_path):
         ol.connect(str(tmp_path / "none"), 0)
 
 
+@pytest.mark.parametrize("where", [{}, pytest.param({"loader_hosts": 2}, marks=pytest.mark.slow)], ids=["one", "hosts"])
+def test_a_trainer_does_not_wait_for_a_service_that_was_closed(where, ids_job, cache, caplog):
+    with ol.launch(ids_job, cache=cache, **where) as service:
+        client = ol.connect(service.address, 0)
+        next(client)
+    with pytest.raises(ol.ServiceLost, match=r"is gone \(\[Errno \d+\] [\w ]+\); no more data will come"):
+        for _ in client:
+            pass
+    assert not [record for record in caplog.records if "waits for the service" in record.message]
+
+
 def test_microbatches_that_nobody_looked_at_are_let_go(mixed_job, cache):
     """What is built comes with its step; a client that passes over it must not hold the service's memory."""
     with ol.launch(mixed_job, cache=cache, budget=16 << 20, prefetch=2) as service, service.client() as client:

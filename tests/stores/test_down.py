@@ -37,7 +37,7 @@ class Host:
     def __init__(self, job, store, cache, **more):
         options = ServiceOptions(**{"mesh": ol.ClientPlaceTree()} | more, cache=cache, store=str(store), service="it")
         self.service = InlineService(
-            job, options, means=CallerEnvironment(Pace())
+            job, options, environment=CallerEnvironment(Pace())
         )  # the planner's host has its threads
         self.host = self.service.role(PLANNER).host
 

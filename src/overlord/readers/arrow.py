@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class OpenBlock(NamedTuple):
     columns: Mapping[str, Kind]
 
 
-class SchemaReader:
+class SchemaReader(ABC):
     """What the readers of Parquet and Arrow IPC share: a file has a schema, and blocks of any size."""
 
     block_name: str
@@ -95,12 +96,12 @@ class SchemaReader:
         """Return the kinds of the wanted columns, by the schema."""
         return kinds_of_schema(self._schema(file), columns)
 
-    def _schema(self, file: StoredFile) -> pa.Schema:
-        raise NotImplementedError
+    @abstractmethod
+    def _schema(self, file: StoredFile) -> pa.Schema: ...
 
+    @abstractmethod
     def _open_block(self, opened: OpenBlock) -> tuple[int, Callable[[int, int], Rows]]:
         """Return how many bytes are held while a block is read, and what yields its rows, given (skip, batch_rows)."""
-        raise NotImplementedError
 
 
 def column_path(schema: pa.Schema, column: str) -> tuple[str, ...] | None:

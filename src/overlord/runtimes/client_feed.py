@@ -4,7 +4,7 @@ Rules of this file:
 1. A service that dies is started again, and a client goes on where it was: every request may be sent twice, and a
    client that comes back says at which step it is. Nothing is raised as long as the service may return.
 2. The folder of a service is there as long as its launcher will start it again. A client waits as long as that, and no
-   longer; of a cluster's folder, which goes with the constructor host of this machine, it also waits for the return.
+   longer; of the folder on another host of a cluster, which goes with its constructor host, it waits for the return.
    Why a service will not come back is written in its folder, and raised by the clients that wait.
 3. Leases are those of one connection. Arrays outlive it, and what they hold of it must not be released on another.
 4. The step behind the one that was handed out is fetched before the trainer waits for it, as soon as it is built: a
@@ -37,7 +37,7 @@ from overlord.core.spec_errors import is_whole
 from overlord.errors import ClosedError, OverlordError, Rewound, ServiceLost, SpecError, StateError, error_named
 from overlord.roles.client import Client, RankView
 from overlord.runtimes.transport.codec import expect_within, raised, receive, send
-from overlord.runtimes.transport.listener import connect_socket, read_address, socket_path
+from overlord.runtimes.transport.listener import CONTROL, connect_socket, read_address, socket_path
 
 FAILED = "failed"
 """The file in a service's folder that says why it will not come back."""
@@ -56,19 +56,19 @@ R = TypeVar("R")
 class Barrier:
     """One wait of a client for its service."""
 
-    def __init__(self, address: str, *, several_sockets: bool, what: str) -> None:
+    def __init__(self, address: str, folder: Path, *, returns: bool, what: str) -> None:
         """Begin to wait.
 
         Args:
             address: The service's.
-            several_sockets: Whether the address is a folder with the sockets of a cluster's host.
+            folder: The service's.
+            returns: Whether the folder comes back after it went (`folder_of`).
             what: What the client wants, for the warnings.
         """
         self._address = address
-        self._several = several_sockets
+        self._folder = folder
+        self._returns = returns
         self._what = what
-        path = socket_path(address)
-        self._folder = path if several_sockets else path.parent
         self._began = self._seen = time.monotonic()
         self._warn_at = self._began + FIRST_WARNING_S
         self._pause_s = PAUSES_S[0]
@@ -91,22 +91,32 @@ class Barrier:
         failed = why_it_failed(self._folder)
         if failed is not None:
             raise failed
-        now = time.monotonic()
+        now, reason = time.monotonic(), error.__cause__ or error
         if self._folder.exists():
             self._seen = now
-        elif not self._several or now - self._seen > RETURN_S:
+        elif not self._returns or now - self._seen > RETURN_S:
             raise ServiceLost(
-                f"the service at {self._address} is gone ({error}); no more data will come. Why stands on the "
+                f"the service at {self._address} is gone ({reason}); no more data will come. Why stands on the "
                 "standard error of the process that launched it. Launch again from the last state."
             ) from error
         if now >= self._warn_at:
             self._warn_at = now + NEXT_WARNING_S
             logger.warning(
                 "%s waits for the service at %s since %.0f s; its launcher should be starting it again (%s)",
-                self._what, self._address, self.waited_s, error,
+                self._what, self._address, self.waited_s, reason,
             )  # fmt: skip
         time.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
+
+
+def folder_of(address: str) -> tuple[Path, bool]:
+    """Return the folder of a service, and whether it comes back after it went.
+
+    The folder of the launcher, which has the control socket, goes for good. On another host of a cluster the folder
+    goes with the constructor host, and its replacement makes it again.
+    """
+    path = socket_path(address)
+    return (path, not (path / CONTROL).exists()) if path.is_dir() else (path.parent, False)
 
 
 def write_failure(folder: Path, error: OverlordError) -> None:
@@ -220,9 +230,8 @@ def check_state_at(address: str, state: Mapping[str, Any]) -> None:
     Raises:
         StateError: it says what differs.
     """
-    barrier = Barrier(
-        read_address(address), several_sockets=socket_path(read_address(address)).is_dir(), what="a trainer"
-    )
+    folder, returns = folder_of(read_address(address))
+    barrier = Barrier(read_address(address), folder, returns=returns, what="a trainer")
     while True:
         try:
             raised(ask_once(address, msg.CheckState(_plain(state))))
@@ -308,7 +317,7 @@ class LocalFeed:
         self, address: str, rank: int, step: int | None = None, state: Mapping[str, Any] | None = None
     ) -> None:
         self._address = read_address(address)
-        self._several_sockets = socket_path(self._address).is_dir()
+        self._folder, self._returns = folder_of(self._address)
         self._rank = rank
         self._lock = threading.RLock()
         self._ready: dict[tuple[int, int], _Ready] = {}
@@ -405,9 +414,7 @@ class LocalFeed:
             return
         self._closed = True  # a thread that waits for the service to come back gives up
         with self._lock:
-            path = socket_path(self._address)
-            folder = path if self._several_sockets else path.parent
-            if next_step is not None and folder.exists():  # without its folder the service was closed before
+            if next_step is not None and self._folder.exists():  # without its folder the service was closed before
                 try:
                     self._ask("leave", msg.Leave(next_step), patience_s=LEAVE_S)
                 except OverlordError:
@@ -529,7 +536,7 @@ class LocalFeed:
 
     def _barrier(self, doing: str) -> Barrier:
         what = f"rank {self._rank} ({doing}{'' if self._at is None else f', at step {self._at}'})"
-        return Barrier(self._address, several_sockets=self._several_sockets, what=what)
+        return Barrier(self._address, self._folder, returns=self._returns, what=what)
 
     def _check_alive(self) -> None:
         """Find out whether a service that is silent lives: a stopped process keeps its connections open.

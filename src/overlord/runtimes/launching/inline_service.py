@@ -54,7 +54,7 @@ class InlineService:
         job: The job.
         options: The launch.
         progress: Told how far the launch is.
-        means: What the roles take from this process; by default everything is done by the caller.
+        environment: What the roles take from this process; by default everything is done by the caller.
     """
 
     address = None
@@ -65,12 +65,16 @@ class InlineService:
     """Where the store goes if there is none; by default where temporary files go."""
 
     def __init__(
-        self, job: Job, options: ServiceOptions, progress: Progress | None = None, means: RoleEnvironment | None = None
+        self,
+        job: Job,
+        options: ServiceOptions,
+        progress: Progress | None = None,
+        environment: RoleEnvironment | None = None,
     ) -> None:
         self._scratch = None if options.store else scratch_folder(self.scratch_in)
         self._options = dataclasses.replace(options, store=options.store or self._scratch)
         self._job = job
-        self._environment = means
+        self._environment = environment
         self._progress = progress or (lambda what, done, of: None)
         self._closed = False
         self._supervisor: Supervisor | None = None
@@ -167,7 +171,7 @@ class InlineService:
         self._supervisor.begin(self._progress)
 
     def _make_supervisor(self, sites: Sequence[Site]) -> Supervisor:
-        engine = DirectEngine(self._make_role, means=self._environment)
+        engine = DirectEngine(self._make_role, environment=self._environment)
         return Supervisor(engine, sites, self._given, idle=engine.pass_time)
 
     def _make_role(self, site: Mapping[str, Any], peers: PeerClient, environment: RoleEnvironment) -> ClusterRole:

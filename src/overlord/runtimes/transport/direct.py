@@ -179,18 +179,20 @@ class DirectEngine:
     Args:
         make: Makes a role.
         clock: The time.
-        means: What the roles take from the process they run in; by default everything is done by the caller.
+        environment: What the roles take from the process they run in; by default everything is done by the caller.
     """
 
     first_sign_s = 60.0
     """How long a role may take until its first sign of life."""
 
-    def __init__(self, make: MakeRole, clock: Clock | None = None, means: RoleEnvironment | None = None) -> None:
+    def __init__(self, make: MakeRole, clock: Clock | None = None, environment: RoleEnvironment | None = None) -> None:
         self.make = make
         self.clock = clock or Clock()
         self.peers: list[Any] = []
         """All roles that are up."""
-        self._environment = means or CallerEnvironment(CallerPace(self.clock.now, self.pass_time, STORE_PATIENCE_S))
+        self._environment = environment or CallerEnvironment(
+            CallerPace(self.clock.now, self.pass_time, STORE_PATIENCE_S)
+        )
         self._idle: Callable[[float], None] | None = self.pass_time
 
     def start(self, site: Site, generation: int) -> Peer:

@@ -124,7 +124,7 @@ def read_address(address: str) -> str:
     if not isinstance(address, str) or not address.startswith("unix://") or address == "unix://":
         raise SpecError(
             f"address: {address!r:.200} is not one, and no file of that name holds one; no service can be reached. Use "
-            "what `service.address` or `overlord serve` shows, such as 'unix:///tmp/overlord-x/socket', or the file of "
+            "what `service.address` or `overlord serve` shows, such as 'unix:///tmp/overlord-x', or the file of "
             "--address-file, which goes when the service ends."
         )
     return address
