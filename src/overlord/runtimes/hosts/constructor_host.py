@@ -60,7 +60,7 @@ class ClientContext:
     budget_bytes: int
     served: Callable[[int], None]
     """Told the step that a client has come to."""
-    connections: dict[int, ClientConnection] = field(default_factory=dict["int", "ClientConnection"])
+    connections: dict[int, ClientConnection] = field(default_factory=dict)
     """The connection of every rank that is attached."""
 
 

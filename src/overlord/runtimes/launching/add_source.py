@@ -78,7 +78,7 @@ class AddedSources:
             made = self._ask(PLANNER, "check_source", request)["step"]
             if made is not None:
                 return int(made)
-            primary, shadow = self._choose(self._table.board.membership.assignment)
+            primary, shadow = self._choose(self._table.peers.membership.assignment)
             opened = self._ask(loader_name(primary), "add_source", {"source": request.source, "mine": True})
             self._added.append(request.source)
             self.facts[opened["name"]] = opened["fact"]
@@ -113,9 +113,9 @@ class AddedSources:
 
     def _change(self, change: Callable[[Assignment], Assignment]) -> None:
         """Change the assignment; a shadow may be promoted at the same moment, and then it is changed again."""
-        now = self._table.board.membership.assignment
+        now = self._table.peers.membership.assignment
         while not self._table.assign(change(now), now):
-            now = self._table.board.membership.assignment
+            now = self._table.peers.membership.assignment
 
     def _choose(self, now: Assignment) -> tuple[int, int]:
         """Return the loader host with the fewest sources; and another one, where sources have shadows."""
@@ -125,7 +125,7 @@ class AddedSources:
         return primary, others[0] if others and set(now.shadow) != {NO_HOST} else NO_HOST
 
     def _ask(self, name: str, method: str, message: Message | dict[str, Any]) -> dict[str, Any]:
-        return self._table.board.insist(name, method, message)
+        return self._table.peers.insist(name, method, message)
 
 
 # --------------------------------------------------------------------------------------------------------------

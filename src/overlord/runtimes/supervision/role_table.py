@@ -1,7 +1,7 @@
 """The roles of a service: which process runs each of them, which host has which source, and what all of them are told.
 
 A supervisor changes the table when it replaces a role, and `HostChanges` when it moves sources between loader hosts.
-Every change is published to all roles as a new version of the book.
+Every change is published to all roles as a new version of the membership.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class RoleTable:
             tuple(shadow.get(source, NO_HOST) for source in range(len(primary))),
         )
         """Which loader host has which sources, and shadows which."""
-        self.board = PeerClient(("service", 0), clock, idle)
+        self.peers = PeerClient(("service", 0), clock, idle)
         self.version = 0
-        """Of the newest book."""
+        """Of the newest membership."""
         self.failed: str | None = None
         """Why the service cannot go on, if so."""
 
@@ -87,23 +87,23 @@ class RoleTable:
             return self.assignment is assignment
 
     def publish(self) -> None:
-        """Send all roles the newest book; the heartbeat of one that misses it shows its version."""
+        """Send all roles the newest membership; the heartbeat of one that misses it shows its version."""
         with self.lock:
             self.version += 1
             living = {name: one.peer for name, one in self.roles.items() if one.peer is not None}
             generations = {name: one.generation for name, one in self.roles.items()}
-            book = Membership(self.version, generations, living, self.assignment, self.failed)
-            self.board.learn(book)
+            membership = Membership(self.version, generations, living, self.assignment, self.failed)
+            self.peers.learn(membership)
             for one in self.roles.values():
                 peer = one.peer or one.coming
                 try:
-                    one.told = None if peer is None else self._engine.introduce(peer, book)
+                    one.told = None if peer is None else self._engine.introduce(peer, membership)
                 except PeerGone:
                     pass  # its heartbeat fails too, or the call of the thread that brings it up
 
     def introduce(self, peer: Peer) -> Pending:
-        """Send one role the newest book."""
-        return self._engine.introduce(peer, self.board.membership)
+        """Send one role the newest membership."""
+        return self._engine.introduce(peer, self.peers.membership)
 
     def describe(self) -> dict[str, Any]:
         """Return which process runs each role, and what it has."""

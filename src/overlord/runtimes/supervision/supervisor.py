@@ -9,7 +9,7 @@ and a connection that breaks is noticed at once. `tick` looks at all of them:
     a process ended                     its heartbeat fails; at once
     it hangs, or its host is gone       its heartbeat does not come for `Limits.role_silence`; it is killed first
     a loader host is slow               a call runs for `Limits.slow_call` and all its sources have a shadow: as if hung
-    any of these                        generation + 1, shadows promoted, the new book to all, a replacement is started
+    any of these                        generation + 1, shadows promoted, new membership to all, replacement started
     replacements end again and again    after MOST_TRIES the service fails, and all callers that wait are told why
 
 A replacement is brought up in a thread of its own (`_replace`), in the steps that all roles go through at the launch.
@@ -17,7 +17,7 @@ Meanwhile its signs of life are answers to `pid`, not heartbeats (`StartupLivene
 
 Rules of this file:
 1. A role that is taken for dead is killed before it is replaced, and what it still sends is refused (fencing).
-2. All losses of one look become one new book: no role is sent to a shadow that is lost as well.
+2. All losses of one look become one new membership: no role is sent to a shadow that is lost as well.
 3. Nothing here knows what a step is. What is lost is read or planned again by the replacement.
 4. A role that comes up does not wait for another one: of two that were lost together each would wait for the other.
 """
@@ -96,7 +96,7 @@ class StartupLiveness:
         return answer
 
     def introduce(self, introduce: Callable[[Peer], Pending]) -> None:
-        """Send the book until the role has it: a message may be lost, and no role must be called before."""
+        """Send the membership until the role has it: a message may be lost, and no role must be called before."""
         while True:
             told, again = introduce(self._peer), self._clock() + self._limits.role_silence
             while self._clock() <= again:
@@ -159,7 +159,7 @@ class Supervisor:
         self.first_step = 0
         spares, per_host = spares_of(options, sites)
         self.table = RoleTable(engine, sites, spares, self._limits, clock, idle)
-        self._board = self.table.board
+        self._peers = self.table.peers
         self.hosts = HostChanges(self.table, engine, self._start, per_host)
         """Deals workers to loader hosts."""
         self._added = AddedSources(self.table)
@@ -216,11 +216,11 @@ class Supervisor:
         if isinstance(request, AddSource):
             return ChangedAt(self._added.add(request))
         if not isinstance(request, GetStatus):
-            return self._board.insist(PLANNER, "ask", request)
+            return self._peers.insist(PLANNER, "ask", request)
         if not self._last_status or not (self.table.failed or self.peer(PLANNER) is None):
             # Constructor hosts say first how far their clients are.
             self._ask_running("constructor", "tell_progress", {}, self._limits.progress)
-            self._last_status = self._board.insist(PLANNER, "ask", request).content
+            self._last_status = self._peers.insist(PLANNER, "ask", request).content
         return Document(self._last_status | self.describe())  # a planner that is being replaced gave it before
 
     def peer(self, name: str) -> Peer | None:
@@ -237,9 +237,11 @@ class Supervisor:
         """Replace no more roles, and end every wait of the supervisor's own threads for a role."""
         with self.table.lock:
             self._closing.set()
-            if self._board.version:  # else nothing is up yet
-                book = self._board.membership
-                self._board.learn(dataclasses.replace(book, version=book.version + 1, failed="the service is closing."))
+            if self._peers.version:  # else nothing is up yet
+                membership = self._peers.membership
+                self._peers.learn(
+                    dataclasses.replace(membership, version=membership.version + 1, failed="the service is closing.")
+                )
 
     def close(self) -> None:
         """End the roles: constructors report to the planner how far they came, the planner may call loaders once more.
@@ -428,8 +430,8 @@ class Supervisor:
 
     def _where_to_resume(self) -> dict[str, Any]:
         """Return where a replaced loader host resumes: as the planner says, or as the store said to the last one."""
-        if PLANNER in self._board.membership.peers:
-            found = self._board.ask(PLANNER, "where", {}).get()
+        if PLANNER in self._peers.membership.peers:
+            found = self._peers.ask(PLANNER, "where", {}).get()
             if found is not None:
                 return unwrap(found)
         return self._resume_point
@@ -563,7 +565,7 @@ class HostChanges:
         """Return what the workers of every source have done, on all hosts together."""
         found: dict[int, dict[str, Any]] = {}
         for host in self._running():
-            answer = self._table.board.ask(loader_name(host), "workload", {}).get()
+            answer = self._table.peers.ask(loader_name(host), "workload", {}).get()
             for source, one in (unwrap(answer)["sources"] if answer is not None else {}).items():
                 add_up(found, int(source), one)
         return found
@@ -575,7 +577,7 @@ class HostChanges:
             loads: How many of them each source keeps busy.
         """
         with self._table.moving:
-            now = self._table.board.membership.assignment
+            now = self._table.peers.membership.assignment
             if len(workers) != len(now.primary):
                 return  # a source was added meanwhile
             fixed = self._fixed(workers, now)
@@ -679,7 +681,7 @@ class HostChanges:
         logger.info("loader host %d has nothing left, and was ended", host)
 
     def _ask(self, host: int, method: str, message: dict[str, Any]) -> dict[str, Any]:
-        return self._table.board.insist(loader_name(host), method, message)
+        return self._table.peers.insist(loader_name(host), method, message)
 
 
 def sizes_to_json(sizes: Sizes, left: Sequence[int] = ()) -> dict[str, Any]:
