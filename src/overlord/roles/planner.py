@@ -293,9 +293,11 @@ class Planner:
             ) from error
 
     def _effective(self, what: str, at_step: int | None) -> int:
-        # Steps up to the promised horizon may have been handed out before a crash, and must not change. If no source
-        # can be drawn from, none was.
-        first = max(self.next_step, self._promised if self.inputs.roster_at(self.next_step).drawn else 0)
+        # Steps up to the promised horizon may have been handed out before a crash, and must not change; but none from
+        # the first step on that has no source to draw from.
+        promised = range(self.next_step, self._promised)
+        first = next((step for step in promised if not self.inputs.roster_at(step).drawn), promised.stop)
+        first = max(first, self.next_step)
         at = first if at_step is None else at_step
         if at < first:
             ahead = f"may have been handed out before the planner was replaced (the first that was not is {first})"
