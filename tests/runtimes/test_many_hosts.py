@@ -12,7 +12,17 @@ import pytest
 
 import overlord as ol
 from overlord.core.client_messages import GetStatus, Reshard, Resharded
-from overlord.core.messages import HandedOver, Media, MetaDelta, MetaDeltas, Payload
+from overlord.core.messages import (
+    BeginPlanning,
+    Close,
+    HandedOver,
+    Media,
+    MetaDelta,
+    MetaDeltas,
+    OpenSources,
+    Payload,
+    Prepare,
+)
 from overlord.core.ragged import Ragged
 from overlord.core.samples import META, Cursor
 from overlord.roles.assignment import Assignment
@@ -115,16 +125,16 @@ def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, split=
     with ExitStack() as ends:
         for peer in everybody.values():
             peer.peer_client.learn(membership)
-            ends.callback(peer.role.close, {})
+            ends.callback(peer.role.close, Close())
         for peer in (planner, *constructors):
-            peer.ask("prepare", {}).get()
+            peer.ask("prepare", Prepare()).get()
         facts = {}
         for peer in loaders:
-            facts |= peer.ask("open", {}).get()["facts"]
-        stands = planner.ask("open_store", {"facts": facts}).get()
+            facts |= peer.ask("open", Prepare()).get().facts
+        stands = planner.ask("open_store", OpenSources(facts)).get()
         for peer in loaders:
             peer.ask("begin", stands).get()
-        begun = planner.ask("begin", {}).get()
+        begun = planner.ask("begin", BeginPlanning()).get()
         for peer in constructors:
             peer.ask("begin", begun).get()
         yield Door(mesh, f"unix://{folder}"), planner, loaders

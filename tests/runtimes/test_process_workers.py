@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import overlord as ol
+from overlord.core.messages import RunFunction
 from overlord.core.ragged import Ragged, RowBatch, num_rows, slice_rows
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.transport.codec import PREFIX
@@ -407,9 +408,9 @@ def test_rows_survive_the_wire(columns, data):
         rows[f"numbers {number}"] = np.resize(values, (2, 3)) if len(values) else np.zeros((2, 0), values.dtype)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        send_rows(ours, {"op": "run", "n": 3}, rows)
+        send_rows(ours, RunFunction("f"), rows)
         head, found = receive_rows(theirs)
-    assert head == {"op": "run", "n": 3} and list(found) == list(rows)
+    assert head == RunFunction("f") and list(found) == list(rows)
     for name, column in rows.items():
         back = found[name]
         if isinstance(column, Ragged):
@@ -423,7 +424,7 @@ def test_rows_survive_the_wire(columns, data):
 def test_bytes_that_are_no_rows_are_refused(noise, at):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        send_rows(ours, {"op": "run"}, {"n": np.arange(9)})
+        send_rows(ours, RunFunction("f"), {"n": np.arange(9)})
         sent = theirs.recv(1 << 16)
         lead = PREFIX.size + at % (len(sent) - PREFIX.size)
         ours.sendall(sent[:lead] + noise + sent[lead + len(noise) :])

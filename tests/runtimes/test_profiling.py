@@ -30,7 +30,7 @@ from overlord.runtimes.autoscaling.profiling import (
     write_profile,
 )
 from overlord.runtimes.hosts.prefetch import SerialWorkers
-from overlord.runtimes.launching.deployment import SourceFacts, open_files, prepare
+from overlord.runtimes.launching.deployment import facts_of, open_files, prepare
 from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.scaling.profiles import Profile, SourceProfile
 
@@ -312,7 +312,7 @@ def test_digests_are_known_from_a_launchs_own_facts(ids_job: ol.Job, cache: str)
     found = profiled(ids_job, cache).profile
     prepared = prepare(ids_job, options(cache))
     opened = open_files(prepared, range(3), SerialWorkers())
-    digests = digests_of(prepared, {prepared.job.names[n]: SourceFacts.of(files) for n, files in opened.items()})
+    digests = digests_of(prepared, {prepared.job.names[n]: facts_of(files) for n, files in opened.items()})
     assert digests == {one.name: one.digest for one in found.sources}
 
 

@@ -58,11 +58,11 @@ from overlord.runtimes.hosts.prefetch import Executors, InlineExecutor, SerialWo
 from overlord.runtimes.launching.deployment import (
     Prepared,
     base_weights,
+    facts_of,
     few_samples,
     limits_of,
     order_of,
 )
-from overlord.runtimes.launching.deployment import SourceFacts as FileFacts
 from overlord.runtimes.launching.inline_service import InlineService
 from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.transport.direct import CallerEnvironment, CallerPace
@@ -348,7 +348,7 @@ class Roles:
         self.prepared: Prepared = loader.prepared
         self.job = self.prepared.job
         self.listings: dict[str, SourceFiles] = {self.job.names[n]: files for n, files in loader.files.items()}
-        self.facts = {name: FileFacts.of(files) for name, files in self.listings.items()}
+        self.facts = {name: facts_of(files) for name, files in self.listings.items()}
 
 
 class BufferWatch:

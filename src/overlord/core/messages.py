@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from overlord.core.client_messages import AddSource, Message
-from overlord.core.ragged import Ragged, expand_ranges, gather_runs, offsets_of
+from overlord.core.ragged import Kind, Ragged, expand_ranges, gather_runs, offsets_of
 from overlord.core.samples import Cursor, MetaArray, Part
 
 Int32s = npt.NDArray[np.int32]
@@ -185,10 +185,8 @@ STORE_DOWN = -1
 # Messages between the hosts of roles. Direct calls pass these objects, processes and Ray their bytes.
 
 
-class Facts(Message, frozen=True):
-    """Named values, of the messages that have no kind of their own."""
-
-    values: dict[str, Any]
+class Nothing(Message, frozen=True):
+    """What a role is asked or answers where the name of its method says all."""
 
 
 class WithPlan(Message, frozen=True, kw_only=True):
@@ -265,12 +263,43 @@ class Follow(Message, frozen=True):
     passed: dict[int, Cursor]
 
 
-class AdmitSource(Message, frozen=True):
-    """Supervisor to planner host: write down a source that loaders and constructors know."""
+class SomeSources(Message, frozen=True):
+    """To a loader host: the sources that it is asked about, or is to open."""
 
-    request: AddSource
-    fact: tuple[str, str, int]
-    """What a planner must know of its files: format, digest of the listing, bytes."""
+    sources: list[int]
+
+
+class SourceReports(Message, frozen=True):
+    """Loader host: what the loaders of each source have done, hold and have met, as `status` shows it."""
+
+    sources: dict[int, dict[str, Any]]
+
+
+class LoaderSnapshots(Message, frozen=True):
+    """What loaders have met, by the names of their sources: a loader in their place goes on counting from there."""
+
+    loaders: dict[str, Any]
+
+
+class Rest(Message, frozen=True):
+    """Planner host to loader host: nothing is drawn from these sources for now; where they stand."""
+
+    cursors: dict[int, Cursor]
+
+
+class NoteFaults(Message, frozen=True):
+    """Constructor host to loader host: samples whose media do not decode (source, row, epoch, why)."""
+
+    faults: list[tuple[int, int, int, str]]
+
+
+class GiveUpRow(Message, frozen=True):
+    """Loader host to planner host: a row that kills its workers is not read again, from an epoch on."""
+
+    source: str
+    row: int
+    reason: str
+    epoch: int
 
 
 class HandOver(WithPlan, frozen=True):
@@ -286,6 +315,145 @@ class HandedOver(Message, frozen=True):
     payloads: list[Payload]
     buffer_bytes: int
     """What the loader host holds in its buffers."""
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Messages of the supervisor to roles, and their answers.
+
+
+class SourceFacts(NamedTuple):
+    """What a planner must know of a source's files, which only its loaders open."""
+
+    format: str
+    listing: str
+    """Digest of its list of files."""
+    total_bytes: int
+
+
+class Alive(Message, frozen=True):
+    """A role that starts: the process it is, and how many sources it has opened."""
+
+    pid: int
+    opened: int = 0
+
+
+class Heartbeat(Message, frozen=True):
+    """A role that runs."""
+
+    version: int
+    """Of the newest membership that it has received."""
+    busy_s: float = 0.0
+    """How long its oldest call has been running."""
+    rewound: bool = False
+    """Whether all ranks go back to an earlier step: the service is started again."""
+    served: int = -1
+    """The newest step that a client of it has come to."""
+
+
+class AddedSource(Message, frozen=True):
+    """A source that was added while the stream runs."""
+
+    source: dict[str, Any]
+    mine: bool = False
+    """Whether the loader host that is told opens it."""
+
+
+class Prepare(Message, frozen=True):
+    """Make the job ready, with the sources that were added since the launch; loader hosts open theirs."""
+
+    added: tuple[AddedSource, ...] = ()
+
+
+class OpenSources(Message, frozen=True):
+    """What the loader hosts found when they opened sources, by the names of those."""
+
+    facts: dict[str, SourceFacts]
+
+
+class Positions(Message, frozen=True):
+    """Planner host: where loaders begin, at the launch or when one is replaced."""
+
+    cursors: list[Cursor]
+    weights: list[float]
+    facts: dict[str, SourceFacts]
+    """What loaders must find where they open a source that others had open."""
+    verdicts: dict[str, Any]
+    snapshots: dict[str, Any]
+    """What loaders had met, by the names of their sources."""
+
+
+class BeginPlanning(Message, frozen=True):
+    """Supervisor to planner host: plan the first step; a successor plans when it is asked."""
+
+    successor: bool = False
+
+
+class FirstStep(Message, frozen=True):
+    """Planner host, then to constructor hosts: the first step of the stream."""
+
+    step: int
+
+
+class Resize(Message, frozen=True):
+    """Supervisor to loader host: how many workers its sources have, and which of their groups they prepare."""
+
+    sizes: dict[int, tuple[int, Part]]
+    left: tuple[int, ...] = ()
+    """Sources that are on other hosts from now on."""
+
+
+class LeftSources(Message, frozen=True):
+    """Loader host: what was met of sources that have left, which others count from now on."""
+
+    met: dict[int, LoaderSnapshots]
+
+
+class DropSource(Message, frozen=True):
+    """Forget a source that the planner did not add."""
+
+    name: str
+
+
+class OpenedSource(Message, frozen=True):
+    """Loader host: the source that it has opened."""
+
+    name: str
+    fact: SourceFacts
+
+
+class AdmitSource(Message, frozen=True):
+    """Supervisor to planner host: write down a source that loaders and constructors know."""
+
+    request: AddSource
+    fact: SourceFacts
+
+
+class FindChange(Message, frozen=True):
+    """Supervisor to planner host: the id of a change that may have been written down."""
+
+    id: str
+
+
+class ChangeStep(Message, frozen=True):
+    """Planner host: the step that a change takes effect at; None where it was not written down."""
+
+    step: int | None
+
+
+class Close(Message, frozen=True):
+    """Supervisor to all roles: end; waiting clients get this error (its type and text)."""
+
+    why: tuple[str, str] | None = None
+
+
+class MembershipHead(Message, frozen=True):
+    """Supervisor to all roles: the membership, without the peers, which every transport names in its own way."""
+
+    version: int
+    generations: dict[str, int]
+    primary: tuple[tuple[int, ...], ...]
+    shadow: tuple[int, ...]
+    failed: str | None
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -343,9 +511,96 @@ class ServeCaller(Message, frozen=True):
     """Service to a reader process: serve a further connection, whose descriptor goes along."""
 
 
-class Rows(Message, frozen=True):
-    """A service and its workers: a few words, and columns of rows."""
+class LoadFunction(Message, frozen=True):
+    """Service to a process worker: the code beside it is the function of this key."""
 
-    head: dict[str, Any]
+    key: str
+
+
+class RunFunction(Message, frozen=True):
+    """Service to a process worker: run a function over the rows beside it."""
+
+    key: str
+
+
+class ReaderRequest(Message, frozen=True, kw_only=True):
+    """Service to a reader process; the file stands beside it."""
+
+    dropped: tuple[int, ...] = ()
+    """Streams of which nothing more is asked for."""
+
+
+class ReadHead(ReaderRequest, frozen=True, kw_only=True):
+    """Read the index of a file, the names of its columns, or what they hold."""
+
+    what: Literal["index", "columns", "kinds"]
+    format: str
+    columns: tuple[str, ...]
+
+
+class OpenBlock(ReaderRequest, frozen=True, kw_only=True):
+    """Begin to read a block of a file; answered with its first rows."""
+
+    stream: int
+    format: str
+    block: int
+    columns: dict[str, Kind]
+    skip: int
+    batch_rows: int
+    scratch: str | None
+
+
+class NextRows(ReaderRequest, frozen=True, kw_only=True):
+    """Read on."""
+
+    stream: int
+
+
+class RowsMade(Message, frozen=True, kw_only=True):
+    """A worker or reader process: the rows beside it are the answer."""
+
+    names: tuple[str, ...] = ()
+    kinds: dict[str, Kind | None] = msgspec.field(default_factory=dict)
+    end: bool = False
+    """Whether the stream has ended, and these are no rows."""
+
+
+class RowsFailed(Message, frozen=True):
+    """A worker or reader process: what was asked for failed."""
+
+    error: str
+    """The name of its type, where a reader raised it."""
+    reason: str
+
+
+WorkerMessage = LoadFunction | RunFunction | ReadHead | OpenBlock | NextRows | RowsMade | RowsFailed
+
+
+class Rows(Message, frozen=True):
+    """A service and its workers: a message, and columns of rows."""
+
+    head: WorkerMessage
     columns: dict[str, list[npt.NDArray[Any]]]
     """Numbers as one array, ragged columns as values and offsets."""
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What a service process writes for its launcher, one line of JSON each; errors are `Failure`.
+
+
+class ServiceStarts(Message, frozen=True):
+    """It lives, while it starts."""
+
+
+class ServiceProgress(Message, frozen=True):
+    """How far something is."""
+
+    what: str
+    done: int
+    of: int
+
+
+class ServiceReady(Message, frozen=True):
+    """It serves."""
+
+    address: str

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+Kind = Literal["bytes", "json", "int", "float", "int_list", "float_list", "bytes_list"]
+"""The kind of a column. Bytes (or text) and json text are Ragged uint8, lists are Ragged, the rest arrays.
+
+A list of byte strings (the images of a row) is two columns: the concatenated items as Ragged uint8, and under the name
+`sizes_column(column)` the bytes of each as Ragged int64."""
 
 
 @numba.njit(nogil=True, cache=True)

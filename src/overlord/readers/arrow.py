@@ -26,10 +26,10 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 from pyarrow import ipc
 
-from overlord.core.ragged import BAD_COLUMN, Array, Ragged, RowBatch, no_value, offsets_of, sizes_column
+from overlord.core.ragged import BAD_COLUMN, Array, Kind, Ragged, RowBatch, no_value, offsets_of, sizes_column
 from overlord.errors import ReaderError
 from overlord.readers.files import MappedFile, StoredFile
-from overlord.readers.reader import BlockIndex, Kind, Rows, missing_column
+from overlord.readers.reader import BlockIndex, Rows, missing_column
 from overlord.readers.spill import RELEASE_BYTES, SpillPlace, is_too_much, spill_rows, spilled
 
 Bools = npt.NDArray[np.bool_]

@@ -17,6 +17,7 @@ import numpy as np
 from overlord.core.ragged import (
     BAD_COLUMN,
     NOT_PARSED,
+    Kind,
     Ragged,
     RowBatch,
     no_value,
@@ -25,7 +26,7 @@ from overlord.core.ragged import (
     sizes_column,
 )
 from overlord.readers.files import ByteStream, StoredFile, compression_of_name
-from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader, Kind
+from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader
 
 HEAD_ROWS = 256
 """Rows of a file that decide the kinds of its columns."""

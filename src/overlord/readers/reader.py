@@ -9,12 +9,12 @@ import difflib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.ragged import RowBatch
+from overlord.core.ragged import Kind, RowBatch
 from overlord.errors import SourceError
 from overlord.readers.files import StoredFile, compression_of_name
 
@@ -23,11 +23,6 @@ BLOCK_BYTES = 1 << 20
 
 Rows = Generator[RowBatch, None, None]
 """Rows of a block, a batch at a time."""
-Kind = Literal["bytes", "json", "int", "float", "int_list", "float_list", "bytes_list"]
-"""The kind of a column. Bytes (or text) and json text are Ragged uint8, lists are Ragged, the rest arrays.
-
-A list of byte strings (the images of a row) is two columns: the concatenated items as Ragged uint8, and
-under the name `sizes_column(column)` the bytes of each as Ragged int64."""
 
 
 class DamagedFile(OSError):

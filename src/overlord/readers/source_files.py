@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.order import FileBlocks
-from overlord.core.ragged import RowBatch, num_rows, slice_rows
+from overlord.core.ragged import Kind, RowBatch, num_rows, slice_rows
 from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
 from overlord.job.specs import Source
 from overlord.readers.arrow import ArrowReader
@@ -27,7 +27,7 @@ from overlord.readers.files import StoredFile, format_of_name, list_files, verif
 from overlord.readers.index import IndexCache, build_indices, read_array, write_array
 from overlord.readers.jsonl import JsonlReader, why_no_row
 from overlord.readers.parquet import ParquetReader
-from overlord.readers.reader import BlockIndex, Kind, Reader, Rows, missing_column, reason_of, unreadable
+from overlord.readers.reader import BlockIndex, Reader, Rows, missing_column, reason_of, unreadable
 from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows
 from overlord.readers.tar_shards import TarReader
 from overlord.storage import StorageOptions

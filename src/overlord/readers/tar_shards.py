@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from overlord.core.ragged import RowBatch
+from overlord.core.ragged import Kind, RowBatch
 from overlord.readers.files import ByteStream, StoredFile, compression_of_name
 from overlord.readers.jsonl import HEAD_ROWS, batches_of, kind_of_values, parse_object, reach
-from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader, DamagedFile, Kind, missing_column
+from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader, DamagedFile, missing_column
 
 KEY_COLUMN = "__key__"
 _LOCAL_WINDOW_BYTES = 4 << 10

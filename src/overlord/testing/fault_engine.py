@@ -30,6 +30,7 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 
 from overlord.core.client_messages import GetStatus, Request
+from overlord.core.messages import Heartbeat, Nothing
 from overlord.errors import Fenced, OverlordError, ServiceLost, SpecError, StoreError
 from overlord.job.specs import Job
 from overlord.runtimes.hosts.cluster_role import LOCK_FREE, RoleEnvironment
@@ -318,7 +319,7 @@ class _Heartbeat:
             return None
         if self.peer.state == "dead":
             raise PeerGone("it was killed")
-        return {"version": self.peer.peer_client.version, "busy_s": 0.0}
+        return Heartbeat(self.peer.peer_client.version)
 
 
 class FaultEngine(DirectEngine):
@@ -358,7 +359,7 @@ class FaultEngine(DirectEngine):
 
         def learn() -> Any:
             peer.peer_client.learn(Membership.from_head(membership.head(), membership.peers))
-            return {}
+            return Nothing()
 
         return self.send(peer, Message("learn", None, SERVICE, learn))
 

@@ -19,7 +19,7 @@ SERVICE = "service"
 ROLES = ("planner", "constructor host 0", "loader host 0", "loader host 1")
 """The roles of a service with two loader hosts."""
 MESSAGES = {
-    "planner": ("plan", "ask", "tell", "where"),
+    "planner": ("plan", "ask", "tell", "positions"),
     "loader": ("summary_buffer", "hand_over", "follow", "learn"),
     "constructor": ("learn",),
 }

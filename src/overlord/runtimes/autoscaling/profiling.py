@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from overlord.core.messages import LoaderOrder, MetaRequest
+from overlord.core.messages import LoaderOrder, MetaRequest, SourceFacts
 from overlord.core.order import BEGIN, Group, SourceOrder, rows_per_read, stream_bytes
 from overlord.core.ragged import RowBatch, concat_rows, num_bytes, num_rows, slice_rows, take_rows
 from overlord.core.samples import SKIP, Cursor, MetaArray
@@ -47,7 +47,7 @@ from overlord.runtimes.hosts.prefetch import WORKER_BYTES, Executors, SerialWork
 from overlord.runtimes.launching.deployment import (
     Prepared,
     Progress,
-    SourceFacts,
+    facts_of,
     open_files,
     order_of,
     prepare,
@@ -584,7 +584,7 @@ def check_profile(profile: Profile, job: Job, options: ServiceOptions, progress:
     prepared = prepare(job, options)
     with closing(ThreadWorkers(_OPENERS, "overlord-profile")) as callers:
         opened = open_files(prepared, range(len(prepared.job.sources)), callers, progress)
-    facts = {prepared.job.names[number]: SourceFacts.of(files) for number, files in opened.items()}
+    facts = {prepared.job.names[number]: facts_of(files) for number, files in opened.items()}
     profile.check(digests_of(prepared, facts))
 
 

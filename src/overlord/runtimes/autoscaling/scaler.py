@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from overlord.core.client_messages import Document, GetWorkload
+from overlord.core.messages import SourceFacts
 from overlord.core.spec_errors import did_you_mean
 from overlord.errors import OverlordError, SpecError
 from overlord.job.specs import Job
 from overlord.launch_spec import Budget, Loaders
 from overlord.runtimes.autoscaling.profiling import digests_of, read_profile, refresh
-from overlord.runtimes.launching.deployment import Prepared, SourceFacts
+from overlord.runtimes.launching.deployment import Prepared
 from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.scaling.autoscaler import Bottleneck, Fleet, Scaling, Waited, decide, find_bottleneck
 from overlord.scaling.partition import partition

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from overlord.core.messages import AddedSource, Alive, Close, Nothing, Prepare
 from overlord.errors import SpecError
 from overlord.job.specs import Job, Source
 from overlord.runtimes.hosts.peers import Blobs
@@ -30,7 +31,7 @@ from overlord.storage import StorageOptions
 from overlord.stores.places import Place, open_place
 from overlord.transforms.samples.per_sample import Isolate, Workers
 
-LOCK_FREE = frozenset({"where", "verdict", "learn", "pid", "progress"})
+LOCK_FREE = frozenset({"positions", "verdict", "learn", "alive"})
 """What a role answers while it is in the middle of a call."""
 
 
@@ -88,6 +89,8 @@ class ClusterRole:
 
     rewound = False
     """Whether all ranks go back to an earlier step: told with every beat, so that the service is started again."""
+    sources_opened = 0
+    """How many sources a loader host has opened so far."""
 
     def __init__(
         self,
@@ -118,28 +121,28 @@ class ClusterRole:
         """The job, made ready on this host."""
         return self._prepared
 
-    def await_progress(self, timeout_s: float) -> dict[str, Any]:
-        """Wait until there is progress that the supervisor should learn of, or for a while; return it."""
+    def await_progress(self, timeout_s: float) -> int:
+        """Return the newest step that a client has come to (-1: none); at once where that is news."""
         time.sleep(timeout_s)
-        return {}
+        return -1
 
-    def pid(self, message: Any) -> Any:
-        """Tell the process this is."""
-        return {"pid": os.getpid()}
+    def alive(self, message: Nothing) -> Alive:
+        """Tell the process this is, and how far it has started."""
+        return Alive(os.getpid(), self.sources_opened)
 
-    def prepare(self, message: Any) -> Any:
-        """Bring the job into the form its stream is made from, with the sources that have come since."""
+    def prepare(self, message: Prepare) -> Nothing:
+        """Bring the job into the form its stream is made from, with the sources that were added since."""
         self._prepared = self._with_added(self._environment.prepare(self._job, self._options), message)
-        return {}
+        return Nothing()
 
-    def _with_added(self, prepared: Prepared, message: Any) -> Prepared:
-        for added in message.get("added", ()):
-            prepared = with_source(prepared, Source.from_mapping(added["source"]))
+    def _with_added(self, prepared: Prepared, message: Prepare) -> Prepared:
+        for added in message.added:
+            prepared = with_source(prepared, Source.from_mapping(added.source))
         return prepared
 
-    def _learn_source(self, message: Any) -> bool:
+    def _learn_source(self, message: AddedSource) -> bool:
         """Learn of an added source; return whether it was not known before."""
-        source = Source.from_mapping(message["source"])
+        source = Source.from_mapping(message.source)
         if source.name in self._prepared.job.names:
             return False
         self._prepared = with_source(self._prepared, source)
@@ -151,10 +154,10 @@ class ClusterRole:
     def work_beside(self) -> None:
         """Do what threads do elsewhere: called between two messages where there are none."""
 
-    def close(self, message: Any) -> Any:
+    def close(self, message: Close) -> Nothing:
         """End everything that runs here."""
         self._ends.close()
-        return {}
+        return Nothing()
 
     def _workers_for(self, name: str, count: int | None = None) -> Workers:
         return self._environment.workers(count or self._options.threads, name, self._ends)

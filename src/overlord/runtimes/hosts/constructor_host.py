@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from overlord.core import client_messages as msg
 from overlord.core.client_messages import Attach, Attached, Reply, Request, StepHeader, Views, mesh_from_text
-from overlord.core.messages import STORE_DOWN, HostNews, Waiting
+from overlord.core.messages import STORE_DOWN, AddedSource, Close, DropSource, FirstStep, HostNews, Nothing, Waiting
 from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan import LoadingPlan
 from overlord.errors import OverlordError, ReportMissing, SpecError, error_named
@@ -320,21 +320,20 @@ class ConstructorHost(ClusterRole):
         self._served = -1
         self._progress = threading.Event()
 
-    def await_progress(self, timeout_s: float) -> dict[str, Any]:
-        """Tell the newest step that a client has come to; at once where that is news."""
+    def await_progress(self, timeout_s: float) -> int:
         self._progress.wait(timeout_s)
         self._progress.clear()
-        return {"served": self._served}
+        return self._served
 
     def _note_served(self, step: int) -> None:
         if step > self._served:
             self._served = step
             self._progress.set()
 
-    def begin(self, message: Any) -> Any:
+    def begin(self, message: FirstStep) -> Nothing:
         """Build ahead, and listen for the trainers of this host."""
         workers = self._workers_for("workers")
-        planner = RemotePlanner(self._peers, self._blobs, self._site["number"], message["first_step"])
+        planner = RemotePlanner(self._peers, self._blobs, self._site["number"], message.step)
         loaders = RemoteLoaders(self._peers, planner)
         prepared, number, hosts = self._prepared, self._site["number"], self._site["hosts"]
         self._constructor = make_constructor(prepared, loaders, workers)
@@ -350,41 +349,40 @@ class ConstructorHost(ClusterRole):
         self._host = host
         self._ends.callback(host.close)
         self._ends.enter_context(host.listen(self._claim_folder() / socket_name(number, hosts)))
-        return {}
+        return Nothing()
 
-    def tell_progress(self, message: Any) -> Any:
+    def tell_progress(self, message: Nothing) -> Nothing:
         """Tell the planner how far the clients of this host are."""
         if hasattr(self, "_host"):
             self._host.tell_progress()
-        return {}
+        return Nothing()
 
-    def close(self, message: Any) -> Any:
+    def close(self, message: Close) -> Nothing:
         """End everything that runs here; clients that wait are told why."""
-        why = message.get("why")
-        if why is not None and hasattr(self, "_host"):
-            self._host.ends_for = error_named(*why)
+        if message.why is not None and hasattr(self, "_host"):
+            self._host.ends_for = error_named(*message.why)
         return super().close(message)
 
-    def add_source(self, message: Any) -> Any:
+    def add_source(self, message: AddedSource) -> Nothing:
         """Learn of a source that comes: how its media are decoded."""
         if self._learn_source(message):
             self._constructor.add_source(self._prepared.transforms[-1].decoder)
-        return {}
+        return Nothing()
 
-    def drop_source(self, message: Any) -> Any:
+    def drop_source(self, message: DropSource) -> Nothing:
         """Forget a source that the planner did not take on."""
-        if self._prepared.job.names[-1] == message["name"]:
+        if self._prepared.job.names[-1] == message.name:
             self._prepared = without_last_source(self._prepared)
             self._constructor.drop_last_source()
-        return {}
+        return Nothing()
 
 
 class InlineConstructor(ConstructorHost):
     """A constructor host without threads: it builds when it is asked, for clients of its own process."""
 
-    def begin(self, message: Any) -> Any:
+    def begin(self, message: FirstStep) -> Nothing:
         """Make the DataConstructor."""
-        self._planner = RemotePlanner(self._peers, self._blobs, self._site["number"], int(message["first_step"]))
+        self._planner = RemotePlanner(self._peers, self._blobs, self._site["number"], message.step)
         loaders = RemoteLoaders(self._peers, self._planner)
         self._constructor = make_constructor(self._prepared, loaders, self._workers_for("workers"))
         self._plans: OrderedDict[int, LoadingPlan] = OrderedDict()
@@ -394,7 +392,7 @@ class InlineConstructor(ConstructorHost):
         self._labels: dict[int, int] = {}
         self._positions: dict[int, int] = {}
         self._reached: dict[int, int] = {}
-        return {}
+        return Nothing()
 
     def open_step(self, rank: int, step: int) -> StepHeader | None:
         """Tell a rank what a step consists of; None past the end."""
@@ -440,7 +438,7 @@ class InlineConstructor(ConstructorHost):
             self._reached[rank] = next_step
             self._planner.tell(self._news())
 
-    def close(self, message: Any) -> Any:
+    def close(self, message: Close) -> Nothing:
         """Let go of everything; clients may keep what they were given."""
         if hasattr(self, "_packed"):
             self._packed.clear()

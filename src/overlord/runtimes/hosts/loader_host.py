@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from overlord.core.messages import Follow, HandedOver, HandOver, MetaDeltas, MetaRequests
+from overlord.core.messages import (
+    AddedSource,
+    DropSource,
+    Follow,
+    HandedOver,
+    HandOver,
+    LeftSources,
+    LoaderSnapshots,
+    MetaDeltas,
+    MetaRequests,
+    NoteFaults,
+    Nothing,
+    OpenedSource,
+    OpenSources,
+    Positions,
+    Prepare,
+    Resize,
+    Rest,
+    SomeSources,
+    SourceFacts,
+    SourceReports,
+)
 from overlord.core.order import BEGIN
-from overlord.core.samples import Cursor, Part
+from overlord.core.samples import Cursor
 from overlord.job.specs import Source
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.poisoned_rows import verdicts_from_json
@@ -16,11 +36,7 @@ from overlord.runtimes.hosts.cluster_role import ClusterRole
 from overlord.runtimes.hosts.loader_fleet import LoaderFleet, StagedSteps, make_fleet, make_pool
 from overlord.runtimes.hosts.peers import RemoteVerdicts
 from overlord.runtimes.launching.add_source import open_last_source, with_source, without_last_source
-from overlord.runtimes.launching.deployment import (
-    SourceFacts,
-    index_first_windows,
-    open_files,
-)
+from overlord.runtimes.launching.deployment import facts_of, index_first_windows, open_files
 from overlord.runtimes.supervision.supervisor import check_same_files
 from overlord.runtimes.transport.role_codec import Unfinished
 from overlord.runtimes.transport.shared_memory import give_back_freed_memory
@@ -29,19 +45,18 @@ from overlord.runtimes.transport.shared_memory import give_back_freed_memory
 class LoaderHost(ClusterRole):
     """Opens the sources of one host, and answers for their SourceLoaders."""
 
-    def open(self, message: Any) -> Any:
+    def open(self, message: Prepare) -> OpenSources:
         """Open the sources of this host; tell what a planner must know of them."""
-        self._done = [0, 0]
         isolate = self._environment.isolate(self._options.threads, self._ends)
         self._executors = self._environment.executors(self._options.threads, self._options.worker_threads, self._ends)
         isolate_reader = self._environment.isolate_reader(self._options.threads, self._ends)
         prepared = self._environment.prepare(self._job, self._options, isolate=isolate, isolate_reader=isolate_reader)
-        first, added = len(prepared.job.sources), message.get("added", ())
+        first = len(prepared.job.sources)
         self._prepared = self._with_added(prepared, message)
-        mine = [first + at for at, one in enumerate(added) if one["mine"]]
+        mine = [first + at for at, one in enumerate(message.added) if one.mine]
         held = sorted({*self._site["sources"], *self._site["shadows"], *mine})
         self._files = open_files(self._prepared, held, self._executors.callers, self._count)
-        return {"facts": self._facts_of(self._files)}
+        return OpenSources(self._facts_of(self._files))
 
     @property
     def fleet(self) -> LoaderFleet:
@@ -58,48 +73,43 @@ class LoaderHost(ClusterRole):
         if hasattr(self, "_fleet"):
             self._fleet.interrupt()
 
-    def progress(self, message: Any) -> Any:
-        """Tell how many sources are open."""
-        return {"done": getattr(self, "_done", [0, 0])[0]}
-
-    def begin(self, message: Any) -> Any:
+    def begin(self, message: Positions) -> Nothing:
         """Index the files that the first step reaches, and make the loaders."""
         job = self._prepared.job
         # The planner knows cursors and weights of the sources that are drawn from by now. Added sources may be numbered
         # behind them: they come at a later step, or are being added at this moment. They stand at their beginning.
-        coming = len(job.sources) - len(message["cursors"])
-        cursors = [*(Cursor(*cursor) for cursor in message["cursors"]), *[Cursor(0, BEGIN, 0)] * coming]
-        weights = [*message["weights"], *[0.0] * (len(job.sources) - len(message["weights"]))]
-        self._known, self._opening = message["facts"], threading.Lock()
+        cursors = [*message.cursors, *[Cursor(0, BEGIN, 0)] * (len(job.sources) - len(message.cursors))]
+        weights = [*message.weights, *[0.0] * (len(job.sources) - len(message.weights))]
+        self._known, self._opening = message.facts, threading.Lock()
         index_first_windows(job, self._files, cursors, weights, self._executors.callers, self._count)
-        self._verdicts = RemoteVerdicts(self._peers, verdicts_from_json(message["verdicts"], job.names))
+        self._verdicts = RemoteVerdicts(self._peers, verdicts_from_json(message.verdicts, job.names))
         fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._executors)
         fleet.followers = self._workers_for("shadows")
-        fleet.restore(message["snapshots"])
+        fleet.restore(message.snapshots)
         self._ends.callback(fleet.interrupt)
         self._host = StagedSteps(fleet, hosts=self._site["hosts"], budget_bytes=self._options.budget_bytes // 2)
         give_back_freed_memory()
-        return {}
+        return Nothing()
 
-    def take_sources(self, message: Any) -> Any:
+    def take_sources(self, message: SomeSources) -> Nothing:
         """Open sources that move here from other hosts, ahead of the first request, which would open them otherwise."""
-        self._have(message["sources"])
-        return {}
+        self._have(message.sources)
+        return Nothing()
 
-    def resize(self, message: Any) -> Any:
+    def resize(self, message: Resize) -> LeftSources:
         """Change how many workers sources have here, and which of their groups they prepare.
 
         Tells what was met of sources that have left: from now on others count that.
         """
-        sizes = {source: (count, Part(number, of)) for source, count, number, of in message["sizes"]}
+        sizes = message.sizes
         self._have(sizes)
         self._fleet.resize({s: n for s, (n, _) in sizes.items()}, {s: part for s, (_, part) in sizes.items()})
-        met = self._fleet.leave(message["left"])
-        return {"met": {source: {self._prepared.job.names[source]: one} for source, one in met.items()}}
+        met, names = self._fleet.leave(message.left), self._prepared.job.names
+        return LeftSources({source: LoaderSnapshots({names[source]: one}) for source, one in met.items()})
 
-    def workload(self, message: Any) -> Any:
+    def workload(self, message: Nothing) -> SourceReports:
         """Tell what the workers of each source have done."""
-        return {"sources": self._fleet.workload()}
+        return SourceReports(self._fleet.workload())
 
     def summary_buffer(self, asked: MetaRequests) -> MetaDeltas:
         """Tell what is known of some samples."""
@@ -112,65 +122,65 @@ class LoaderHost(ClusterRole):
         collect = self._host.hand_over(asked.plan, asked.ranks, asked.parts)
         return Unfinished(lambda: HandedOver(collect(), self._host.buffer_bytes))
 
-    def follow(self, told: Follow) -> Any:
+    def follow(self, told: Follow) -> Nothing:
         """Keep up with the primaries of sources that are shadowed here."""
         self._have([*told.passed, *(request.source for request in told.requests)])
         self._fleet.follow(told.requests, told.passed)
-        return {}
+        return Nothing()
 
-    def rest(self, message: Any) -> Any:
+    def rest(self, message: Rest) -> Nothing:
         """Drop what is held of sources that are not drawn from."""
-        given, here = message["cursors"], self._fleet.sources
-        self._fleet.rest({source: Cursor(*cursor) for source, cursor in given if source in here})
-        return {}
+        here = self._fleet.sources
+        self._fleet.rest({source: cursor for source, cursor in message.cursors.items() if source in here})
+        return Nothing()
 
-    def note_faults(self, message: Any) -> Any:
+    def note_faults(self, message: NoteFaults) -> Nothing:
         """Count samples whose media do not decode."""
-        self._have({fault[0] for fault in message["faults"]})
-        self._fleet.note_faults([tuple(fault) for fault in message["faults"]])
-        return {}
+        self._have({fault[0] for fault in message.faults})
+        self._fleet.note_faults(message.faults)
+        return Nothing()
 
-    def add_source(self, message: Any) -> Any:
+    def add_source(self, message: AddedSource) -> OpenedSource | Nothing:
         """Open a source that comes while the stream runs, and make its loaders; tell what a planner must know of it.
 
         The host that the source is dealt to has `mine`; the others learn that there is one more.
         """
-        source = Source.from_mapping(message["source"])
+        source = Source.from_mapping(message.source)
         if source.name not in self._prepared.job.names:  # else it was told before
             prepared = with_source(self._prepared, source)
-            files = open_last_source(prepared, self._executors.callers) if message["mine"] else None
+            files = open_last_source(prepared, self._executors.callers) if message.mine else None
             self._prepared, number = prepared, len(prepared.job.sources) - 1
             if files is not None:
                 self._fleet.add(number, make_pool(prepared, number, files, self._verdicts, self._executors))
                 self._files[number] = files
         number = self._prepared.job.names.index(source.name)
         if number not in self._files:
-            return {}
-        return {"name": source.name, "fact": list(SourceFacts.of(self._files[number]))}
+            return Nothing()
+        return OpenedSource(source.name, facts_of(self._files[number]))
 
-    def drop_source(self, message: Any) -> Any:
+    def drop_source(self, message: DropSource) -> Nothing:
         """Forget a source that the planner did not take on."""
-        name, number = message["name"], len(self._prepared.job.names) - 1
-        if self._prepared.job.names[-1] == name:
+        number = len(self._prepared.job.names) - 1
+        if self._prepared.job.names[-1] == message.name:
             self._prepared = without_last_source(self._prepared)
             if self._files.pop(number, None) is not None:
                 self._fleet.drop(number)
-        return {}
+        return Nothing()
 
-    def status(self, message: Any) -> Any:
+    def status(self, message: SomeSources) -> SourceReports:
         """Tell what the loaders of some sources hold and have met."""
-        asked, found = message["sources"], self._fleet.status()
-        return {"sources": {source: found[source] for source in asked if source in found}}
+        found = self._fleet.status()
+        return SourceReports({source: found[source] for source in message.sources if source in found})
 
-    def snapshot(self, message: Any) -> Any:
+    def snapshot(self, message: SomeSources) -> LoaderSnapshots:
         """Tell what a loader that takes the place of one here must know, of some sources."""
-        names = {self._prepared.job.names[source] for source in message["sources"]}
-        return {"loaders": {name: met for name, met in self._fleet.snapshot().items() if name in names}}
+        names = {self._prepared.job.names[source] for source in message.sources}
+        return LoaderSnapshots({name: met for name, met in self._fleet.snapshot().items() if name in names})
 
-    def restore(self, message: Any) -> Any:
+    def restore(self, message: LoaderSnapshots) -> Nothing:
         """Take over what other loaders had met."""
-        self._fleet.restore(message["loaders"])
-        return {}
+        self._fleet.restore(message.loaders)
+        return Nothing()
 
     def _have(self, sources: Iterable[int]) -> None:
         """Open those of some sources that are not open here: one may have come here a moment ago."""
@@ -185,9 +195,9 @@ class LoaderHost(ClusterRole):
                 self._fleet.add(number, make_pool(self._prepared, number, files, self._verdicts, self._executors))
                 self._files[number] = files
 
-    def _facts_of(self, opened: Mapping[int, SourceFiles]) -> dict[str, list[Any]]:
-        return {self._prepared.job.names[number]: list(SourceFacts.of(files)) for number, files in opened.items()}
+    def _facts_of(self, opened: Mapping[int, SourceFiles]) -> dict[str, SourceFacts]:
+        return {self._prepared.job.names[number]: facts_of(files) for number, files in opened.items()}
 
     def _count(self, what: str, done: int, of: int) -> None:
-        self._done = [done, of]
+        self.sources_opened = done
         self._environment.progress(what, done, of)

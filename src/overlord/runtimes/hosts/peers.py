@@ -19,16 +19,21 @@ import numpy.typing as npt
 from overlord.core.client_messages import Request
 from overlord.core.messages import (
     Follow,
+    GiveUpRow,
     HandedOver,
     HandOver,
     HostNews,
     HostProgress,
+    LoaderSnapshots,
     MetaDelta,
     MetaRequest,
     MetaRequests,
+    NoteFaults,
     Payload,
     PlanAnswer,
     PlanRequest,
+    Rest,
+    SomeSources,
     Waiting,
 )
 from overlord.core.plan import LoadingPlan, plan_from_bytes, plan_to_bytes
@@ -260,17 +265,17 @@ class RemoteLoaders:
     def rest(self, cursors: Mapping[int, Cursor]) -> None:
         """Tell hosts that nothing is drawn from some of their sources for now."""
 
-        def message(part: Sequence[_Asked]) -> Any:
-            return {"cursors": [[source, list(cursors[source])] for source, _ in part]}
+        def message(part: Sequence[_Asked]) -> Rest:
+            return Rest({source: cursors[source] for source, _ in part})
 
         self._tell_all("rest", self._all_parts(cursors), message)
 
     def note_faults(self, faults: Sequence[tuple[int, int, int, str]]) -> None:
         """Tell hosts of samples whose media do not decode."""
 
-        def message(part: Sequence[_Asked]) -> Any:
+        def message(part: Sequence[_Asked]) -> NoteFaults:
             sources = {source for source, _ in part}
-            return {"faults": [fault for fault in faults if fault[0] in sources]}
+            return NoteFaults([fault for fault in faults if fault[0] in sources])
 
         counted = [(source, WHOLE) for source in sorted({fault[0] for fault in faults})]  # by one of its hosts
         self._tell_all("note_faults", counted, message)
@@ -279,22 +284,22 @@ class RemoteLoaders:
         """Return what the loaders of every source hold and have met."""
         found: dict[int, dict[str, Any]] = {}
         for answer in self._ask_all("status", self._all_parts(), _sources_of):
-            for source, one in answer["sources"].items():
-                add_up(found, int(source), one)
+            for source, one in answer.sources.items():
+                add_up(found, source, one)
         return dict(sorted(found.items()))
 
     def snapshot(self) -> dict[str, Any]:
         """Return what the loaders of every source have met, by its name."""
         found: dict[str, Any] = {}
         for answer in self._ask_all("snapshot", self._all_parts(), _sources_of):
-            for name, met in answer["loaders"].items():
+            for name, met in answer.loaders.items():
                 parts = [LoaderCounters.from_json(one) for one in (found.get(name), met) if one is not None]
                 found[name] = LoaderCounters.joined(parts).to_json()
         return found
 
     def restore(self, loaders: Mapping[str, Any]) -> None:
         """Tell every host what loaders had met; it takes what is of its sources."""
-        self._tell_all("restore", self._all_parts(), lambda _: {"loaders": dict(loaders)})
+        self._tell_all("restore", self._all_parts(), lambda _: LoaderSnapshots(dict(loaders)))
 
     def _ask_all(
         self, method: str, parts: Sequence[_Asked], message: Callable[[Sequence[_Asked]], Any]
@@ -316,8 +321,7 @@ class RemoteVerdicts:
     def add(self, source: str, row: int, reason: str, epoch: int = 0) -> None:
         """Give up a row from an epoch on; the planner has it on disk when this returns."""
         if row not in self._given_up.get(source, ()):
-            message = {"source": source, "row": row, "reason": reason, "epoch": epoch}
-            self._peers.insist(PLANNER, "verdict", message)
+            self._peers.insist(PLANNER, "verdict", GiveUpRow(source, row, reason, epoch))
             self._given_up[source] = {**self._given_up.get(source, {}), row: Verdict(reason, epoch)}
 
     def known(self, source: str, rows: npt.NDArray[np.int64], epoch: int = 0) -> npt.NDArray[np.bool_]:
@@ -343,5 +347,5 @@ def add_up(found: dict[int, dict[str, Any]], source: int, one: dict[str, Any]) -
         known |= {key: known[key] + one[key] for key in one if key in ADDED}
 
 
-def _sources_of(part: Sequence[_Asked]) -> Any:
-    return {"sources": sorted({source for source, _ in part})}
+def _sources_of(part: Sequence[_Asked]) -> SomeSources:
+    return SomeSources(sorted({source for source, _ in part}))

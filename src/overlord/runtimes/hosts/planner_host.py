@@ -10,7 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from overlord.core.client_messages import AddSource, Request, mesh_to_text
-from overlord.core.messages import AdmitSource, HostProgress, PlanAnswer, PlanRequest
+from overlord.core.messages import (
+    AdmitSource,
+    BeginPlanning,
+    ChangeStep,
+    FindChange,
+    FirstStep,
+    GiveUpRow,
+    HostProgress,
+    Nothing,
+    OpenSources,
+    PlanAnswer,
+    PlanRequest,
+    Positions,
+)
 from overlord.core.plan import LoadingPlan
 from overlord.errors import Rewound
 from overlord.job.specs import Source
@@ -20,7 +33,6 @@ from overlord.runtimes.hosts.peers import RemoteLoaders, put_plan
 from overlord.runtimes.hosts.shared_planner import SharedPlanner
 from overlord.runtimes.launching.add_source import journal_last_source, with_source
 from overlord.runtimes.launching.deployment import (
-    SourceFacts,
     base_weights,
     first_needs,
     plan_first_step,
@@ -40,10 +52,9 @@ class PlannerHost(ClusterRole):
 
     _history: History | None = None
 
-    def open_store(self, message: Any) -> Any:
+    def open_store(self, message: OpenSources) -> Positions:
         """Open the store, now that the sources are known; tell where they stand, and the verdicts it holds."""
-        facts = {name: SourceFacts(*fact) for name, fact in message["facts"].items()}
-        options = self._options
+        facts, options = message.facts, self._options
         if self._peers.me[1] > 1:  # it comes in the place of another planner
             options = dataclasses.replace(options, recover=True)
         store, point = open_store(
@@ -63,34 +74,23 @@ class PlannerHost(ClusterRole):
         except BaseException:
             store.close()
             raise
-        met = {
-            "verdicts": self._history.verdicts.to_json(),
-            "snapshots": point.loaders,
-            "facts": self._told_facts(),
-        }
-        return {**met, "cursors": cursors, "weights": weights}
+        return Positions(cursors, weights, self._facts, self._history.verdicts.to_json(), dict(point.loaders))
 
-    def where(self, message: Any) -> Any:
+    def positions(self, message: Nothing) -> Positions:
         """Tell the successor of a loader host where its sources stand."""
         assert self._history is not None
-        passed = self._host.passed_cursors()
-        weights = self._host.latest_weights or [1.0] * len(passed)
-        met = {"verdicts": self._history.verdicts.to_json(), "snapshots": self._host.loaders_met}
-        met["facts"] = self._told_facts()
-        return {**met, "cursors": passed, "weights": weights}
+        passed, verdicts = self._host.passed_cursors(), self._history.verdicts.to_json()
+        weights = list(self._host.latest_weights) or [1.0] * len(passed)
+        return Positions(passed, weights, self._facts, verdicts, dict(self._host.loaders_met))
 
-    def _told_facts(self) -> dict[str, Any]:
-        """Return what loaders must find where they open a source that others had open."""
-        return {name: list(fact) for name, fact in self._facts.items()}
-
-    def begin(self, message: Any) -> Any:
+    def begin(self, message: BeginPlanning) -> FirstStep:
         """Plan the first step, so that what is wrong shows before anything runs; a successor plans when it is asked."""
         assert self._history is not None
         loaders = self._remote = RemoteLoaders(self._peers)
         prepared = self._prepared
         try:
             planner = start_planner(prepared, loaders, self._resumed, self._facts, self._history)
-            if not message.get("successor"):
+            if not message.successor:
                 plan_first_step(planner)
         except BaseException:
             self._history.store.close()
@@ -106,7 +106,7 @@ class PlannerHost(ClusterRole):
         self._put_bytes = self._plans_put = self._numbers = 0
         self._led = -1
         self._putting = threading.Lock()
-        return {"first_step": planner.first_step}
+        return FirstStep(planner.first_step)
 
     def _go_back(self) -> None:
         self.rewound = True
@@ -141,31 +141,31 @@ class PlannerHost(ClusterRole):
         """Answer a client, or the owner of the service."""
         return self._host.ask(request)
 
-    def tell(self, progress: HostProgress) -> Any:
+    def tell(self, progress: HostProgress) -> Nothing:
         """Hear how far the clients of a host are."""
         self._host.tell(progress.news, progress.host)
-        return {}
+        return Nothing()
 
-    def check_source(self, request: AddSource) -> Any:
+    def check_source(self, request: AddSource) -> ChangeStep:
         """Refuse a source that cannot come; tell the step that it comes at already, if it was asked for before."""
         with self._host.alone():
             made = self._host.planner.sources.made(request.id)
             if made is None:
                 source = Source.from_mapping(request.source)
                 self._host.planner.sources.check_add(source.name, request.weight, request.step)
-        return {"step": made}
+        return ChangeStep(made)
 
-    def add_source(self, message: AdmitSource) -> Any:
+    def add_source(self, message: AdmitSource) -> ChangeStep:
         """Write down a source that loaders and constructors know already; tell the step it comes at.
 
         Waits for a store that is down, as every other change does.
         """
-        return {"step": self._host.durably(self._admit, message)}
+        return ChangeStep(self._host.durably(self._admit, message))
 
-    def added_at(self, message: Any) -> Any:
+    def added_at(self, message: FindChange) -> ChangeStep:
         """Tell the step that a source comes at by the id of its change; None where it was not written down."""
         with self._host.alone():
-            return {"step": self._host.planner.sources.made(message["id"])}
+            return ChangeStep(self._host.planner.sources.made(message.id))
 
     def _admit(self, message: AdmitSource) -> int:
         request = message.request
@@ -176,17 +176,17 @@ class PlannerHost(ClusterRole):
             source = Source.from_mapping(request.source)
             weight = source.weight if request.weight is None else request.weight
             prepared = with_source(self._prepared, source)
-            facts = {**self._facts, prepared.job.names[-1]: SourceFacts(*message.fact)}
+            facts = {**self._facts, prepared.job.names[-1]: message.fact}
             planner = self._host.planner
             self._prepared, at = journal_last_source(planner, prepared, facts, weight, request.step, request.id)
             self._facts = facts
             return at
 
-    def verdict(self, message: Any) -> Any:
+    def verdict(self, message: GiveUpRow) -> Nothing:
         """Write down a row that kills its workers, before it counts."""
         assert self._history is not None
-        self._history.verdicts.add(message["source"], int(message["row"]), message["reason"], int(message["epoch"]))
-        return {}
+        self._history.verdicts.add(message.source, message.row, message.reason, message.epoch)
+        return Nothing()
 
     def _status(self, positions: Mapping[int, int], view_bytes: int) -> dict[str, Any]:
         """Return what `service.status()` tells: roles, positions, buffers, planned and realised mixture."""

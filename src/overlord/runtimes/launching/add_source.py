@@ -20,7 +20,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from overlord.core.client_messages import AddSource, Message
-from overlord.core.messages import AdmitSource
+from overlord.core.messages import (
+    AddedSource,
+    AdmitSource,
+    DropSource,
+    FindChange,
+    OpenedSource,
+    Prepare,
+    SourceFacts,
+)
 from overlord.core.order import BEGIN
 from overlord.core.samples import Cursor
 from overlord.errors import OverlordError, SpecError
@@ -33,7 +41,6 @@ from overlord.runtimes.hosts.peers import PLANNER, loader_name
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.deployment import (
     Prepared,
-    SourceFacts,
     base_weights,
     index_first_windows,
     media_shape,
@@ -57,16 +64,16 @@ class AddedSources:
         self._table = table
         self._first = len(table.assignment.primary)
         self._added: list[dict[str, Any]] = []
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, SourceFacts] = {}
         """What is known of their files."""
 
-    def told(self, site: Site, assignment: Assignment) -> list[dict[str, Any]]:
+    def told(self, site: Site, assignment: Assignment) -> Prepare:
         """Return what a replaced role is told of them."""
         numbers = {*assignment.sources_of(site.number), *assignment.shadows_of(site.number)}
-        return [
-            {"source": source, "mine": site.role == "loader" and self._first + at in numbers}
-            for at, source in enumerate(self._added)
-        ]
+        loads = site.role == "loader"
+        return Prepare(
+            tuple(AddedSource(source, loads and self._first + at in numbers) for at, source in enumerate(self._added))
+        )
 
     def add(self, request: AddSource) -> int:
         """Add a source; return the step it is drawn from on.
@@ -75,29 +82,29 @@ class AddedSources:
             OverlordError: It was not added, and nothing has changed.
         """
         with self._table.moving:
-            made = self._ask(PLANNER, "check_source", request)["step"]
+            made: int | None = self._ask(PLANNER, "check_source", request).step
             if made is not None:
-                return int(made)
+                return made
             primary, shadow = self._choose(self._table.peers.membership.assignment)
-            opened = self._ask(loader_name(primary), "add_source", {"source": request.source, "mine": True})
+            opened: OpenedSource = self._ask(loader_name(primary), "add_source", AddedSource(request.source, True))
             self._added.append(request.source)
-            self.facts[opened["name"]] = opened["fact"]
+            self.facts[opened.name] = opened.fact
             self._change(lambda now: Assignment((*now.primary, (primary,)), (*now.shadow, shadow)))
             try:
                 for site in self._sites():
                     if site.role != "planner":
                         mine = site.role == "loader" and site.number in (primary, shadow)
-                        self._ask(site.name, "add_source", {"source": request.source, "mine": mine})
-                return int(self._ask(PLANNER, "add_source", AdmitSource(request, opened["fact"]))["step"])
+                        self._ask(site.name, "add_source", AddedSource(request.source, mine))
+                return self._ask(PLANNER, "add_source", AdmitSource(request, opened.fact)).step
             except OverlordError as error:
-                made = self._ask(PLANNER, "added_at", {"id": request.id})["step"]
+                made = self._ask(PLANNER, "added_at", FindChange(request.id)).step
                 if made is not None:
-                    return int(made)
-                self._take_back(opened["name"])
+                    return made
+                self._take_back(opened.name)
                 if isinstance(error, SpecError):
                     raise
                 raise type(error)(
-                    f"add_source: {opened['name']!r} was not added, and the stream goes on without it: {error}"
+                    f"add_source: {opened.name!r} was not added, and the stream goes on without it: {error}"
                 ) from error
 
     def _take_back(self, name: str) -> None:
@@ -106,7 +113,7 @@ class AddedSources:
         self._change(lambda now: Assignment(now.primary[:-1], now.shadow[:-1]))
         for site in self._sites():
             if site.role != "planner":
-                self._ask(site.name, "drop_source", {"name": name})
+                self._ask(site.name, "drop_source", DropSource(name))
 
     def _sites(self) -> list[Site]:
         return [one.site for one in self._table.running()]
@@ -124,7 +131,7 @@ class AddedSources:
         primary, *others = sorted(hosts, key=lambda host: (held[host], host))
         return primary, others[0] if others and set(now.shadow) != {NO_HOST} else NO_HOST
 
-    def _ask(self, name: str, method: str, message: Message | dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, name: str, method: str, message: Message) -> Any:
         return self._table.peers.insist(name, method, message)
 
 

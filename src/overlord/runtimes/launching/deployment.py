@@ -10,14 +10,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from overlord.core.draw import Limits
+from overlord.core.messages import SourceFacts
 from overlord.core.order import BEGIN, DataFile, SourceOrder
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.ragged import Ragged, RowBatch, gather_runs
+from overlord.core.ragged import Kind, Ragged, RowBatch, gather_runs
 from overlord.core.samples import FILE_SHIFT, Cursor
 from overlord.core.spec_errors import list_some
 from overlord.core.states import StreamState, restricted_parts
@@ -30,7 +31,7 @@ from overlord.planning.checking import run_strategy
 from overlord.planning.strategies import backbone_balance
 from overlord.planning.warm import warm_kernels, warm_launch
 from overlord.readers.index import IndexCache
-from overlord.readers.reader import Kind, Reader
+from overlord.readers.reader import Reader
 from overlord.readers.source_files import LengthSidecars, NoFiles, SourceFiles
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.planner import Planner, PlannerStart
@@ -322,18 +323,9 @@ def known_lengths(
 logger = logging.getLogger("overlord")
 
 
-class SourceFacts(NamedTuple):
-    """What a planner must know of a source's files, which only its loaders open; a list in messages."""
-
-    format: str
-    listing: str
-    """Digest of its list of files."""
-    total_bytes: int
-
-    @classmethod
-    def of(cls, files: SourceFiles) -> SourceFacts:
-        """Take them from an open source."""
-        return cls(files.format, files.listing_digest(), files.total_bytes)
+def facts_of(files: SourceFiles) -> SourceFacts:
+    """Return what a planner must know of the files of an open source."""
+    return SourceFacts(files.format, files.listing_digest(), files.total_bytes)
 
 
 @dataclass(frozen=True, slots=True)

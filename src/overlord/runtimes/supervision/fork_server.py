@@ -30,10 +30,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from overlord.core.client_messages import Message
-from overlord.core.messages import EndChildren, ForkAnswer, ForkChild
+from overlord.core.messages import EndChildren, ForkAnswer, ForkChild, WorkerMessage
 from overlord.core.ragged import RowBatch
 from overlord.errors import ServiceLost
 from overlord.runtimes.supervision.child import LIMITS, ChildProcess, Limits, exit_status, start_python
@@ -85,8 +85,8 @@ class ForkedChild(ChildProcess):
         return False  # it closed the connection, or sends without being asked
 
     def exchange(
-        self, head: dict[str, Any], rows: RowBatch, seconds: float | None, connection: socket.socket | None = None
-    ) -> tuple[dict[str, Any], RowBatch]:
+        self, head: WorkerMessage, rows: RowBatch, seconds: float | None, connection: socket.socket | None = None
+    ) -> tuple[WorkerMessage, RowBatch]:
         """Send a message and wait for its answer, on a further connection to the child if one is given.
 
         Raises:

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import numpy as np
 
+from overlord.core.messages import LoadFunction, RowsFailed, RowsMade, RunFunction, WorkerMessage
 from overlord.core.ragged import RowBatch, concat_rows, num_rows, slice_rows
 from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError, ToleranceError
 from overlord.runtimes.supervision.child import LIMITS, Limits
@@ -64,7 +65,7 @@ class _Worker:
         self.asked = False
         """Whether an answer is still to come; such a worker can be asked nothing else."""
 
-    def ask(self, message: dict[str, Any], rows: RowBatch, seconds: float) -> tuple[dict[str, Any], RowBatch]:
+    def ask(self, message: WorkerMessage, rows: RowBatch, seconds: float) -> tuple[WorkerMessage, RowBatch]:
         """Ask it and wait for the answer.
 
         Raises:
@@ -301,27 +302,25 @@ class Isolated:
         if self._key in worker.functions:
             return
         try:
-            answer, _ = worker.ask(
-                {"op": "load", "function": self._key}, {"code": self._code}, self._pool.limits.load_function
-            )
+            answer, _ = worker.ask(LoadFunction(self._key), {"code": self._code}, self._pool.limits.load_function)
         except ChildLost as death:
             raise _WorkerLost(f"while it loaded the function: {death}") from None
-        if "error" in answer:
+        if isinstance(answer, RowsFailed):
             raise SpecError(
-                f"{self._name}: a worker process cannot load the function ({answer['error']}); no sample could be "
+                f"{self._name}: a worker process cannot load the function ({answer.reason}); no sample could be "
                 "made. Let it import only what the launching process finds on its path, or set process=False."
             )
         worker.functions.add(self._key)
 
     def _apply(self, worker: _Worker, rows: RowBatch) -> RowBatch:
         try:
-            answer, made = worker.ask({"op": "run", "function": self._key}, rows, self._deadline)
+            answer, made = worker.ask(RunFunction(self._key), rows, self._deadline)
         except ChildLost:
             self._pool.check_open()  # then it was the closing pool that killed it
             raise
-        if "error" in answer:
+        if isinstance(answer, RowsFailed):
             raise OverlordError(
-                f"{self._name}: the function failed as a whole, not for a single row ({answer['error']}); no sample "
+                f"{self._name}: the function failed as a whole, not for a single row ({answer.reason}); no sample "
                 "could be made. Its traceback stands in the log."
             )
         if not made or any(len(column) != num_rows(rows) for column in made.values()):
@@ -346,14 +345,14 @@ def serve(connection: socket.socket) -> None:
             return
         try:
             made: RowBatch = {}
-            if head["op"] == "load":
+            if isinstance(head, LoadFunction):
                 # Code from the launching process, on its way to one of its own roles.
-                functions[head["function"]] = cloudpickle.loads(np.asarray(rows["code"]).tobytes())
-            else:
-                made = functions[head["function"]](rows)
-            send_rows(connection, {}, made)
+                functions[head.key] = cloudpickle.loads(np.asarray(rows["code"]).tobytes())
+            elif isinstance(head, RunFunction):
+                made = functions[head.key](rows)
+            send_rows(connection, RowsMade(), made)
         except ServiceLost:
             return
         except Exception as error:  # whatever the user's code raises is an answer
             sys.stderr.write(traceback.format_exc())  # in one piece: other workers write to the same log
-            send_rows(connection, {"error": f"{type(error).__name__}: {error}"}, {})
+            send_rows(connection, RowsFailed(type(error).__name__, f"{type(error).__name__}: {error}"), {})

@@ -26,17 +26,27 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import cloudpickle
 import numpy as np
+from msgspec.structs import replace
 
-from overlord.core.messages import ServeCaller
-from overlord.core.ragged import Ragged, RowBatch, num_rows
+from overlord.core.messages import (
+    NextRows,
+    OpenBlock,
+    ReaderRequest,
+    ReadHead,
+    RowsFailed,
+    RowsMade,
+    ServeCaller,
+    WorkerMessage,
+)
+from overlord.core.ragged import Kind, Ragged, RowBatch, num_rows
 from overlord.errors import ClosedError, ReaderError, ServiceLost, SourceError
 from overlord.readers.files import StoredFile, verify_unchanged
 from overlord.readers.parquet_footer import warm_footer
-from overlord.readers.reader import BlockIndex, DamagedFile, Kind, Reader, reason_of
+from overlord.readers.reader import BlockIndex, DamagedFile, Reader, reason_of
 from overlord.readers.source_files import FORMATS
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.fork_server import ChildLost, ForkedChild, ForkServer
@@ -153,7 +163,9 @@ class _ReaderProcess:
         self.lost = False
         self.pid = child.pid
 
-    def ask(self, head: dict[str, Any], rows: RowBatch, seconds: float | None) -> tuple[dict[str, Any], RowBatch]:
+    def ask(
+        self, request: ReadHead | OpenBlock | NextRows, rows: RowBatch, seconds: float | None
+    ) -> tuple[WorkerMessage, RowBatch]:
         """Ask and wait for the answer.
 
         Raises:
@@ -166,7 +178,7 @@ class _ReaderProcess:
             with contextlib.suppress(IndexError):  # another thread was faster
                 dropped.append(self._dropped.popleft())
         try:
-            answer = self._child.exchange({**head, "dropped": dropped}, rows, seconds, connection)
+            answer = self._child.exchange(replace(request, dropped=tuple(dropped)), rows, seconds, connection)
         except ChildLost:
             connection.close()
             self.end()
@@ -292,11 +304,11 @@ class IsolatedReader:
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the names of the top-level fields."""
-        return list(self._ask_once("columns", file, ())[0]["names"])
+        return list(self._ask_once("columns", file, ())[0].names)
 
     def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
         """Return what the wanted columns hold."""
-        return dict(self._ask_once("kinds", file, columns)[0]["kinds"])
+        return self._ask_once("kinds", file, columns)[0].kinds
 
     def stream(
         self,
@@ -311,32 +323,36 @@ class IsolatedReader:
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block, whatever happens to the processes that read them."""
         attempts = _ReadAttempts(self._pool, file, f"block {block} of {file.path}")
-        fixed = {"format": self.name, "block": block, "batch_rows": batch_rows, "scratch": scratch and str(scratch)}
         given, seconds = _given(file, index), self._seconds(file)
         while True:
             with attempts.process() as process:
                 number = next(self._pool.numbers)
-                head = {"op": "open", **fixed, "wanted": dict(columns), "skip": skip, "stream": number}
+                opened = OpenBlock(
+                    stream=number, format=self.name, block=block, columns=dict(columns), skip=skip,
+                    batch_rows=batch_rows, scratch=None if scratch is None else str(scratch),
+                )  # fmt: skip
                 try:
-                    answer, rows = _checked(process.ask(head, given, seconds))
-                    while "end" not in answer:
+                    answer, rows = _checked(process.ask(opened, given, seconds))
+                    while not answer.end:
                         skip += num_rows(rows)
                         attempts.progressed()
                         yield rows
-                        answer, rows = _checked(process.ask({"op": "next", "stream": number}, {}, seconds))
+                        answer, rows = _checked(process.ask(NextRows(stream=number), {}, seconds))
                     return
                 except ChildLost as loss:
                     attempts.lost(loss)
                 finally:
                     process.drop(number)
 
-    def _ask_once(self, op: str, file: StoredFile, columns: Sequence[str]) -> tuple[dict[str, Any], RowBatch]:
-        attempts = _ReadAttempts(self._pool, file, f"{'the index' if op == 'index' else 'the head'} of {file.path}")
-        head = {"op": op, "format": self.name, "wanted": list(columns)}
+    def _ask_once(
+        self, what: Literal["index", "columns", "kinds"], file: StoredFile, columns: Sequence[str]
+    ) -> tuple[RowsMade, RowBatch]:
+        attempts = _ReadAttempts(self._pool, file, f"{'the index' if what == 'index' else 'the head'} of {file.path}")
+        request = ReadHead(what=what, format=self.name, columns=tuple(columns))
         while True:
             with attempts.process() as process:
                 try:
-                    return _checked(process.ask(head, _given(file, None), self._seconds(file)))
+                    return _checked(process.ask(request, _given(file, None), self._seconds(file)))
                 except ChildLost as loss:
                     attempts.lost(loss)
 
@@ -348,7 +364,7 @@ def _given(file: StoredFile, index: BlockIndex | None) -> RowBatch:
     return {"given": np.frombuffer(cloudpickle.dumps((file, index)), np.uint8)}
 
 
-def _checked(answer: tuple[dict[str, Any], RowBatch]) -> tuple[dict[str, Any], RowBatch]:
+def _checked(answer: tuple[WorkerMessage, RowBatch]) -> tuple[RowsMade, RowBatch]:
     """Return an answer whose offsets stay within its values; the kernels that read them do not look.
 
     Raises:
@@ -356,29 +372,31 @@ def _checked(answer: tuple[dict[str, Any], RowBatch]) -> tuple[dict[str, Any], R
         OSError: when the file could not be read.
     """
     head, rows = answer
-    failed = head.get("failed")
-    if failed is not None:
-        raise _FAILURES.get(failed, DamagedFile)(head["reason"])
+    if isinstance(head, RowsFailed):
+        raise _FAILURES.get(head.error, DamagedFile)(head.reason)
+    if not isinstance(head, RowsMade):
+        raise DamagedFile("the reader process answers something else than rows")
     for name, column in rows.items():
         if isinstance(column, Ragged):
             at = column.offsets
             if not len(at) or at[0] < 0 or at[-1] > len(column.values) or (at[1:] < at[:-1]).any():
                 raise DamagedFile(f"the rows of column {name!r} leave their values")
-    return answer
+    return head, rows
 
 
 # --------------------------------------------------------------------------------------------------------------
 # In the reader process.
 #
 # Rules of this part:
-# 1. Answers are JSON and raw columns, never pickles: a process that a file has taken over must not reach the service.
+# 1. Answers are typed messages and raw columns, never pickles: a process that a file has taken over must not reach the
+#    service.
 # 2. Many callers wait for storage at the same time: each has a connection, and a thread here.
 
 INDEX_COLUMNS = ("rows", "bytes", "start", "stop", "first_row")
 """The arrays of an index, as they travel."""
 
 Streams = dict[int, Iterator[RowBatch]]
-Answer = tuple[dict[str, Any], RowBatch]
+Answer = tuple[RowsMade | RowsFailed, RowBatch]
 
 
 def preload() -> None:
@@ -405,52 +423,54 @@ def _serve_caller(caller: socket.socket, streams: Streams) -> None:
         while True:
             try:
                 head, rows = receive_rows(caller)
-                for stream in head["dropped"]:
+                assert isinstance(head, ReaderRequest), "a service asks its own reader processes"
+                for stream in head.dropped:
                     streams.pop(stream, None)
                 send_rows(caller, *_answer(head, rows, streams))
             except ServiceLost:
                 return
 
 
-def _answer(head: dict[str, Any], rows: RowBatch, streams: Streams) -> Answer:
+def _answer(request: ReaderRequest, rows: RowBatch, streams: Streams) -> Answer:
     try:
-        return _next(head["stream"], streams) if head["op"] == "next" else _open(head, rows, streams)
+        return _next(request.stream, streams) if isinstance(request, NextRows) else _open(request, rows, streams)
     except (SourceError, ReaderError) as error:
-        return {"failed": type(error).__name__, "reason": str(error)}, {}
+        return RowsFailed(type(error).__name__, str(error)), {}
     except Exception as error:  # whatever pyarrow or a parser makes of bytes that are not what they should be
         if not isinstance(error, OSError):
             sys.stderr.write(traceback.format_exc())  # in one piece: other threads write to the same log
-        return {"failed": "read", "reason": reason_of(error)}, {}
+        return RowsFailed("read", reason_of(error)), {}
 
 
-def _open(head: dict[str, Any], rows: RowBatch, streams: Streams) -> Answer:
+def _open(request: ReaderRequest, rows: RowBatch, streams: Streams) -> Answer:
     # From the service that started this process: the file with its filesystem, and the index of its blocks.
     file, index = cloudpickle.loads(np.asarray(rows["given"]).tobytes())
-    reader, columns = FORMATS[head["format"]], head["wanted"]
-    if head["op"] == "columns":
-        return {"names": reader.columns(file)}, {}
-    if head["op"] == "kinds":
-        return {"kinds": reader.kinds(file, columns)}, {}
-    if head["op"] == "index":
-        found = reader.index(file, columns)
-        return {}, {name: getattr(found, name) for name in INDEX_COLUMNS}
-    streams[head["stream"]] = reader.stream(
+    if isinstance(request, ReadHead):
+        reader = FORMATS[request.format]
+        if request.what == "columns":
+            return RowsMade(names=tuple(reader.columns(file))), {}
+        if request.what == "kinds":
+            return RowsMade(kinds=dict(reader.kinds(file, request.columns))), {}
+        found = reader.index(file, request.columns)
+        return RowsMade(), {name: getattr(found, name) for name in INDEX_COLUMNS}
+    assert isinstance(request, OpenBlock)
+    streams[request.stream] = FORMATS[request.format].stream(
         file,
         index,
-        head["block"],
-        columns=columns,
-        skip=head["skip"],
-        batch_rows=head["batch_rows"],
-        scratch=Path(head["scratch"]) if head["scratch"] else None,
+        request.block,
+        columns=request.columns,
+        skip=request.skip,
+        batch_rows=request.batch_rows,
+        scratch=Path(request.scratch) if request.scratch else None,
     )
-    return _next(head["stream"], streams)
+    return _next(request.stream, streams)
 
 
 def _next(number: int, streams: Streams) -> Answer:
     try:
-        return {}, next(streams[number])
+        return RowsMade(), next(streams[number])
     except BaseException as error:
         del streams[number]
         if isinstance(error, StopIteration):
-            return {"end": True}, {}
+            return RowsMade(end=True), {}
         raise

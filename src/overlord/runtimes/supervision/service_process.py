@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import logging
 import os
 import select
@@ -39,8 +38,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import msgspec
+
 from overlord.core.client_messages import Beat, Failure, GetStatus, Request
-from overlord.errors import ClosedError, Fenced, OverlordError, Rewound, ServiceLost, SpecError, StoreError, error_named
+from overlord.core.messages import ServiceProgress, ServiceReady, ServiceStarts
+from overlord.errors import ClosedError, Fenced, OverlordError, Rewound, ServiceLost, SpecError, StoreError
 from overlord.job.specs import Job
 from overlord.roles.client import Client
 from overlord.runtimes.client_feed import ask_once, connect, write_failure
@@ -48,7 +50,7 @@ from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.launch_options import ServiceOptions, pack
 from overlord.runtimes.supervision.child import LIMITS, Backoff, ChildProcess, Limits, Liveness, Restarts, start_python
 from overlord.runtimes.supervision.cleanup import remove_when_gone, set_up_process
-from overlord.runtimes.transport.codec import raised, receive, send
+from overlord.runtimes.transport.codec import error_of, failure_of, raised, receive, send
 from overlord.runtimes.transport.listener import connect_socket
 
 R = TypeVar("R")
@@ -76,6 +78,9 @@ RAY_ENVIRONMENT = {
 """Ray takes lines that differ in numbers for repetitions, but two bad samples are two; it gives actors less of a busy
 CPU than other processes; it warns of its plans; and any call after its end starts another cluster."""
 
+
+ServiceEvent = ServiceStarts | ServiceProgress | ServiceReady | Failure
+_events = msgspec.json.Decoder(ServiceEvent)
 
 Serving = Callable[[bytes, Path, Progress], AbstractContextManager[str]]
 """Starts what a bundle describes; the context gives the address, and its end is the end of the service. An
@@ -259,21 +264,22 @@ class ServiceChild(ChildProcess):
             self.liveness.heard(now)
         *lines, self._received = (self._received + part).split(b"\n")
         for line in lines:
-            self._take(json.loads(line), now, progress)
+            self._take(_events.decode(line), now, progress)
 
-    def _take(self, event: dict[str, Any], now: float, progress: Progress | None) -> None:
-        if "ready" in event:
-            self.address, self._ready_at = event["ready"], now
+    def _take(self, event: ServiceEvent, now: float, progress: Progress | None) -> None:
+        if isinstance(event, ServiceReady):
+            self.address, self._ready_at = event.address, now
             self.liveness = Liveness(self._limits.service_silence, self._limits.service_silence, now)
             self.liveness.heard(now, expect=False)  # the heartbeat asks from now on
-        elif "error" in event:
-            self.error = error_named(event["error"], event["message"])
-        elif event.get("progress", [None])[0] == SERVED:
-            self.served = max(self.served, int(event["progress"][1]))
-        elif event.get("progress", [None])[0] == REWOUND:
-            self.rewound = True
-        elif "progress" in event and progress is not None:
-            progress(*event["progress"])
+        elif isinstance(event, Failure):
+            self.error = error_of(event)
+        elif isinstance(event, ServiceProgress):
+            if event.what == SERVED:
+                self.served = max(self.served, event.done)
+            elif event.what == REWOUND:
+                self.rewound = True
+            elif progress is not None:
+                progress(event.what, event.done, event.of)
 
 
 class ServiceSupervisor:
@@ -622,9 +628,9 @@ def run_service(serving: Serving) -> None:
     set_up_process()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's, which closes the pipe
 
-    def tell(event: dict[str, Any]) -> None:
+    def tell(event: ServiceEvent) -> None:
         try:
-            events.write(json.dumps(event).encode() + b"\n")
+            events.write(msgspec.json.encode(event) + b"\n")
         except BrokenPipeError:
             pass  # the launcher is gone; the end of the input pipe is seen below
 
@@ -636,7 +642,7 @@ def run_service(serving: Serving) -> None:
     stopping = _StopRequest()
 
     def progress(what: str, done: int, of: int) -> None:
-        tell({"progress": (what, done, of)})
+        tell(ServiceProgress(what, done, of))
         if what == REWOUND:
             stopping.request(Rewound("the service goes back to an earlier step and is being started again; ask again"))
 
@@ -644,23 +650,23 @@ def run_service(serving: Serving) -> None:
         with _signs_of_life(tell) as started, serving(bundle, folder, progress) as address:
             started()  # from now on heartbeats are answered
             stopping.listen()  # an engine may have taken the signals for itself
-            tell({"ready": address, "pid": os.getpid()})
+            tell(ServiceReady(address))
             stopping.wait()
             if stopping.why is not None:
                 raise stopping.why
     except OverlordError as error:
-        tell({"error": type(error).__name__, "message": str(error)})
+        tell(failure_of(error))
 
 
 @contextmanager
-def _signs_of_life(tell: Callable[[dict[str, Any]], None]) -> Iterator[Callable[[], None]]:
+def _signs_of_life(tell: Callable[[ServiceEvent], None]) -> Iterator[Callable[[], None]]:
     """Write every second that this process lives, as long as it has no socket that could be asked."""
     ready = threading.Event()
 
     def tick() -> None:
-        tell({"alive": True})
+        tell(ServiceStarts())
         while not ready.wait(ALIVE_EVERY_S):
-            tell({"alive": True})
+            tell(ServiceStarts())
 
     thread = threading.Thread(target=tick, daemon=True)
     thread.start()

@@ -13,7 +13,7 @@ and a connection that breaks is noticed at once. `tick` looks at all of them:
     replacements end again and again    after MOST_TRIES the service fails, and all callers that wait are told why
 
 A replacement is brought up in a thread of its own (`_replace`), in the steps that all roles go through at the launch.
-Meanwhile its signs of life are answers to `pid`, not heartbeats (`StartupLiveness`).
+Meanwhile its signs of life are answers to `alive`, not heartbeats (`StartupLiveness`).
 
 Rules of this file:
 1. A role that is taken for dead is killed before it is replaced, and what it still sends is refused (fencing).
@@ -34,7 +34,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from overlord.core.client_messages import AddSource, ChangedAt, Document, GetStatus, Request
+from overlord.core.client_messages import AddSource, ChangedAt, Document, GetStatus, Message, Request
+from overlord.core.messages import (
+    BeginPlanning,
+    Close,
+    FirstStep,
+    Heartbeat,
+    LeftSources,
+    Nothing,
+    OpenSources,
+    Positions,
+    Prepare,
+    Resize,
+    SomeSources,
+    SourceFacts,
+)
 from overlord.core.samples import Part
 from overlord.errors import AnswerLost, ClosedError, Fenced, OverlordError, Rewound, ServiceLost, StoreError
 from overlord.job.specs import Job
@@ -61,9 +75,6 @@ WORKERS_PER_HOST = 8
 """w_actor: workers that a loader host has room for, unless there are to be more than all hosts have."""
 ROOMY = 0.75
 """A host that was started later ends when the workers of all fill the others no more than so far."""
-
-Sizes = Mapping[int, tuple[int, Part]]
-"""Of some sources how many workers a host has, and which of the groups they prepare."""
 
 
 class StartupLiveness:
@@ -113,7 +124,7 @@ class StartupLiveness:
             self._sign = None
             self._liveness.heard(now)
         if self._sign is None:
-            self._sign = self._peer.ask("pid", {})
+            self._sign = self._peer.ask("alive", Nothing())
         if self._liveness.hangs(now):
             raise ServiceLost(f"nothing was heard of it for {self._liveness.silent_s(now):.1f} s while it came up")
         if now > self._until:
@@ -153,8 +164,8 @@ class Supervisor:
         self._spawn = spawn or self._in_a_thread
         self._tell_served = served or (lambda step: None)
         self._served = -1
-        self._facts: dict[str, Any] = {}
-        self._resume_point: dict[str, Any] = {}
+        self._facts: dict[str, SourceFacts] = {}
+        self._positions = Positions([], [], {}, {}, {})
         self._last_status: dict[str, Any] = {}
         self.first_step = 0
         spares, per_host = spares_of(options, sites)
@@ -193,18 +204,19 @@ class Supervisor:
         for one in awake:
             self._wait_started(one)
         # Each host prepares while the sources are opened.
-        ready = [(one, self._send(one, "prepare")) for one in awake if one.site.role != "loader"]
+        ready = [(one, self._send(one, "prepare", Prepare())) for one in awake if one.site.role != "loader"]
         self._facts = self._open_sources(progress)
         for one, pending in ready:
             self._answer(one, pending)
-        self._resume_point = self._call(roles[PLANNER], "open_store", {"facts": self._facts})
+        self._positions = self._call(roles[PLANNER], "open_store", OpenSources(self._facts))
         progress("indexing files", 0, 1)
-        self._call_all("loader", "begin", self._resume_point)
+        self._call_all("loader", "begin", self._positions)
         progress("planning the first step", 0, 1)
-        self.first_step = int(self._call(roles[PLANNER], "begin", {})["first_step"])
-        self._call_all("constructor", "begin", {"first_step": self.first_step})
+        first: FirstStep = self._call(roles[PLANNER], "begin", BeginPlanning())
+        self.first_step = first.step
+        self._call_all("constructor", "begin", first)
         for one in awake:
-            one.pid = self._call(one, "pid", {})["pid"]
+            one.pid = self._call(one, "alive", Nothing()).pid
             self.table.watch_from_now(one)
 
     def watch(self) -> None:
@@ -219,7 +231,7 @@ class Supervisor:
             return self._peers.insist(PLANNER, "ask", request)
         if not self._last_status or not (self.table.failed or self.peer(PLANNER) is None):
             # Constructor hosts say first how far their clients are.
-            self._ask_running("constructor", "tell_progress", {}, self._limits.progress)
+            self._ask_running("constructor", "tell_progress", Nothing(), self._limits.progress)
             self._last_status = self._peers.insist(PLANNER, "ask", request).content
         return Document(self._last_status | self.describe())  # a planner that is being replaced gave it before
 
@@ -250,14 +262,16 @@ class Supervisor:
         call to Ray after its end starts a cluster of its own.
         """
         self.interrupt()
-        why = {} if self.ends_for is None else {"why": [type(self.ends_for).__name__, str(self.ends_for)]}
+        why = None if self.ends_for is None else (type(self.ends_for).__name__, str(self.ends_for))
         if self._watcher.is_alive():
             self._watcher.join()
         end = time.monotonic() + self._limits.role_close
         for thread in self._replacing:
             thread.join(max(0.0, end - time.monotonic()))
         for role in ("constructor", "planner", "loader"):
-            self._ask_running(role, "close", why, self._limits.role_close)  # one that does not end is killed below
+            self._ask_running(
+                role, "close", Close(why), self._limits.role_close
+            )  # one that does not end is killed below
         with self.table.lock:
             for one in self.table.roles.values():
                 if one.peer is not None:
@@ -304,19 +318,19 @@ class Supervisor:
         if one.peer is None or one.liveness is None:
             return None
         try:
-            answer = one.beat.poll(0) if one.beat is not None else {"version": 0, "busy_s": 0.0}
+            answer = one.beat.poll(0) if one.beat is not None else Heartbeat(0)
             if answer is None:  # judged after looking: a supervisor that was stopped itself finds answers waiting
                 silent_s = one.liveness.silent_s(now)
                 return f"did not answer for {silent_s:.1f} s" if one.liveness.hangs(now) else None
-            head = unwrap(answer)
+            heartbeat: Heartbeat = unwrap(answer)
             one.liveness.heard(now)
-            one.rewound = bool(head.get("rewound"))
-            one.served = max(one.served, int(head.get("served", -1)))
-            one.beat = one.peer.ask("beat", {})
-            if head["version"] < self.table.version:
+            one.rewound = heartbeat.rewound
+            one.served = max(one.served, heartbeat.served)
+            one.beat = one.peer.ask("beat", Nothing())
+            if heartbeat.version < self.table.version:
                 one.told = self.table.introduce(one.peer)
-            if float(head["busy_s"]) > self._limits.slow_call and self._has_shadows(one):
-                return f"was busy with one call for {head['busy_s']:.0f} s"
+            if heartbeat.busy_s > self._limits.slow_call and self._has_shadows(one):
+                return f"was busy with one call for {heartbeat.busy_s:.0f} s"
         except PeerGone as error:
             return f"ended ({error})"
         except AnswerLost:
@@ -411,30 +425,30 @@ class Supervisor:
         starting = self._starting(peer)
         starting.introduce(self.table.introduce)
 
-        def call(method: str, message: dict[str, Any]) -> Any:
+        def call(method: str, message: Message) -> Any:
             return unwrap(starting.answer(peer.ask(method, message)))
 
         added, facts = self._added.told(one.site, self.table.assignment), self._facts | self._added.facts
         if one.site.role == "loader":
-            check_same_files(facts, call("open", {"added": added})["facts"])
-            call("begin", self._where_to_resume())
-            call("resize", sizes_to_json(self.hosts.sizes_of(one.site.number)))
+            check_same_files(facts, call("open", added).facts)
+            call("begin", self._positions_now())
+            call("resize", Resize(self.hosts.sizes_of(one.site.number)))
         elif one.site.role == "planner":
-            call("prepare", {})
-            self._resume_point = call("open_store", {"facts": facts})
-            call("begin", {"successor": True})
+            call("prepare", Prepare())
+            self._positions = call("open_store", OpenSources(facts))
+            call("begin", BeginPlanning(successor=True))
         else:
-            call("prepare", {"added": added})
-            call("begin", {"first_step": self.first_step})
-        return int(call("pid", {})["pid"])
+            call("prepare", added)
+            call("begin", FirstStep(self.first_step))
+        return call("alive", Nothing()).pid
 
-    def _where_to_resume(self) -> dict[str, Any]:
+    def _positions_now(self) -> Positions:
         """Return where a replaced loader host resumes: as the planner says, or as the store said to the last one."""
         if PLANNER in self._peers.membership.peers:
-            found = self._peers.ask(PLANNER, "where", {}).get()
+            found = self._peers.ask(PLANNER, "positions", Nothing()).get()
             if found is not None:
                 return unwrap(found)
-        return self._resume_point
+        return self._positions
 
     def _fail(self, why: str, one: RoleInstance) -> None:
         with self.table.lock:
@@ -452,26 +466,26 @@ class Supervisor:
 
     # -- calling ----------------------------------------------------------------------------------
 
-    def _open_sources(self, progress: Progress) -> dict[str, Any]:
+    def _open_sources(self, progress: Progress) -> dict[str, SourceFacts]:
         loaders = self.table.running("loader")
         count, until = len(self.table.assignment.primary), self._clock() + self._limits.open_sources
-        opening = [(one, self._send(one, "open")) for one in loaders]
+        opening = [(one, self._send(one, "open", Prepare())) for one in loaders]
         while any(pending.poll(0.1) is None for _, pending in opening):
-            done = sum(self._call(one, "progress", {})["done"] for one in loaders)
+            done = sum(self._call(one, "alive", Nothing()).opened for one in loaders)
             progress("opening sources", min(done, count), count)
             if self._clock() > until:
                 limit_s = self._limits.open_sources
                 raise ServiceLost(f"the sources were not open after {limit_s:g} s; look at the storage they are on.")
         progress("opening sources", count, count)
-        facts: dict[str, Any] = {}
+        facts: dict[str, SourceFacts] = {}
         for one, pending in opening:
-            facts |= self._answer(one, pending)["facts"]
+            facts |= self._answer(one, pending).facts
         return dict(sorted(facts.items()))
 
     def _wait_started(self, one: RoleInstance) -> None:
         assert one.peer is not None
         try:
-            self._call(one, "pid", {})
+            self._call(one, "alive", Nothing())
             self._starting(one.peer).introduce(self.table.introduce)
         except PeerGone as error:
             raise ServiceLost(
@@ -483,21 +497,21 @@ class Supervisor:
     def _starting(self, peer: Peer) -> StartupLiveness:
         return StartupLiveness(peer, self._limits, self._engine.first_sign_s, self._clock, self._closing.is_set)
 
-    def _send(self, one: RoleInstance, method: str, message: dict[str, Any] | None = None) -> Pending:
+    def _send(self, one: RoleInstance, method: str, message: Message) -> Pending:
         assert one.peer is not None
         try:
-            return one.peer.ask(method, message or {})
+            return one.peer.ask(method, message)
         except PeerGone as error:
             raise PeerGone(f"{method!r} did not reach the {one.site.name}: {error}") from error
 
-    def _call(self, one: RoleInstance, method: str, message: dict[str, Any]) -> Any:
+    def _call(self, one: RoleInstance, method: str, message: Message) -> Any:
         return self._answer(one, self._send(one, method, message))
 
-    def _call_all(self, role: str, method: str, message: dict[str, Any]) -> None:
+    def _call_all(self, role: str, method: str, message: Message) -> None:
         for one, pending in [(one, self._send(one, method, message)) for one in self.table.running(role)]:
             self._answer(one, pending)
 
-    def _ask_running(self, role: str, method: str, message: dict[str, Any], limit_s: float) -> None:
+    def _ask_running(self, role: str, method: str, message: Message, limit_s: float) -> None:
         """Call all roles of a kind that run; the answer of one that has ended, or is slow, is not waited for."""
         until, asked = self._clock() + limit_s, list[Pending]()
         for one in self.table.running(role):
@@ -512,7 +526,7 @@ class Supervisor:
         return unwrap(self._starting(one.peer).answer(pending))
 
 
-def check_same_files(known: Mapping[str, Any], opened: Mapping[str, Any]) -> None:
+def check_same_files(known: Mapping[str, SourceFacts], opened: Mapping[str, SourceFacts]) -> None:
     """Refuse files that are not those that the stream began with.
 
     Raises:
@@ -557,7 +571,7 @@ class HostChanges:
         self._spares = {one.site.number for one in table.roles.values() if one.asleep}
         self._sizes: dict[int, dict[int, tuple[int, Part]]] = {}
 
-    def sizes_of(self, host: int) -> Sizes:
+    def sizes_of(self, host: int) -> dict[int, tuple[int, Part]]:
         """Return the workers that a replaced host begins with."""
         return dict(self._sizes.get(host, {}))
 
@@ -565,9 +579,9 @@ class HostChanges:
         """Return what the workers of every source have done, on all hosts together."""
         found: dict[int, dict[str, Any]] = {}
         for host in self._running():
-            answer = self._table.peers.ask(loader_name(host), "workload", {}).get()
-            for source, one in (unwrap(answer)["sources"] if answer is not None else {}).items():
-                add_up(found, int(source), one)
+            answer = self._table.peers.ask(loader_name(host), "workload", Nothing()).get()
+            for source, one in (unwrap(answer).sources if answer is not None else {}).items():
+                add_up(found, source, one)
         return found
 
     def resize(self, workers: Sequence[int], loads: Sequence[float]) -> None:
@@ -588,14 +602,16 @@ class HostChanges:
             for host in self._running():
                 new = [source for source in wanted.sources_of(host) if source not in now.sources_of(host)]
                 if new:
-                    self._ask(host, "take_sources", {"sources": new})
+                    self._ask(host, "take_sources", SomeSources(new))
             if wanted != now and not self._table.assign(wanted, now):
                 return  # a shadow was promoted meanwhile
             self._sizes = self._dealt_sizes(wanted, dealt, fixed)
             for host in self._running():
                 left = [source for source in now.sources_of(host) if source not in wanted.sources_of(host)]
-                met = self._ask(host, "resize", sizes_to_json(self._sizes.get(host, {}), left))["met"]
-                self._pass_on(met, wanted)
+                found: LeftSources = self._ask(host, "resize", Resize(self._sizes.get(host, {}), tuple(left)))
+                # Another host continues the counters of sources that this one has left.
+                for source, met in found.met.items():
+                    self._ask(wanted.primary[source][0], "restore", met)
             for host in self._running():
                 if host in self._spares and not wanted.sources_of(host) and not wanted.shadows_of(host):
                     self._end_spare(host)
@@ -622,11 +638,6 @@ class HostChanges:
                 smaller = deal(free, now.primary, fewer, self._per_host, loads=loads)
                 dealt, hosts = (smaller, fewer) if not smaller.further else (dealt, hosts)
         return dealt
-
-    def _pass_on(self, met: Mapping[str, Any], wanted: Assignment) -> None:
-        """Let another host continue the counters of sources that a host has left."""
-        for source, loaders in met.items():
-            self._ask(wanted.primary[int(source)][0], "restore", {"loaders": loaders})
 
     def _assignment(self, now: Assignment, dealt: Deal) -> Assignment:
         """Return which host has what: hosts that stay keep their place, so that few groups move."""
@@ -680,13 +691,8 @@ class HostChanges:
         self._sizes.pop(host, None)
         logger.info("loader host %d has nothing left, and was ended", host)
 
-    def _ask(self, host: int, method: str, message: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, host: int, method: str, message: Message) -> Any:
         return self._table.peers.insist(loader_name(host), method, message)
-
-
-def sizes_to_json(sizes: Sizes, left: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the message to a loader host about its workers."""
-    return {"sizes": [[source, count, *part] for source, (count, part) in sizes.items()], "left": list(left)}
 
 
 def spares_of(options: ServiceOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from overlord.core.messages import HandedOver, Media, Payload
+from overlord.core.messages import HandedOver, Heartbeat, Media, Nothing, Payload
 from overlord.job.specs import Job
 from overlord.runtimes.hosts.cluster_role import RoleEnvironment
 from overlord.runtimes.hosts.prefetch import Executors, SerialWorkers
@@ -123,9 +123,8 @@ class DirectPeer:
     def ask(self, method: str, message: Any, sender: Sender = SERVICE) -> Pending:
         """Call a method of the role."""
         if method == "beat":
-            progress = self.role.await_progress(0.0)
-            version, rewound = self.peer_client.version, self.role.rewound
-            return Answered({"version": version, "busy_s": 0.0, "rewound": rewound, **progress})
+            served, rewound = self.role.await_progress(0.0), self.role.rewound
+            return Answered(Heartbeat(self.peer_client.version, rewound=rewound, served=served))
 
         def work() -> Any:
             self.peer_client.check(sender)
@@ -206,7 +205,7 @@ class DirectEngine:
         """Give a role the membership."""
         assert isinstance(peer, DirectPeer)
         peer.peer_client.learn(membership)
-        return Answered({})
+        return Answered(Nothing())
 
     def kill(self, peer: Peer, site: Site, pid: int) -> None:
         """Drop a role."""

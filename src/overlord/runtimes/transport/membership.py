@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from overlord.core.messages import MembershipHead
 from overlord.errors import AnswerLost, ServiceLost, Succeeded, Superseded
 from overlord.roles.assignment import Assignment
 from overlord.runtimes.launching.cluster_placement import Site
@@ -73,20 +74,15 @@ class Membership:
     failed: str | None = None
     """Why the service cannot go on, if so."""
 
-    def head(self) -> dict[str, Any]:
-        """Return all but the peers, as plain values."""
-        return {
-            "version": self.version,
-            "generations": dict(self.generations),
-            "assignment": self.assignment.to_json(),
-            "failed": self.failed,
-        }
+    def head(self) -> MembershipHead:
+        """Return all but the peers."""
+        now = self.assignment
+        return MembershipHead(self.version, dict(self.generations), now.primary, now.shadow, self.failed)
 
     @classmethod
-    def from_head(cls, head: Mapping[str, Any], peers: Mapping[str, Peer]) -> Membership:
+    def from_head(cls, head: MembershipHead, peers: Mapping[str, Peer]) -> Membership:
         """Read a membership whose peers came beside it."""
-        assignment = Assignment.from_json(head["assignment"])
-        return cls(head["version"], head["generations"], peers, assignment, head["failed"])
+        return cls(head.version, head.generations, peers, Assignment(head.primary, head.shadow), head.failed)
 
 
 class PeerClient:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.core.messages import CallRole, StartRole
+from overlord.core.messages import CallRole, Close, StartRole
 from overlord.errors import ServiceLost
 from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.launching.cluster_placement import Site
@@ -235,7 +235,7 @@ def serve(connection: socket.socket) -> None:
     hurry = threading.Timer(told.end_s, os._exit, (1,))
     hurry.daemon = True
     hurry.start()
-    server.answer(CallRole("close", SERVICE, to_frame({})[0][0]), [])
+    server.answer(CallRole("close", SERVICE, to_frame(Close())[0][0]), [])
     os._exit(0)  # threads may still wait for peers that are gone too
 
 

@@ -42,12 +42,12 @@ from overlord.runtimes.supervision.service_process import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
 from overlord.runtimes.transport.codec import Frame
 from overlord.runtimes.transport.membership import SERVICE, Membership, Peer, PeerGone, Pending, Sender
-from overlord.runtimes.transport.role_codec import answer_from_frame, to_frame
+from overlord.runtimes.transport.role_codec import answer_from_frame, from_frame, to_frame
 from overlord.runtimes.transport.role_host import RoleHost
 
 STORE_BYTES = 256 << 20
 """What the object store of our own cluster has beside the payloads within the budget."""
-ASIDE = ("beat", "verdict", "pid", "progress", "close")
+ASIDE = ("beat", "verdict", "alive", "close")
 """Methods that have threads of their own: other calls may hold a lock and wait for their answers."""
 ASIDE_THREADS = 8
 ACCELERATORS = ("GPU", "TPU", "NPU", "HPU", "neuron_cores")
@@ -109,9 +109,9 @@ class Host:
         self._host = RoleHost(bundle, paths, folder, site, RayBlobs())
 
     @ray.method(concurrency_group="aside")
-    def learn(self, head: dict[str, Any], handles: dict[str, Any]) -> Frame:
+    def learn(self, frame: Frame, handles: dict[str, Any]) -> Frame:
         """Take a new membership of peers."""
-        return self._host.learn(head, {name: RayPeer(handle) for name, handle in handles.items()})
+        return self._host.learn(from_frame(frame), {name: RayPeer(handle) for name, handle in handles.items()})
 
     @ray.method(concurrency_group="aside")
     def ask_aside(self, method: str, frame: Frame, plan: Any = None, sender: Sender = SERVICE) -> Frame:
@@ -155,7 +155,7 @@ class RayEngine:
         """Send an actor the membership of peers."""
         assert isinstance(peer, RayPeer)
         handles = {name: one.handle for name, one in membership.peers.items() if isinstance(one, RayPeer)}
-        return RayAnswer(peer.handle.learn.remote(membership.head(), handles))
+        return RayAnswer(peer.handle.learn.remote(to_frame(membership.head())[0], handles))
 
     def kill(self, peer: Peer, site: Site, pid: int) -> None:
         """Kill an actor; its process too, which Ray only asks to end."""

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from overlord.core.client_messages import Message
-from overlord.core.messages import Facts, HandedOver, Rows, WithPlan
+from overlord.core.messages import HandedOver, Rows, WithPlan, WorkerMessage
 from overlord.core.plan import plan_from_bytes
 from overlord.core.ragged import Ragged, RowBatch
 from overlord.errors import OverlordError, ServiceLost
@@ -45,13 +45,13 @@ def unwrap(answer: Any) -> Any:
     return answer
 
 
-def to_frame(message: Any) -> tuple[Frame, Any]:
-    """Encode a message, a dict of plain values, or an error; return the frame, and the plan that goes beside it.
+def to_frame(message: Message | BaseException) -> tuple[Frame, Any]:
+    """Encode a message or an error; return the frame, and the plan that goes beside it.
 
     Example:
-        >>> frame, plan = to_frame({"step": 3})
-        >>> from_frame(frame)["step"], from_frame(to_frame(OverlordError("no"))[0])
-        (3, OverlordError('no'))
+        >>> from overlord.core.messages import FirstStep
+        >>> from_frame(to_frame(FirstStep(3))[0]), from_frame(to_frame(OverlordError("no"))[0])
+        (FirstStep(step=3), OverlordError('no'))
     """
     if isinstance(message, BaseException):
         return codec.frame_of(failure_of(message)), None
@@ -59,11 +59,11 @@ def to_frame(message: Any) -> tuple[Frame, Any]:
         message = replace(message, payloads=[payload.compact() for payload in message.payloads])
     if isinstance(message, WithPlan):
         return codec.frame_of(replace(message, plan=None)), message.plan
-    return codec.frame_of(message if isinstance(message, Message) else Facts(message)), None
+    return codec.frame_of(message), None
 
 
 def from_frame(frame: Frame, plan: Any = None) -> Any:
-    """Decode what `to_frame` wrote: a message, a dict, or an error.
+    """Decode what `to_frame` wrote: a message or an error.
 
     Args:
         frame: The frame.
@@ -72,7 +72,7 @@ def from_frame(frame: Frame, plan: Any = None) -> Any:
     message = _decoder().message(frame)
     if plan is not None:
         return replace(message, plan=plan)
-    return message.values if isinstance(message, Facts) else error_of(message) or message
+    return error_of(message) or message
 
 
 def question_from_frame(frame: Frame, plan: Any = None) -> Any:
@@ -121,7 +121,7 @@ _rows_decoder = functools.cache(lambda: codec.Decoder(Rows))
 
 
 def send_rows(
-    connection: socket.socket, head: dict[str, Any], rows: RowBatch, on_silence: OnSilence | None = None
+    connection: socket.socket, head: WorkerMessage, rows: RowBatch, on_silence: OnSilence | None = None
 ) -> None:
     """Send a message with some rows.
 
@@ -133,7 +133,7 @@ def send_rows(
     send_frame(connection, codec.frame_of(Rows(head, columns)), (), on_silence)
 
 
-def receive_rows(connection: socket.socket, on_silence: OnSilence | None = None) -> tuple[dict[str, Any], RowBatch]:
+def receive_rows(connection: socket.socket, on_silence: OnSilence | None = None) -> tuple[WorkerMessage, RowBatch]:
     """Wait for a message; its columns are views into one block of memory.
 
     Raises:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from overlord.core.messages import Heartbeat, MembershipHead, Nothing
 from overlord.errors import AnswerLost, OverlordError, Superseded
 from overlord.runtimes.hosts.cluster_role import ClusterRole
 from overlord.runtimes.hosts.constructor_host import ConstructorHost
@@ -58,10 +59,10 @@ class RoleHost:
             logger.exception("the %s did not start", site["name"])
             self._failed = answer_to_frame(error)
 
-    def learn(self, head: Mapping[str, Any], peers: Mapping[str, Peer]) -> Frame:
+    def learn(self, head: MembershipHead, peers: Mapping[str, Peer]) -> Frame:
         """Take a membership."""
         self.peer_client.learn(Membership.from_head(head, peers))
-        return answer_to_frame({})
+        return answer_to_frame(Nothing())
 
     def ask(self, method: str, frame: Frame, plan: Any = None, sender: Sender = SERVICE) -> Frame:
         """Call a method of the role."""
@@ -98,15 +99,15 @@ class RoleHost:
         if first:
             threading.Thread(target=self._watch_lease, name="overlord-lease", daemon=True).start()
         time.sleep(PROGRESS_S)
-        progress: dict[str, Any] = {}
+        served = -1
         if self._role is None:
             time.sleep(BEAT_S - PROGRESS_S)
         else:
-            progress = self._role.await_progress(BEAT_S - PROGRESS_S)
+            served = self._role.await_progress(BEAT_S - PROGRESS_S)
         oldest = min(self._running.copy().values(), default=None)
         busy_s = 0.0 if oldest is None else time.monotonic() - oldest
         rewound = self._failed is None and self._role is not None and self._role.rewound
-        return answer_to_frame({"version": self.peer_client.version, "busy_s": busy_s, "rewound": rewound, **progress})
+        return answer_to_frame(Heartbeat(self.peer_client.version, busy_s, rewound, served))
 
 
 def finished(answer: Any) -> Any:
