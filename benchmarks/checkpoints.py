@@ -23,7 +23,7 @@ from overlord.core.messages import HostNews
 from overlord.runtimes.hosts.peers import PLANNER
 from overlord.runtimes.hosts.shared_planner import Pace
 from overlord.runtimes.launching.inline_service import InlineService
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.transport.direct import CallerEnvironment
 from overlord.stores.journal import encode
 

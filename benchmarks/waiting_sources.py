@@ -12,7 +12,7 @@ import numpy as np
 
 import overlord as ol
 from overlord.runtimes.autoscaling.profiling import profile_job
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.scaling.profiles import SourceCost, counted_by_workers
 
 

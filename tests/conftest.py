@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow_but_inline") and item.callspec.params["where"] != "inline":  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
+
+
+def status_at(service: ol.Service, step: int) -> dict[str, Any]:
+    """Return the status when rank 0 is known to be at a step: a client that looks ahead tells where it is beside it."""
+    until = time.monotonic() + 10.0
+    while (status := service.status())["clients"].get("0") != step and time.monotonic() < until:
+        time.sleep(0.05)
+    return status
 
 
 @pytest.fixture(scope="session")

@@ -134,7 +134,7 @@ def test_nothing_read_is_evaluated_or_unpickled():
         assert not re.search(r"(?<![\w.])eval\(|(?<![\w.])exec\(|yaml\.load\(", text), path
         if "cloudpickle.loads" in text:
             launched = (
-                "launch_options.py",
+                "service_options.py",
                 "process_workers.py",
                 "reader_processes.py",
             )

@@ -33,8 +33,8 @@ from overlord.runtimes.autoscaling.scaler import sizing_of
 from overlord.runtimes.client_feed import refuse_torch_workers
 from overlord.runtimes.launching.deployment import Progress, few_samples, limits_of
 from overlord.runtimes.launching.inline_service import InlineService
-from overlord.runtimes.launching.launch_options import ServiceOptions, cluster_of, shadows_of
 from overlord.runtimes.launching.resume import canonical
+from overlord.runtimes.launching.service_options import ServiceOptions, cluster_of, shadows_of
 from overlord.runtimes.supervision.service_process import ServiceProcess, ray_service
 from overlord.scaling.autoscaler import Scaling
 from overlord.storage import StorageOptions

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tests.conftest import write_ids
+from tests.conftest import status_at, write_ids
 
 import overlord as ol
 from overlord.testing import assert_resumes_anywhere
@@ -150,7 +150,7 @@ def test_status_shows_planned_and_realised_shares(ids_job, cache, where):
         client = service.client()
         for _ in range(6):
             next(client)
-        status = service.status()
+        status = status_at(service, 5)
     assert status["clients"] == {"0": 5}
     for name, planned in (("a", 3 / 6), ("b", 1 / 6), ("c", 2 / 6)):
         source = status["sources"][name]

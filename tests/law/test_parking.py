@@ -200,17 +200,17 @@ def test_a_bucket_that_stops_answering(tmp_path, folder, monkeypatch):
     host, port = server.get_host_and_port()
     keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
     client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", **keys)
-    client.create_bucket(Bucket="bucket")
+    client.create_bucket(Bucket="parking")  # servers of one process share their buckets
     for number in range(4):
         out = io.BytesIO()
         rows = [[1000 * number + i] * (i % 17 + 1) for i in range(30)]
         pq.write_table(pa.table({"ids": pa.array(rows, pa.list_(pa.int32()))}), out, row_group_size=10)
-        client.put_object(Bucket="bucket", Key=f"data/{number}.parquet", Body=out.getvalue())
+        client.put_object(Bucket="parking", Key=f"data/{number}.parquet", Body=out.getvalue())
     storage = {
         "access_key": "testing", "secret_key": "testing", "region": "us-east-1", "scheme": "http",
         "endpoint_override": f"{host}:{port}", "connect_timeout": 0.2, "request_timeout": 0.5,
     }  # fmt: skip
-    remote = ol.Source("s3", "s3://bucket/data/*.parquet", sample=SAMPLE, shuffle_bytes=500, storage_options=storage)
+    remote = ol.Source("s3", "s3://parking/data/*.parquet", sample=SAMPLE, shuffle_bytes=500, storage_options=storage)
     job = job_of(folder, "ab")
     job = job.replace(sources=[*job.sources, remote])
     options = {"runtime": "inline", "cache": str(tmp_path / "cache"), "on_source_failure": "park"}

@@ -6,7 +6,7 @@ import os
 import threading
 
 import pytest
-from tests.conftest import write_ids
+from tests.conftest import status_at, write_ids
 
 import overlord as ol
 from overlord.core.client_messages import AddSource, ChangeSource, GetMixture
@@ -63,7 +63,7 @@ def test_what_a_service_promises(ids_job, cache, tmp_path, transport):
         assert [meshes[step][0].dp for step in (8, 9, 10, 11)] == [2, 2, 1, 1]
         assert meshes[9][1] == Tree(dp=1), "the mesh of the next step is announced with the last one of the old mesh"
 
-        status = service.status()
+        status = status_at(service, 13)
         assert status["runtime"] == transport["runtime"] and status["clients"]["0"] == 13
         assert set(status["sources"]) == {"a", "b", "c", "new"} and status["sources"]["b"]["parked"]["since"] == 13
         with pytest.raises(ol.SpecError, match="rank 2 is not in the mesh"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import overlord as ol
-from overlord.runtimes.launching.launch_options import ServiceOptions, pack, unpack
+from overlord.runtimes.launching.service_options import ServiceOptions, pack, unpack
 from overlord.version import VERSION
 
 
@@ -47,7 +47,7 @@ def test_bytes_without_a_head_are_never_unpickled(bundle):
 
 
 def test_the_digest_of_fields_notices_a_field_that_came(monkeypatch, ids_job, options):
-    from overlord.runtimes.launching import launch_options as module
+    from overlord.runtimes.launching import service_options as module
 
     packed = pack(ids_job, options)
     fields = [*dataclasses.fields(ServiceOptions), *dataclasses.fields(ServiceOptions)[:1]]

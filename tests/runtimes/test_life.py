@@ -10,10 +10,10 @@ import pytest
 import overlord as ol
 from overlord.errors import ClosedError, ServiceLost
 from overlord.runtimes.launching.cluster_placement import place_here
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.supervisor import StartupLiveness, Supervisor
-from overlord.runtimes.transport.membership import PeerGone
+from overlord.runtimes.transport.engine import PeerGone
 
 HEARTBEAT_S = 5.0
 LIMITS = Limits(HEARTBEAT_S)

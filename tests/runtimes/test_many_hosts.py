@@ -30,9 +30,10 @@ from overlord.runtimes.client_feed import connect
 from overlord.runtimes.hosts.constructor_host import ConstructorHost
 from overlord.runtimes.hosts.loader_host import LoaderHost
 from overlord.runtimes.hosts.planner_host import PlannerHost
-from overlord.runtimes.launching.launch_options import ServiceOptions, pack, unpack
+from overlord.runtimes.launching.service_options import ServiceOptions, pack, unpack
 from overlord.runtimes.supervision.cleanup import remove_when_gone
-from overlord.runtimes.transport.membership import SERVICE, Membership, PeerClient
+from overlord.runtimes.transport.engine import SERVICE, Membership
+from overlord.runtimes.transport.peer_client import PeerClient
 from overlord.runtimes.transport.role_codec import (
     answer_from_frame,
     answer_to_frame,
@@ -40,7 +41,7 @@ from overlord.runtimes.transport.role_codec import (
     to_frame,
     unwrap,
 )
-from overlord.runtimes.transport.role_host import finished
+from overlord.runtimes.transport.role_endpoint import finished
 from overlord.testing import StreamDigests, digest_service
 
 

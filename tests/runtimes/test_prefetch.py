@@ -19,7 +19,7 @@ from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.runtimes.hosts.loader_fleet import LoaderFleet, make_fleet
 from overlord.runtimes.hosts.prefetch import Executors, SourceWorkers, ThreadPriorityExecutor
 from overlord.runtimes.launching.deployment import open_files, prepare
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.stores.journal import Journal
 from overlord.stores.places import open_place
 

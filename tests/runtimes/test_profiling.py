@@ -31,7 +31,7 @@ from overlord.runtimes.autoscaling.profiling import (
 )
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.runtimes.launching.deployment import facts_of, open_files, prepare
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.scaling.profiles import Profile, SourceProfile
 
 NAP_S = 0.005

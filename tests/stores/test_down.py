@@ -17,7 +17,7 @@ from overlord.errors import Fenced
 from overlord.runtimes.hosts.peers import PLANNER
 from overlord.runtimes.hosts.shared_planner import Pace
 from overlord.runtimes.launching.inline_service import InlineService
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.transport.direct import CallerEnvironment
 from overlord.stores.owners import claim
 from overlord.stores.places import LocalPlace, open_place
@@ -148,7 +148,7 @@ def test_inline_tries_for_a_while_and_can_be_asked_again(ids_job, cache, tmp_pat
     monkeypatch.setattr("overlord.runtimes.transport.direct.STORE_PATIENCE_S", 0.2)
     places = []
     monkeypatch.setattr(
-        "overlord.runtimes.hosts.cluster_role.open_place", lambda *_: places.append(Failing(tmp_path)) or places[0]
+        "overlord.runtimes.hosts.role_host.open_place", lambda *_: places.append(Failing(tmp_path)) or places[0]
     )
     with ol.launch(ids_job, runtime="inline", cache=cache, store=tmp_path) as service, service.client() as client:
         steps = [next(client) for _ in range(3)]

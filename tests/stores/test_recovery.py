@@ -18,8 +18,8 @@ from overlord.errors import Fenced
 from overlord.roles.changes import mixture_to_json
 from overlord.roles.client import Client
 from overlord.runtimes.launching.inline_service import Feed, InlineService
-from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.launching.resume import with_changes
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.stores.places import open_place
 from overlord.stores.store import Store, newest_lineage
 

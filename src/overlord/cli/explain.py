@@ -64,7 +64,7 @@ from overlord.runtimes.launching.deployment import (
     order_of,
 )
 from overlord.runtimes.launching.inline_service import InlineService
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.transport.direct import CallerEnvironment, CallerPace
 from overlord.transforms.samples.per_sample import MediaDecoder, decode_media
 

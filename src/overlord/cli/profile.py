@@ -26,7 +26,7 @@ from overlord.runtimes.autoscaling.profiling import (
     read_profile,
     write_profile,
 )
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.scaling.partition import Partition, partition
 from overlord.scaling.profiles import Profile, Resources, SourceCost, mean_shares, schedule_shares
 

@@ -1,4 +1,4 @@
-"""Messages between roles: small frozen records around columns, without behaviour.
+"""Messages between roles: frozen records around columns; some of them can be cut and joined.
 
 Those derived from `Message` travel between processes (runtimes/transport/role_codec.py); the others are parts of them.
 """
@@ -45,7 +45,7 @@ class MetaDelta:
 
 @dataclass(frozen=True, slots=True)
 class LoaderOrder:
-    """DataConstructor to SourceLoader: prepare and hand over these samples of one step."""
+    """What a plan takes from one source: its SourceLoader prepares and hands over these samples of one step."""
 
     step: int
     source: int
@@ -186,7 +186,7 @@ STORE_DOWN = -1
 
 
 class Nothing(Message, frozen=True):
-    """What a role is asked or answers where the name of its method says all."""
+    """An empty message: the name of the method is enough."""
 
 
 class WithPlan(Message, frozen=True, kw_only=True):
@@ -201,7 +201,7 @@ class Waiting:
     """A step that cannot be planned yet."""
 
     missing: int | None
-    """The step whose report must come first, or STORE_DOWN; None where the stream has not come near."""
+    """The step whose report must come first, or STORE_DOWN; None where an earlier step must be planned first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class HostNews:
     told_missing: int | None = None
     """The report it knows to be missing: it waits for that one, and is told of any other at once."""
     newcomers: bool = False
-    """Whether it asks only for ranks that come with that step."""
+    """Whether only ranks that join at this step need the plan."""
     waited_s: float = 0.0
     """How long its trainers have waited for batches, all in all."""
 
@@ -230,7 +230,7 @@ class PlanRequest(Message, frozen=True):
 
 
 class PlanAnswer(WithPlan, frozen=True):
-    """Planner host to constructor host: the plan, that it must be waited for, or neither past the end."""
+    """Planner host to constructor host: the plan, or `waits` if it cannot be made yet; neither after the last step."""
 
     waits: Waiting | None = None
     next_mesh: str | None = None
@@ -270,13 +270,13 @@ class SomeSources(Message, frozen=True):
 
 
 class SourceReports(Message, frozen=True):
-    """Loader host: what the loaders of each source have done, hold and have met, as `status` shows it."""
+    """Loader host: the work, buffers and counters of each source's loaders, as `status` shows them."""
 
     sources: dict[int, dict[str, Any]]
 
 
 class LoaderSnapshots(Message, frozen=True):
-    """What loaders have met, by the names of their sources: a loader in their place goes on counting from there."""
+    """The counters of loaders, by the names of their sources; a loader that replaces one continues them."""
 
     loaders: dict[str, Any]
 
@@ -331,7 +331,7 @@ class SourceFacts(NamedTuple):
 
 
 class Alive(Message, frozen=True):
-    """A role that starts: the process it is, and how many sources it has opened."""
+    """The answer to `alive`: the process of the role, and how many sources it has opened."""
 
     pid: int
     opened: int = 0
@@ -379,7 +379,7 @@ class Positions(Message, frozen=True):
     """What loaders must find where they open a source that others had open."""
     verdicts: dict[str, Any]
     snapshots: dict[str, Any]
-    """What loaders had met, by the names of their sources."""
+    """The counters of loaders, by the names of their sources."""
 
 
 class BeginPlanning(Message, frozen=True):
@@ -403,7 +403,7 @@ class Resize(Message, frozen=True):
 
 
 class LeftSources(Message, frozen=True):
-    """Loader host: what was met of sources that have left, which others count from now on."""
+    """Loader host: the counters of sources that moved to other hosts, which continue them."""
 
     met: dict[int, LoaderSnapshots]
 

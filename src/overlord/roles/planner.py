@@ -532,7 +532,7 @@ class Checkpoints:
             self.store.begin(self._state_of(step), horizon=step + AHEAD)
 
     def reserve(self, step: int) -> None:
-        """Make sure that a step may be handed out: the journal is on disk, and the horizon is beyond the step."""
+        """Make sure that a step may be handed out: inputs are on disk, and so is a horizon beyond the step."""
         self.store.journal.settle()
         if step >= self.store.horizon:
             self.store.reserve(step + AHEAD)

@@ -33,19 +33,20 @@ from overlord.core.client_messages import GetStatus, Request
 from overlord.core.messages import Heartbeat, Nothing
 from overlord.errors import Fenced, OverlordError, ServiceLost, SpecError, StoreError
 from overlord.job.specs import Job
-from overlord.runtimes.hosts.cluster_role import LOCK_FREE, RoleEnvironment
 from overlord.runtimes.hosts.constructor_host import InlineConstructor
 from overlord.runtimes.hosts.peers import Blobs
+from overlord.runtimes.hosts.role_host import LOCK_FREE, RoleEnvironment
 from overlord.runtimes.hosts.shared_planner import Pace
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.inline_service import CONSTRUCTOR, InlineService
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.supervision.supervisor import Supervisor
 from overlord.runtimes.transport.codec import Frame
 from overlord.runtimes.transport.direct import CallerEnvironment, CallerPace, Clock, DirectEngine, DirectPeer, MakeRole
-from overlord.runtimes.transport.membership import SERVICE, Membership, Peer, PeerClient, PeerGone, Pending, Sender
+from overlord.runtimes.transport.engine import SERVICE, Membership, Peer, PeerGone, Pending, Sender
+from overlord.runtimes.transport.peer_client import PeerClient
 from overlord.runtimes.transport.role_codec import answer_from_frame, answer_to_frame, question_from_frame, to_frame
-from overlord.runtimes.transport.role_host import answer_of, finished
+from overlord.runtimes.transport.role_endpoint import answer_of, finished
 from overlord.storage import StorageOptions
 from overlord.stores.places import Appender, Place, open_place
 from overlord.testing.fault_script import SERVICE as WHOLE_SERVICE

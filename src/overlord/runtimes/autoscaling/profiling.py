@@ -53,7 +53,7 @@ from overlord.runtimes.launching.deployment import (
     prepare,
     try_files,
 )
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.scaling.profiles import Entry, Profile, Running, SourceProfile, Spread, cost_digest
 from overlord.storage import replacing

@@ -28,7 +28,7 @@ from overlord.job.specs import Job
 from overlord.launch_spec import Budget, Loaders
 from overlord.runtimes.autoscaling.profiling import digests_of, read_profile, refresh
 from overlord.runtimes.launching.deployment import Prepared
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.scaling.autoscaler import Bottleneck, Fleet, Scaling, Waited, decide, find_bottleneck
 from overlord.scaling.partition import partition
 from overlord.scaling.profiles import (

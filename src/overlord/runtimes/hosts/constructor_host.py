@@ -29,13 +29,13 @@ from overlord.core.plan import LoadingPlan
 from overlord.errors import OverlordError, ReportMissing, SpecError, error_named
 from overlord.roles.client import RankView
 from overlord.roles.data_constructor import DataConstructor
-from overlord.runtimes.hosts.cluster_role import ClusterRole
 from overlord.runtimes.hosts.peers import RemoteLoaders, RemotePlanner
+from overlord.runtimes.hosts.role_host import RoleHost
 from overlord.runtimes.hosts.shared_planner import left_behind
 from overlord.runtimes.hosts.step_server import Built, RanksOf, StepServer, view_facts
 from overlord.runtimes.launching.add_source import without_last_source
 from overlord.runtimes.launching.deployment import make_constructor
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.transport.listener import answer_requests, listen, socket_name
 from overlord.runtimes.transport.shared_memory import Arena
 from overlord.transforms.microbatches.per_microbatch import PackedMicrobatch
@@ -312,7 +312,7 @@ STORE_WAIT_S = 0.25
 """How long a client without threads waits before it asks again for a step that waits for the store."""
 
 
-class ConstructorHost(ClusterRole):
+class ConstructorHost(RoleHost):
     """The constructor host of one trainer host."""
 
     def __init__(self, *given: Any, **named: Any) -> None:

@@ -32,9 +32,9 @@ from overlord.core.samples import Cursor
 from overlord.job.specs import Source
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.poisoned_rows import verdicts_from_json
-from overlord.runtimes.hosts.cluster_role import ClusterRole
 from overlord.runtimes.hosts.loader_fleet import LoaderFleet, StagedSteps, make_fleet, make_pool
 from overlord.runtimes.hosts.peers import RemoteVerdicts
+from overlord.runtimes.hosts.role_host import RoleHost
 from overlord.runtimes.launching.add_source import open_last_source, with_source, without_last_source
 from overlord.runtimes.launching.deployment import facts_of, index_first_windows, open_files
 from overlord.runtimes.supervision.supervisor import check_same_files
@@ -42,7 +42,7 @@ from overlord.runtimes.transport.role_codec import Unfinished
 from overlord.runtimes.transport.shared_memory import give_back_freed_memory
 
 
-class LoaderHost(ClusterRole):
+class LoaderHost(RoleHost):
     """Opens the sources of one host, and answers for their SourceLoaders."""
 
     def open(self, message: Prepare) -> OpenSources:
@@ -69,7 +69,7 @@ class LoaderHost(ClusterRole):
         return self._files
 
     def interrupt(self) -> None:
-        """Let nothing wait any longer for a source that cannot be read."""
+        """End all waits for sources that cannot be read."""
         if hasattr(self, "_fleet"):
             self._fleet.interrupt()
 
@@ -99,7 +99,7 @@ class LoaderHost(ClusterRole):
     def resize(self, message: Resize) -> LeftSources:
         """Change how many workers sources have here, and which of their groups they prepare.
 
-        Tells what was met of sources that have left: from now on others count that.
+        Returns the counters of sources that have moved away; their new hosts continue them.
         """
         sizes = message.sizes
         self._have(sizes)

@@ -42,7 +42,8 @@ from overlord.roles.assignment import NO_HOST
 from overlord.roles.poisoned_rows import Verdict, poisoned_in
 from overlord.roles.ports import Collect
 from overlord.roles.source_loader import LoaderCounters
-from overlord.runtimes.transport.membership import Call, PeerClient, PeerGone, Pending
+from overlord.runtimes.transport.engine import PeerGone, Pending
+from overlord.runtimes.transport.peer_client import Call, PeerClient
 from overlord.runtimes.transport.role_codec import unwrap
 
 PLANNER = "planner"

@@ -28,8 +28,8 @@ from overlord.core.plan import LoadingPlan
 from overlord.errors import Rewound
 from overlord.job.specs import Source
 from overlord.runtimes.autoscaling.scaler import check_sizes
-from overlord.runtimes.hosts.cluster_role import ClusterRole
 from overlord.runtimes.hosts.peers import RemoteLoaders, put_plan
+from overlord.runtimes.hosts.role_host import RoleHost
 from overlord.runtimes.hosts.shared_planner import SharedPlanner
 from overlord.runtimes.launching.add_source import journal_last_source, with_source
 from overlord.runtimes.launching.deployment import (
@@ -47,7 +47,7 @@ KEPT_BLOBS = 16
 """Plans that the planner keeps put, for hosts that are behind."""
 
 
-class PlannerHost(ClusterRole):
+class PlannerHost(RoleHost):
     """The host of the planner."""
 
     _history: History | None = None

@@ -37,7 +37,6 @@ from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.planner import Planner, PlannerStart
 from overlord.roles.ports import Loaders
 from overlord.roles.source_loader import Lengths
-from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.launching.resume import (
     History,
     ResumePoint,
@@ -49,6 +48,7 @@ from overlord.runtimes.launching.resume import (
     with_added_sources,
     without_files,
 )
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.transforms.microbatches.packing_kernels import copy_runs, warm_packing
 from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob
 from overlord.transforms.microbatches.positions import mrope_positions

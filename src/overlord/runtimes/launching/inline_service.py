@@ -27,19 +27,19 @@ from overlord.errors import ClosedError, Rewound
 from overlord.job.specs import Job
 from overlord.roles.client import Client, RankView
 from overlord.runtimes.client_feed import check_step
-from overlord.runtimes.hosts.cluster_role import ClusterRole, RoleEnvironment
 from overlord.runtimes.hosts.constructor_host import InlineConstructor
 from overlord.runtimes.hosts.peers import PLANNER, Blobs
+from overlord.runtimes.hosts.role_host import RoleEnvironment, RoleHost
 from overlord.runtimes.hosts.shared_planner import left_behind
 from overlord.runtimes.launching.cluster_placement import Site, place_here
 from overlord.runtimes.launching.deployment import Progress
-from overlord.runtimes.launching.launch_options import ServiceOptions
 from overlord.runtimes.launching.resume import peek, with_added_sources
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
 from overlord.runtimes.supervision.supervisor import Supervisor
 from overlord.runtimes.transport.direct import DirectEngine
-from overlord.runtimes.transport.membership import PeerClient
-from overlord.runtimes.transport.role_host import ROLES
+from overlord.runtimes.transport.peer_client import PeerClient
+from overlord.runtimes.transport.role_endpoint import ROLES
 
 CONSTRUCTOR = "constructor host 0"
 
@@ -174,7 +174,7 @@ class InlineService:
         engine = DirectEngine(self._make_role, environment=self._environment)
         return Supervisor(engine, sites, self._given, idle=engine.pass_time)
 
-    def _make_role(self, site: Mapping[str, Any], peers: PeerClient, environment: RoleEnvironment) -> ClusterRole:
+    def _make_role(self, site: Mapping[str, Any], peers: PeerClient, environment: RoleEnvironment) -> RoleHost:
         kind = {**ROLES, "constructor": InlineConstructor}[site["role"]]
         return kind(self._job, self._given, str(self._options.store), site, peers, self.blobs, environment)
 

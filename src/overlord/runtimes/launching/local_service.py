@@ -14,18 +14,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from overlord.runtimes.hosts.cluster_role import ClusterRole, RoleEnvironment
+from overlord.runtimes.hosts.role_host import RoleEnvironment, RoleHost
 from overlord.runtimes.launching.cluster_placement import place_here
 from overlord.runtimes.launching.deployment import Progress
-from overlord.runtimes.launching.launch_options import pack
+from overlord.runtimes.launching.service_options import pack
 from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.cleanup import check_file_limit
 from overlord.runtimes.supervision.service_process import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
 from overlord.runtimes.transport.direct import ThreadEngine, ThreadEnvironment
-from overlord.runtimes.transport.membership import PeerClient
+from overlord.runtimes.transport.peer_client import PeerClient
 from overlord.runtimes.transport.process_engine import ProcessEngine
-from overlord.runtimes.transport.role_host import ROLES
+from overlord.runtimes.transport.role_endpoint import ROLES
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
             yield address
         return
 
-    def make(site: Mapping[str, Any], peer_client: PeerClient, environment: RoleEnvironment) -> ClusterRole:
+    def make(site: Mapping[str, Any], peer_client: PeerClient, environment: RoleEnvironment) -> RoleHost:
         return ROLES[site["role"]](job, options, str(folder), site, peer_client, None, environment)
 
     threads = ThreadEngine(make, ThreadEnvironment("local", options, progress))

@@ -28,7 +28,7 @@ from overlord.roles.changes import ROSTER_KINDS, Change, InputLog, changes_from_
 from overlord.roles.drawer import Drawer
 from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.roles.ports import Loaders
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.stores.places import OpenPlace, Place, open_place
 from overlord.stores.store import FoundLineage, Store, lineage_before, lineage_of, newest_lineage
 from overlord.transforms.samples.processor import fill_from_processor, read_processor, share_patches

@@ -8,15 +8,43 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from overlord.roles.assignment import NO_HOST, Assignment
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.supervision.child import Limits, Liveness, Restarts
-from overlord.runtimes.transport.membership import Engine, Membership, Peer, PeerClient, PeerGone, Pending, RoleInstance
+from overlord.runtimes.transport.engine import Engine, Membership, Peer, PeerGone, Pending
+from overlord.runtimes.transport.peer_client import PeerClient
 
 MOST_TRIES = 30
 """Replacements in a row of one role that end soon or do not come up, before the service gives up."""
+
+
+@dataclass(slots=True)
+class RoleInstance:
+    """A role, and the process or actor that runs it at the moment."""
+
+    site: Site
+    restarts: Restarts
+    generation: int = 1
+    peer: Peer | None = None
+    """None while there is none."""
+    coming: Peer | None = None
+    """The one that is being started: only its supervisor calls it, but it must know the other roles."""
+    beat: Pending | None = None
+    """The heartbeat that it was asked for."""
+    liveness: Liveness | None = None
+    started_at: float = 0.0
+    pid: int = 0
+    served: int = -1
+    """The newest step that a client of it is known to have come to."""
+    asleep: bool = False
+    """Whether it is not to run at the moment."""
+    rewound: bool = False
+    """Whether it reported that all ranks go back to an earlier step."""
+    told: Pending | None = field(default=None, repr=False)
+    """The last membership that was sent: dropping it may drop the message with it."""
 
 
 class RoleTable:

@@ -47,7 +47,7 @@ from overlord.job.specs import Job
 from overlord.roles.client import Client
 from overlord.runtimes.client_feed import ask_once, connect, write_failure
 from overlord.runtimes.launching.deployment import Progress
-from overlord.runtimes.launching.launch_options import ServiceOptions, pack
+from overlord.runtimes.launching.service_options import ServiceOptions, pack
 from overlord.runtimes.supervision.child import LIMITS, Backoff, ChildProcess, Limits, Liveness, Restarts, start_python
 from overlord.runtimes.supervision.cleanup import remove_when_gone, set_up_process
 from overlord.runtimes.transport.codec import error_of, failure_of, raised, receive, send

@@ -2,7 +2,7 @@
 
 It does not know what roles run on: an engine starts processes, Ray actors or objects of this process.
 
-How it works: every role is asked for a heartbeat, and answers it after half a second, so that one is always under way
+How it works: every role is asked for a heartbeat, and answers within half a second, so that one is always under way
 and a connection that breaks is noticed at once. `tick` looks at all of them:
 
     event                               what follows
@@ -17,8 +17,8 @@ Meanwhile its signs of life are answers to `alive`, not heartbeats (`StartupLive
 
 Rules of this file:
 1. A role that is taken for dead is killed before it is replaced, and what it still sends is refused (fencing).
-2. All losses of one look become one new membership: no role is sent to a shadow that is lost as well.
-3. Nothing here knows what a step is. What is lost is read or planned again by the replacement.
+2. All roles that are found dead in one tick leave with one membership: no caller is sent to a shadow that is dead too.
+3. The supervisor never decides what is in a step: what is lost is read or planned again by the replacement.
 4. A role that comes up does not wait for another one: of two that were lost together each would wait for the other.
 """
 
@@ -58,13 +58,13 @@ from overlord.runtimes.hosts.peers import PLANNER, add_up, loader_name
 from overlord.runtimes.launching.add_source import AddedSources
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.deployment import Progress, check_launch
-from overlord.runtimes.launching.launch_options import ServiceOptions, unpack
 from overlord.runtimes.launching.resume import canonical, peek, with_added_sources
+from overlord.runtimes.launching.service_options import ServiceOptions, unpack
 from overlord.runtimes.supervision.child import Backoff, Limits, Liveness
-from overlord.runtimes.supervision.role_table import MOST_TRIES, RoleTable
+from overlord.runtimes.supervision.role_table import MOST_TRIES, RoleInstance, RoleTable
 from overlord.runtimes.supervision.service_process import REWOUND, SERVED
+from overlord.runtimes.transport.engine import Engine, Peer, PeerGone, Pending
 from overlord.runtimes.transport.listener import CONTROL, answer_requests, listen
-from overlord.runtimes.transport.membership import Engine, Peer, PeerGone, Pending, RoleInstance
 from overlord.runtimes.transport.role_codec import unwrap
 from overlord.scaling.dealing import Deal, deal
 
@@ -74,14 +74,14 @@ KEPT_FAULTS = 256
 WORKERS_PER_HOST = 8
 """w_actor: workers that a loader host has room for, unless there are to be more than all hosts have."""
 ROOMY = 0.75
-"""A host that was started later ends when the workers of all fill the others no more than so far."""
+"""A spare host is ended when all workers fit into this share of the room of the other hosts."""
 
 
 class StartupLiveness:
     """Waits for answers of a role that starts, for as long as it gives signs of life.
 
-    It is not asked for its heartbeat: a role that was asked for one ends when no more follow (its lease), and they are
-    not asked for while one of the roles takes long to come up.
+    A role that starts is sent no heartbeats: after the first, it ends itself when no more follow (its lease), and they
+    are not sent while another role takes long to come up.
     """
 
     def __init__(
@@ -367,8 +367,7 @@ class Supervisor:
     def _replace(self, one: RoleInstance, fault: dict[str, Any]) -> None:
         """Start a replacement, and another one where that does not come up.
 
-        The generation is what two threads tell replacements apart by: each try has its own, and a host that was put to
-        sleep meanwhile has a newer one, which ends this loop.
+        Every try has its own generation; a newer one means that the host was put to sleep meanwhile, and ends this loop.
         """
         since, generation, backoff = self._clock(), int(fault["generation"]), Backoff(0.5, 4.0, self._idle)
         while not self._closing.is_set() and one.generation == generation:

@@ -19,17 +19,18 @@ from typing import Any
 
 from overlord.core.messages import HandedOver, Heartbeat, Media, Nothing, Payload
 from overlord.job.specs import Job
-from overlord.runtimes.hosts.cluster_role import RoleEnvironment
 from overlord.runtimes.hosts.prefetch import Executors, SerialWorkers
+from overlord.runtimes.hosts.role_host import RoleEnvironment
 from overlord.runtimes.hosts.shared_planner import Pace
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.deployment import IsolateReader, Prepared, Progress
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
-from overlord.runtimes.transport.membership import SERVICE, Membership, Peer, PeerClient, Pending, Sender
+from overlord.runtimes.transport.engine import SERVICE, Membership, Peer, Pending, Sender
+from overlord.runtimes.transport.peer_client import PeerClient
 from overlord.runtimes.transport.role_codec import Unfinished
-from overlord.runtimes.transport.role_host import answer_of
+from overlord.runtimes.transport.role_endpoint import answer_of
 from overlord.transforms.samples.per_sample import Isolate, Workers
 
 STORE_PATIENCE_S = 1.0

@@ -29,8 +29,8 @@ from overlord.runtimes.launching.deployment import warm_common
 from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits
 from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
 from overlord.runtimes.transport.codec import Frame, frame_of, receive_frame, send_frame
+from overlord.runtimes.transport.engine import SERVICE, Membership, Peer, PeerGone, Pending, Sender
 from overlord.runtimes.transport.listener import listen
-from overlord.runtimes.transport.membership import SERVICE, Membership, Peer, PeerGone, Pending, Sender
 from overlord.runtimes.transport.role_codec import (
     answer_from_frame,
     from_frame,
@@ -38,7 +38,7 @@ from overlord.runtimes.transport.role_codec import (
     send_message,
     to_frame,
 )
-from overlord.runtimes.transport.role_host import RoleHost
+from overlord.runtimes.transport.role_endpoint import RoleEndpoint
 
 
 class ProcessPeer:
@@ -229,7 +229,7 @@ def serve(connection: socket.socket) -> None:
             listening.enter_context(listen(Path(told.socket), lambda caller: coming.result().answer_all(caller)))
         except FileNotFoundError:
             return  # the service is gone, and its folder with it
-        server = _RoleServer(RoleHost(told.bundle.tobytes(), told.paths, told.folder, told.site, Blobs()))
+        server = _RoleServer(RoleEndpoint(told.bundle.tobytes(), told.paths, told.folder, told.site, Blobs()))
         coming.set_result(server)
         connection.recv(1)  # nothing ever comes
     hurry = threading.Timer(told.end_s, os._exit, (1,))
@@ -242,7 +242,7 @@ def serve(connection: socket.socket) -> None:
 class _RoleServer:
     """Turns messages into calls of the role."""
 
-    def __init__(self, host: RoleHost) -> None:
+    def __init__(self, host: RoleEndpoint) -> None:
         self._host = host
         self._peers: dict[str, ProcessPeer] = {}
 

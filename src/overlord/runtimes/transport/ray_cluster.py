@@ -36,14 +36,14 @@ from overlord.errors import AnswerLost, ServiceLost, SpecError
 from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.launching.cluster_placement import TRAINER, ClusterOptions, Node, Site, cpus_needed, place
 from overlord.runtimes.launching.deployment import Progress
-from overlord.runtimes.launching.launch_options import ServiceOptions, pack
+from overlord.runtimes.launching.service_options import ServiceOptions, pack
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.service_process import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
 from overlord.runtimes.transport.codec import Frame
-from overlord.runtimes.transport.membership import SERVICE, Membership, Peer, PeerGone, Pending, Sender
+from overlord.runtimes.transport.engine import SERVICE, Membership, Peer, PeerGone, Pending, Sender
 from overlord.runtimes.transport.role_codec import answer_from_frame, from_frame, to_frame
-from overlord.runtimes.transport.role_host import RoleHost
+from overlord.runtimes.transport.role_endpoint import RoleEndpoint
 
 STORE_BYTES = 256 << 20
 """What the object store of our own cluster has beside the payloads within the budget."""
@@ -106,7 +106,7 @@ class Host:
     """The actor around one role."""
 
     def __init__(self, bundle: bytes, paths: Sequence[str], folder: str, site: dict[str, Any]) -> None:
-        self._host = RoleHost(bundle, paths, folder, site, RayBlobs())
+        self._host = RoleEndpoint(bundle, paths, folder, site, RayBlobs())
 
     @ray.method(concurrency_group="aside")
     def learn(self, frame: Frame, handles: dict[str, Any]) -> Frame:

@@ -22,11 +22,11 @@ from overlord.runtimes.launching.deployment import (
     Prepared,
     prepare,
 )
-from overlord.runtimes.launching.launch_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.supervision.cleanup import remove_when_gone
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
-from overlord.runtimes.transport.membership import PeerClient
+from overlord.runtimes.transport.peer_client import PeerClient
 from overlord.storage import StorageOptions
 from overlord.stores.places import Place, open_place
 from overlord.transforms.samples.per_sample import Isolate, Workers
@@ -84,7 +84,7 @@ class RoleEnvironment:
         return Pace()
 
 
-class ClusterRole:
+class RoleHost:
     """A role host: it has the job, and a client of its peers. Every public method answers one message."""
 
     rewound = False

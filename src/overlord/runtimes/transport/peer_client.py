@@ -1,9 +1,6 @@
-"""Which process, actor or object runs each role at the moment, and calls to roles that survive their replacement.
+"""Calls to roles that survive their replacement.
 
-Rules of this file:
-1. Every instance of a role has a generation. The membership names the newest; a message of an older one is refused.
-2. Every call is idempotent: one whose answer does not come is made again, to the instance that runs the role by then.
-3. Only the supervisor declares an instance dead, with the next version of the membership.
+Every call is idempotent: one whose answer does not come is made again, to the instance that runs the role by then.
 """
 
 from __future__ import annotations
@@ -11,15 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
-from overlord.core.messages import MembershipHead
 from overlord.errors import AnswerLost, ServiceLost, Succeeded, Superseded
-from overlord.roles.assignment import Assignment
-from overlord.runtimes.launching.cluster_placement import Site
-from overlord.runtimes.supervision.child import LIMITS, Liveness, Restarts
+from overlord.runtimes.supervision.child import LIMITS
+from overlord.runtimes.transport.engine import Membership, Peer, PeerGone, Pending, Sender
 from overlord.runtimes.transport.role_codec import unwrap
 
 logger = logging.getLogger("overlord")
@@ -30,59 +24,6 @@ REPEAT_S = LIMITS.repeat_call
 """A message without an answer for so long may be lost, and is sent again."""
 SUCCESSOR_S = LIMITS.replacement
 """How long the replacement of a lost role may take before a call to it fails."""
-
-Sender = tuple[str, int]
-"""A role's name and generation."""
-SERVICE: Sender = ("service", 0)
-"""The supervisor itself, which is never replaced."""
-
-
-class PeerGone(ServiceLost):
-    """The process behind a peer has ended, or cannot be reached."""
-
-
-class Pending(Protocol):
-    """An answer that is under way."""
-
-    def poll(self, timeout_s: float) -> Any:
-        """Wait a while for it; None where it has not come. An error of the role is an answer too.
-
-        Raises:
-            PeerGone: when it will not come.
-            AnswerLost: when it will not come, and may if it is asked for again.
-        """
-        ...
-
-
-class Peer(Protocol):
-    """One instance of a role."""
-
-    def ask(self, method: str, message: Any, sender: Sender = SERVICE) -> Pending:
-        """Call a method of the role: with the object itself, or with a copy where the transport leaves the process."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """The peers of a service and what each of them has. Roles that are being replaced have no peer in it."""
-
-    version: int
-    generations: Mapping[str, int]
-    """The newest generation of every role, alive or not."""
-    peers: Mapping[str, Peer]
-    assignment: Assignment
-    failed: str | None = None
-    """Why the service cannot go on, if so."""
-
-    def head(self) -> MembershipHead:
-        """Return all but the peers."""
-        now = self.assignment
-        return MembershipHead(self.version, dict(self.generations), now.primary, now.shadow, self.failed)
-
-    @classmethod
-    def from_head(cls, head: MembershipHead, peers: Mapping[str, Peer]) -> Membership:
-        """Read a membership whose peers came beside it."""
-        return cls(head.version, head.generations, peers, Assignment(head.primary, head.shadow), head.failed)
 
 
 class PeerClient:
@@ -252,68 +193,3 @@ class Call:
                     "can come from it. The service's own process may hang; launch again from the last state."
                 )
             self._peers.pause(version, SLICE_S)
-
-
-# --------------------------------------------------------------------------------------------------------------
-# What a supervisor needs of a transport, and what it knows of each role.
-
-
-class Engine(Protocol):
-    """Starts the processes, actors or objects that run roles, and carries messages to them."""
-
-    first_sign_s: float
-    """How long one may take until its first sign of life."""
-
-    def start(self, site: Site, generation: int) -> Peer:
-        """Start a role."""
-        ...
-
-    def introduce(self, peer: Peer, membership: Membership) -> Pending:
-        """Send a role the membership."""
-        ...
-
-    def kill(self, peer: Peer, site: Site, pid: int) -> None:
-        """End it for good, whatever state it is in; pid is 0 where it is not known."""
-        ...
-
-    def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:
-        """Wait until one of some answers is there, or for a while."""
-        ...
-
-    def place_again(self, site: Site) -> Site:
-        """Return where a lost role goes: where it was, or to another host if that one is gone."""
-        ...
-
-    def describe(self, sites: Sequence[tuple[Site, int]]) -> dict[str, Any]:
-        """Return what `status` shows of the engine, and of the roles with their process ids."""
-        ...
-
-    def close(self) -> None:
-        """Release everything."""
-        ...
-
-
-@dataclass(slots=True)
-class RoleInstance:
-    """A role, and the process or actor that runs it at the moment."""
-
-    site: Site
-    restarts: Restarts
-    generation: int = 1
-    peer: Peer | None = None
-    """None while there is none."""
-    coming: Peer | None = None
-    """The one that is being started: only its supervisor calls it, but it must know the other roles."""
-    beat: Pending | None = None
-    """The heartbeat that it was asked for."""
-    liveness: Liveness | None = None
-    started_at: float = 0.0
-    pid: int = 0
-    served: int = -1
-    """The newest step that a client of it is known to have come to."""
-    asleep: bool = False
-    """Whether it is not to run at the moment."""
-    rewound: bool = False
-    """Whether it reported that all ranks go back to an earlier step."""
-    told: Pending | None = field(default=None, repr=False)
-    """The last membership that was sent: dropping it may drop the message with it."""

@@ -17,22 +17,23 @@ from typing import Any
 
 from overlord.core.messages import Heartbeat, MembershipHead, Nothing
 from overlord.errors import AnswerLost, OverlordError, Superseded
-from overlord.runtimes.hosts.cluster_role import ClusterRole
 from overlord.runtimes.hosts.constructor_host import ConstructorHost
 from overlord.runtimes.hosts.loader_host import LoaderHost
 from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.hosts.planner_host import PlannerHost
-from overlord.runtimes.launching.launch_options import unpack
+from overlord.runtimes.hosts.role_host import RoleHost
+from overlord.runtimes.launching.service_options import unpack
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.cleanup import set_up_process
 from overlord.runtimes.transport.codec import Frame
-from overlord.runtimes.transport.membership import SERVICE, Membership, Peer, PeerClient, Sender
+from overlord.runtimes.transport.engine import SERVICE, Membership, Peer, Sender
+from overlord.runtimes.transport.peer_client import PeerClient
 from overlord.runtimes.transport.role_codec import Unfinished, answer_to_frame, question_from_frame
 from overlord.runtimes.transport.shared_memory import few_arenas
 
 logger = logging.getLogger("overlord")
 
-ROLES: dict[str, type[ClusterRole]] = {"loader": LoaderHost, "planner": PlannerHost, "constructor": ConstructorHost}
+ROLES: dict[str, type[RoleHost]] = {"loader": LoaderHost, "planner": PlannerHost, "constructor": ConstructorHost}
 
 BEAT_S = 0.5
 """How long a heartbeat is held before it is answered: one is always under way, so a death is noticed at once."""
@@ -40,13 +41,13 @@ PROGRESS_S = 0.1
 """How long it is held at least, also where the role has made progress that the supervisor should learn of."""
 
 
-class RoleHost:
+class RoleEndpoint:
     """One instance of a role, whichever transport carries its calls; an error is an answer."""
 
     def __init__(self, bundle: bytes, paths: Sequence[str], folder: str, site: Mapping[str, Any], blobs: Blobs) -> None:
         self.peer_client = PeerClient((site["name"], site["generation"]), ended=self._end)
         self._failed: Frame | None = None
-        self._role: ClusterRole | None = None
+        self._role: RoleHost | None = None
         self._numbers = itertools.count()
         self._running: dict[int, float] = {}
         self._beaten = 0.0
