@@ -500,6 +500,8 @@ def test_scripts_on_processes(job, cache, expected, script, shadows):
 def test_what_cannot_be_done_is_refused(job, cache):
     with pytest.raises(ol.SpecError, match=r"no role is called 'loader host 7'.*loader host 0"):
         run_with_faults(job, FaultScript().kill("loader host 7", 0), steps=1, cache=cache)
+    with pytest.raises(ol.SpecError, match=r"no role is sent a message 'plann'.*never happen.*Did you mean 'plan'"):
+        FaultScript().kill("planner", 3, on="plann")
     with pytest.raises(ol.SpecError, match="it would never happen"):
         FaultScript().drop("planner", "plan", 3, times=0)
     with pytest.raises(ol.SpecError, match=r"'drop' on a message at step 3 cannot be done to processes"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_a_role_that_lives_is_waited_for_and_gets_no_beat():
     peer = Peer(time)
     life_of(peer, time).answer(Pending(time, 200.0))
     assert 200 <= time.now < 210
-    assert set(peer.asked) == {"pid"}
+    assert set(peer.asked) == {"alive"}
 
 
 def test_one_that_hangs_is_given_up():
@@ -96,7 +97,8 @@ def test_nobody_waits_in_a_service_that_closes():
 
 class Answered:
     def poll(self, timeout_s):
-        return {"pid": 1, "version": 99, "busy_s": 0.0, "facts": {}, "first_step": 0}
+        """Whatever was asked: the fields of all answers."""
+        return SimpleNamespace(pid=1, opened=0, version=99, busy_s=0.0, rewound=False, served=-1, facts={}, step=0)
 
 
 class Living:

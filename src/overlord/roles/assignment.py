@@ -11,9 +11,8 @@ runtime's supervisor; a host never promotes itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from overlord.core.samples import Part
 from overlord.errors import SpecError
@@ -62,15 +61,6 @@ class Assignment:
     def shadows_of(self, host: int) -> list[int]:
         """Return the sources that a host shadows."""
         return [source for source, at in enumerate(self.shadow) if at == host]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return {"primary": [list(hosts) for hosts in self.primary], "shadow": list(self.shadow)}
-
-    @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Assignment:
-        """Read the output of `to_json`."""
-        return cls(tuple(tuple(hosts) for hosts in given["primary"]), tuple(given["shadow"]))
 
 
 def promote(now: Assignment, lost: Collection[int]) -> Assignment:

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from overlord.core.spec_errors import did_you_mean
 from overlord.errors import SpecError
+from overlord.runtimes.transport.role_endpoint import ROLES as ROLE_HOSTS
 
 Kind = Literal["kill", "stop", "delay", "drop", "duplicate", "partition", "store_errors", "full_disk"]
 
@@ -19,7 +21,7 @@ SERVICE = "service"
 ROLES = ("planner", "constructor host 0", "loader host 0", "loader host 1")
 """The roles of a service with two loader hosts."""
 MESSAGES = {
-    "planner": ("plan", "ask", "tell", "positions"),
+    "planner": ("plan", "ask", "tell", "where"),
     "loader": ("summary_buffer", "hand_over", "follow", "learn"),
     "constructor": ("learn",),
 }
@@ -106,6 +108,13 @@ class FaultScript:
             raise SpecError(
                 f"FaultScript: {fault} has a negative step or time, or times of 0; it would never happen. Give "
                 "a step of 0 or more, and times of 1 or more."
+            )
+        known = {name for role in ROLE_HOSTS.values() for name in dir(role) if not name.startswith("_")} | {"learn"}
+        if fault.method and fault.method not in known and not fault.method.startswith("store."):
+            raise SpecError(
+                f"FaultScript: no role is sent a message {fault.method!r}; the fault would never happen."
+                f"{did_you_mean(fault.method, sorted(known))} Messages of running roles: "
+                f"{', '.join(sorted({name for names in MESSAGES.values() for name in names}))}."
             )
         return replace(self, faults=tuple(sorted((*self.faults, fault), key=lambda one: one.at_step)))
 

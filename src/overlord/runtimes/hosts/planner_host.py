@@ -76,7 +76,7 @@ class PlannerHost(RoleHost):
             raise
         return Positions(cursors, weights, self._facts, self._history.verdicts.to_json(), dict(point.loaders))
 
-    def positions(self, message: Nothing) -> Positions:
+    def where(self, message: Nothing) -> Positions:
         """Tell the successor of a loader host where its sources stand."""
         assert self._history is not None
         passed, verdicts = self._host.passed_cursors(), self._history.verdicts.to_json()

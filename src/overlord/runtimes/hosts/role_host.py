@@ -31,7 +31,7 @@ from overlord.storage import StorageOptions
 from overlord.stores.places import Place, open_place
 from overlord.transforms.samples.per_sample import Isolate, Workers
 
-LOCK_FREE = frozenset({"positions", "verdict", "learn", "alive"})
+LOCK_FREE = frozenset({"where", "verdict", "learn", "alive"})
 """What a role answers while it is in the middle of a call."""
 
 

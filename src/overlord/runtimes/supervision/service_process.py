@@ -605,7 +605,7 @@ def ray_service(job: Job, options: ServiceOptions, progress: Progress | None) ->
 def _service_folder() -> Path:
     """Make a folder whose sockets have short paths: the kernel takes no more than 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="overlord-"))
-    if len(os.fsencode(folder)) <= 40:
+    if len(os.fsencode(folder)) <= 40 and str(folder).isprintable():  # messages are UTF-8
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="overlord-", dir="/tmp"))
@@ -616,8 +616,7 @@ def _service_folder() -> Path:
 #
 # Standard input holds the folder, the descriptor that keeps it, and the bundle. A launcher that closes the service
 # writes one byte more. The end of the input without it is the end of the launcher, and clients are told that instead.
-# Standard output holds one JSON line an event: alive (while it starts), progress, ready, error. Whatever is printed
-# goes to the log. The folder is removed when launcher and service are both gone, also by a SIGKILL: each holds one end
+# Standard output holds one JSON line for each `ServiceEvent`. Whatever is printed goes to the log. The folder is removed when launcher and service are both gone, also by a SIGKILL: each holds one end
 # of a pipe, and a shell waits for its last holder (`cleanup.remove_when_gone`).
 
 

@@ -367,7 +367,7 @@ class Supervisor:
     def _replace(self, one: RoleInstance, fault: dict[str, Any]) -> None:
         """Start a replacement, and another one where that does not come up.
 
-        Every try has its own generation; a newer one means that the host was put to sleep meanwhile, and ends this loop.
+        Every try has its own generation; a newer one means that the host was put to sleep, and ends the loop.
         """
         since, generation, backoff = self._clock(), int(fault["generation"]), Backoff(0.5, 4.0, self._idle)
         while not self._closing.is_set() and one.generation == generation:
@@ -444,7 +444,7 @@ class Supervisor:
     def _positions_now(self) -> Positions:
         """Return where a replaced loader host resumes: as the planner says, or as the store said to the last one."""
         if PLANNER in self._peers.membership.peers:
-            found = self._peers.ask(PLANNER, "positions", Nothing()).get()
+            found = self._peers.ask(PLANNER, "where", Nothing()).get()
             if found is not None:
                 return unwrap(found)
         return self._positions
