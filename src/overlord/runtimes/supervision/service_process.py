@@ -616,9 +616,9 @@ def _service_folder() -> Path:
 #
 # Standard input holds the folder, the descriptor that keeps it, and the bundle. A launcher that closes the service
 # writes one byte more. The end of the input without it is the end of the launcher, and clients are told that instead.
-# Standard output holds one JSON line for each `ServiceEvent`. Whatever is printed goes to the log. The folder is removed
-# when launcher and service are both gone, also by a SIGKILL: each holds one end of a pipe, and a shell waits for its last
-# holder (`cleanup.remove_when_gone`).
+# Standard output holds one JSON line for each `ServiceEvent`. Whatever is printed goes to the log. The folder is
+# removed when launcher and service are both gone, also by a SIGKILL: each holds one end of a pipe, and a shell waits
+# for its last holder (`cleanup.remove_when_gone`).
 
 
 def run_service(serving: Serving) -> None:
