@@ -65,7 +65,7 @@ SERVICE_LINES = (
 """What is logged when the service process is killed or stopped."""
 ROLE_LINES = (
     r"the (planner|constructor host \d|loader host \d) (ended|did not answer for) .*; it is replaced",
-    r"\(generation \d+\) was replaced while nothing was heard of it; it ends",
+    r"\(generation \d+\) was silent and has been replaced; it ends",
     r"the replacement of the .* did not come up: ",
     r"is asked again: ",
     r"has not answered .* asked again",
