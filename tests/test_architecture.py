@@ -225,7 +225,7 @@ def test_the_lazy_face_is_complete():
 
 
 IMAGES = "patch merge temporal size resize min_pixels max_pixels image_token before after augment exif_transpose "
-IMAGES += "extra_formats"
+IMAGES += "jpeg_scaling extra_formats"
 
 
 def test_job_fields_grow_deliberately():

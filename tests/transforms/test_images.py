@@ -20,6 +20,7 @@ from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, offsets_of
 from overlord.core.samples import BAD
 from overlord.errors import SpecError
 from overlord.job.sample_specs import Augment, ImageText, Interleaved, any_resize, image_grid, smart_resize
+from overlord.transforms.samples import images
 from overlord.transforms.samples.images import (
     ImageDecoder,
     ImageTextTransform,
@@ -27,6 +28,7 @@ from overlord.transforms.samples.images import (
     decode_image,
     image_size,
     item_seeds,
+    jpeg_divisor,
     normalize_patches,
     patchify_into,
 )
@@ -514,8 +516,64 @@ def test_an_orientation_that_cannot_be_read_turns_nothing() -> None:
 
 
 def test_turning_is_part_of_the_fingerprint_only_where_it_is_set() -> None:
-    assert "exif_transpose" not in ImageText().model_dump_json()
+    assert "exif_transpose" not in ImageText().model_dump_json() and "jpeg_scaling" not in ImageText().model_dump_json()
     assert ImageText(exif_transpose=True).model_dump()["exif_transpose"] is True
     assert Interleaved(exif_transpose=True).replace(patch=14).exif_transpose
     with pytest.raises(SpecError, match=r"exif_transpose.*'w' and 'h' do not tell which images are turned"):
         ImageText(width="w", height="h", exif_transpose=True)
+
+
+# -- JPEG decoded at a smaller scale ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("size", [(512, 384), (1023, 517), (64, 900)])
+@pytest.mark.parametrize("divisor", [2, 4, 8])
+def test_both_decoders_scale_a_jpeg_alike(monkeypatch, size, divisor, mode):
+    data = jpeg_of(size, mode)
+    found = decode_image(data, divisor=divisor)
+    assert found.shape == (-(-size[1] // divisor), -(-size[0] // divisor), 3)
+    monkeypatch.setattr(images, "simplejpeg", None)
+    assert np.array_equal(decode_image(data, divisor=divisor), found)
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 600), st.integers(1, 600))
+def test_a_scaled_jpeg_is_never_smaller_than_it_is_to_become(width, height, wide, high):
+    by = jpeg_divisor(b"\xff\xd8", width, height, wide, high)
+    assert by == 1 or (-(-width // by) >= wide and -(-height // by) >= high)
+
+
+@pytest.mark.parametrize("augment", [None, Augment(crop=0.3, flip=0.5)], ids=["plain", "cropped"])
+@pytest.mark.parametrize("size", [(1200, 1200), (2047, 1517), (200, 200)])
+def test_scaling_gives_nearly_the_same_picture(size, augment):
+    data, grid = memoryview(jpeg_of(size, "RGB")), np.array([1, 14, 14], np.int32)
+    made = []
+    for scaling in (False, True):
+        decoder = ImageDecoder(ImageText(size=224, augment=augment, jpeg_scaling=scaling))
+        made.append(np.empty(int(decoder.item_bytes(grid[None])[0]), np.uint8))
+        decoder.decode(data, grid, 11, made[-1])
+    apart = np.abs(made[0].astype(np.int64) - made[1])
+    if size == (200, 200):
+        assert not apart.any(), "one that becomes larger is decoded whole"
+    else:
+        assert 0 < apart.mean() < 4
+        assert np.corrcoef(made[0], made[1])[0, 1] > 0.99
+
+
+def test_other_formats_are_not_scaled():
+    out = io.BytesIO()
+    Image.new("RGB", (512, 512), (200, 30, 30)).save(out, "PNG")
+    decoder, plain = ImageDecoder(ImageText(size=64, jpeg_scaling=True)), ImageDecoder(ImageText(size=64))
+    grid, found = np.array([1, 4, 4], np.int32), [np.empty(64 * 64 * 3, np.uint8) for _ in range(2)]
+    for one, place in zip((decoder, plain), found, strict=True):
+        one.decode(memoryview(out.getvalue()), grid, 0, place)
+    assert np.array_equal(*found)
+
+
+def jpeg_of(size: tuple[int, int], mode: str) -> bytes:
+    """A smooth picture, as photos are: noise would differ more between scales."""
+    x, y = np.meshgrid(np.linspace(0, 9, size[0]), np.linspace(0, 7, size[1]))
+    picture = np.stack([np.sin(x + y), np.cos(x * 0.7), np.sin(y * 1.3 - x)], axis=2)
+    out = io.BytesIO()
+    Image.fromarray(((picture + 1) * 127).astype(np.uint8)).convert(mode).save(out, "JPEG", quality=90)
+    return out.getvalue()

@@ -114,6 +114,8 @@ class ImageSpec(Spec):
 
     exif_transpose: Annotated[bool, Field(exclude_if=lambda is_set: not is_set)] = False
     """Whether images are turned as their EXIF data say, as transformers' load_image does; else they stay as stored."""
+    jpeg_scaling: Annotated[bool, Field(exclude_if=lambda is_set: not is_set)] = False
+    """Whether a JPEG that is to become small is decoded at 1/2, 1/4 or 1/8 of its size: faster, and other pixels."""
 
     @property
     def formats(self) -> tuple[str, ...]:

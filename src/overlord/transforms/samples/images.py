@@ -122,29 +122,48 @@ def image_size(
     return (height, width) if upright and orientation(data, formats) in _SWAPS else (width, height)
 
 
-def decode_image(data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS, *, upright: bool = False) -> UInt8s:
+def decode_image(
+    data: bytes | memoryview, formats: Sequence[str] = IMAGE_FORMATS, *, upright: bool = False, divisor: int = 1
+) -> UInt8s:
     """Return the image as uint8 [height, width, 3], RGB, on white where it is transparent.
 
-    It is turned `upright` as its EXIF data say, or left as it is stored.
+    It is turned `upright` as its EXIF data say, or left as it is stored. A JPEG is decoded at 1/divisor (2, 4, 8) of
+    its size, rounded up: libjpeg leaves out the work for the rest.
 
     Raises:
         MediaFault: when the bytes do not decode.
     """
     turn = _TURNS.get(orientation(data, formats)) if upright else None
-    pixels = _decode_stored(data, formats)
+    pixels = _decode_stored(data, formats, divisor)
     return pixels if turn is None else np.asarray(Image.fromarray(pixels).transpose(turn))
 
 
-def _decode_stored(data: bytes | memoryview, formats: Sequence[str]) -> UInt8s:
-    image_size(data, formats)
+def jpeg_divisor(data: bytes | memoryview, width: int, height: int, wide: int, high: int) -> int:
+    """Return the largest of 8, 4, 2 and 1 by which a JPEG may be divided and is no smaller than it is to become.
+
+    Example:
+        >>> jpeg_divisor(_JPEG, 1000, 600, 224, 224), jpeg_divisor(b"PNG", 1000, 600, 224, 224)
+        (2, 1)
+    """
+    if bytes(data[:2]) != _JPEG:
+        return 1
+    return next(by for by in (8, 4, 2, 1) if by == 1 or (width // by >= wide and height // by >= high))
+
+
+def _decode_stored(data: bytes | memoryview, formats: Sequence[str], divisor: int) -> UInt8s:
+    width, height = image_size(data, formats)
     with decoder_faults("does not decode"):
         if simplejpeg is not None and bytes(data[:2]) == _JPEG:
             try:
                 if simplejpeg.decode_jpeg_header(data, strict=False)[2] in _ALIKE:
-                    return simplejpeg.decode_jpeg(data, colorspace="RGB")
+                    # No factor of libjpeg below 1/divisor has so many pixels, so this is the one it takes.
+                    least = (-(-height // divisor), -(-width // divisor)) if divisor > 1 else (0, 0)
+                    return simplejpeg.decode_jpeg(data, colorspace="RGB", min_height=least[0], min_width=least[1])
             except Exception:  # rare colour spaces: Pillow supports them, and decides on faults
                 pass
         with open_image(data, formats) as image:
+            if divisor > 1:
+                image.draft("RGB", (width // divisor, height // divisor))
             pixels = np.asarray(_on_white(image))
     if pixels.ndim != 3 or pixels.shape[0] * pixels.shape[1] > MAX_PIXELS:
         raise MediaFault(f"decodes to {pixels.shape} pixels")  # another size than its header says
@@ -273,13 +292,31 @@ class ImageDecoder:
     def decode(self, data: memoryview, grid: npt.NDArray[np.int32], seed: int, out: UInt8s) -> None:
         """Decode, resize to the planned grid and patchify one image into its place."""
         spec = self._spec
-        image = decode_image(data, spec.formats, upright=spec.exif_transpose)
-        if spec.augment is not None:
-            image = crop_image(image, spec.augment, seed)
-        image = resize_image(image, int(grid[1]) * spec.patch, int(grid[2]) * spec.patch)
+        high, wide = int(grid[1]) * spec.patch, int(grid[2]) * spec.patch
+        image = self._decode_scaled(data, seed, wide, high) if spec.jpeg_scaling else self._decode_whole(data, seed)
+        image = resize_image(image, high, wide)
         if spec.augment is not None:
             image = alter_image(image, spec.augment, seed)
         patchify_into(image, spec.patch, spec.merge, out, temporal=spec.temporal)
+
+    def _decode_whole(self, data: memoryview, seed: int) -> UInt8s:
+        spec = self._spec
+        image = decode_image(data, spec.formats, upright=spec.exif_transpose)
+        return image if spec.augment is None else crop_image(image, spec.augment, seed)
+
+    def _decode_scaled(self, data: memoryview, seed: int, wide: int, high: int) -> UInt8s:
+        """Decode an image as small as its crop may be; the crop is divided with it."""
+        spec = self._spec
+        width, height = image_size(data, spec.formats, upright=spec.exif_transpose)
+        crop = [0, 0, width, height]
+        if spec.augment is not None:
+            (crop,) = crop_boxes(spec.augment, [width], [height], [seed]).tolist()
+        by = jpeg_divisor(data, crop[2], crop[3], wide, high)
+        image = decode_image(data, spec.formats, upright=spec.exif_transpose, divisor=by)
+        if crop == [0, 0, width, height]:
+            return image
+        left, top, width, height = (part // by for part in crop)
+        return image[top : top + height, left : left + width]
 
 
 # -- augmentation -----------------------------------------------------------------------------------------------
