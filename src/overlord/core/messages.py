@@ -486,6 +486,12 @@ class CallRole(Message, frozen=True):
     """The sockets of the peers, where membership is announced."""
 
 
+class ForkServerFor(Message, frozen=True):
+    """A process to its template: fork a server; its control socket and the pipe that ends it go along."""
+
+    module: str
+
+
 class ForkChild(Message, frozen=True):
     """Service to a fork server: start a child, whose end of a socket goes along."""
 

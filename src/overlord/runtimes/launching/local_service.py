@@ -20,6 +20,7 @@ from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.service_options import pack
 from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.cleanup import check_file_limit
+from overlord.runtimes.supervision.fork_server import start_template
 from overlord.runtimes.supervision.service_process import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
 from overlord.runtimes.transport.direct import ThreadEngine, ThreadEnvironment
@@ -52,4 +53,5 @@ def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    start_template()  # now: a process with threads must not be copied
     run_service(serving)

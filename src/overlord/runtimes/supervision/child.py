@@ -193,6 +193,13 @@ class ChildProcess:
             self.ended = self.killed_for or ("was lost" if code is None else how_it_ended(code))
 
 
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}  # fmt: skip
+"""The environment of a process that forks. It must have one thread: OpenBLAS and Arrow's jemalloc start more on import.
+Its children have a core each: a library that starts a thread for each core would only crowd it."""
+
+
 def start_python(
     arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int], **options: object
 ) -> subprocess.Popen[bytes]:

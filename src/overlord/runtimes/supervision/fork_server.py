@@ -1,11 +1,13 @@
 """A fork server: one process that has everything imported, and forks the workers, readers or roles of a host.
 
-How it works: `ForkServer` starts `python -m` of this file with the name of a module, which it imports; that module's
-`preload()`, if there is one, runs once. For every child, the server forks and calls the module's `serve(connection)` in
-it, where the connection is one end of a socket pair whose other end the caller of `fork()` has. A child is there within
-milliseconds, and shares the memory of the imported libraries. `multiprocessing`'s fork server would not do: a process
-can have only one, and it neither kills a child, nor tells its exit code, nor ends its children with a SIGKILL of the
-process that asked for them.
+How it works: `ForkServer` starts a process that imports a module; that module's `preload()`, if there is one, runs
+once. For every child, the server forks and calls the module's `serve(connection)` in it, where the connection is one
+end of a socket pair whose other end the caller of `fork()` has. A child is there within milliseconds, and shares the
+memory of the imported libraries. `multiprocessing`'s fork server would not do: a process can have only one, and it
+neither kills a child, nor tells its exit code, nor ends its children with a SIGKILL of the process that asked for them.
+
+The server itself is forked too, where its process called `start_template` before it had threads: a copy of it, which
+has everything imported. Elsewhere, and where the template is lost, it is started with `python -m` of this file.
 
 Rules of this file:
 1. The server has one thread and runs no code of a user, so that a fork is safe.
@@ -16,6 +18,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import fcntl
@@ -33,10 +36,10 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from overlord.core.client_messages import Message
-from overlord.core.messages import EndChildren, ForkAnswer, ForkChild, WorkerMessage
+from overlord.core.messages import EndChildren, ForkAnswer, ForkChild, ForkServerFor, WorkerMessage
 from overlord.core.ragged import RowBatch
 from overlord.errors import ServiceLost
-from overlord.runtimes.supervision.child import LIMITS, ChildProcess, Limits, exit_status, start_python
+from overlord.runtimes.supervision.child import LIMITS, ONE_THREAD, ChildProcess, Limits, exit_status, start_python
 from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
 
 _TICKS = 16
@@ -137,7 +140,7 @@ class ForkServer:
         self._module = module
         self._limits = limits
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | _ForkedServer | None = None
         self._control: socket.socket | None = None
         self._number = 0
         """How many servers there were."""
@@ -210,15 +213,10 @@ class ForkServer:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(self._limits.fork_first)
         with theirs:
-            self._process = start_python(
+            self._process = _template.start(self._module, theirs) if _template is not None else None
+            self._process = self._process or start_python(
                 ["-m", "overlord.runtimes.supervision.fork_server", self._module, str(theirs.fileno())],
-                # Each child has a core of its own: a library that starts a thread for each core would only crowd it.
-                # The server itself must have none when it forks: OpenBLAS and Arrow's jemalloc start them on import.
-                {
-                    "OMP_NUM_THREADS": "1",
-                    "OPENBLAS_NUM_THREADS": "1",
-                    "JE_ARROW_MALLOC_CONF": "background_thread:false",
-                },
+                ONE_THREAD,
                 [theirs.fileno()],
                 stdout=2,  # whatever a function prints goes to the log
                 process_group=0,
@@ -257,9 +255,145 @@ class ForkServer:
 
 
 # --------------------------------------------------------------------------------------------------------------
+# The template: a copy of a process, made before it had threads, that forks the servers.
+
+
+class _ForkedServer:
+    """A fork server that the template forked; it looks as one that was started here."""
+
+    def __init__(self, pid: int, line: int) -> None:
+        self.pid = pid
+        self.stdin = os.fdopen(line, "wb", buffering=0)
+        try:
+            self._handle: int | None = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._handle = None  # it is gone
+
+    def wait(self) -> None:
+        """Wait for its end, which the template collects."""
+        if self._handle is not None:
+            ended = select.poll()
+            ended.register(self._handle, select.POLLIN)
+            ended.poll()
+            os.close(self._handle)
+            self._handle = None
+
+
+class _Template:
+    """The process that forks servers, as the process that made it asks it."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._control.settimeout(LIMITS.fork)
+        self._lock = threading.Lock()
+        self._lost = False
+
+    def start(self, module: str, control: socket.socket) -> _ForkedServer | None:
+        """Fork a server for a module, with its control socket; None where the template is gone."""
+        line, ours = os.pipe()
+        try:
+            with self._lock:
+                if self._lost:
+                    return None
+                send_message(self._control, ForkServerFor(module), [control.fileno(), line])
+                answer: ForkAnswer = receive_message(self._control)[0]
+            if answer.error is None:
+                server = _ForkedServer(answer.pid, ours)
+                ours = -1
+                return server
+        except ServiceLost:
+            self._lost = True
+        finally:
+            os.close(line)
+            if ours >= 0:
+                os.close(ours)
+        return None
+
+
+_template: _Template | None = None
+
+
+def start_template() -> None:
+    """Fork a copy of this process that forks servers; call it before any thread is started."""
+    global _template
+    if not hasattr(os, "pidfd_open"):
+        return
+    ours, theirs = socket.socketpair()
+    if os.fork():
+        theirs.close()
+        _template = _Template(ours)
+        return
+    _template = None
+    code = 1
+    try:
+        _die_with_parent()
+        _keep_only(theirs.fileno())
+        _be_template(theirs)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _keep_only(fd: int) -> None:
+    """Close what a copied process holds open: pipes whose end others wait for. What it prints goes to the log."""
+    os.dup2(2, 1)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for other in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if other > 2 and other != fd:
+            try:
+                os.close(other)
+            except OSError:
+                pass  # the one that listed them
+
+
+def _be_template(control: socket.socket) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects servers that have ended
+    gc.collect()
+    gc.freeze()
+    while True:
+        try:
+            message, fds = receive_message(control)
+        except ServiceLost:
+            return
+        try:
+            pid = os.fork()
+        except OSError as error:
+            send_message(control, ForkAnswer(error=str(error.strerror or error)))
+            continue
+        if pid == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setpgid(0, 0)
+            os.dup2(fds[1], 0)
+            os.close(fds[1])
+            _run_server(message.module, socket.socket(fileno=fds[0]))
+        for fd in fds:
+            os.close(fd)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # also here: it may be killed as a group before it comes to that
+        send_message(control, ForkAnswer(pid))
+
+
+# --------------------------------------------------------------------------------------------------------------
 # The process itself.
 
 Serve = Callable[[socket.socket], None]
+
+
+def _run_server(module: str, control: socket.socket) -> NoReturn:
+    """Be the fork server of a module; never return."""
+    code = 1
+    try:
+        served = importlib.import_module(module)
+        getattr(served, "preload", lambda: None)()
+        run(control, served.serve)
+        code = 0
+    except BaseException:
+        sys.stderr.write(traceback.format_exc())
+    finally:
+        os._exit(code)
 
 
 def run(control: socket.socket, serve: Serve) -> None:
@@ -351,6 +485,4 @@ def _run_child(connection: socket.socket, serve: Serve) -> NoReturn:
 
 
 if __name__ == "__main__":
-    served = importlib.import_module(sys.argv[1])
-    getattr(served, "preload", lambda: None)()
-    run(socket.socket(fileno=int(sys.argv[2])), served.serve)
+    _run_server(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

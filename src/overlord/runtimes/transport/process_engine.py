@@ -27,7 +27,7 @@ from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.deployment import warm_common
 from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits
-from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
+from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer, start_template
 from overlord.runtimes.transport.codec import Frame, frame_of, receive_frame, send_frame
 from overlord.runtimes.transport.engine import SERVICE, Membership, Peer, PeerGone, Pending, Sender
 from overlord.runtimes.transport.listener import listen
@@ -223,6 +223,8 @@ def preload() -> None:
 def serve(connection: socket.socket) -> None:
     """Be a role: which one is the first message on the connection, and the end of the connection ends it."""
     told: StartRole = receive_message(connection)[0]
+    if told.site["role"] == "loader":
+        start_template()  # for its process workers and reader processes; now, before it has threads
     coming: Future[_RoleServer] = Future()  # early callers wait for it
     with contextlib.ExitStack() as listening:
         try:
