@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import psutil
@@ -114,3 +116,49 @@ def test_a_lost_server_is_replaced_and_its_children_are_lost_with_it(server):
     assert not psutil.pid_exists(other.pid)
     with pytest.raises(ServiceLost, match="closed"):
         server.fork()
+
+
+TEMPLATE = """
+import os, sys
+from overlord.runtimes.supervision.fork_server import ForkServer, start_template
+start_template()
+server, children = ForkServer("tests.runtimes.test_child"), []
+for line in sys.stdin:
+    children.append(child := server.fork())
+    print(server.pid, child.pid, flush=True)
+    if line.strip() == "close":
+        server.close()
+        server = ForkServer("tests.runtimes.test_child")
+"""
+
+
+def test_a_server_is_forked_from_the_template_and_started_where_that_is_lost():
+    """All of them end with the process that asked for them, however it ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", TEMPLATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+
+    def ask(what: str) -> list[psutil.Process]:
+        process.stdin.write(what + "\n")
+        process.stdin.flush()
+        return [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+
+    try:
+        server, child = ask("close")
+        (template,) = psutil.Process(process.pid).children()
+        assert server.pid != template.pid and child.pid != template.pid
+        assert not psutil.wait_procs([server, child], 10)[1], "closed with all its children"
+        again, other = ask("fork")
+        assert again.ppid() == template.pid and other.ppid() == again.pid
+        template.kill()
+        assert ask("close")[0] == again, "a server outlives the template"
+        third, last = ask("fork")
+        assert third.ppid() == process.pid, "the template is gone: it was started"
+    finally:
+        process.kill()
+        process.wait()
+    assert not psutil.wait_procs([third, last], 10)[1]
+    process.stdin.close()
+    process.stdout.close()
