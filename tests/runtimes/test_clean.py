@@ -105,6 +105,7 @@ def test_service_is_killed_and_comes_back(ids_job, cache, nothing_left):
         del held
 
 
+@pytest.mark.slow
 def test_close_while_the_service_is_started_again(ids_job, cache, nothing_left):
     with ol.launch(ids_job, cache=cache) as service, service.client() as client:
         next(client)
