@@ -156,6 +156,7 @@ def test_a_server_is_forked_from_the_template_and_started_where_that_is_lost():
         assert ask("close")[0] == again, "a server outlives the template"
         third, last = ask("fork")
         assert third.ppid() == process.pid, "the template is gone: it was started"
+        assert not psutil.pid_exists(template.pid), "and its exit was collected"
     finally:
         process.kill()
         process.wait()

@@ -19,7 +19,7 @@ from overlord.core.messages import (
     Media,
     MetaDelta,
     MetaDeltas,
-    OpenSources,
+    OpenedSources,
     Payload,
     Prepare,
 )
@@ -132,7 +132,7 @@ def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, split=
         facts = {}
         for peer in loaders:
             facts |= peer.ask("open", Prepare()).get().facts
-        stands = planner.ask("open_store", OpenSources(facts)).get()
+        stands = planner.ask("open_store", OpenedSources(facts)).get()
         for peer in loaders:
             peer.ask("begin", stands).get()
         begun = planner.ask("begin", BeginPlanning()).get()

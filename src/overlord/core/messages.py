@@ -364,7 +364,7 @@ class Prepare(Message, frozen=True):
     added: tuple[AddedSource, ...] = ()
 
 
-class OpenSources(Message, frozen=True):
+class OpenedSources(Message, frozen=True):
     """What the loader hosts found when they opened sources, by the names of those."""
 
     facts: dict[str, SourceFacts]
@@ -544,7 +544,7 @@ class ReadHead(ReaderRequest, frozen=True, kw_only=True):
     columns: tuple[str, ...]
 
 
-class OpenBlock(ReaderRequest, frozen=True, kw_only=True):
+class ReadBlock(ReaderRequest, frozen=True, kw_only=True):
     """Begin to read a block of a file; answered with its first rows."""
 
     stream: int
@@ -579,7 +579,7 @@ class RowsFailed(Message, frozen=True):
     reason: str
 
 
-WorkerMessage = LoadFunction | RunFunction | ReadHead | OpenBlock | NextRows | RowsMade | RowsFailed
+WorkerMessage = LoadFunction | RunFunction | ReadHead | ReadBlock | NextRows | RowsMade | RowsFailed
 
 
 class Rows(Message, frozen=True):

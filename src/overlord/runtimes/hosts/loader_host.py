@@ -18,7 +18,7 @@ from overlord.core.messages import (
     NoteFaults,
     Nothing,
     OpenedSource,
-    OpenSources,
+    OpenedSources,
     Positions,
     Prepare,
     Resize,
@@ -45,7 +45,7 @@ from overlord.runtimes.transport.shared_memory import give_back_freed_memory
 class LoaderHost(RoleHost):
     """Opens the sources of one host, and answers for their SourceLoaders."""
 
-    def open(self, message: Prepare) -> OpenSources:
+    def open(self, message: Prepare) -> OpenedSources:
         """Open the sources of this host; tell what a planner must know of them."""
         isolate = self._environment.isolate(self._options.threads, self._ends)
         self._executors = self._environment.executors(self._options.threads, self._options.worker_threads, self._ends)
@@ -56,7 +56,7 @@ class LoaderHost(RoleHost):
         mine = [first + at for at, one in enumerate(message.added) if one.mine]
         held = sorted({*self._site["sources"], *self._site["shadows"], *mine})
         self._files = open_files(self._prepared, held, self._executors.callers, self._count)
-        return OpenSources(self._facts_of(self._files))
+        return OpenedSources(self._facts_of(self._files))
 
     @property
     def fleet(self) -> LoaderFleet:

@@ -19,7 +19,7 @@ from overlord.core.messages import (
     GiveUpRow,
     HostProgress,
     Nothing,
-    OpenSources,
+    OpenedSources,
     PlanAnswer,
     PlanRequest,
     Positions,
@@ -52,7 +52,7 @@ class PlannerHost(RoleHost):
 
     _history: History | None = None
 
-    def open_store(self, message: OpenSources) -> Positions:
+    def open_store(self, message: OpenedSources) -> Positions:
         """Open the store, now that the sources are known; tell where they stand, and the verdicts it holds."""
         facts, options = message.facts, self._options
         if self._peers.me[1] > 1:  # it comes in the place of another planner

@@ -282,7 +282,8 @@ class _ForkedServer:
 class _Template:
     """The process that forks servers, as the process that made it asks it."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, pid: int, control: socket.socket) -> None:
+        self._pid = pid
         self._control = control
         self._control.settimeout(LIMITS.fork)
         self._lock = threading.Lock()
@@ -303,6 +304,9 @@ class _Template:
                 return server
         except ServiceLost:
             self._lost = True
+            # One that only hangs would fork the server later, beside the one that is started instead of it.
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
         finally:
             os.close(line)
             if ours >= 0:
@@ -319,9 +323,10 @@ def start_template() -> None:
     if not hasattr(os, "pidfd_open"):
         return
     ours, theirs = socket.socketpair()
-    if os.fork():
+    pid = os.fork()
+    if pid:
         theirs.close()
-        _template = _Template(ours)
+        _template = _Template(pid, ours)
         return
     _template = None
     code = 1
@@ -360,6 +365,8 @@ def _be_template(control: socket.socket) -> None:
         try:
             pid = os.fork()
         except OSError as error:
+            for fd in fds:
+                os.close(fd)
             send_message(control, ForkAnswer(error=str(error.strerror or error)))
             continue
         if pid == 0:

@@ -34,7 +34,7 @@ from msgspec.structs import replace
 
 from overlord.core.messages import (
     NextRows,
-    OpenBlock,
+    ReadBlock,
     ReaderRequest,
     ReadHead,
     RowsFailed,
@@ -164,7 +164,7 @@ class _ReaderProcess:
         self.pid = child.pid
 
     def ask(
-        self, request: ReadHead | OpenBlock | NextRows, rows: RowBatch, seconds: float | None
+        self, request: ReadHead | ReadBlock | NextRows, rows: RowBatch, seconds: float | None
     ) -> tuple[WorkerMessage, RowBatch]:
         """Ask and wait for the answer.
 
@@ -327,7 +327,7 @@ class IsolatedReader:
         while True:
             with attempts.process() as process:
                 number = next(self._pool.numbers)
-                opened = OpenBlock(
+                opened = ReadBlock(
                     stream=number, format=self.name, block=block, columns=dict(columns), skip=skip,
                     batch_rows=batch_rows, scratch=None if scratch is None else str(scratch),
                 )  # fmt: skip
@@ -453,7 +453,7 @@ def _open(request: ReaderRequest, rows: RowBatch, streams: Streams) -> Answer:
             return RowsMade(kinds=dict(reader.kinds(file, request.columns))), {}
         found = reader.index(file, request.columns)
         return RowsMade(), {name: getattr(found, name) for name in INDEX_COLUMNS}
-    assert isinstance(request, OpenBlock)
+    assert isinstance(request, ReadBlock)
     streams[request.stream] = FORMATS[request.format].stream(
         file,
         index,

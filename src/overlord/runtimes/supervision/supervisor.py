@@ -42,7 +42,7 @@ from overlord.core.messages import (
     Heartbeat,
     LeftSources,
     Nothing,
-    OpenSources,
+    OpenedSources,
     Positions,
     Prepare,
     Resize,
@@ -208,7 +208,7 @@ class Supervisor:
         self._facts = self._open_sources(progress)
         for one, pending in ready:
             self._answer(one, pending)
-        self._positions = self._call(roles[PLANNER], "open_store", OpenSources(self._facts))
+        self._positions = self._call(roles[PLANNER], "open_store", OpenedSources(self._facts))
         progress("indexing files", 0, 1)
         self._call_all("loader", "begin", self._positions)
         progress("planning the first step", 0, 1)
@@ -269,9 +269,8 @@ class Supervisor:
         for thread in self._replacing:
             thread.join(max(0.0, end - time.monotonic()))
         for role in ("constructor", "planner", "loader"):
-            self._ask_running(
-                role, "close", Close(why), self._limits.role_close
-            )  # one that does not end is killed below
+            # One that does not end is killed below.
+            self._ask_running(role, "close", Close(why), self._limits.role_close)
         with self.table.lock:
             for one in self.table.roles.values():
                 if one.peer is not None:
@@ -434,7 +433,7 @@ class Supervisor:
             call("resize", Resize(self.hosts.sizes_of(one.site.number)))
         elif one.site.role == "planner":
             call("prepare", Prepare())
-            self._positions = call("open_store", OpenSources(facts))
+            self._positions = call("open_store", OpenedSources(facts))
             call("begin", BeginPlanning(successor=True))
         else:
             call("prepare", added)
