@@ -118,6 +118,22 @@ def test_a_lost_server_is_replaced_and_its_children_are_lost_with_it(server):
         server.fork()
 
 
+ORPHAN = """
+import socket
+from overlord.runtimes.supervision.fork_server import _run_server
+_run_server("tests.runtimes.test_child", socket.socketpair()[0])
+"""
+
+
+def test_a_server_whose_process_is_gone_before_it_starts_ends_in_silence():
+    process = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 1
+
+
 TEMPLATE = """
 import os, sys
 from overlord.runtimes.supervision.fork_server import ForkServer, start_template
