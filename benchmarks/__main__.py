@@ -66,19 +66,38 @@ BENCHMARKS = (
     Benchmark(
         "feed",
         what="image-text samples/s of a `local` service: read, tokenized, decoded, resized, packed, handed to a client",
-        against="a bare loop of two threads with the same decoder, sizes and resize, its bytes in memory already",
+        against="as many bare processes with the same decoder, sizes and resize, their bytes in memory already",
         figure="ratio",
         bar="bar",
         at_least=True,
         unit="×",
-        plot_title="Image-text samples per second, two threads",
+        plot_title="Image-text samples per second, two workers",
         plot_unit="samples/s; line across the end: from the slowest to the fastest round",
         plotted=(
             ("overlord, the whole way", "overlord_samples_per_s", "overlord_rounds"),
-            ("bare decode loop", "bare_loop_samples_per_s", "bare_loop_rounds"),
+            ("bare decoding processes", "bare_samples_per_s", "bare_rounds"),
         ),
-        quick=("--seconds", "0.5", "--rounds", "1"),
-        limit_of="bare_loop_samples_per_s",
+        quick=("--seconds", "0.5", "--rounds", "1", "--workers", "2"),
+        limit_of="bare_samples_per_s",
+    ),
+    Benchmark(
+        "memory",
+        what="memory (PSS) of one host: a service with 306 sources that are all drawn, its processes, four trainers",
+        against="the bar; `all_mb_of_one_source` is the same with one source of text",
+        figure="all_mb",
+        bar="bar_mb",
+        at_least=False,
+        unit=" MB",
+        plot_title="Memory of one host, 306 sources, four trainers",
+        plot_unit="MB (PSS)",
+        plotted=(
+            ("all", "all_mb", ""),
+            ("service", "service_mb", ""),
+            ("worker and reader processes", "workers_mb", ""),
+            ("four trainers", "trainers_mb", ""),
+            ("all, with one source", "all_mb_of_one_source", ""),
+        ),
+        quick=("--sources", "12"),
     ),
     Benchmark(
         "idle",
@@ -342,17 +361,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object on the last line")
     parser.add_argument("--quick", action="store_true", help="only see that all of them work; the figures mean nothing")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[one.name for one in BENCHMARKS],
+                        help="run these, and leave the others in the report as they are")  # fmt: skip
     parser.add_argument(
         "--out", type=Path, help="folder of the report (default: benchmarks, or benchmarks/data if quick)"
     )
     options = parser.parse_args()
     out: Path = options.out or (HERE / "data" if options.quick else HERE)
     found: dict[str, dict[str, Any] | None] = {}
-    for benchmark in BENCHMARKS:
+    chosen = [one for one in BENCHMARKS if options.only is None or one.name in options.only]
+    for benchmark in chosen:
         found[benchmark.name] = run(benchmark, options.quick)
     report = write_report(out, found, options.quick)
     done = all(figures is not None for figures in found.values())
-    passed = done and all(b.passed(found[b.name] or {}) for b in BENCHMARKS)
+    passed = done and all(b.passed(found[b.name] or {}) for b in chosen)
     print(f"report: {report}", file=sys.stderr)
     if options.json:
         print(json.dumps({"machine": machine(), "quick": options.quick, "passed": passed, "figures": found}))
@@ -376,33 +398,53 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any] | None:
 
 
 def write_report(out: Path, found: dict[str, dict[str, Any] | None], quick: bool) -> Path:
-    """Write REPORT.md and the plots beside it; return the path of the report."""
-    plots = out / "plots"
+    """Write REPORT.md and the plots beside it; return the path of the report.
+
+    A benchmark that was not run keeps its row and its section.
+    """
+    plots, report = out / "plots", out / "REPORT.md"
     plots.mkdir(parents=True, exist_ok=True)
-    lines = ["# Benchmarks", "", _where(), ""]
+    whole = len(found) == len(BENCHMARKS)
+    before = report.read_text(encoding="utf-8").splitlines() if report.exists() and not whole else []
+    lines = ["# Benchmarks", "", before[2] if before else _where(), ""]
     if quick:
         lines += ["**A quick run: it shows that the benchmarks work. Its figures mean nothing.**", ""]
     lines += ["Both sides of every figure were measured in one run. `make bench` measures them again.", ""]
     lines += ["| benchmark | measured | bar | verdict |", "|---|---|---|---|"]
-    lines += [_table_row(benchmark, found[benchmark.name], quick) for benchmark in BENCHMARKS]
     for benchmark in BENCHMARKS:
-        figures = found[benchmark.name]
-        lines += ["", f"## {benchmark.name}", "", f"Measured: {benchmark.what}.", "", f"Against: {benchmark.against}."]
-        if figures is None:
-            lines += ["", "It failed; there are no figures."]
-            continue
-        (plots / f"{benchmark.name}.svg").write_text(benchmark.plot(figures), encoding="utf-8")
-        lines += ["", f"![{benchmark.plot_title}](plots/{benchmark.name}.svg)"]
-        shown = (((benchmark.steps, "ms, logarithmic", "rows"),) if benchmark.steps else ()) + benchmark.more_steps
-        for title, unit, key in shown:
-            name = f"{benchmark.name}-{'steps' if key == 'rows' else key.replace('_', '-')}.svg"
-            (plots / name).write_text(draw_steps(title, unit, figures[key]), encoding="utf-8")
-            lines += ["", f"![{title}](plots/{name})"]
-        lines += ["", "| figure | value |", "|---|---|"]
-        lines += [f"| {key} | {_value(figures[key])} |" for key in figures if key not in _LONG]
-    report = out / "REPORT.md"
+        old = [line for line in before if line.startswith(f"| [{benchmark.name}](")]
+        lines += [_table_row(benchmark, found[benchmark.name], quick)] if benchmark.name in found else old
+    for benchmark in BENCHMARKS:
+        if benchmark.name in found:
+            section = _section(benchmark, found[benchmark.name], plots)
+            lines += section if whole else [*section[:3], f"Run by itself: {_where()}", "", *section[3:]]
+        else:
+            lines += _old_section(before, benchmark.name)
     report.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return report
+
+
+def _section(benchmark: Benchmark, figures: dict[str, Any] | None, plots: Path) -> list[str]:
+    lines = ["", f"## {benchmark.name}", "", f"Measured: {benchmark.what}.", "", f"Against: {benchmark.against}."]
+    if figures is None:
+        return [*lines, "", "It failed; there are no figures."]
+    (plots / f"{benchmark.name}.svg").write_text(benchmark.plot(figures), encoding="utf-8")
+    lines += ["", f"![{benchmark.plot_title}](plots/{benchmark.name}.svg)"]
+    shown = (((benchmark.steps, "ms, logarithmic", "rows"),) if benchmark.steps else ()) + benchmark.more_steps
+    for title, unit, key in shown:
+        name = f"{benchmark.name}-{'steps' if key == 'rows' else key.replace('_', '-')}.svg"
+        (plots / name).write_text(draw_steps(title, unit, figures[key]), encoding="utf-8")
+        lines += ["", f"![{title}](plots/{name})"]
+    lines += ["", "| figure | value |", "|---|---|"]
+    return lines + [f"| {key} | {_value(figures[key])} |" for key in figures if key not in _LONG]
+
+
+def _old_section(report: list[str], name: str) -> list[str]:
+    if f"## {name}" not in report:
+        return []
+    begin = report.index(f"## {name}")
+    end = next((at for at in range(begin + 1, len(report)) if report[at].startswith("## ")), len(report) + 1)
+    return ["", *report[begin : end - 1]]
 
 
 def _where() -> str:

@@ -1,32 +1,46 @@
-"""samples/s of the local runtime on image-text decode, against a bare two-thread loop over bytes in memory.
+"""How fast a `local` service feeds with N workers, against N bare processes that do nothing but the same heavy work.
 
-The loop uses the identical decoder, sizes and resize, has its images in memory already, and does nothing
-else: no reading, no tokens, no packing, no hand-over to another process. Rounds alternate, so that noise of
-the machine falls on both sides; the figure is the ratio of the medians.
+    image-text    512 x 512 JPEGs, decoded and resized to 224. The bare processes have the bytes in memory, and use the
+                  same decoder and resize: no reading, no tokens, no packing, no hand-over to another process.
+    raw text      texts of 3,000 characters, tokenized by a byte-level BPE of 32,000 tokens. The bare processes call the
+                  same tokenizer over texts in memory, many at a time.
+
+Rounds alternate, so that noise of the machine falls on both sides; a figure is the ratio of the medians. N goes up to
+the cores that there are. PSS is that of the service with all its processes.
 """
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
 import shutil
+import sysconfig
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import simplejpeg
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import overlord as ol
 from benchmarks.measuring import arguments, publish
+from overlord.runtimes.supervision.child import usable_cpus
 from overlord.transforms.samples.images import decode_image, resize_image
 
 SIDE = 512
 TARGET = 224
-THREADS = 2
-STEP_SAMPLES = 64
+WORKERS = (2, 4, 8, 16)
+TEXT_CHARACTERS = 3000
+AT_ONCE = 32
+"""Texts that a bare process tokenizes at a time."""
 
 
 def write_images(folder: Path, count: int) -> list[bytes]:
@@ -60,71 +74,181 @@ def write_tokenizer(folder: Path) -> str:
     return str(path)
 
 
-def image_job(folder: Path) -> ol.Job:
+def image_job(folder: Path, step_samples: int = 64) -> ol.Job:
     """Return the job that reads them."""
     sample = ol.ImageText("jpg", "caption", patch=16, merge=2, size=TARGET)
     return ol.Job(
         sources=[ol.Source("images", str(folder / "*.parquet"), sample=sample)],
         tokenizer=write_tokenizer(folder),
-        batch=ol.Batch(2048, global_samples=STEP_SAMPLES, microbatch_tokens=8192),
+        batch=ol.Batch(2048, global_samples=step_samples, microbatch_tokens=8192),
     )
 
 
-def bare_loop(images: list[bytes], seconds: float) -> float:
-    """Decode and resize with two threads for a while; return samples/s."""
+def write_texts(folder: Path) -> list[str]:
+    """Write the sources of Python's library as texts, and a tokenizer that was trained on them; return the texts."""
+    texts: list[str] = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text = path.read_text(errors="replace")
+        texts += [text[at : at + TEXT_CHARACTERS] for at in range(0, len(text), TEXT_CHARACTERS)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=32000, special_tokens=["<eos>"], show_progress=False, initial_alphabet=alphabet
+    )
+    tokenizer.train_from_iterator(texts[:1500], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return texts
 
-    def work(data: bytes) -> None:
-        resize_image(decode_image(data), TARGET, TARGET)
 
-    done, start = 0, time.perf_counter()
-    with ThreadPoolExecutor(THREADS) as pool:
-        while time.perf_counter() - start < seconds:
-            chunk = [images[(done + i) % len(images)] for i in range(256)]
-            list(pool.map(work, chunk, chunksize=1))
-            done += len(chunk)
-        return done / (time.perf_counter() - start)
+def text_job(folder: Path, step_samples: int) -> ol.Job:
+    """Return the job that reads them."""
+    return ol.Job(
+        sources=[ol.Source("texts", str(folder / "texts.jsonl"), sample=ol.Text("text"))],
+        tokenizer=str(folder / "tokenizer.json"),
+        batch=ol.Batch(4096, global_samples=step_samples),
+    )
+
+
+# -- the bare processes ------------------------------------------------------------------------------------------
+
+
+def decode_some(images: list[bytes]) -> Callable[[int], int]:
+    """Return what decodes an image, and says how many samples that are."""
+
+    def work(at: int) -> int:
+        resize_image(decode_image(images[at % len(images)]), TARGET, TARGET)
+        return 1
+
+    return work
+
+
+def tokenize_some(texts: list[str], path: str) -> Callable[[int], int]:
+    """Return what tokenizes some texts, and says how many tokens that are."""
+    tokenizer = Tokenizer.from_file(path)
+
+    def work(at: int) -> int:
+        begin = at * AT_ONCE % (len(texts) - AT_ONCE)
+        found = tokenizer.encode_batch_fast(texts[begin : begin + AT_ONCE], add_special_tokens=False)
+        return sum(len(np.array(one.ids, np.int32)) for one in found)
+
+    return work
+
+
+def bare_process(kind: str, folder: Path, seconds: float, number: int, start: Barrier, told: Any) -> None:
+    """Work for a while, beside the others; tell the rate."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if kind == "image":
+        work = decode_some(pq.read_table(folder / "0.parquet")["jpg"].to_pylist())
+    else:
+        texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").open()]
+        work = tokenize_some(texts, str(folder / "tokenizer.json"))
+    work(0)
+    start.wait()
+    done, at, began = 0, 97 * number, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        done, at = done + work(at), at + 1
+    told.put(done / (time.perf_counter() - began))
+
+
+def bare_processes(kind: str, folder: Path, count: int, seconds: float) -> float:
+    """Return the rate of so many processes together."""
+    spawn = multiprocessing.get_context("spawn")
+    start, told = spawn.Barrier(count), spawn.SimpleQueue()
+    given = [(kind, folder, seconds, number, start, told) for number in range(count)]
+    processes = [spawn.Process(target=bare_process, args=one) for one in given]
+    for process in processes:
+        process.start()
+    found = sum(told.get() for _ in processes)
+    for process in processes:
+        process.join()
+    return found
+
+
+# -- overlord ----------------------------------------------------------------------------------------------------
 
 
 def feed(client: ol.Client, seconds: float) -> float:
     """Consume steps for a while; return samples/s."""
+    return consume(client, seconds, "image")
+
+
+def consume(client: ol.Client, seconds: float, kind: str) -> float:
+    """Consume steps for a while; return samples/s of images, tokens/s of texts."""
     done, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
         step = next(client)
-        for batch in step.microbatches:
-            batch["pixel_values"].shape  # noqa: B018 - the view is there; its bytes are in shared memory
-        done += step.global_samples
+        for batch in step.microbatches:  # the view is there; its bytes are in shared memory
+            done += 0 if kind == "image" else batch["input_ids"].size
+        done += step.global_samples if kind == "image" else 0
     return done / (time.perf_counter() - start)
+
+
+def served(kind: str, folder: Path, workers: int, seconds: float) -> tuple[float, float]:
+    """Return the rate of a service, and the MB of all its processes."""
+    job = (image_job if kind == "image" else text_job)(folder, 32 * workers)
+    # A service of its own for every round: an idle one would go on prefetching into the round of the bare processes.
+    with (
+        ol.launch(job, threads=workers, prefetch=4, cache=str(folder / "cache")) as service,
+        service.client() as client,
+    ):
+        consume(client, max(1.0, seconds / 4), kind)
+        rate = consume(client, seconds, kind)
+        root = psutil.Process(service.pid)
+        return rate, sum(one.memory_full_info().pss for one in (root, *root.children(recursive=True))) / 2**20
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--workers", type=int, nargs="+", help="numbers of workers (default: 2, 4, 8, 16, as cores allow)"
+    )
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="overlord-feed-"))
-    try:
-        images = write_images(folder, 2048)
-        loop, ours = [], []
-        for _ in range(options.rounds):
-            loop.append(bare_loop(images, options.seconds))
-            # A service of its own for every round: an idle one would go on prefetching into the loop's round.
-            with ol.launch(image_job(folder), threads=THREADS, prefetch=4, cache=str(folder / "cache")) as service:
-                client = service.client()
-                feed(client, 1.0)
-                ours.append(feed(client, options.seconds))
-    finally:
-        shutil.rmtree(folder)
-    ratio = float(np.median(ours) / np.median(loop))
+    counts = options.workers or [count for count in WORKERS if count <= max(usable_cpus(), 2)]
+    rows: list[dict[str, Any]] = []
+    for kind, write in (("image", lambda folder: write_images(folder, 2048)), ("text", write_texts)):
+        folder = Path(tempfile.mkdtemp(prefix="overlord-feed-"))
+        try:
+            write(folder)
+            for count in counts:
+                bare, ours = [], []
+                for _ in range(options.rounds):
+                    bare.append(bare_processes(kind, folder, count, options.seconds))
+                    ours.append(served(kind, folder, count, options.seconds))
+                rates = [rate for rate, _ in ours]
+                row = {
+                    "kind": kind, "workers": count, "bare_per_s": float(np.median(bare)),
+                    "overlord_per_s": float(np.median(rates)), "ratio": float(np.median(rates) / np.median(bare)),
+                    "pss_mb": float(np.median([mb for _, mb in ours])), "bare_rounds": bare, "overlord_rounds": rates,
+                }  # fmt: skip
+                rows.append(row)
+                if not options.json:
+                    print({k: v for k, v in row.items() if not k.endswith("rounds")}, flush=True)
+        finally:
+            shutil.rmtree(folder)
+    image = [row for row in rows if row["kind"] == "image"]
+    text = [row for row in rows if row["kind"] == "text"]
     publish(
         "feed",
         {
-            "baseline": "two threads, same decoder and resize, bytes in memory, nothing else",
-            "overlord_samples_per_s": float(np.median(ours)),
-            "bare_loop_samples_per_s": float(np.median(loop)),
-            "ratio": ratio,
+            "baseline": "as many bare processes, same decoder, resize and tokenizer, bytes in memory, nothing else",
+            "workers": counts,
+            "overlord_samples_per_s": image[0]["overlord_per_s"],
+            "bare_samples_per_s": image[0]["bare_per_s"],
+            "ratio": image[0]["ratio"],
             "bar": 0.85,
-            "overlord_rounds": ours,
-            "bare_loop_rounds": loop,
+            "image_ratios": [row["ratio"] for row in image],
+            "text_ratios": [row["ratio"] for row in text],
+            "image_from_fewest_to_most_workers": image[-1]["overlord_per_s"] / image[0]["overlord_per_s"],
+            "text_from_fewest_to_most_workers": text[-1]["overlord_per_s"] / text[0]["overlord_per_s"],
+            "overlord_rounds": image[0]["overlord_rounds"],
+            "bare_rounds": image[0]["bare_rounds"],
+            "pss_mb": [row["pss_mb"] for row in image],
+            "rows": rows,
         },
         options.json,
     )

@@ -202,7 +202,7 @@ class LaunchOptions(Spec):
     budget: Annotated[Budget, BeforeValidator(_as_budget, json_schema_input_type=Budget | int | str)] | None = None
     """What a service may take: bytes held ahead, workers, memory of loaders."""
     threads: Annotated[int, whole(1, "nothing would be decoded. Leave it out")] | None = None
-    """Threads for decoding; by default one per core, and 2 for each loader host of ray."""
+    """Cores for decoding and the like; by default the host's less the trainers', and 2 on ray."""
     store: Word | None = None
     """Folder or URL for the journal and snapshots; none keeps none."""
     store_options: dict[str, str | int | float | bool] = Field(default={}, repr=False)

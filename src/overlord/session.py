@@ -35,7 +35,7 @@ from overlord.runtimes.launching.deployment import Progress, few_samples, limits
 from overlord.runtimes.launching.inline_service import InlineService
 from overlord.runtimes.launching.resume import canonical
 from overlord.runtimes.launching.service_options import ServiceOptions, cluster_of, shadows_of
-from overlord.runtimes.supervision.child import ONE_THREAD
+from overlord.runtimes.supervision.child import ONE_THREAD, usable_cpus
 from overlord.runtimes.supervision.service_process import ServiceProcess, ray_service
 from overlord.scaling.autoscaler import Scaling
 from overlord.storage import StorageOptions
@@ -273,7 +273,9 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
             they do not).
         profile: What sources cost, as `overlord profile` measured it; kept up to date by the service (default: the one
             beside the job file, where `loaders_per_source` or `scaling` needs one).
-        threads: Threads for decoding (default: one per core of this host; of each loader host of a cluster: 2).
+        threads: Cores for reading, tokenizing and decoding: up to two are threads of the service, more are processes
+            (default: the cores that this process may use, less one for each rank, but at least half of them; of each
+            loader host of a cluster: 2).
         address: The Ray cluster to attach to, such as "auto" or "10.0.0.1:6379" (default: one is started here).
         ranks_per_host: Trainer processes of one host of the cluster, as torchrun's --nproc-per-node (default: what the
             hosts' accelerators say, else all on this host).
@@ -342,7 +344,7 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
         mesh=options.mesh,
         prefetch=options.prefetch,
         **sizing_of(job, options.loaders_per_source, options.scaling, options.budget, options.profile),
-        threads=options.threads or (LOADER_CPUS if options.runtime == "ray" else os.cpu_count()) or 1,
+        threads=options.threads or _default_threads(options),
         heartbeat_s=options.heartbeat,
         store=None if options.store is None else _store_of(options.store),
         store_options=options.store_options,
@@ -360,6 +362,19 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
         on_source_failure=options.on_source_failure,
         service=uuid.uuid4().hex,
     )
+
+
+def _default_threads(options: Launch) -> int:
+    """Return how many threads or workers decode: the cores of this host, less one for each trainer.
+
+    At least half of them, and two: trainers mostly wait for their accelerators.
+    """
+    if options.runtime == "ray":
+        return LOADER_CPUS
+    cpus = usable_cpus()
+    if options.budget is not None and options.budget.cpus is not None:
+        cpus = min(cpus, options.budget.cpus)
+    return max(min(cpus, 2), cpus // 2, cpus - options.mesh.world_size)
 
 
 def _new_id() -> str:

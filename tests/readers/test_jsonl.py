@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from overlord.errors import SourceError
 from overlord.readers.index import IndexCache
+from overlord.readers.jsonl import parse_object
 from overlord.readers.source_files import SourceFiles
 
 from .conftest import read_all
@@ -117,3 +118,34 @@ def test_no_bytes_make_an_exception(data: bytes, tmp_path_factory: pytest.TempPa
     source = SourceFiles("web", [str(folder)], cache=IndexCache(folder / "_cache"), columns=["a"])
     lines = [line for line in data.split(b"\n") if line.strip(bytes(range(33)))]
     assert len(read_all(source)) == len(lines) + 1
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def by_json(line: bytes):
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+@given(
+    st.dictionaries(st.text(max_size=4), VALUES, max_size=5),
+    st.booleans(),
+    st.sampled_from([b"", b"\xef\xbb\xbf", b" "]),
+)
+def test_objects_are_parsed_as_json_does(value, ascii_only, before):
+    line = before + json.dumps(value, ensure_ascii=ascii_only).encode(errors="surrogatepass")
+    assert repr(parse_object(line)) == repr(by_json(line))
+
+
+@given(st.text('{}[]":,0123456789.eE+-\\untrefalsNIiy \t\ud800\0', max_size=40), st.binary(max_size=3))
+def test_what_is_no_object_for_json_is_none_here(text, end):
+    line = b'{"a":' + text.encode(errors="surrogatepass") + end + b"}"
+    assert repr(parse_object(line)) == repr(by_json(line))

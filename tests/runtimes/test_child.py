@@ -14,7 +14,7 @@ import pytest
 
 from overlord.errors import ServiceLost
 from overlord.job.layout_specs import DEFAULT_HEARTBEAT_S
-from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits, Liveness, Restarts
+from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits, Liveness, Restarts, usable_cpus
 from overlord.runtimes.supervision.fork_server import ForkServer
 
 
@@ -118,10 +118,34 @@ def test_a_lost_server_is_replaced_and_its_children_are_lost_with_it(server):
         server.fork()
 
 
+@pytest.mark.parametrize(
+    ("lines", "files", "expected"),
+    [
+        ("", {}, 1000),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000"}, 1000),
+        ("0::/a/b", {"a/b/cpu.max": "250000 100000"}, 3),
+        ("0::/a/b", {"a/b/cpu.max": "400000 100000", "a/cpu.max": "150000 100000"}, 2),
+        ("0::/", {"cpu.max": "10000 100000"}, 1),
+        ("3:cpu,cpuacct:/k\n2:memory:/k", {"cpu,cpuacct/k/cpu.cfs_quota_us": "500000"}, 1000),
+        ("3:cpu,cpuacct:/k", {"cpu,cpuacct/k/cpu.cfs_quota_us": "-1", "cpu,cpuacct/k/cpu.cfs_period_us": "1"}, 1000),
+        ("3:cpu:/k", {"cpu/k/cpu.cfs_quota_us": "500000", "cpu/k/cpu.cfs_period_us": "100000"}, 5),
+        ("0::/a", {"a/cpu.max": "nonsense"}, 1000),
+    ],
+)
+def test_cores_are_those_of_the_control_groups(tmp_path, monkeypatch, lines, files, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1000))
+    (tmp_path / "own").write_text(lines)
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert usable_cpus(tmp_path / "groups", tmp_path / "own") == expected
+
+
 ORPHAN = """
 import socket
 from overlord.runtimes.supervision.fork_server import _run_server
-_run_server("tests.runtimes.test_child", socket.socketpair()[0])
+_run_server("tests.runtimes.test_child", socket.socketpair()[0], ())
 """
 
 

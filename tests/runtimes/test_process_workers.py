@@ -84,6 +84,41 @@ def test_rows_come_back_in_order(pool, count):
     assert killed == []
 
 
+def test_callers_take_turns():
+    """A caller with a few rows does not wait for all rows of one that came before it."""
+    done: list[str] = []
+    begun = threading.Event()
+
+    def slow(_):
+        begun.set()
+        time.sleep(0.02)
+        done.append("slow")
+
+    with ProcessWorkers(1) as one:
+        first = threading.Thread(target=lambda: one.each(slow, range(30), 0.02))
+        first.start()
+        begun.wait()
+        one.each(lambda _: done.append("quick"), range(3), 0.001)
+        assert done.count("quick") == 3 and done.count("slow") < 10
+        first.join()
+    assert done.count("slow") == 30
+
+
+def test_the_first_error_ends_a_call_and_no_other(pool):
+    ran: list[int] = []
+
+    def fail(number):
+        ran.append(number)
+        if number == 1:
+            raise ValueError("one")
+        time.sleep(0.01)
+
+    with pytest.raises(ValueError, match="one"):
+        pool.each(fail, range(100), 0.0)
+    assert len(ran) < 10
+    assert pool.each(lambda number: number, range(3), 0.0) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("at", "deadly", "reason"),
     [

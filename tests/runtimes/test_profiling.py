@@ -321,8 +321,8 @@ def test_a_running_job_refreshes_its_profile(tmp_path: Path, ids_job: ol.Job, ca
     status = {
         "planner": {"next_step": 40},
         "sources": {
-            "a": {"samples_prepared": 20_000, "busy_s": 50.0, "samples": 500, "skipped": 500},
-            "b": {"samples_prepared": 0, "busy_s": 0.0, "samples": 0, "skipped": 0},
+            "a": {"samples_prepared": 20_000, "busy_s": 50.0, "cpu_s": 50.0, "samples": 500, "skipped": 500},
+            "b": {"samples_prepared": 0, "busy_s": 0.0, "cpu_s": 0.0, "samples": 0, "skipped": 0},
         },
     }
     assert refresh(path, status, "t") is None and not path.exists()

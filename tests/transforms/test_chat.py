@@ -266,7 +266,7 @@ def test_a_span_inside_the_first_token_counts_no_further(ours) -> None:
 def text_of(tokenizer: TextTokenizer, measured: Measured, row: int = 0) -> str:
     """Return the text of the tokens that count."""
     tokens, loss = tokens_and_loss(measured, row)
-    plain = Tokenizer.from_file(str(Path(tokenizer._path) / "tokenizer.json"))
+    plain = Tokenizer.from_file(str(Path(tokenizer.path) / "tokenizer.json"))
     return plain.decode([t for t, counts in zip(tokens, loss, strict=True) if counts], skip_special_tokens=False)
 
 

@@ -27,6 +27,7 @@ from overlord.runtimes.autoscaling.profiling import (
     write_profile,
 )
 from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.runtimes.supervision.child import usable_cpus
 from overlord.scaling.partition import Partition, partition
 from overlord.scaling.profiles import Profile, Resources, SourceCost, mean_shares, schedule_shares
 
@@ -169,4 +170,4 @@ def resources_of(plan: bool, cpus: float | None, memory: str | None) -> Resource
     except Fault as fault:
         raise SpecError(f"--memory is {memory!r:.80}: {fault}. Write it as 64GiB.") from None
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Resources(cpus=cpus or float(os.cpu_count() or 1), bytes=have if given is None else given)
+    return Resources(cpus=cpus or float(usable_cpus()), bytes=have if given is None else given)

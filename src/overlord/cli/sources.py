@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -27,6 +26,7 @@ from overlord.reports.summary import number, percent, size
 from overlord.roles.source_loader import fit_context
 from overlord.runtimes.hosts.prefetch import LOADER_THREADS, ThreadWorkers
 from overlord.runtimes.launching.deployment import IsolateReader, transform_of, try_sources
+from overlord.runtimes.supervision.child import usable_cpus
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
 from overlord.transforms.samples.per_sample import Measured, SampleTransform, no_seeds, ragged_column
 from overlord.transforms.samples.sample_kinds import reserve_placeholders
@@ -201,7 +201,7 @@ def first_rows(files: SourceFiles, number: int, most: int, at_once: int) -> Iter
 
 def cores() -> int:
     """Return how many threads of heavy work this host is good for."""
-    return os.cpu_count() or 1
+    return usable_cpus()
 
 
 def count_indexed(files: SourceFiles) -> tuple[float | None, bool, int]:

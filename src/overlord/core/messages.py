@@ -490,6 +490,8 @@ class ForkServerFor(Message, frozen=True):
     """A process to its template: fork a server; its control socket and the pipe that ends it go along."""
 
     module: str
+    preloads: tuple[str, ...] = ()
+    """What the module's `preload` is given."""
 
 
 class ForkChild(Message, frozen=True):
@@ -527,6 +529,32 @@ class RunFunction(Message, frozen=True):
     """Service to a process worker: run a function over the rows beside it."""
 
     key: str
+
+
+class MapMemory(Message, frozen=True):
+    """Service to a process worker: the memory that rows are written into from now on; descriptors go along."""
+
+    asked_bytes: int
+    """For what the service sends."""
+    answer_bytes: int
+    """For the answers."""
+
+
+class SharedArray(NamedTuple):
+    """An array in shared memory."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    asked: bool
+    """Whether it is (a part of) what the service sent, and not of the answer."""
+
+
+class SharedRows(Message, frozen=True):
+    """A service and its process workers: `Rows` whose arrays lie in shared memory."""
+
+    head: bytes
+    arrays: list[SharedArray]
 
 
 class ReaderRequest(Message, frozen=True, kw_only=True):
@@ -569,6 +597,10 @@ class RowsMade(Message, frozen=True, kw_only=True):
     kinds: dict[str, Kind | None] = msgspec.field(default_factory=dict)
     end: bool = False
     """Whether the stream has ended, and these are no rows."""
+    cpu_s: float = 0.0
+    """Seconds of a processor that it took."""
+    waited_s: float = 0.0
+    """Seconds that the process waited for storage or servers."""
 
 
 class RowsFailed(Message, frozen=True):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from overlord.core.ragged import (
@@ -169,6 +170,9 @@ def _line_lengths(native: ByteStream) -> Iterator[tuple[int, bool]]:
 # have the same columns of the same types.
 
 
+_decode = msgspec.json.Decoder().decode
+
+
 def parse_object(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object in a line of UTF-8, or None if there is none.
 
@@ -177,9 +181,13 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
         ({'a': 1}, None, None)
     """
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = _decode(line)
     except (ValueError, RecursionError):
-        return None
+        # msgspec takes a quarter of the time; json also takes a byte-order mark, NaN, infinity and lone surrogates.
+        try:
+            value = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError):
+            return None
     return value if isinstance(value, dict) else None
 
 

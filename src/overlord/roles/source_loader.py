@@ -41,6 +41,7 @@ from overlord.core.ragged import (
     BAD_COLUMN,
     NOT_PARSED,
     RowBatch,
+    blank_rows,
     concat_rows,
     expand_ranges,
     num_bytes,
@@ -270,7 +271,7 @@ class _BlockStream:
 
 
 CHUNK_ROWS = 256
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 4 << 20
 AHEAD_ROWS = 64
 AHEAD_BYTES = 128 << 10
 """A chunk holds at least about this much even if less is requested: tokenizers are faster on batches."""
@@ -674,8 +675,9 @@ class SourceLoader:
             return []
         known = np.flatnonzero(self._poisoned.known(self.name, numbers, epoch))
         if len(known):
-            rows[BAD_COLUMN] = np.array(rows[BAD_COLUMN])
-            rows[BAD_COLUMN][known] = NOT_PARSED  # type: ignore[index]
+            marks, which = np.array(rows[BAD_COLUMN]), np.zeros(len(numbers), np.bool_)
+            marks[known], which[known] = NOT_PARSED, True
+            rows.update(blank_rows(rows, which) | {BAD_COLUMN: marks})  # what killed a worker is not looked at again
         return [(int(at), self._poisoned.reason(self.name, int(numbers[at]))) for at in known]
 
     def _note(self, meta: MetaArray, faults: list[Fault], wrong_lengths: list[Fault]) -> None:

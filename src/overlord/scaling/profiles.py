@@ -248,7 +248,9 @@ class Running:
     samples: int
     """Samples prepared."""
     busy_s: float
-    """Seconds that its workers were busy with them, together."""
+    """Seconds that its workers needed for them, together."""
+    cpu_s: float
+    """Of them, seconds of a processor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,11 +315,12 @@ class SourceProfile:
     def refreshed(self, running: Running, when: str, what: str) -> SourceProfile:
         """Return the profile updated by a run: a mean weighted by samples, with a cap on the old weight.
 
-        A run measures only the mean of P: its distribution, its parts and the CPU share keep their proportions.
+        A run measures only the mean of P and its CPU share: its distribution and its parts keep their proportions.
         """
         old, new = min(self.samples, MOST_OLD_WEIGHT), running.samples
         mean = (old * self.transform_s + running.busy_s) / (old + new)
         factor = mean / self.transform_s
+        cpu = (old * self.transform_s * self.cpu_share + min(running.cpu_s, running.busy_s)) / (old + new)
         moved = dataclasses.replace(
             self,
             samples=self.samples + new,
@@ -325,6 +328,7 @@ class SourceProfile:
             read_s=factor * self.read_s,
             measure_s=factor * self.measure_s,
             finish_s=factor * self.finish_s,
+            cpu_share=cpu / mean,
         )
         return moved.noted(Entry(when, what, new, moved.transform_s))
 

@@ -35,7 +35,8 @@ _OF_A_SOURCE: Mapping[str, tuple[str, str]] = MappingProxyType(
         "bad": ("bad_total", "Samples that a stand-in took the place of."),
         "wrong_length": ("wrong_length_total", "Samples that were cut or padded to their planned length."),
         "samples_prepared": ("prepared_total", "Rows that its workers have read and measured."),
-        "busy_s": ("busy_seconds_total", "Seconds that its workers were busy."),
+        "busy_s": ("busy_seconds_total", "Seconds that its workers computed or waited for storage, not for a core."),
+        "cpu_s": ("cpu_seconds_total", "Of them, seconds of a processor."),
         "waited_s": ("waited_seconds_total", "Seconds that planner and constructors waited for the source."),
     }
 )

@@ -547,7 +547,7 @@ def profile_job(
     Raises:
         SpecError: The job or the launch is wrong.
     """
-    options = dataclasses.replace(options, loaders_per_source=1, workers={})  # one worker's seconds
+    options = dataclasses.replace(options, loaders_per_source=1, workers={}, threads=1)  # one worker's seconds
     with ProcessWorkers(1) as processes:
         prepared = prepare(_tolerant(job), options, processes.isolate)
         numbers = [n for n, name in enumerate(prepared.job.names) if sources is None or name in sources]
@@ -627,7 +627,8 @@ def refresh(path: Path, status: Mapping[str, Any], when: str) -> Profile | None:
     Args:
         path: The profile's file.
         status: What `service.status()` tells: of each source `samples_prepared` (rows measured), `busy_s` (seconds of
-            workers), and the `samples` and `skipped` rows that the stream has drawn and passed over.
+            workers) and `cpu_s` (of a processor), and the `samples` and `skipped` rows that the stream has drawn and
+            passed over.
         when: ISO time of now.
 
     Raises:
@@ -647,7 +648,7 @@ def _running(one: Mapping[str, Any]) -> Running:
     """Return what a status tells of a source, by samples: rows that are passed over are paid by the others."""
     drawn, skipped = int(one["samples"]), int(one["skipped"])
     share = drawn / (drawn + skipped) if drawn else 1.0
-    return Running(round(share * int(one["samples_prepared"])), float(one["busy_s"]))
+    return Running(round(share * int(one["samples_prepared"])), float(one["busy_s"]), float(one["cpu_s"]))
 
 
 def _tolerant(job: Job) -> Job:

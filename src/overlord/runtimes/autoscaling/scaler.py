@@ -10,7 +10,6 @@ Rules of this file:
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -29,6 +28,7 @@ from overlord.launch_spec import Budget, Loaders
 from overlord.runtimes.autoscaling.profiling import digests_of, read_profile, refresh
 from overlord.runtimes.launching.deployment import Prepared
 from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.runtimes.supervision.child import usable_cpus
 from overlord.scaling.autoscaler import Bottleneck, Fleet, Scaling, Waited, decide, find_bottleneck
 from overlord.scaling.partition import partition
 from overlord.scaling.profiles import (
@@ -64,7 +64,7 @@ def sizing_of(
     """
     given = budget or Budget()
     settings = scaling if isinstance(scaling, Scaling) else Scaling() if scaling else None
-    cpus = given.cpus or os.cpu_count() or 1
+    cpus = given.cpus or usable_cpus()
     sized = settings is not None or given.cpus is not None or loaders == "auto"
     found: dict[str, Any] = {
         "worker_threads": cpus if sized else MOST_WORKER_THREADS,

@@ -48,8 +48,8 @@ from overlord.runtimes.transport.role_codec import unwrap
 
 PLANNER = "planner"
 ADDED = frozenset(
-    ("workers", "samples_prepared", "busy_s", "waited_s", "handed_over_bytes", "buffer_bytes", "rows_read", "bad",
-     "bad_ids", "wrong_length", "followed")
+    ("workers", "samples_prepared", "busy_s", "cpu_s", "waited_s", "handed_over_bytes", "buffer_bytes", "rows_read",
+     "bad", "bad_ids", "wrong_length", "followed")
 )  # fmt: skip
 """What is added up over the hosts of a source, where `status` tells of it."""
 MOST_UNFOLLOWED = 64

@@ -23,6 +23,7 @@ from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
 from overlord.core.samples import WHOLE, Cursor, Part
 from overlord.roles.source_loader import SourceLoader, Staged, rows_at_once
+from overlord.runtimes.supervision.work_clock import Spent, WorkClock
 from overlord.transforms.samples.per_sample import Workers
 
 T = TypeVar("T")
@@ -137,8 +138,8 @@ class SourceWorkers:
     def __init__(self, executor: PriorityExecutor) -> None:
         self._executor = executor
         self.count = 1
-        self.helped_s = 0.0
-        """Seconds that threads other than the caller worked."""
+        self.spent = Spent()
+        """What threads other than the caller have spent."""
 
     def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
         """Apply the function to every item; the caller is one of the workers."""
@@ -155,9 +156,10 @@ class SourceWorkers:
                 done[at] = function(given[at])
 
         def help_out() -> None:
-            began = time.perf_counter()
+            clock = WorkClock()
             work()
-            self.helped_s += time.perf_counter() - began
+            with lock:
+                self.spent = self.spent.plus(clock.spent())
 
         helpers = [self._executor.submit(help_out) for _ in range(min(self.count, len(given)) - 1)]
         work()
@@ -344,8 +346,10 @@ class PrefetchPool:
         self._helpers = helpers
         self.handed_over = 0
         """Bytes handed over."""
-        self.busy_s = 0.0
-        """Seconds that workers and callers have read, measured and finished."""
+        self._spent = Spent()
+        """What workers and callers have spent on reading, measuring and finishing."""
+        self._took_s = 0.0
+        """Seconds on the wall of workers that read and measured."""
         self.waited_s = 0.0
         """Seconds that planner and constructors were held up by this source."""
         self.prepared = 0
@@ -395,9 +399,7 @@ class PrefetchPool:
                 self._do(task)
                 self._spoiled = False
         finally:
-            took = time.perf_counter() - began
-            self.waited_s += took
-            self.busy_s += took if self._executor is None else 0.0
+            self.waited_s += time.perf_counter() - began
 
     def pop(self, order: LoaderOrder) -> Staged:
         """Let planned samples leave the read buffer."""
@@ -406,10 +408,10 @@ class PrefetchPool:
 
     def finish(self, staged: Staged) -> Payload:
         """Finish planned samples, and count what went wrong."""
-        began = time.perf_counter()
+        clock = WorkClock()
         done = self.loader.finish(staged)
         with self._changed:
-            self.busy_s += time.perf_counter() - began
+            self._spent = self._spent.plus(clock.spent())
             payload = self.loader.hand_over(staged, done)
             self.handed_over += payload.nbytes
             return payload
@@ -427,17 +429,21 @@ class PrefetchPool:
 
     def work(self) -> dict[str, Any]:
         """Return what was done here, without waiting for the lock."""
+        spent = self._spent.plus(self._helpers.spent) if self._helpers else self._spent
         return {
             "workers": self._wanted,
             "samples_prepared": self.prepared,
-            "busy_s": round(self.busy_s + (self._helpers.helped_s if self._helpers else 0.0), 4),
+            "busy_s": round(spent.seconds, 4),
+            "cpu_s": round(spent.cpu_s, 4),
             "waited_s": round(self.waited_s, 4),
             "handed_over_bytes": self.handed_over,
         }
 
     def _asked(self, request: MetaRequest) -> MetaDelta:
-        before = self.loader.seen
+        before, clock = self.loader.seen, WorkClock()
         delta = self.loader.summary_buffer(request)
+        if self._executor is None:  # else a worker has read and measured them
+            self._spent = self._spent.plus(clock.spent())
         self.prepared += self.loader.seen - before
         self._move_to(delta.next_cursor)
         return delta
@@ -494,7 +500,7 @@ class PrefetchPool:
 
     def _do(self, task: _Task) -> None:
         """Read and measure a stretch, and keep it."""
-        began = time.perf_counter()
+        began, clock = time.perf_counter(), WorkClock()
         try:
             try:
                 stretch = self.loader.read(Cursor(*task.key, task.begin), task.group, task.stop - task.begin)
@@ -510,7 +516,8 @@ class PrefetchPool:
                     self.loader.keep(measured)
         finally:
             with self._changed:
-                self.busy_s += time.perf_counter() - began
+                self._took_s += time.perf_counter() - began
+                self._spent = self._spent.plus(clock.spent())
                 self._taken[task.key].remove((task.begin, task.stop))
                 if not self._taken[task.key]:
                     del self._taken[task.key]
@@ -566,7 +573,7 @@ class PrefetchPool:
         if self._position is None or self._spoiled:
             return False
         if self._rows_ahead() >= max(
-            REQUESTS_AHEAD * self._pace.rows, self._wanted * _least_ahead(self.prepared, self.busy_s)
+            REQUESTS_AHEAD * self._pace.rows, self._wanted * _least_ahead(self.prepared, self._took_s)
         ):
             return False
         room = self.loader.ahead_bytes(self._position) < self._wanted * WORKER_BYTES
@@ -600,7 +607,7 @@ class PrefetchPool:
     def _take(self, key: _Key, group: Group, begin: int, wanted: int) -> _Task:
         rows = rows_at_once(group, wanted - begin)
         if self._executor is not None and self.prepared >= FEW_ROWS:
-            rows = max(1, min(rows, int(STRETCH_S * self.prepared / max(self.busy_s, 1e-9))))
+            rows = max(1, min(rows, int(STRETCH_S * self.prepared / max(self._took_s, 1e-9))))
         elif self._executor is not None:
             rows = min(rows, FEW_ROWS // 4)  # how long they take is not known yet
         stop = min(begin + rows, group.num_rows)
@@ -621,7 +628,7 @@ class PrefetchPool:
         return self._running > 0 and self._executor is not None and (reached is None or reached.next <= at)
 
 
-def _least_ahead(prepared: int, busy_s: float) -> int:
+def _least_ahead(prepared: int, took_s: float) -> int:
     """Return how many rows a worker has ahead at least: few, where they are slow."""
-    rows = 2 * FEW_ROWS if prepared < FEW_ROWS else int(8 * STRETCH_S * prepared / max(busy_s, 1e-9))
+    rows = 2 * FEW_ROWS if prepared < FEW_ROWS else int(8 * STRETCH_S * prepared / max(took_s, 1e-9))
     return max(4, min(2 * FEW_ROWS, rows))

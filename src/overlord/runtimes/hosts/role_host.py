@@ -132,7 +132,8 @@ class RoleHost:
 
     def prepare(self, message: Prepare) -> Nothing:
         """Bring the job into the form its stream is made from, with the sources that were added since."""
-        self._prepared = self._with_added(self._environment.prepare(self._job, self._options), message)
+        isolate = self._environment.isolate(self._options.threads, self._ends) if self._options.pooled else None
+        self._prepared = self._with_added(self._environment.prepare(self._job, self._options, isolate=isolate), message)
         return Nothing()
 
     def _with_added(self, prepared: Prepared, message: Prepare) -> Prepared:

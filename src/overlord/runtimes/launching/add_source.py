@@ -163,7 +163,10 @@ def with_source(prepared: Prepared, source: Source) -> Prepared:
             "reconcile='allow_add'."
         )
     warm_job(more, prepared.options.layout)
-    transforms = [*prepared.transforms, transform_of(more.sources[-1], tokenizer, prepared.isolate)]
+    transforms = [
+        *prepared.transforms,
+        transform_of(more.sources[-1], tokenizer, prepared.isolate, pooled=prepared.options.pooled),
+    ]
     return dataclasses.replace(prepared, job=more, transforms=transforms)
 
 

@@ -55,10 +55,11 @@ from overlord.transforms.microbatches.positions import mrope_positions
 from overlord.transforms.microbatches.step_samples import Opening
 from overlord.transforms.samples.audio import log_mel
 from overlord.transforms.samples.chat import inline_templates, loss_in_spans
-from overlord.transforms.samples.images import normalize_patches, patchify_into, resize_image
+from overlord.transforms.samples.images import normalize_patches, warm_images
 from overlord.transforms.samples.per_sample import Isolate, SampleTransform, Workers
+from overlord.transforms.samples.pooled import pooled_transform
 from overlord.transforms.samples.sample_kinds import make_transform, reserve_placeholders
-from overlord.transforms.samples.tokenize import TextTokenizer, TokenSpans
+from overlord.transforms.samples.tokenize import TextTokenizer, TokenizerFile, TokenSpans
 
 # --------------------------------------------------------------------------------------------------------------
 # What batches of a job look like on a mesh: limits of its plans, shapes of its media; checked before anything runs.
@@ -379,7 +380,7 @@ def prepare(
         job = inline_templates(job, tokenizer)
         reserve_placeholders(job, tokenizer)
     check_launch(job, options)
-    transforms = [transform_of(source, tokenizer, isolate) for source in job.sources]
+    transforms = [transform_of(source, tokenizer, isolate, pooled=options.pooled) for source in job.sources]
     digest = tokenizer.digest if tokenizer else ""
     warm_job(job, options.layout)  # no step may wait for a compiler; a wrong job need not either
     return Prepared(
@@ -463,10 +464,20 @@ def make_constructor(prepared: Prepared, loaders: Loaders, workers: Workers) -> 
     return DataConstructor(loaders, PackingJob(options.layout, media_shape(prepared.job), opening))
 
 
-def transform_of(source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None = None) -> SampleTransform:
-    """Make the transform of a source; what is wrong with it is said with its name."""
+def transform_of(
+    source: Source, tokenizer: TextTokenizer | None, isolate: Isolate | None = None, *, pooled: bool = False
+) -> SampleTransform:
+    """Make the transform of a source; what is wrong with it is said with its name.
+
+    Args:
+        pooled: Whether all its work runs in the process workers, and not only Python code that holds the interpreter.
+    """
     try:
-        return make_transform(source, tokenizer, isolate)
+        made = make_transform(source, tokenizer, isolate)
+        if isolate is None or not pooled:
+            return made
+        file = None if tokenizer is None else TokenizerFile(tokenizer.path, tokenizer.reserved)
+        return pooled_transform(source, made, file, isolate)
     except SpecError as error:
         raise named_error(source, error) from error
 
@@ -568,7 +579,7 @@ def warm_job(job: Job, layout: Layout) -> None:
     if layout.positions != "plain":
         _warm_positions()
     if any(isinstance(source.sample, (ImageSpec, Video)) for source in job.sources):
-        _warm_patches()
+        warm_images()
     if layout.pixels == "float32":
         normalize_patches(np.zeros((1, 3), np.uint8), layout.mean, layout.std, 1 / 255, np.empty((1, 3), np.float32))
     if any(isinstance(source.sample, Audio) for source in job.sources):
@@ -584,10 +595,6 @@ def warm_common() -> None:
     for kind in (np.int32, np.int64, np.uint8):
         Ragged(np.ones(2, kind), np.arange(3)).take(np.array([1, 0]))
     gather_runs(np.zeros(1, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64))
-
-
-def _warm_patches() -> None:
-    patchify_into(resize_image(np.zeros((2, 2, 3), np.uint8), 1, 1), 1, 1, np.empty(3, np.uint8))
 
 
 def _warm_positions() -> None:
@@ -606,7 +613,7 @@ def warm_everything() -> None:
     """Compile every kernel there is."""
     warm_kernels()
     warm_packing()
-    _warm_patches()
+    warm_images()
     _warm_positions()
     normalize_patches(np.zeros((1, 3), np.uint8), (0, 0, 0), (1, 1, 1), 1.0, np.empty((1, 3), np.float32))
     log_mel(np.zeros(400, np.float32), mels=8, sample_rate=16000, frames=2)

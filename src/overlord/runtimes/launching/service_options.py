@@ -51,7 +51,7 @@ class ServiceOptions:
     budget_bytes: int = 512 << 20
     """Most bytes of payloads and views held ahead of the trainers."""
     threads: int = 2
-    """Threads for decoding and other heavy work."""
+    """Threads or process workers of a host for decoding and other heavy work."""
     store: str | None = None
     """Where the journal and the snapshots go: a folder, or a URL of a filesystem that pyarrow knows."""
     store_options: Mapping[str, str | int | float | bool] = field(default_factory=dict[str, str | int | float | bool])
@@ -87,6 +87,14 @@ class ServiceOptions:
     """What of the job's sources may differ from the state's."""
     on_source_failure: OnSourceFailure = "stop"
     """What happens to a source that cannot be read any more."""
+
+    @property
+    def pooled(self) -> bool:
+        """Whether tokenizing, decoding and the like run in process workers, and not in threads of the service.
+
+        Up to two threads seldom wait for each other's interpreter lock, and need not hand rows to another process.
+        """
+        return self.threads > 2
 
 
 # --------------------------------------------------------------------------------------------------------------

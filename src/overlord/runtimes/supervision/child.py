@@ -14,6 +14,7 @@ Every limit stands in `Limits`, which derives them from the heartbeat.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from overlord.job.layout_specs import DEFAULT_HEARTBEAT_S
@@ -193,11 +195,42 @@ class ChildProcess:
             self.ended = self.killed_for or ("was lost" if code is None else how_it_ended(code))
 
 
+def usable_cpus(control_groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return how many cores this process may use: by its affinity mask, and by the quotas of its control groups."""
+    found = float(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            top = control_groups / controllers  # all of version 2 have the top itself, and no controllers here
+            folder = top / path.lstrip("/")
+            for group in (folder, *folder.parents):
+                if not group.is_relative_to(top):
+                    break
+                found = min(found, _quota_of(group))
+    return max(1, math.ceil(found))
+
+
+def _quota_of(group: Path) -> float:
+    """Return the cores that a control group may use together."""
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{one}_us").read_text() for one in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
+    except (OSError, ValueError):  # there is no such file, or it says "max"
+        return math.inf
+
+
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
 }  # fmt: skip
 """The environment of a process that forks. It must have one thread: OpenBLAS and Arrow's jemalloc start more on import.
-Its children have a core each: a library that starts a thread for each core would only crowd it."""
+Its children have a core each: a library that starts a thread for each core would only crowd it. Arrow's own allocators
+keep twice what hundreds of open files need, as every thread has a heap."""
 
 
 def start_python(

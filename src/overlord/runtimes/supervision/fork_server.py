@@ -33,14 +33,17 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from overlord.core.client_messages import Message
 from overlord.core.messages import EndChildren, ForkAnswer, ForkChild, ForkServerFor, WorkerMessage
 from overlord.core.ragged import RowBatch
 from overlord.errors import ServiceLost
 from overlord.runtimes.supervision.child import LIMITS, ONE_THREAD, ChildProcess, Limits, exit_status, start_python
+from overlord.runtimes.transport.codec import OnSilence
 from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
+
+T = TypeVar("T")
 
 _TICKS = 16
 """A wait is counted in so many parts, so that a host that was suspended meanwhile loses one of them and no more."""
@@ -90,7 +93,23 @@ class ForkedChild(ChildProcess):
     def exchange(
         self, head: WorkerMessage, rows: RowBatch, seconds: float | None, connection: socket.socket | None = None
     ) -> tuple[WorkerMessage, RowBatch]:
-        """Send a message and wait for its answer, on a further connection to the child if one is given.
+        """Send rows and wait for the answer, on a further connection to the child if one is given.
+
+        Raises:
+            ChildLost: It ended, or did not answer in time; it is killed then.
+        """
+
+        def exchange(talk: socket.socket, tick: OnSilence) -> tuple[WorkerMessage, RowBatch]:
+            send_rows(talk, head, rows, tick)
+            return receive_rows(talk, tick)
+
+        return self.within(seconds, exchange, connection)
+
+    def within(
+        self, seconds: float | None, exchange: Callable[[socket.socket, OnSilence], T],
+        connection: socket.socket | None = None,
+    ) -> T:  # fmt: skip
+        """Let it be asked something that must be answered in time.
 
         Raises:
             ChildLost: It ended, or did not answer in time; it is killed then.
@@ -105,8 +124,7 @@ class ForkedChild(ChildProcess):
 
         talk.settimeout(seconds and seconds / _TICKS)
         try:
-            send_rows(talk, head, rows, tick)
-            return receive_rows(talk, tick)
+            return exchange(talk, tick)
         except TimeoutError as late:
             self.end(str(late), hung=True)
         except ServiceLost:
@@ -133,11 +151,13 @@ class ForkServer:
     """The process that forks children of one kind; it starts with the first of them.
 
     Args:
-        module: What it imports; its `serve` runs in every child.
+        module: What it imports; its `preload(*preloads)` runs once, its `serve` in every child.
     """
 
     def __init__(self, module: str, limits: Limits = LIMITS) -> None:
         self._module = module
+        self.preloads: Sequence[str] = ()
+        """What its `preload` is given."""
         self._limits = limits
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | _ForkedServer | None = None
@@ -213,9 +233,9 @@ class ForkServer:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(self._limits.fork_first)
         with theirs:
-            self._process = _template.start(self._module, theirs) if _template is not None else None
+            self._process = _template.start(self._module, theirs, self.preloads) if _template is not None else None
             self._process = self._process or start_python(
-                ["-m", "overlord.runtimes.supervision.fork_server", self._module, str(theirs.fileno())],
+                ["-m", "overlord.runtimes.supervision.fork_server", self._module, str(theirs.fileno()), *self.preloads],
                 ONE_THREAD,
                 [theirs.fileno()],
                 stdout=2,  # whatever a function prints goes to the log
@@ -289,14 +309,14 @@ class _Template:
         self._lock = threading.Lock()
         self._lost = False
 
-    def start(self, module: str, control: socket.socket) -> _ForkedServer | None:
+    def start(self, module: str, control: socket.socket, preloads: Sequence[str]) -> _ForkedServer | None:
         """Fork a server for a module, with its control socket; None where the template is gone."""
         line, ours = os.pipe()
         try:
             with self._lock:
                 if self._lost:
                     return None
-                send_message(self._control, ForkServerFor(module), [control.fileno(), line])
+                send_message(self._control, ForkServerFor(module, tuple(preloads)), [control.fileno(), line])
                 answer: ForkAnswer = receive_message(self._control)[0]
             if answer.error is None:
                 server = _ForkedServer(answer.pid, ours)
@@ -375,7 +395,7 @@ def _be_template(control: socket.socket) -> None:
             os.setpgid(0, 0)
             os.dup2(fds[1], 0)
             os.close(fds[1])
-            _run_server(message.module, socket.socket(fileno=fds[0]))
+            _run_server(message.module, socket.socket(fileno=fds[0]), message.preloads)
         for fd in fds:
             os.close(fd)
         with contextlib.suppress(OSError):
@@ -389,12 +409,12 @@ def _be_template(control: socket.socket) -> None:
 Serve = Callable[[socket.socket], None]
 
 
-def _run_server(module: str, control: socket.socket) -> NoReturn:
+def _run_server(module: str, control: socket.socket, preloads: Sequence[str]) -> NoReturn:
     """Be the fork server of a module; never return."""
     code = 1
     try:
         served = importlib.import_module(module)
-        getattr(served, "preload", lambda: None)()
+        getattr(served, "preload", lambda *_: None)(*preloads)
         run(control, served.serve)
         code = 0
     except BaseException:
@@ -492,4 +512,4 @@ def _run_child(connection: socket.socket, serve: Serve) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _run_server(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
+    _run_server(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])

@@ -13,33 +13,61 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import heapq
 import itertools
+import json
 import logging
+import mmap
 import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
 import cloudpickle
 import numpy as np
+import numpy.typing as npt
 
-from overlord.core.messages import LoadFunction, RowsFailed, RowsMade, RunFunction, WorkerMessage
-from overlord.core.ragged import RowBatch, concat_rows, num_rows, slice_rows
+from overlord.core.messages import (
+    LoadFunction,
+    MapMemory,
+    RowsFailed,
+    RowsMade,
+    RunFunction,
+    SharedRows,
+    WorkerMessage,
+)
+from overlord.core.ragged import RowBatch, concat_rows, copied_rows, num_bytes, num_rows, slice_rows
+from overlord.core.samples import padded
 from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError, ToleranceError
-from overlord.runtimes.supervision.child import LIMITS, Limits
+from overlord.runtimes.supervision.child import LIMITS, Limits, usable_cpus
 from overlord.runtimes.supervision.fork_server import ChildLost, ForkedChild, ForkServer
-from overlord.runtimes.transport.role_codec import receive_rows, send_rows
+from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
+from overlord.runtimes.transport.codec import OnSilence, receive_frame
+from overlord.runtimes.transport.role_codec import RowMemory, from_frame, receive_message, rows_from, send_message
+from overlord.runtimes.transport.shared_memory import Segment, round_up
+from overlord.transforms.samples.images import warm_images
+from overlord.transforms.samples.tokenize import TokenizerFile, load_tokenizer
 
 logger = logging.getLogger("overlord")
 
-RUN_ROWS = 32
-"""Rows that are sent at a time: few enough to be run one by one when a worker dies of them."""
+MEMORY_BYTES = 1 << 20
+"""Shared memory of a worker, for questions and for answers, at first."""
+RUN_BYTES = 1 << 20
+"""What the rows of one run may become at most: it stays in shared memory until it is taken."""
+RUN_S = 0.04
+"""How long a run of rows should take: callers take turns after it, and all of it is done again when a worker dies."""
+LEAST_RUN_S = 0.01
+"""A shorter run costs as much to hand over as to do."""
+RUN_ROWS = 32, 256
+"""Rows that are sent at a time at most, before it is known what a row costs and after."""
 TRIES = 3
 """Workers that may be lost in a row without any fault of a row."""
 HANGS = 3
@@ -64,9 +92,11 @@ class _Worker:
         """The keys of the functions that it has loaded."""
         self.asked = False
         """Whether an answer is still to come; such a worker can be asked nothing else."""
+        self._memory: RowMemory | None = None
+        self._answer_bytes = 0
 
     def ask(self, message: WorkerMessage, rows: RowBatch, seconds: float) -> tuple[WorkerMessage, RowBatch]:
-        """Ask it and wait for the answer.
+        """Ask it and wait for the answer, whose columns are overwritten by the next one.
 
         Raises:
             ChildLost: when it ended, or did not answer in time.
@@ -74,13 +104,146 @@ class _Worker:
         """
         self.asked = True
         try:
-            answer = self.child.exchange(message, rows, seconds)
+            answer = self.child.within(seconds, lambda talk, tick: self._exchange(message, rows, talk, tick))
         except ChildLost as loss:
             if loss.code is None and not loss.hung:
                 raise _WorkerLost(str(loss)) from None
             raise
         self.asked = False
         return answer
+
+    def end(self) -> None:
+        """Kill it if it lives, and let go of its memory."""
+        self.child.end()
+        self._memory = None
+
+    def kept(self, rows: RowBatch) -> RowBatch:
+        """Return an answer that the next one does not overwrite."""
+        return rows if self._memory is None else self._memory.kept(rows)
+
+    def _exchange(
+        self, message: WorkerMessage, rows: RowBatch, talk: socket.socket, tick: OnSilence
+    ) -> tuple[WorkerMessage, RowBatch]:
+        self._make_room(num_bytes(rows), talk, tick)
+        assert self._memory is not None
+        send_message(talk, self._memory.ask(message, rows), (), tick)
+        frame, _ = receive_frame(talk, tick)
+        found = from_frame(frame)
+        if isinstance(found, SharedRows):
+            return self._memory.answer_of(found)
+        self._answer_bytes = max(self._answer_bytes, sum(padded(array.nbytes) for array in frame[1:]))
+        return rows_from(found)
+
+    def _make_room(self, nbytes: int, talk: socket.socket, tick: OnSilence) -> None:
+        """Give the worker memory for a question of so many bytes and for answers as large as the last ones."""
+        needed = nbytes + nbytes // 8 + 4096, self._answer_bytes
+        if self._memory is not None and self._memory.fits(*needed):
+            return
+        sizes = tuple(round_up(max(size, MEMORY_BYTES)) for size in needed)
+        asked, answered = (Segment(number, size) for number, size in enumerate(sizes))
+        send_message(talk, MapMemory(*sizes), [asked.fd, answered.fd], tick)
+        self._memory = RowMemory(asked.memory, answered.memory)
+        for segment in (asked, answered):
+            os.close(segment.fd)  # the mapping stays
+
+
+@dataclass(slots=True)
+class _Call:
+    """Items that a function is applied to, for a caller that waits for all of them."""
+
+    function: Callable[[Any], Any]
+    items: Sequence[Any]
+    item_s: float
+    """What an item is expected to take."""
+    results: list[Any]
+    begun: int = 0
+    running: int = 0
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class _FairThreads:
+    """Threads that take turns with the calls that wait: the next item is of the call that has had the least time.
+
+    First come, first served would not do: measuring a few rows, which the next plan waits for, would stand behind all
+    the images of the steps before it, and the workers would then have nothing to do until the plan is there.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[float, int, _Call]] = []
+        """A heap: (seconds that the call has had, number of its turn, call)."""
+        self._turns = itertools.count()
+        self._clock = 0.0
+        """What the call that had the last turn had had: a new call begins there."""
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def map(self, function: Callable[[Any], T], items: Sequence[Any], item_s: float) -> list[T]:
+        """Apply the function to every item; results in order. The first error ends the call."""
+        call = _Call(function, items, item_s, [None] * len(items))
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the threads are closed")
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._work, name="overlord-process-workers") for _ in range(self._count)
+                ]
+                for thread in self._threads:
+                    thread.start()
+            heapq.heappush(self._waiting, (self._clock, next(self._turns), call))
+            self._changed.notify(len(items))
+        call.done.wait()
+        try:
+            if call.error is not None:
+                raise call.error
+            return call.results
+        finally:
+            del call  # it holds the error, whose traceback holds this frame
+
+    def close(self) -> None:
+        """Let what runs end; calls with items that were not begun fail."""
+        with self._changed:
+            self._closed = True
+            for _, _, call in self._waiting:
+                call.error = call.error or ClosedError("the process workers are closed; launch the service again.")
+                if not call.running:
+                    call.done.set()
+            self._waiting.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (turn := self._next()) is not None:
+            call, at = turn
+            try:
+                call.results[at] = call.function(call.items[at])
+            except BaseException as error:
+                with self._changed:
+                    call.error = call.error or error
+            with self._changed:
+                call.running -= 1
+                if not call.running and (call.error is not None or call.begun == len(call.items)):
+                    call.done.set()
+
+    def _next(self) -> tuple[_Call, int] | None:
+        with self._changed:
+            while True:
+                while not self._waiting:
+                    if self._closed:
+                        return None
+                    self._changed.wait()
+                had, _, call = heapq.heappop(self._waiting)
+                if call.error is None:
+                    break
+            self._clock = max(self._clock, had)
+            call.begun += 1
+            call.running += 1
+            if call.begun < len(call.items):
+                heapq.heappush(self._waiting, (had + call.item_s, next(self._turns), call))
+            return call, call.begun - 1
 
 
 class ProcessWorkers:
@@ -99,10 +262,9 @@ class ProcessWorkers:
     """
 
     def __init__(self, count: int, limits: Limits = LIMITS) -> None:
-        self.count = max(1, min(count, len(os.sched_getaffinity(0))))
+        self.count = max(1, min(count, usable_cpus()))
         self.limits = limits
-        self._threads = ThreadPoolExecutor(self.count, thread_name_prefix="overlord-process-workers")
-        self._slots = threading.BoundedSemaphore(self.count)
+        self._threads = _FairThreads(self.count)
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._server = ForkServer("overlord.runtimes.supervision.process_workers", limits)
@@ -125,37 +287,41 @@ class ProcessWorkers:
                 f"{name}: the function cannot be sent to a worker process ({type(error).__name__}: {error}); no sample "
                 "could be made. Let it hold only what pickles (open files and locks do not), or set process=False."
             ) from error
+        file = getattr(function, "tokenizer", None)
+        if file is not None and (loaded := json.dumps([file.path, list(file.reserved)])) not in self._server.preloads:
+            self._server.preloads = [*self._server.preloads, loaded]
         return Isolated(self, code, name, deadline)
 
-    def each(self, function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
-        """Apply a function that waits for workers to every item, side by side; results in order."""
+    def each(self, function: Callable[[Any], T], items: Sequence[Any], item_s: float) -> list[T]:
+        """Apply a function that borrows a worker to every item, side by side; results in order.
+
+        Args:
+            item_s: Seconds that an item is expected to take.
+        """
         self.check_open()
-        if len(items) == 1:
-            return [function(items[0])]
         try:
-            return list(self._threads.map(function, items))
+            return self._threads.map(function, items, item_s)
         except RuntimeError:
             self.check_open()  # closed meanwhile: no thread takes anything on
             raise
 
     @contextlib.contextmanager
     def borrow(self, *, fresh: bool) -> Iterator[_Worker]:
-        """Lend a worker, one that has run nothing yet if `fresh`; waits until one is free.
+        """Lend a worker, one that has run nothing yet if `fresh`, to a thread of `each`.
 
         Raises:
             _WorkerLost: when none can be started.
         """
-        with self._slots:
-            worker = self._take(fresh)
-            try:
-                yield worker
-            finally:
-                with self._lock:
-                    good = not (worker.asked or self._closed)
-                    if good:
-                        self._idle.append(worker)
-                if not good:
-                    worker.child.end()
+        worker = self._take(fresh)
+        try:
+            yield worker
+        finally:
+            with self._lock:
+                good = not (worker.asked or self._closed)
+                if good:
+                    self._idle.append(worker)
+            if not good:
+                worker.end()
 
     @property
     def resting(self) -> tuple[int, ...]:
@@ -175,8 +341,8 @@ class ProcessWorkers:
             idle, self._idle = self._idle, []
         self._server.close()
         for worker in idle:
-            worker.child.end()
-        self._threads.shutdown(wait=True)
+            worker.end()
+        self._threads.close()
 
     def __enter__(self) -> ProcessWorkers:
         return self
@@ -192,7 +358,7 @@ class ProcessWorkers:
         if idle is not None:
             if idle.child.alive and not fresh:
                 return idle
-            idle.child.end()
+            idle.end()
         self.check_open()
         try:
             return _Worker(self._server.fork())
@@ -212,6 +378,8 @@ class Isolated:
         self._lock = threading.Lock()
         self._hung = 0
         """Rows that exceeded the time limit since the last one that was done."""
+        self._row_s = 0.0
+        """What a row takes, about; 0 where none was done."""
 
     def __call__(self, rows: RowBatch) -> tuple[RowBatch, Poisoned]:
         """Return what the surviving rows became, in order, and the rows that killed their worker twice.
@@ -224,20 +392,68 @@ class Isolated:
             ClosedError: when the pool is closed meanwhile.
         """
         self._count_hangs(0)
-        count = num_rows(rows)
-        size = max(1, min(RUN_ROWS, -(-count // self._pool.count)))
-        runs = [(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
-        done = self._pool.each(lambda run: self._run(rows, *run), runs)
+        runs, run_s = self._runs(num_rows(rows))
+        with self._counted() as spent:
+            done = self._pool.each(lambda run: self._run(rows, run[0], run[1], spent), runs, run_s)
         made = [part for parts, _ in done for part in parts]
         if not made:
-            made = [self._try(slice_rows(rows, 0, 0))]  # every row was poisoned; the columns are still asked for
+            nothing = slice_rows(rows, 0, 0)  # every row was poisoned; the columns are still asked for
+            made = self._pool.each(lambda rows: self._try(rows, []), [nothing], run_s)
         return concat_rows(made), [one for _, poisoned in done for one in poisoned]
 
-    def _run(self, rows: RowBatch, start: int, stop: int) -> tuple[list[RowBatch], Poisoned]:
+    def visit(
+        self, rows: RowBatch, take: Callable[[int, RowBatch], None], row_bytes: npt.NDArray[np.int64]
+    ) -> Poisoned:
+        """Let `take` have what each run of rows has become, in shared memory; return the rows that killed a worker.
+
+        Raises:
+            As a call does.
+        """
+        self._count_hangs(0)
+        most = max(1, RUN_BYTES // max(int(row_bytes.max(initial=1)), 1))
+        runs, run_s = self._runs(num_rows(rows), most)
+        with self._counted() as spent:
+            done = self._pool.each(lambda run: self._run(rows, run[0], run[1], spent, take), runs, run_s)
+        return [one for _, poisoned in done for one in poisoned]
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[list[Spent]]:
+        """Count what workers have spent as spent for the calling thread."""
+        spent: list[Spent] = []
+        began = time.perf_counter()
+        try:
+            yield spent
+        finally:
+            note_help(time.perf_counter() - began, functools.reduce(Spent.plus, spent, Spent()))
+
+    def _runs(self, count: int, most: int = RUN_ROWS[1]) -> tuple[list[tuple[int, int]], float]:
+        """Cut rows into runs: among all workers, but no shorter than is worth while and no longer than a turn.
+
+        Returns the runs, and the seconds that one takes.
+        """
+        longest = min(most, RUN_ROWS[bool(self._row_s)])
+        if self._row_s:
+            longest = min(longest, int(RUN_S / self._row_s))
+        least = min(longest, int(LEAST_RUN_S / self._row_s)) if self._row_s else 1
+        size = max(1, least, min(longest, -(-count // self._pool.count)))
+        return [(start, min(start + size, count)) for start in range(0, max(count, 1), size)], size * self._row_s
+
+    def _run(
+        self,
+        rows: RowBatch,
+        start: int,
+        stop: int,
+        spent: list[Spent],
+        take: Callable[[int, RowBatch], None] | None = None,
+    ) -> tuple[list[RowBatch], Poisoned]:
         """Run some rows together; if that kills the worker, one by one."""
+
+        def taking(first: int) -> Callable[[RowBatch], None] | None:
+            return None if take is None else lambda made: take(first, made)
+
         if stop - start != 1:
             try:
-                return [self._try(slice_rows(rows, start, stop))], []
+                return [self._try(slice_rows(rows, start, stop), spent, take=taking(start))], []
             except ChildLost as death:
                 logger.warning(
                     "%s: a worker was lost with %d rows (%s); they run again one by one",
@@ -249,7 +465,7 @@ class Isolated:
         poisoned: Poisoned = []
         for row in range(start, stop):
             try:
-                made.append(self._alone(slice_rows(rows, row, row + 1)))
+                made.append(self._alone(slice_rows(rows, row, row + 1), spent, taking(row)))
             except ChildLost as death:
                 self._count_hangs(int(death.hung))
                 poisoned.append((row, f"killed its worker twice: {death}"))
@@ -267,22 +483,33 @@ class Isolated:
             "the function on one row by itself and mend it, or raise the deadline= of the sample if it needs longer."
         )
 
-    def _alone(self, row: RowBatch) -> RowBatch:
+    def _alone(self, row: RowBatch, spent: list[Spent], take: Callable[[RowBatch], None] | None) -> RowBatch:
         """Run one row; it may kill one worker, but not a second one that has run nothing else."""
         try:
-            return self._try(row)
+            return self._try(row, spent, take=take)
         except ChildLost as death:
             logger.warning("%s: a worker was lost with one row (%s); it runs once more", self._name, death)
             self._count_hangs(0)  # another thread may have found out meanwhile
-        return self._try(row, fresh=True)
+        return self._try(row, spent, fresh=True, take=take)
 
-    def _try(self, rows: RowBatch, *, fresh: bool = False) -> RowBatch:
+    def _try(
+        self,
+        rows: RowBatch,
+        spent: list[Spent],
+        *,
+        fresh: bool = False,
+        take: Callable[[RowBatch], None] | None = None,
+    ) -> RowBatch:
         """Run rows in one worker; workers that are lost for other reasons are replaced a few times."""
         for tries in itertools.count(1):
             try:
                 with self._pool.borrow(fresh=fresh) as worker:
                     self._load(worker)
-                    made = self._apply(worker, rows)
+                    made = self._apply(worker, rows, spent)
+                    if take is None:
+                        made = worker.kept(made)
+                    else:
+                        take(made)
                 with self._lock:
                     self._hung = 0 if num_rows(rows) and self._hung < HANGS else self._hung
                 return made
@@ -312,17 +539,22 @@ class Isolated:
             )
         worker.functions.add(self._key)
 
-    def _apply(self, worker: _Worker, rows: RowBatch) -> RowBatch:
+    def _apply(self, worker: _Worker, rows: RowBatch, spent: list[Spent]) -> RowBatch:
+        began = time.perf_counter()
         try:
             answer, made = worker.ask(RunFunction(self._key), rows, self._deadline)
         except ChildLost:
             self._pool.check_open()  # then it was the closing pool that killed it
             raise
+        row_s = (time.perf_counter() - began) / max(num_rows(rows), 1)
+        self._row_s += (row_s - self._row_s) / 4 if self._row_s else row_s
         if isinstance(answer, RowsFailed):
             raise OverlordError(
                 f"{self._name}: the function failed as a whole, not for a single row ({answer.reason}); no sample "
                 "could be made. Its traceback stands in the log."
             )
+        if isinstance(answer, RowsMade):
+            spent.append(Spent(answer.cpu_s, answer.waited_s))
         if not made or any(len(column) != num_rows(rows) for column in made.values()):
             raise OverlordError(
                 f"{self._name}: the function made { ({k: len(v) for k, v in made.items()}) } rows of {num_rows(rows)}; "
@@ -335,24 +567,54 @@ class Isolated:
 # In the worker process.
 
 
+def preload(*tokenizers: str) -> None:
+    """Load what all workers use once: tokenizers as JSON of (path, reserved ids), and the kernels of images."""
+    for given in tokenizers:
+        path, reserved = json.loads(given)
+        load_tokenizer(TokenizerFile(path, tuple(reserved)))
+    warm_images()
+
+
+def _mapped(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    try:
+        return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+    finally:
+        os.close(fd)
+
+
 def serve(connection: socket.socket) -> None:
     """Load functions and run them over rows, until the other side closes the connection."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have workers of their own
     functions: dict[str, Any] = {}
+    memory: RowMemory | None = None
     while True:
         try:
-            head, rows = receive_rows(connection)
+            message, fds = receive_message(connection)
         except ServiceLost:
             return
+        if isinstance(message, MapMemory):
+            memory = RowMemory(
+                *(_mapped(fd, size) for fd, size in zip(fds, (message.asked_bytes, message.answer_bytes), strict=True))
+            )
+            continue
+        assert memory is not None, "it is told of its memory first"
+        clock = WorkClock()
+        head, rows = memory.question_of(message) if isinstance(message, SharedRows) else rows_from(message)
         try:
             made: RowBatch = {}
             if isinstance(head, LoadFunction):
                 # Code from the launching process, on its way to one of its own roles.
                 functions[head.key] = cloudpickle.loads(np.asarray(rows["code"]).tobytes())
             elif isinstance(head, RunFunction):
-                made = functions[head.key](rows)
-            send_rows(connection, RowsMade(), made)
+                function = functions[head.key]
+                # A user's function may keep what it is given, or write to it; the memory is used again.
+                made = function(rows if getattr(function, "only_reads", False) else copied_rows(rows))
+            spent = clock.spent()
+            send_message(connection, memory.answer(RowsMade(cpu_s=spent.cpu_s, waited_s=spent.waited_s), made))
         except ServiceLost:
             return
         except Exception as error:  # whatever the user's code raises is an answer
             sys.stderr.write(traceback.format_exc())  # in one piece: other workers write to the same log
-            send_rows(connection, RowsFailed(type(error).__name__, f"{type(error).__name__}: {error}"), {})
+            send_message(
+                connection, memory.answer(RowsFailed(type(error).__name__, f"{type(error).__name__}: {error}"), {})
+            )

@@ -50,6 +50,7 @@ from overlord.readers.reader import BlockIndex, DamagedFile, Reader, reason_of
 from overlord.readers.source_files import FORMATS
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.fork_server import ChildLost, ForkedChild, ForkServer
+from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
 from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
 
 logger = logging.getLogger("overlord")
@@ -177,6 +178,7 @@ class _ReaderProcess:
         while self._dropped:
             with contextlib.suppress(IndexError):  # another thread was faster
                 dropped.append(self._dropped.popleft())
+        began = time.perf_counter()
         try:
             answer = self._child.exchange(replace(request, dropped=tuple(dropped)), rows, seconds, connection)
         except ChildLost:
@@ -188,6 +190,8 @@ class _ReaderProcess:
                 connection.close()
             else:
                 self._idle.append(connection)
+        if isinstance(answer[0], RowsMade):
+            note_help(time.perf_counter() - began, Spent(answer[0].cpu_s, answer[0].waited_s))
         return answer
 
     def drop(self, stream: int) -> None:
@@ -426,7 +430,12 @@ def _serve_caller(caller: socket.socket, streams: Streams) -> None:
                 assert isinstance(head, ReaderRequest), "a service asks its own reader processes"
                 for stream in head.dropped:
                     streams.pop(stream, None)
-                send_rows(caller, *_answer(head, rows, streams))
+                clock = WorkClock()
+                answer, made = _answer(head, rows, streams)
+                if isinstance(answer, RowsMade):
+                    spent = clock.spent()
+                    answer = replace(answer, cpu_s=spent.cpu_s, waited_s=spent.waited_s)
+                send_rows(caller, answer, made)
             except ServiceLost:
                 return
 

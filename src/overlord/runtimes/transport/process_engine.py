@@ -223,7 +223,7 @@ def preload() -> None:
 def serve(connection: socket.socket) -> None:
     """Be a role: which one is the first message on the connection, and the end of the connection ends it."""
     told: StartRole = receive_message(connection)[0]
-    if told.site["role"] == "loader":
+    if told.site["role"] != "planner":
         start_template()  # for its process workers and reader processes; now, before it has threads
     coming: Future[_RoleServer] = Future()  # early callers wait for it
     with contextlib.ExitStack() as listening:

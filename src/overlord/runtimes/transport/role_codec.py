@@ -10,18 +10,21 @@ Rules of this file:
 from __future__ import annotations
 
 import functools
+import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from overlord.core.client_messages import Message
-from overlord.core.messages import HandedOver, Rows, WithPlan, WorkerMessage
+from overlord.core.messages import HandedOver, Rows, SharedArray, SharedRows, WithPlan, WorkerMessage
 from overlord.core.plan import plan_from_bytes
 from overlord.core.ragged import Ragged, RowBatch
+from overlord.core.samples import dtype_from_text, dtype_to_text, padded
 from overlord.errors import OverlordError, ServiceLost
 from overlord.runtimes.transport import codec
 from overlord.runtimes.transport.codec import Frame, OnSilence, error_of, failure_of, receive_frame, send_frame
@@ -95,22 +98,24 @@ def answer_from_frame(frame: Frame) -> Any:
 _decoder = functools.cache(lambda: codec.Decoder(Message))
 
 
-def send_message(connection: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
+def send_message(
+    connection: socket.socket, message: Message, fds: Sequence[int] = (), on_silence: OnSilence | None = None
+) -> None:
     """Send a message to a process of this service, with file descriptors if there are any.
 
     Raises:
         ServiceLost: when the other side is gone.
     """
-    send_frame(connection, codec.frame_of(message), fds)
+    send_frame(connection, codec.frame_of(message), fds, on_silence)
 
 
-def receive_message(connection: socket.socket) -> tuple[Any, list[int]]:
+def receive_message(connection: socket.socket, on_silence: OnSilence | None = None) -> tuple[Any, list[int]]:
     """Wait for a message of a process of this service; return it with the file descriptors that came along.
 
     Raises:
         ServiceLost: when the other side is gone.
     """
-    frame, fds = receive_frame(connection)
+    frame, fds = receive_frame(connection, on_silence)
     return from_frame(frame), fds
 
 
@@ -129,8 +134,7 @@ def send_rows(
         TypeError: for a column of Python objects, before anything is sent.
         ServiceLost: when the other side is gone.
     """
-    columns = {name: _arrays_of(name, column) for name, column in rows.items()}
-    send_frame(connection, codec.frame_of(Rows(head, columns)), (), on_silence)
+    send_frame(connection, codec.frame_of(_rows_of(head, rows)), (), on_silence)
 
 
 def receive_rows(connection: socket.socket, on_silence: OnSilence | None = None) -> tuple[WorkerMessage, RowBatch]:
@@ -144,7 +148,113 @@ def receive_rows(connection: socket.socket, on_silence: OnSilence | None = None)
         found: Rows = _rows_decoder().message(frame)
     except OverlordError as error:
         raise ServiceLost(str(error)) from error
+    return rows_from(found)
+
+
+def _rows_of(head: WorkerMessage, rows: RowBatch) -> Rows:
+    return Rows(head, {name: _arrays_of(name, column) for name, column in rows.items()})
+
+
+def rows_from(found: Rows) -> tuple[WorkerMessage, RowBatch]:
+    """Return the rows of a message."""
     return found.head, {n: a[0] if len(a) == 1 else Ragged(a[0], a[1]) for n, a in found.columns.items() if a}
+
+
+class RowMemory:
+    """Shared memory for the rows that a service and one process worker exchange, one block for each direction.
+
+    What an array of an answer shares with the question (the encoded images of rows that were measured) is told by its
+    place there, and not copied.
+
+    Args:
+        asked: Memory of what the service sends.
+        answered: Memory of the answers.
+    """
+
+    def __init__(self, asked: npt.NDArray[np.uint8], answered: npt.NDArray[np.uint8]) -> None:
+        self.asked = asked
+        self.answered = answered
+        self._sent: list[tuple[int, npt.NDArray[np.uint8]]] = []
+
+    def fits(self, asked_bytes: int, answer_bytes: int) -> bool:
+        """Whether a question and an answer of so many bytes fit."""
+        return len(self.asked) >= asked_bytes and len(self.answered) >= answer_bytes
+
+    def kept(self, rows: RowBatch) -> RowBatch:
+        """Return the rows of an answer with copies of what the next answer overwrites."""
+
+        def keep(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            return array if _offset_in(self.answered, array) is None else np.array(array)
+
+        return {
+            name: Ragged(keep(one.values), keep(one.offsets)) if isinstance(one, Ragged) else keep(one)
+            for name, one in rows.items()
+        }
+
+    def ask(self, head: WorkerMessage, rows: RowBatch) -> Message:
+        """Write a question into the memory; return the message that tells of it, whole where it does not fit."""
+        return self._write(head, rows, self.asked, None)
+
+    def answer(self, head: WorkerMessage, rows: RowBatch) -> Message:
+        """Write an answer into the memory; return the message that tells of it, whole where it does not fit."""
+        return self._write(head, rows, self.answered, self.asked)
+
+    def question_of(self, message: SharedRows) -> tuple[WorkerMessage, RowBatch]:
+        """Read a question; its columns are views of the memory."""
+        return self._read(message, lambda array: self.asked)
+
+    def answer_of(self, message: SharedRows) -> tuple[WorkerMessage, RowBatch]:
+        """Read an answer; its columns are views of the memory, or of the rows that were sent.
+
+        Raises:
+            ServiceLost: when it points outside of them.
+        """
+        return self._read(message, lambda array: None if array.asked else self.answered)
+
+    def _write(
+        self, head: WorkerMessage, rows: RowBatch, memory: npt.NDArray[np.uint8], shared: npt.NDArray[np.uint8] | None
+    ) -> Message:
+        whole, self._sent = _rows_of(head, rows), []
+        frame, at, table = codec.frame_of(whole), 0, list[SharedArray]()
+        for array in frame[1:]:
+            data = np.ascontiguousarray(array)
+            kind, offset = dtype_to_text(array.dtype), _offset_in(shared, data)
+            if offset is None:
+                if at + data.nbytes > len(memory):
+                    return whole
+                memory[at : at + data.nbytes] = data.reshape(-1).view(np.uint8)
+                self._sent.append((at, data.reshape(-1).view(np.uint8)))
+                table.append(SharedArray(kind, array.shape, at, False))
+                at += padded(data.nbytes)
+            else:
+                table.append(SharedArray(kind, array.shape, offset, True))
+        return SharedRows(frame[0], table)
+
+    def _read(
+        self, message: SharedRows, memory_of: Callable[[SharedArray], npt.NDArray[np.uint8] | None]
+    ) -> tuple[WorkerMessage, RowBatch]:
+        arrays: list[np.ndarray[Any, Any]] = []
+        try:
+            for one in message.arrays:
+                dtype, memory, at = dtype_from_text(one.dtype), memory_of(one), one.offset
+                nbytes = math.prod(one.shape) * dtype.itemsize
+                if memory is None:  # a part of what was sent
+                    begin, memory = next((b, s) for b, s in self._sent if b <= at < b + max(len(s), 1))
+                    at -= begin
+                if dtype.hasobject or min(one.shape, default=0) < 0 or at < 0 or at + nbytes > len(memory):
+                    raise ValueError(f"an array of {one.dtype} {one.shape} at {one.offset} leaves its memory")
+                arrays.append(memory[at : at + nbytes].view(dtype).reshape(one.shape))
+            return rows_from(_rows_decoder().message([message.head, *arrays]))
+        except (OverlordError, ValueError, TypeError, StopIteration) as error:
+            raise ServiceLost(f"the other side sent rows that are none ({error})") from error
+
+
+def _offset_in(memory: npt.NDArray[np.uint8] | None, array: np.ndarray[Any, Any]) -> int | None:
+    """Return where an array lies in some memory; None where it does not."""
+    if memory is None or not array.nbytes:
+        return None
+    offset = array.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
+    return offset if offset >= 0 and offset + array.nbytes <= len(memory) else None
 
 
 def _arrays_of(name: str, column: Any) -> list[np.ndarray[Any, Any]]:

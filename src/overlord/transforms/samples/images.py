@@ -250,6 +250,11 @@ def _patchify(pixels: UInt8s, height: int, width: int, patch: int, merge: int, t
                 at += np.uintp(3 * temporal) * plane
 
 
+def warm_images() -> None:
+    """Load the kernels of images."""
+    patchify_into(resize_image(np.zeros((2, 2, 3), np.uint8), 1, 1), 1, 1, np.empty(3, np.uint8))
+
+
 def normalize_patches(
     rows: UInt8s, mean: Sequence[float], std: Sequence[float], rescale: float, out: npt.NDArray[np.float32]
 ) -> None:

@@ -344,16 +344,29 @@ def finish_tokens(kept: RowBatch, planned: Int64s, bad: Bools, kind: str | None 
 RowFunction = Callable[[RowBatch], RowBatch]
 """A pure function: as many rows out as in, each made from its own row alone."""
 
-Isolated = Callable[[RowBatch], tuple[RowBatch, list[Fault]]]
-"""Such a function in process workers: the results of the surviving rows, in order, and the rows that killed a "
-"worker."""
 
-Isolate = Callable[[RowFunction, str, float], Isolated]
+class PooledRows(Protocol):
+    """Such a function in process workers."""
+
+    def __call__(self, rows: RowBatch) -> tuple[RowBatch, list[Fault]]:
+        """Return the results of the surviving rows, in order, and the rows that killed a worker."""
+        ...
+
+    def visit(self, rows: RowBatch, take: Callable[[int, RowBatch], None], row_bytes: Int64s) -> list[Fault]:
+        """Let `take` have the results of each run of rows, from its first row on; return the rows that killed a worker.
+
+        What it is given lies in shared memory, and is overwritten when it returns. `row_bytes` are the bytes that each
+        row becomes. Several threads may call `take` at once.
+        """
+        ...
+
+
+Isolate = Callable[[RowFunction, str, float], PooledRows]
 """Moves a function (with its name for messages, and a deadline in seconds) into process workers."""
 
 
 def run_rows(
-    function: RowFunction, run: Isolated | None, rows: RowBatch, stand_in: RowBatch
+    function: RowFunction, run: PooledRows | None, rows: RowBatch, stand_in: RowBatch
 ) -> tuple[RowBatch, list[Fault]]:
     """Apply a function to rows; a row that killed its worker becomes the one row of `stand_in`.
 
@@ -399,6 +412,9 @@ def decode_into(
     media: Media, items: Int64s, decoder: MediaDecoder, places: Sequence[Place], workers: Workers
 ) -> list[Fault]:
     """Decode items into their places; return (item, reason) of those that do not decode, which become zeros."""
+    decode_items = getattr(decoder, "decode_items", None)
+    if decode_items is not None:  # all at once, in the pool of the host
+        return decode_items(media, items, places)
 
     def prepare(at: int) -> list[Fault]:
         item, place = int(items[at]), places[at]

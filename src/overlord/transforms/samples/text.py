@@ -75,7 +75,7 @@ class TextTransform:
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
         faults: list[Fault] = []
-        tokens, wrong = self._kept_tokens(kept, bad, faults)
+        tokens, wrong = self.kept_tokens(kept, bad, faults)
         # The stand-in of an empty text (next to an image) does not count in the loss.
         loss = np.repeat(~bad & ~np.asarray(kept["empty"], np.bool_), planned).astype(np.uint8)
         fitted, padding = fit_rows(tokens, planned)
@@ -84,7 +84,7 @@ class TextTransform:
             loss[fitted.offsets[row] : fitted.offsets[row + 1]] = 0
         return Finished(fitted, Ragged(loss, fitted.offsets), None, faults, wrong)
 
-    def _kept_tokens(self, kept: RowBatch, bad: Bools, faults: list[Fault]) -> tuple[Ragged, list[Fault]]:
+    def kept_tokens(self, kept: RowBatch, bad: Bools, faults: list[Fault]) -> tuple[Ragged, list[Fault]]:
         """Return the tokens of kept rows, and the rows with another length than claimed."""
         if "tokens" in kept:
             return ragged_column(kept, "tokens"), []
@@ -221,6 +221,10 @@ class ItemThenText:
             front=length + before + after,
             margin=self._tokens.margin,
         )
+
+    def kept_tokens(self, kept: RowBatch, bad: Bools, faults: list[Fault]) -> tuple[Ragged, list[Fault]]:
+        """Return the tokens of the texts of kept rows, and the rows with another length than claimed."""
+        return self._text.kept_tokens(kept, bad, faults)
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
         """Return tokens and loss of exactly the planned lengths, and the items that are whole within them."""

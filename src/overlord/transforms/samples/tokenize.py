@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,22 @@ from overlord.core.ragged import Ragged, offsets_of
 from overlord.errors import SpecError
 
 Int32s = npt.NDArray[np.int32]
+
+
+class TokenizerFile(NamedTuple):
+    """Where a tokenizer is, and the ids that are kept for the placeholders of media."""
+
+    path: str
+    reserved: tuple[int, ...] = ()
+
+
+@functools.lru_cache(maxsize=8)
+def load_tokenizer(file: TokenizerFile) -> TextTokenizer:
+    """Return a tokenizer, which is loaded once in a process: a fork server loads it before it forks."""
+    tokenizer = TextTokenizer(file.path)
+    tokenizer.reserve(file.reserved)
+    return tokenizer
+
 
 DEFAULT_TEMPLATE = "default"
 """Name of the chat template that is used by default."""
@@ -67,7 +84,10 @@ class TextTokenizer:
         # Lengths are promises: a stored truncation or padding setting must not change them.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._path = path
+        self.path = path
+        """Where it is."""
+        self.reserved: tuple[int, ...] = ()
+        """Ids that are kept for the placeholders of media."""
         self._reserved = np.empty(0, np.int32)
         self._spelling = self._tokenizer
         self.special_tokens: Mapping[str, str] = special_token_names(folder) if folder else {}
@@ -79,6 +99,7 @@ class TextTokenizer:
 
     def reserve(self, ids: Collection[int]) -> None:
         """Keep some ids for the placeholders of media: a text that happens to hold one is spelled out instead."""
+        self.reserved = tuple(sorted(ids))
         self._reserved = np.array(sorted(one for one in ids if one <= np.iinfo(np.int32).max), np.int32)
         self._spelling = Tokenizer.from_str(self._tokenizer.to_str())
         self._spelling.encode_special_tokens = True
@@ -135,7 +156,7 @@ class TextTokenizer:
             found = None
         if found is None:
             raise SpecError(
-                f"sample.{field}: the token {token!r} is not in the vocabulary of the tokenizer {self._path!r}; "
+                f"sample.{field}: the token {token!r} is not in the vocabulary of the tokenizer {self.path!r}; "
                 f"images, clips or sounds would have no place in the text. Set {field} to one of the tokenizer's "
                 "special tokens, or to an id."
             )
@@ -152,7 +173,7 @@ class TextTokenizer:
         found = wanted if isinstance(wanted, int) else self.find(wanted)
         if found is None or found > np.iinfo(np.int32).max or self._tokenizer.id_to_token(found) is None:
             raise SpecError(
-                f"{field}={wanted!r}: the tokenizer {self._path!r} has no such token; the model would get an unknown "
+                f"{field}={wanted!r}: the tokenizer {self.path!r} has no such token; the model would get an unknown "
                 f"id, or none. Give a token of the vocabulary, its id, or {field}=True for the tokenizer's "
                 "own."
             )
@@ -162,14 +183,14 @@ class TextTokenizer:
         named = self.special_tokens.get(f"{field}_token")
         if named is None:
             raise SpecError(
-                f"{field}=True: the tokenizer {self._path!r} does not say which token that is ({_CONFIG} or "
+                f"{field}=True: the tokenizer {self.path!r} does not say which token that is ({_CONFIG} or "
                 f"{_SPECIAL_MAP} beside tokenizer.json would name its {field}_token); texts would run into each other. "
                 f'Give the whole tokenizer folder, or name the token: {field}="<token>".'
             )
         found = self.find(named)
         if found is None:
             raise SpecError(
-                f"{field}=True: the folder {self._path!r} names {named!r} as its {field}_token, which is not in its "
+                f"{field}=True: the folder {self.path!r} names {named!r} as its {field}_token, which is not in its "
                 f"vocabulary; texts would run into each other. Save the folder again with `save_pretrained(...)`, or "
                 f'name another token: {field}="<token>".'
             )

@@ -1,0 +1,307 @@
+"""Sample transforms in the host's pool of workers: measuring, tokenizing and decoding run there, the rest here.
+
+    service                                       worker
+    PooledTransform.measure     rows         ->   MeasureRows      the source's transform, made from its spec
+    PooledTransform.finish      raw texts    ->   EncodeRows       only where lengths were known before planning
+    PooledDecoder.decode_items  encoded      ->   DecodeRows       pixels or features, straight into their places
+
+Rules of this file:
+1. Every function here makes a row from that row alone, so the stream does not depend on how rows are cut into runs or
+   how many workers there are.
+2. A row that kills its worker twice is measured as one that could not be read: its content is never looked at here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from overlord.core.messages import Media
+from overlord.core.ragged import (
+    BAD_COLUMN,
+    NOT_PARSED,
+    Ragged,
+    RowBatch,
+    blank_rows,
+    concat_rows,
+    gather_runs,
+    num_rows,
+    offsets_of,
+    take_rows,
+)
+from overlord.job.specs import Custom, Source, Text
+from overlord.transforms.samples.per_sample import (
+    Bools,
+    Fault,
+    Finished,
+    Int64s,
+    Isolate,
+    Measured,
+    MediaDecoder,
+    MediaFault,
+    Place,
+    PooledRows,
+    SampleTransform,
+    UInt64s,
+    Workers,
+    ragged_column,
+)
+from overlord.transforms.samples.sample_kinds import make_transform
+from overlord.transforms.samples.tokenize import TokenizerFile, load_tokenizer
+
+DEADLINE_S = 120.0
+"""How long a worker may take for a few rows or items: far more than any of them needs on a busy host."""
+_LENGTHS, _SEEDS, _FAULT, _WRONG, _MARGIN, _FRONT = "=lengths", "=seeds", "=fault", "=wrong", "=margin", "=front"
+"""Columns beside those of the rows; no file has such names, as a name before "=" is missing."""
+
+
+def pooled_transform(
+    source: Source, transform: SampleTransform, tokenizer: TokenizerFile | None, isolate: Isolate
+) -> SampleTransform:
+    """Return a transform whose work runs in the pool, where there is enough of it: token ids are only copied."""
+    sample = source.sample
+    if isinstance(sample, Custom) or (isinstance(sample, Text) and sample.tokenized):
+        return transform  # Custom has its function in the pool already
+    if not getattr(sample, "process", True):
+        return transform
+    return PooledTransform(source, transform, tokenizer, isolate)
+
+
+class PooledTransform:
+    """The transform of one source, in the pool.
+
+    Args:
+        transform: The same one in this process, for what costs little.
+    """
+
+    def __init__(
+        self, source: Source, transform: SampleTransform, tokenizer: TokenizerFile | None, isolate: Isolate
+    ) -> None:
+        self._local = transform
+        self.columns = transform.columns
+        name, deadline = source.name, getattr(source.sample, "deadline", DEADLINE_S)
+        self._measure = isolate(MeasureRows(source, tokenizer), name, deadline)
+        self._encode = isolate(EncodeRows(source, tokenizer), name, deadline)
+        decoder = transform.decoder
+        self.decoder: MediaDecoder | None = None
+        if decoder is not None:
+            self.decoder = PooledDecoder(decoder, isolate(DecodeRows(source, tokenizer), name, deadline))
+
+    def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
+        """Measure rows in the pool."""
+        given = {**rows, _SEEDS: seeds}
+        if lengths is not None:
+            given[_LENGTHS] = lengths
+        made, killed = self._measure(given)
+        if killed:
+            made = self._with_killed(made, given, np.array([row for row, _ in killed], np.int64))
+        measured = rows_to_measured(made)
+        reasons = dict(killed)
+        measured.faults = [fault for fault in measured.faults if fault[0] not in reasons] + killed
+        measured.killed = killed
+        return measured
+
+    def _with_killed(self, made: RowBatch, given: RowBatch, killed: Int64s) -> RowBatch:
+        """Put the rows that killed their workers back into their places, as rows that could not be read."""
+        dead = np.zeros(num_rows(given), np.bool_)
+        dead[killed] = True
+        unread = take_rows(blank_rows(given, dead), killed)
+        unread[BAD_COLUMN] = np.full(len(killed), NOT_PARSED, np.asarray(given[BAD_COLUMN]).dtype)
+        stand_ins = measure_rows(self._local, unread)
+        if dead.all():
+            return stand_ins
+        places = np.empty(len(dead), np.int64)
+        places[~dead], places[dead] = np.arange(num_rows(made)), num_rows(made) + np.arange(len(killed))
+        return take_rows(concat_rows([made, stand_ins]), places)
+
+    def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
+        """Make the final form of kept rows; texts that are not tokenized yet go through the pool."""
+        if "raw" not in kept:
+            return self._local.finish(kept, planned, bad, workers)
+        made, killed = self._encode({"raw": kept["raw"], "claimed": kept["claimed"], BAD_COLUMN: bad})
+        if killed:  # the verdict of a row is given when it is measured; this one only met a worker's end twice
+            dead = np.zeros(len(bad), np.bool_)
+            dead[[row for row, _ in killed]] = True
+            places = np.where(dead, num_rows(made), np.cumsum(~dead) - 1)
+            made = take_rows(concat_rows([made, _NOT_ENCODED]), places)
+        encoded = {name: column for name, column in kept.items() if name not in ("raw", "claimed")}
+        done = self._local.finish(encoded | {"tokens": made["tokens"]}, planned, bad, workers)
+        faults = _texts(made, _FAULT) + killed
+        loss = np.array(done.loss.values)
+        for row, _ in faults:
+            loss[done.loss.offsets[row] : done.loss.offsets[row + 1]] = 0
+        done.loss = Ragged(loss, done.loss.offsets)
+        done.faults += faults
+        done.wrong_lengths += _texts(made, _WRONG)
+        return done
+
+
+class PooledDecoder:
+    """The decoder of one source, in the pool."""
+
+    def __init__(self, decoder: MediaDecoder, run: PooledRows) -> None:
+        self._local = decoder
+        self._run = run
+
+    def item_bytes(self, grids: Any) -> Int64s:
+        """Return the bytes of each item after decoding."""
+        return self._local.item_bytes(grids)
+
+    def decode(self, data: memoryview, grid: Any, seed: int, out: Place) -> None:
+        """Decode one item here: for a caller that looks at single items."""
+        self._local.decode(data, grid, seed, out)
+
+    def decode_items(self, media: Media, items: Int64s, places: Sequence[Place]) -> list[Fault]:
+        """Decode items in the pool, into their places; return (item, reason) of those that do not decode."""
+        wanted = ~media.bad[items]
+        for at in np.flatnonzero(~wanted).tolist():
+            places[at][:] = 0
+        at_of = np.flatnonzero(wanted)
+        chosen = items[at_of]
+        if not len(chosen):
+            return []
+        sizes = media.nbytes_of[chosen]
+        rows: RowBatch = {
+            "data": Ragged(gather_runs(media.values, media.begin[chosen], sizes), offsets_of(sizes)),
+            "grid": media.grids[chosen],
+            "seed": media.seeds[chosen],
+        }
+        faults: list[Fault] = []
+
+        def take(first: int, made: RowBatch) -> None:
+            pixels = ragged_column(made, "out")
+            for row in range(len(pixels)):
+                places[int(at_of[first + row])][:] = pixels[row]
+            faults.extend((int(chosen[first + row]), reason) for row, reason in _texts(made, _FAULT))
+
+        killed = self._run.visit(rows, take, self.item_bytes(media.grids[chosen]))
+        for row, reason in killed:
+            places[int(at_of[row])][:] = 0
+            faults.append((int(chosen[row]), reason))
+        return sorted(faults)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# In a worker.
+
+
+class _OfSource:
+    """A function over rows of one source; its transform is made when it is first called, in the worker."""
+
+    only_reads = True
+    """It neither keeps nor changes what it is given, which may lie in shared memory."""
+
+    def __init__(self, source: Source, tokenizer: TokenizerFile | None) -> None:
+        self._source = source
+        self.tokenizer = tokenizer
+        """What the process that forks workers loads ahead."""
+        self._made: SampleTransform | None = None
+
+    @property
+    def transform(self) -> SampleTransform:
+        """The transform of the source."""
+        if self._made is None:
+            self._made = make_transform(self._source, load_tokenizer(self.tokenizer) if self.tokenizer else None)
+        return self._made
+
+
+class MeasureRows(_OfSource):
+    """Measures rows."""
+
+    def __call__(self, rows: RowBatch) -> RowBatch:
+        return measure_rows(self.transform, rows)
+
+
+class EncodeRows(_OfSource):
+    """Tokenizes texts whose lengths were known before planning."""
+
+    def __call__(self, rows: RowBatch) -> RowBatch:
+        transform: Any = self.transform
+        faults: list[Fault] = []
+        tokens, wrong = transform.kept_tokens(rows, np.asarray(rows[BAD_COLUMN], np.bool_), faults)
+        return {"tokens": tokens, _FAULT: _column(faults, len(tokens)), _WRONG: _column(wrong, len(tokens))}
+
+
+class DecodeRows(_OfSource):
+    """Decodes items."""
+
+    def __call__(self, rows: RowBatch) -> RowBatch:
+        decoder = self.transform.decoder
+        assert decoder is not None, "only a source with media has items"
+        data, grids = ragged_column(rows, "data"), np.asarray(rows["grid"])
+        offsets = offsets_of(decoder.item_bytes(grids))
+        out, faults = np.empty(int(offsets[-1]), np.uint8), list[Fault]()
+        for row, seed in enumerate(np.asarray(rows["seed"]).tolist()):
+            place = out[offsets[row] : offsets[row + 1]]
+            try:
+                decoder.decode(memoryview(data[row]), grids[row], seed, place)  # type: ignore[arg-type]
+            except MediaFault as fault:
+                place[:] = 0
+                faults.append((row, str(fault)))
+        return {"out": Ragged(out, offsets), _FAULT: _column(faults, len(data))}
+
+
+_NOT_ENCODED: RowBatch = {
+    "tokens": Ragged.from_rows([np.zeros(1)], np.int32),
+    _FAULT: Ragged.from_rows([b""]),
+    _WRONG: Ragged.from_rows([b""]),
+}
+
+
+def measure_rows(transform: SampleTransform, given: RowBatch) -> RowBatch:
+    """Measure rows, with their lengths and seeds beside them; return everything as columns."""
+    rows = {name: column for name, column in given.items() if name not in (_LENGTHS, _SEEDS)}
+    lengths = np.asarray(given[_LENGTHS]) if _LENGTHS in given else None
+    measured = transform.measure(rows, lengths, np.asarray(given[_SEEDS]))
+    count = len(measured.tokens)
+    made: RowBatch = {
+        "tokens": measured.tokens,
+        "image_tokens": measured.image_tokens,
+        "images": measured.images,
+        "flags": measured.flags,
+        _MARGIN: np.tile(np.array(measured.margin, np.int64), (count, 1)),
+        _FAULT: _column(measured.faults, count),
+        _WRONG: _column(measured.wrong_lengths, count),
+    }
+    if measured.front is not None:
+        made[_FRONT] = measured.front
+    return made | {f"kept {name}": column for name, column in measured.kept.items()}
+
+
+def rows_to_measured(made: RowBatch) -> Measured:
+    """Return what `measure_rows` wrote as columns.
+
+    Example:
+        >>> made = {name: np.zeros(1, np.int64) for name in ("tokens", "image_tokens", "images", "flags")}
+        >>> made |= {"=margin": np.ones((1, 2), np.int64), "=fault": Ragged.from_rows([b"no"])}
+        >>> made |= {"=wrong": Ragged.from_rows([b""]), "kept n": np.arange(1)}
+        >>> found = rows_to_measured(made)
+        >>> found.margin, found.faults, list(found.kept)
+        ((1, 1), [(0, 'no')], ['n'])
+    """
+    margin = np.asarray(made[_MARGIN])
+    return Measured(
+        tokens=np.asarray(made["tokens"]),
+        image_tokens=np.asarray(made["image_tokens"]),
+        images=np.asarray(made["images"]),
+        flags=np.asarray(made["flags"]),
+        kept={name.removeprefix("kept "): column for name, column in made.items() if name.startswith("kept ")},
+        faults=_texts(made, _FAULT),
+        front=np.asarray(made[_FRONT]) if _FRONT in made else None,
+        margin=(int(margin[0, 0]), int(margin[0, 1])) if len(margin) else (0, 0),
+        wrong_lengths=_texts(made, _WRONG),
+    )
+
+
+def _column(texts: Sequence[Fault], count: int) -> Ragged:
+    found = [b""] * count
+    for row, reason in texts:
+        found[row] = found[row] or reason.encode(errors="replace")
+    return Ragged.from_rows(found)
+
+
+def _texts(rows: RowBatch, name: str) -> list[Fault]:
+    column = ragged_column(rows, name)
+    return [(row, bytes(column[row]).decode()) for row in np.flatnonzero(column.lengths).tolist()]
