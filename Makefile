@@ -32,7 +32,7 @@ lint: $(READY)
 # counts then; both runs are shown.
 AGAIN := --last-failed --last-failed-no-failures none
 # In the order of their files: by size, modules of one long test come last and leave a core idle.
-QUICK := $(BIN)/python -m pytest -q -m "not slow and not nightly"
+QUICK := $(BIN)/python -m pytest -q -m "not slow and not nightly" --durations=30
 test: lint
 	$(QUICK) -n $(JOBS) --dist loadscope --no-loadscope-reorder || { test $$? -eq 1 && $(QUICK) $(AGAIN); }
 

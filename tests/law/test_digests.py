@@ -32,7 +32,9 @@ def reference(mixed_job, cache):
         {"runtime": "local", "threads": 4, "loader_hosts": 2},
         pytest.param({"runtime": "ray", "prefetch": 1, "threads": 1}, marks=[pytest.mark.ray, pytest.mark.slow]),
         pytest.param({"runtime": "ray", "loader_hosts": 3, "loaders_per_source": 2}, marks=pytest.mark.ray),
-        pytest.param({"runtime": "ray", "ranks_per_host": 2, "prefetch": 4}, marks=[pytest.mark.ray, pytest.mark.slow]),
+        pytest.param(
+            {"runtime": "ray", "ranks_per_host": 2, "prefetch": 4}, marks=[pytest.mark.ray, pytest.mark.nightly]
+        ),
         pytest.param({"runtime": "ray", "loader_hosts": "per_source"}, marks=[pytest.mark.ray, pytest.mark.slow]),
     ],
     ids=str,
