@@ -162,7 +162,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = importlib.import_module(f"overlord.{_HOME_OF[name]}")
-    found = home if home.__name__.endswith(f".{name}") else getattr(home, name)  # `costs` and `strategies` are modules
+    found = getattr(home, name, home)  # `costs` and `strategies` are modules themselves
     globals()[name] = found
     return found
 
