@@ -340,6 +340,11 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
         SpecError: An option does not fit the job or its runtime.
         StateError: The state is damaged, or is to be found in a store that is not given.
     """
+    if options.scaling and options.runtime == "inline":
+        raise SpecError(
+            "launch: scaling is given and runtime is 'inline', where the caller does all the work and no worker comes "
+            "or goes; it would have no effect. Use runtime='local' or 'ray', or leave scaling out."
+        )
     return ServiceOptions(
         mesh=options.mesh,
         prefetch=options.prefetch,

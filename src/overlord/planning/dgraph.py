@@ -24,7 +24,7 @@ from overlord.core.samples import FILE_SHIFT, SampleId
 from overlord.core.spec_errors import did_you_mean, is_whole
 from overlord.errors import SpecError
 from overlord.job.layout_specs import piece_multiple, shape_of
-from overlord.planning.balancing.balance import Level, Method, Objective, place
+from overlord.planning.balancing.balance import Level, Method, Objective, check_names, place
 from overlord.planning.balancing.methods import loads as loads_of
 from overlord.planning.balancing.microbatches import Placement, place_hybrid, place_tokens, spread_over_blocks
 from overlord.planning.balancing.packing import PackMethod, fill_bins, place_bins
@@ -192,35 +192,44 @@ class DGraph:
         self,
         method: Method = "greedy",
         *,
-        objective: Objective = "lockstep",
-        level: Level = "interleaved",
+        objective: Objective | None = None,
+        level: Level | None = None,
         reorder: bool = True,
-        equal_counts: bool = True,
+        equal_counts: bool | None = None,
     ) -> DGraph:
         """Divide every bucket into microbatches and give each about the same cost.
+
+        An argument that has no meaning for the items and the axis is refused.
 
         Args:
             method: "greedy", "karmarkar_karp", "zigzag", or a function (costs, num_bins, sizes, capacity) -> bins.
             objective: What is made small: the largest "sum" of a bucket; "lockstep", the sum over microbatches of
-                the largest bucket (FSDP, EP); "pipeline", the time of the slowest pipeline.
-            level: "interleaved" (any item to any microbatch of any bucket), "inter" (buckets first, then the
-                microbatches of each), "intra" (items stay in the microbatch they were drawn for).
+                the largest bucket (FSDP, EP), by default; "pipeline", the time of the slowest pipeline. Over "CP" it is
+                "lockstep" where ranks have equal counts, else "sum".
+            level: "interleaved" (any item to any microbatch of any bucket; by default), "inter" (buckets first, then
+                the microbatches of each), "intra" (items stay in the microbatch they were drawn for).
             reorder: Whether the longest item of a microbatch comes first; False keeps the drawing order.
-            equal_counts: Over "CP": whether all ranks get the same number of microbatches, with dummies.
+            equal_counts: Over "CP": whether all ranks get the same number of microbatches, with dummies (by default,
+                unless the objective is "sum").
         """
         self._need("balance", axis=True, costs=True)
+        _check_balance(self, objective, level, equal_counts)
         assert self.costs is not None
         if self.modality == "images":
-            places = place_images(self.items, self.costs, self.num_buckets, method, self.tree, self.owner, self.scope)
+            places = place_images(
+                self.items, self.costs, self.num_buckets, method, self.tree, self.owner, self.scope, self.group_size
+            )
             detail = f"{_name(method)}: {len(self.items)} images over {self.num_buckets} ranks"
             return self._with("balance", detail, places=places, num_microbatches=1, reorder=reorder)
         if self.axis == "CP":
-            placed = place_hybrid(self.buffer, self.items, self.costs, self.tree, equal_counts=equal_counts)
+            equal = objective != "sum" if equal_counts is None else equal_counts
+            placed = place_hybrid(self.buffer, self.items, self.costs, self.tree, equal_counts=equal, method=method)
             detail = f"{_name(method)}, {placed.detail}"
         else:
-            how = partial(place, method=method, objective=objective, level=level, group_size=self.group_size)
+            aim, where = objective or "lockstep", level or "interleaved"
+            how = partial(place, method=method, objective=aim, level=where, group_size=self.group_size)
             placed = place_tokens(self.buffer, self.items, self.costs, self.padded, self.tree, how)
-            detail = f"{_name(method)}, {objective}, {level}: {placed.detail}"
+            detail = f"{_name(method)}, {aim}, {where}: {placed.detail}"
         return self._with_placement("balance", detail, placed, reorder=reorder)
 
     def pack(self, method: PackMethod = "best_fit") -> DGraph:
@@ -497,6 +506,42 @@ def _checked_places(places: npt.ArrayLike, count: int, num_buckets: int, num_mic
             f"{most - 1}. Use bucket * num_microbatches + microbatch."
         )
     return given.astype(np.int64)
+
+
+def _check_balance(graph: DGraph, objective: Objective | None, level: Level | None, equal_counts: bool | None) -> None:
+    """Raise SpecError for an argument of `balance` that would have no effect on these items and this axis."""
+    check_names(objective, level)
+    hybrid = graph.modality == "tokens" and graph.axis == "CP"
+
+    def refuse(name: str, value: object, why: str, remedy: str) -> SpecError:
+        return SpecError(f"balance: {name} is {value!r}, and {why}; it would be ignored. {remedy}")
+
+    if equal_counts is not None and not hybrid:
+        raise refuse(
+            "equal_counts", equal_counts, f"all ranks have as many microbatches of {graph.modality} over {graph.axis}",
+            "Leave it out, or use distribute(axis='CP') with tokens.",
+        )  # fmt: skip
+    if graph.modality == "images":
+        for name, value in (("objective", objective), ("level", level)):
+            if value is not None:
+                why = "images are encoded in one microbatch, whose largest rank is made small"
+                raise refuse(name, value, why, "Leave it out.")
+    if not hybrid:
+        return
+    if level not in (None, "interleaved"):
+        raise refuse("level", level, "over CP every rank fills its own microbatches", "Leave it out, or use axis='DP'.")
+    if graph.group_size is not None:
+        raise refuse(
+            "group_size", graph.group_size, "over CP long sequences take blocks of any ranks",
+            "Leave it out of distribute(), or use axis='DP'.",
+        )  # fmt: skip
+    wanted = {True: "lockstep", False: "sum", None: objective}[equal_counts]
+    if objective == "pipeline" or (objective is not None and objective != wanted):
+        raise refuse(
+            "objective", objective,
+            "over CP it is 'lockstep' where all ranks have equal counts of microbatches, and 'sum' where not",
+            "Give objective or equal_counts, not both.",
+        )  # fmt: skip
 
 
 def _check_packing(graph: DGraph, method: PackMethod) -> None:

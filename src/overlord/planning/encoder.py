@@ -17,7 +17,7 @@ from overlord.core.draw import Pieces
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, Routing
 from overlord.errors import PlanError, SpecError
-from overlord.planning.balancing.balance import Method, balance
+from overlord.planning.balancing.balance import Method, balance, place
 
 NEAR = 50
 """A rank of the destination is taken if its load exceeds the least loaded rank by at most 1/50 of an even share."""
@@ -34,10 +34,21 @@ def place_images(
     tree: ClientPlaceTree,
     owner: LoadingPlan | None,
     scope: Scope,
+    group_size: int | None = None,
 ) -> Int64s:
     """Return the encoder rank of every image (or run of one)."""
-    if owner is None:
+    if owner is None and group_size is None:
         return balance(costs, num_ranks, method=method)
+    if owner is None:
+        room = np.zeros(len(costs), np.int64)
+        places = place(costs, room, num_ranks, 1, 0, method=method, objective="sum", group_size=group_size)
+        assert places is not None  # what takes no room fits
+        return places
+    if group_size is not None:
+        raise SpecError(
+            f"balance: group_size is {group_size}, and images that are kept near their tokens go to any rank; it would "
+            "be ignored. Leave group_size or toward() out."
+        )
     if method != "greedy" or num_ranks != tree.world_size:
         raise SpecError(
             "balance: images are kept near their tokens by the greedy method over WORLD only; other methods "

@@ -93,7 +93,7 @@ def balance(
     if len(size) and int(size.max()) > room:
         at = int(np.argmax(size > room))
         raise SpecError(f"balance: item {at} takes {size[at]}, a bin holds {room}; raise the capacity or cut the item.")
-    kernel = _kernel("balance", method, given_capacity=capacity)
+    kernel = kernel_of("balance", method, given_capacity=capacity)
     bins = kernel(cost, size, num_bins, room) if len(cost) else np.zeros(0, np.int64)
     if bins is None:
         by = "" if isinstance(method, str) else f" as {_name(method)} places them"
@@ -151,15 +151,13 @@ def place(
     """
     for name, count in (("buckets", num_buckets), ("microbatches", num_microbatches), ("stages", stages)):
         _count("place", name, count)
-    for name, value, known in (("objective", objective, Objective), ("level", level, Level)):
-        if value not in get_args(known):
-            raise SpecError(f"balance: {name} is {value!r}, which is unknown; use one of {', '.join(get_args(known))}.")
+    check_names(objective, level)
     costs, sizes = _whole_numbers("costs", costs, times=stages), _whole_numbers("sizes", sizes)
     if len(sizes) != len(costs):
         raise SpecError(f"place: {len(sizes)} sizes for {len(costs)} costs; give one of each for every item.")
     capacity = _count("place", "capacity", capacity, least=0)
     groups = None if group_size is None else _count("place", "group_size", group_size)
-    kernel = _kernel("place", method, capacity)
+    kernel = kernel_of("place", method, capacity)
     if not fits_at_all(sizes, num_buckets * num_microbatches, capacity):
         return None
     # A capacity above the sum of sizes limits nothing; clipping it keeps products inside int64.
@@ -169,6 +167,13 @@ def place(
         return placer.by_runs(costs, sizes, num_buckets)
     places = placer.by_groups(costs, sizes, num_buckets)
     return placer.place(costs, sizes, num_buckets) if places is None else places
+
+
+def check_names(objective: Objective | None, level: Level | None) -> None:
+    """Raise SpecError for an objective or a level that there is not."""
+    for name, value, known in (("objective", objective, Objective), ("level", level, Level)):
+        if value is not None and value not in get_args(known):
+            raise SpecError(f"balance: {name} is {value!r}, which is unknown; use one of {', '.join(get_args(known))}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +349,12 @@ def _equal_runs(sizes: Int64s, num_runs: int, most: int) -> Int64s | None:
     return best
 
 
-def _kernel(where: str, method: Method, given_capacity: int | None) -> Kernel:
+def kernel_of(where: str, method: Method, given_capacity: int | None) -> Kernel:
+    """Return the kernel of a method; a function is called with the capacity if one is given, and its answer checked.
+
+    Raises:
+        SpecError: There is no such method.
+    """
     if isinstance(method, str):
         if method not in METHODS:
             raise SpecError(

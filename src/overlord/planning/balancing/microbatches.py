@@ -18,12 +18,11 @@ from overlord.core.draw import Buffer, Pieces
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import pad_lengths
 from overlord.errors import PlanError, SpecError
-from overlord.planning.balancing.balance import fill_slabs
+from overlord.planning.balancing.balance import Method, fill_slabs, kernel_of
 from overlord.planning.balancing.methods import (
     NO_LIMIT,
     Int64s,
     Queue,
-    balance_greedy,
     fill,
     fill_in_turn,
     first_fit_decreasing,
@@ -171,9 +170,19 @@ def place_tokens(
 
 
 def place_hybrid(
-    buffer: Buffer, items: Pieces, costs: Int64s, tree: ClientPlaceTree, *, equal_counts: bool
+    buffer: Buffer,
+    items: Pieces,
+    costs: Int64s,
+    tree: ClientPlaceTree,
+    *,
+    equal_counts: bool,
+    method: Method = "greedy",
 ) -> Placement:
     """Spread pieces over the DP x CP ranks: one rank each where it fits, an aligned block of 2, 4, .. where not.
+
+    Args:
+        equal_counts: Whether all ranks get the same number of microbatches, as those of `tree` that meet in each must.
+        method: How pieces that are shared by as many ranks get their blocks, or with equal counts their microbatches.
 
     Raises:
         PlanError: when a piece needs a block that the ranks cannot be cut into.
@@ -191,7 +200,7 @@ def place_hybrid(
     tokens = pad_lengths(items.length, np.where(sizes > 1, 2 * sizes, 1))
     # Expert parallelism synchronises in every microbatch: a rank with fewer would hang the others.
     equal_counts = equal_counts or tree.is_lockstep
-    placed = hybrid_microbatches(costs, tokens, sizes, ranks, cap, equal_counts=equal_counts)
+    placed = hybrid_microbatches(costs, tokens, sizes, ranks, cap, equal_counts=equal_counts, method=method)
     counts, most = placed.num_microbatches.astype(np.int32), max(1, int(placed.num_microbatches.max(initial=1)))
     fixed = buffer.limits.microbatches
     if fixed is not None:
@@ -203,7 +212,7 @@ def place_hybrid(
         most,
         sizes,
         counts,
-        f"buddy-LPT: blocks of 1 to {largest} of {ranks} ranks, at most {most} microbatches",
+        f"blocks of 1 to {largest} of {ranks} ranks, at most {most} microbatches",
     )
 
 
@@ -273,11 +282,14 @@ def ranks_needed(tokens: npt.ArrayLike, cap: int) -> Int64s:
     return ranks
 
 
-def buddy_lpt(costs: Int64s, cp_sizes: Int64s, num_ranks: int) -> tuple[Int64s, Int64s]:
+def buddy_lpt(
+    costs: Int64s, cp_sizes: Int64s, num_ranks: int, tokens: Int64s | None = None, method: Method = "greedy"
+) -> tuple[Int64s, Int64s]:
     """Return the first rank of each item's block, and the load of each rank.
 
     Sizes from the largest to the smallest; inside a size the least loaded block takes the costliest item, which adds
-    cost / size, rounded up, to each of its ranks.
+    cost / size, rounded up, to each of its ranks. Other methods make as many bins as there are blocks; the costliest
+    bin goes to the least loaded block.
 
     Example:
         >>> first, load = buddy_lpt(np.array([8, 3, 2]), np.array([2, 1, 1]), 2)
@@ -287,16 +299,33 @@ def buddy_lpt(costs: Int64s, cp_sizes: Int64s, num_ranks: int) -> tuple[Int64s, 
     first, load = np.zeros(len(costs), np.int64), np.zeros(num_ranks, np.int64)
     for size in _falling_sizes(cp_sizes, num_ranks):
         mine = np.flatnonzero(cp_sizes == size)
-        queue = Queue(-(-costs[mine] // size), np.zeros(len(mine), np.int64))
-        block_load = load[::size].copy()
-        fill(*queue.arrays, NO_LIMIT, block_load, np.zeros(len(block_load), np.int64), queue.bins, 0)
-        first[mine] = queue.in_order() * size
+        share, block_load = -(-costs[mine] // size), load[::size].copy()
+        if method == "greedy":
+            queue = Queue(share, np.zeros(len(mine), np.int64))
+            fill(*queue.arrays, NO_LIMIT, block_load, np.zeros(len(block_load), np.int64), queue.bins, 0)
+            blocks = queue.in_order()
+        else:
+            taken = share * 0 if tokens is None else tokens[mine]
+            bins = kernel_of("balance", method, None)(share, taken, len(block_load), NO_LIMIT)
+            assert bins is not None  # bins without a limit hold everything
+            block_of, added = np.empty(len(block_load), np.int64), loads(share, bins, len(block_load))
+            block_of[largest_first(added)] = np.argsort(block_load, kind="stable")
+            block_load[block_of] += added
+            blocks = block_of[bins]
+        first[mine] = blocks * size
         load = np.repeat(block_load, size)
     return first, load
 
 
 def hybrid_microbatches(
-    costs: Int64s, tokens: Int64s, cp_sizes: Int64s, num_ranks: int, cap: int, *, equal_counts: bool
+    costs: Int64s,
+    tokens: Int64s,
+    cp_sizes: Int64s,
+    num_ranks: int,
+    cap: int,
+    *,
+    equal_counts: bool,
+    method: Method = "greedy",
 ) -> HybridPlacement:
     """Return the block and the microbatch of each item: one block size per microbatch, at most `cap` tokens per rank.
 
@@ -319,17 +348,17 @@ def hybrid_microbatches(
             "memory. Give it more ranks (ranks_needed) or raise the cap."
         )
     place = _even_counts if equal_counts else _free_counts
-    first, microbatch, counts = place(costs, tokens, cp_sizes, num_ranks, cap)
+    first, microbatch, counts = place(costs, tokens, cp_sizes, num_ranks, cap, method)
     if equal_counts:
         counts = np.full(num_ranks, counts.max(initial=0))
     return HybridPlacement(first.astype(np.int32), microbatch.astype(np.int32), counts.astype(np.int32))
 
 
 def _free_counts(
-    costs: Int64s, tokens: Int64s, cp_sizes: Int64s, num_ranks: int, cap: int
+    costs: Int64s, tokens: Int64s, cp_sizes: Int64s, num_ranks: int, cap: int, method: Method
 ) -> tuple[Int64s, Int64s, Int64s]:
     """Balance cost over ranks, then pack the items of each block into few microbatches."""
-    first, _ = buddy_lpt(costs, cp_sizes, num_ranks)
+    first, _ = buddy_lpt(costs, cp_sizes, num_ranks, tokens, method)
     microbatch, counts = np.zeros(len(costs), np.int64), np.zeros(num_ranks, np.int64)
     for size in _falling_sizes(cp_sizes, num_ranks):
         mine = np.flatnonzero(cp_sizes == size)
@@ -356,7 +385,7 @@ def _pack_each(tokens: Int64s, starts: Int64s, capacity: int) -> tuple[Int64s, I
 
 
 def _even_counts(
-    costs: Int64s, tokens: Int64s, cp_sizes: Int64s, num_ranks: int, cap: int
+    costs: Int64s, tokens: Int64s, cp_sizes: Int64s, num_ranks: int, cap: int, method: Method
 ) -> tuple[Int64s, Int64s, Int64s]:
     """Pack the items of each size into as few microbatches (packs) as needed; packs of similar cost run together."""
     first, microbatch = np.zeros(len(costs), np.int64), np.zeros(len(costs), np.int64)
@@ -366,7 +395,7 @@ def _even_counts(
         mine = np.flatnonzero(cp_sizes == size)
         free = int((counts.max() - counts[::size]).sum())
         share = -(-costs[mine] // size)
-        packs, waiting = _packs_of(share, tokens[mine], cap * size, num_ranks // size, free, height)
+        packs, waiting = _packs_of(share, tokens[mine], cap * size, num_ranks // size, free, height, method)
         pack_cost = loads(share, packs, len(waiting))
         block_of, number_of = np.empty(len(waiting), np.int64), np.empty(len(waiting), np.int64)
         block_count, block_load = counts[::size].copy(), load[::size].copy()
@@ -386,21 +415,24 @@ def _even_counts(
 
 
 def _packs_of(
-    costs: Int64s, tokens: Int64s, capacity: int, num_blocks: int, free: int, height: int
+    costs: Int64s, tokens: Int64s, capacity: int, num_blocks: int, free: int, height: int, method: Method
 ) -> tuple[Int64s, Int64s]:
     """Return the pack of each item, within the capacity, and the order in which packs are dealt to blocks.
 
     The number of packs is what first fit decreasing needs, rounded up to the free microbatches of the blocks plus whole
     rounds over all blocks: more packs are lighter, and an empty microbatch saves nothing. Two ways are tried, packs of
-    equal cost, and packs that fill each microbatch up to its slowest rank; the faster one is taken. `free` blocks have
-    one microbatch less than the others, which costs these `height`.
+    equal cost, and packs that fill each microbatch up to its slowest rank; the faster one is taken. Methods other than
+    "greedy" are asked for packs of equal cost only. `free` blocks have one microbatch less than the others, which costs
+    these `height`.
     """
     first_fit = first_fit_decreasing(tokens, len(tokens), capacity)
     assert first_fit is not None  # no item is larger than a pack
     rounds = max(0, -(-(int(first_fit.max()) + 1 - free) // num_blocks))
-    even = balance_greedy(costs, tokens, free + rounds * num_blocks, capacity)
+    even = kernel_of("balance", method, capacity)(costs, tokens, free + rounds * num_blocks, capacity)
     ways = [_dealt(costs, first_fit if even is None else even, 0)]
-    beside = _fill_beside(costs, tokens, capacity, num_blocks, rounds, free, height)
+    beside = None
+    if method == "greedy":
+        beside = _fill_beside(costs, tokens, capacity, num_blocks, rounds, free, height)
     if beside is not None:
         ways.append(_dealt(costs, beside, free))
 

@@ -65,6 +65,12 @@ def sizing_of(
     given = budget or Budget()
     settings = scaling if isinstance(scaling, Scaling) else Scaling() if scaling else None
     cpus = given.cpus or usable_cpus()
+    if given.memory is not None and settings is None and loaders != "auto":
+        raise SpecError(
+            f"launch: budget.memory is {given.memory} and loaders_per_source is {loaders!r:.80} without scaling, so no "
+            "number of workers follows from it; it would have no effect. Use loaders_per_source='auto' or scaling, or "
+            "leave memory out; budget.ahead bounds what is held ahead of the trainers."
+        )
     sized = settings is not None or given.cpus is not None or loaders == "auto"
     found: dict[str, Any] = {
         "worker_threads": cpus if sized else MOST_WORKER_THREADS,
