@@ -183,7 +183,7 @@ def test_the_face():
         "ImageText", "Interleaved", "Job", "Layout", "Learn", "LoadingPlan", "Mixture", "OverlordError", "PlanError",
         "ReaderError", "ReportMissing", "SampleId", "Scaling", "Service", "ServiceLost", "Source", "SourceError",
         "SpecError", "StateError", "StoreError", "Text", "ToleranceError", "Video", "balance", "connect",
-        "constructor_do_plan", "costs", "launch", "load_job", "loader_do_plan", "plan_raw", "strategies",
+        "constructor_do_plan", "costs", "launch", "load_job", "loader_do_plan", "plan_raw", "replay", "strategies",
         "summary_buffer",
     }  # fmt: skip
     assert all(getattr(overlord, name).__doc__ for name in overlord.__all__)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from overlord.roles.client import Client
     from overlord.runtimes.client_feed import connect
     from overlord.scaling.autoscaler import Scaling
-    from overlord.session import Service, launch
+    from overlord.session import Service, launch, replay
 
 __version__ = VERSION
 
@@ -97,6 +97,7 @@ __all__ = [
     "load_job",
     "loader_do_plan",
     "plan_raw",
+    "replay",
     "strategies",
     "summary_buffer",
 ]
@@ -152,6 +153,7 @@ _HOMES = {
     "session": (
         "Service",
         "launch",
+        "replay",
     ),
 }
 """Where each name lives."""

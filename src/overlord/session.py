@@ -36,9 +36,12 @@ from overlord.runtimes.launching.inline_service import InlineService
 from overlord.runtimes.launching.resume import canonical
 from overlord.runtimes.launching.service_options import ServiceOptions, cluster_of, shadows_of
 from overlord.runtimes.supervision.child import ONE_THREAD, usable_cpus
+from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
 from overlord.runtimes.supervision.service_process import ServiceProcess, ray_service
 from overlord.scaling.autoscaler import Scaling
 from overlord.storage import StorageOptions
+from overlord.stores.places import open_place
+from overlord.stores.store import copy_lineages, lineage_before, newest_lineage
 
 if TYPE_CHECKING:
     from overlord.runtimes.autoscaling.metrics import MetricsServer
@@ -64,6 +67,8 @@ class Service:
         self._door = door
         if door is not None:
             door.tell(runtime.status)
+        self.scratch: str | None = None
+        """A folder that goes when the service is closed."""
         self.mesh = mesh
         """The newest mesh: that of the launch, or of the last `reshard`; steps before that keep theirs."""
 
@@ -205,6 +210,8 @@ class Service:
             if self._door is not None:
                 self._door.close()
                 self._door = None
+            if self.scratch is not None:
+                remove_scratch(self.scratch)
 
     def __enter__(self) -> Service:
         return self
@@ -331,6 +338,75 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         if door is not None:
             door.close()
         raise
+
+
+def replay(
+    store: str | os.PathLike[str],
+    step: int,
+    job: Job | JobFile | str | os.PathLike[str],
+    *,
+    mesh: ClientPlaceTree | Mapping[str, Any] | str | None = None,
+    strategy: Strategy | Mapping[str, Any] | str | None = None,
+    layout: Layout | Mapping[str, Any] | str | None = None,
+    store_options: StorageOptions | None = None,
+    cache: str | os.PathLike[str] = DEFAULT_CACHE,
+) -> Service:
+    """Return a service that hands out a step of a stored run again, and the steps behind it; the store is only read.
+
+    The run may still go on: what it has planned so far can be looked at. Everything runs in this process.
+
+    Args:
+        store: The store of the run, as `launch` was given it.
+        step: The first step to hand out: one that the run has planned, and that the store still keeps.
+        job: The job of the run.
+        mesh: The mesh that the run had at this step. A plan that differs from the run's is refused.
+        strategy: The strategy of the run.
+        layout: The layout of the run.
+        store_options: Credentials and the like of a store that is a URL.
+        cache: Folder for the indices of files.
+
+    Raises:
+        SpecError: for what the user got wrong.
+        StateError: The store does not hold the step, or the job, mesh or strategy is not that of the run.
+    """
+    loaded, given = _loaded(job), {"mesh": mesh, "strategy": strategy, "layout": layout}
+    options = loaded.call({name: value for name, value in given.items() if value is not None})
+    path = _store_of(store)
+    if "://" not in path and not Path(path).is_dir():
+        raise StateError(f"the store {path!r} is no folder; there is nothing to replay. Give the store of a run.")
+    place = open_place(path, store_options)
+    found = newest_lineage(place)
+    if found is None:
+        raise StateError(f"the store {path!r} holds no snapshot; there is nothing to replay. Give the store of a run.")
+    number = _step("replay", step)
+    kept = lineage_before(place, found, number)
+    if number >= kept.reached:
+        raise StateError(
+            f"step {number} was asked for, and the store {path!r} holds the steps up to {kept.reached - 1} of its run "
+            "(plans are written in groups while it goes on); there is nothing to replay. Give an earlier step."
+        )
+    # A copy of what is needed of the store goes on: a launch on the store itself would begin a lineage there.
+    copied = scratch_folder()
+    try:
+        copy_lineages(place, open_place(copied))
+        service = launch(
+            loaded.job, mesh=options.mesh, strategy=options.strategy, layout=options.layout, runtime="inline",
+            store=copied, state=number, cache=cache,
+        )  # fmt: skip
+        service.scratch = copied
+    except BaseException:
+        remove_scratch(copied)
+        raise
+    planned = {record["step"]: record["plan"] for record in kept.records if record["kind"] == "plan"}
+    with service.client(0) as client:
+        made = next(client, None)
+    if made is None or planned.get(number, made.plan_digest) != made.plan_digest:
+        service.close()
+        raise StateError(
+            f"step {number} came out with another plan than the run in the store {path!r} had; it would not be what "
+            "was trained on. Give the job, mesh, strategy and layout that the run had at this step."
+        )
+    return service
 
 
 def service_options(job: Job, options: Launch) -> ServiceOptions:

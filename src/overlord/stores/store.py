@@ -157,6 +157,16 @@ def newest_lineage(place: Place) -> FoundLineage | None:
     return None
 
 
+def copy_lineages(place: Place, target: Place) -> None:
+    """Copy what a stream can go on from to another place, which then has no owner."""
+    for number in _lineages(place):
+        folder = _folder(number)
+        for name in place.names(folder):
+            data = place.read(f"{folder}/{name}")
+            if data is not None:  # it was removed meanwhile: a run goes on there
+                target.write(f"{folder}/{name}", data)
+
+
 def lineage_of(place: Place, service: str) -> int | None:
     """Return the number of the newest lineage of a service; None where it has none."""
     return next(
