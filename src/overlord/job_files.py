@@ -280,12 +280,17 @@ def _line_in(file: Path, error: BaseException) -> int | None:
 
 
 def _resolved(job: Job, launch: LaunchOptions, folder: Path) -> JobFile:
+    if launch.store is not None:
+        launch = launch.model_copy(update={"store": resolve_path(launch.store, folder)})
+    return JobFile(resolved_job(job, folder), launch)
+
+
+def resolved_job(job: Job, folder: Path) -> Job:
+    """Return a job whose relative paths are taken from a folder."""
     changes: dict[str, Any] = {"sources": tuple(resolve_source(s, folder) for s in job.sources)}
     if job.tokenizer is not None:
         changes["tokenizer"] = resolve_path(job.tokenizer, folder)
-    if launch.store is not None:
-        launch = launch.model_copy(update={"store": resolve_path(launch.store, folder)})
-    return JobFile(job.model_copy(update=changes), launch)
+    return job.model_copy(update=changes)
 
 
 def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:

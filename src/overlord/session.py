@@ -24,8 +24,8 @@ from overlord.job.layout_specs import DEFAULT_CACHE, Keys, Layout, OnSourceFailu
 from overlord.job.reconcile import Reconcile
 from overlord.job.spec_model import as_number
 from overlord.job.specs import Job, Mixture, Source
-from overlord.job_files import JobFile, load_job_file
-from overlord.launch_spec import Budget, Launch
+from overlord.job_files import JobFile, dump_job_yaml, load_job_file, resolved_job
+from overlord.launch_spec import Budget, Launch, LaunchOptions
 from overlord.planning.checking import Strategy
 from overlord.roles.changes import FIXED_WHILE_RUNNING, mixture_to_json, source_to_json
 from overlord.roles.client import Client
@@ -41,7 +41,7 @@ from overlord.runtimes.supervision.service_process import ServiceProcess, ray_se
 from overlord.scaling.autoscaler import Scaling
 from overlord.storage import StorageOptions
 from overlord.stores.places import open_place
-from overlord.stores.store import copy_lineages, lineage_before, newest_lineage
+from overlord.stores.store import copy_lineages, kept_job, lineage_before, newest_lineage
 
 if TYPE_CHECKING:
     from overlord.runtimes.autoscaling.metrics import MetricsServer
@@ -343,7 +343,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
 def replay(
     store: str | os.PathLike[str],
     step: int,
-    job: Job | JobFile | str | os.PathLike[str],
+    job: Job | JobFile | str | os.PathLike[str] | None = None,
     *,
     mesh: ClientPlaceTree | Mapping[str, Any] | str | None = None,
     strategy: Strategy | Mapping[str, Any] | str | None = None,
@@ -358,10 +358,12 @@ def replay(
     Args:
         store: The store of the run, as `launch` was given it.
         step: The first step to hand out: one that the run has planned, and that the store still keeps.
-        job: The job of the run.
-        mesh: The mesh that the run had at this step. A plan that differs from the run's is refused.
-        strategy: The strategy of the run.
-        layout: The layout of the run.
+        job: The job of the run. The store has it (default), unless it holds Python functions; credentials of sources
+            are never in a store.
+        mesh: The mesh that the run had at this step (default: that of its launch). A plan that differs from the run's
+            is refused.
+        strategy: The strategy of the run (default: that of its launch).
+        layout: The layout of the run (default: that of its launch).
         store_options: Credentials and the like of a store that is a URL.
         cache: Folder for the indices of files.
 
@@ -369,8 +371,6 @@ def replay(
         SpecError: for what the user got wrong.
         StateError: The store does not hold the step, or the job, mesh or strategy is not that of the run.
     """
-    loaded, given = _loaded(job), {"mesh": mesh, "strategy": strategy, "layout": layout}
-    options = loaded.call({name: value for name, value in given.items() if value is not None})
     path = _store_of(store)
     if "://" not in path and not Path(path).is_dir():
         raise StateError(f"the store {path!r} is no folder; there is nothing to replay. Give the store of a run.")
@@ -389,6 +389,14 @@ def replay(
     copied = scratch_folder()
     try:
         copy_lineages(place, open_place(copied))
+        text = Path(copied) / kept_job(kept)
+        if job is None and not text.exists():
+            raise SpecError(
+                f"replay: the store {path!r} does not hold the job of its run, which has Python functions or is of an "
+                "older version; nothing could be read. Give job=, and the mesh, strategy and layout of the run."
+            )
+        loaded, given = _loaded(text if job is None else job), {"mesh": mesh, "strategy": strategy, "layout": layout}
+        options = loaded.call({name: value for name, value in given.items() if value is not None})
         service = launch(
             loaded.job, mesh=options.mesh, strategy=options.strategy, layout=options.layout, runtime="inline",
             store=copied, state=number, cache=cache,
@@ -429,6 +437,7 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
         heartbeat_s=options.heartbeat,
         store=None if options.store is None else _store_of(options.store),
         store_options=options.store_options,
+        job_text=None if options.store is None else _job_text(job, options),
         keep=options.keep,
         cache=str(Path(options.cache).expanduser().absolute()),
         state=_check_state(options.state, options.store),
@@ -443,6 +452,16 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
         on_source_failure=options.on_source_failure,
         service=uuid.uuid4().hex,
     )
+
+
+def _job_text(job: Job, options: Launch) -> str | None:
+    """Return a job as a file that `replay` can read, without credentials; None where it holds Python functions."""
+    here, public = Path.cwd(), [source.replace(storage_options={}) for source in job.sources]
+    launched = LaunchOptions(mesh=options.mesh, strategy=options.strategy, layout=options.layout)
+    try:
+        return dump_job_yaml(resolved_job(job.replace(sources=public), here), launched)
+    except SpecError:
+        return None
 
 
 def _default_threads(options: Launch) -> int:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import overlord as ol
+from overlord.job_files import JobFile
+from overlord.session import service_options
 
 MESH = ol.ClientPlaceTree(dp=2, cp=2)
 
@@ -41,7 +43,7 @@ def run(mixed_job, cache, tmp_path_factory):
 def test_a_step_is_what_was_delivered_and_nothing_is_written(run, mixed_job, cache, step):
     store, delivered = run
     before = content_of(store)
-    with ol.replay(store, step, mixed_job, mesh=MESH, cache=cache) as service:
+    with ol.replay(store, step, cache=cache) as service:
         found = [digests_of(next(service.client(rank))) for rank in range(MESH.world_size)]
     assert found == delivered[step]
     assert content_of(store) == before
@@ -93,6 +95,24 @@ def test_what_cannot_be_replayed_is_refused(run, mixed_job, cache, changes, erro
         ol.replay(given.pop("store"), given.pop("step"), mixed_job, cache=cache, **given)
     assert content_of(run[0]) == before
     assert not Path("/nowhere").exists()
+
+
+def test_a_job_with_functions_is_given(ids_job, cache, tmp_path):
+    def strategy(buffer, tree):
+        return ol.DGraph.from_buffer(buffer, tree).distribute("DP").cost(ol.costs.tokens).balance("zigzag").plan()
+
+    with ol.launch(ids_job, strategy=strategy, mesh="dp=2", runtime="inline", cache=cache, store=tmp_path) as service:
+        delivered = digests_of(next(service.client()))
+    with pytest.raises(ol.SpecError, match=r"does not hold the job of its run.*Give job="):
+        ol.replay(tmp_path, 0, cache=cache)
+    with ol.replay(tmp_path, 0, ids_job, strategy=strategy, mesh="dp=2", cache=cache) as service:
+        assert digests_of(next(service.client())) == delivered
+
+
+def test_credentials_are_not_kept(ids_job, cache, tmp_path):
+    source = ids_job.sources[0].replace(storage_options={"anonymous": True, "secret_key": "hidden"})
+    job = ids_job.replace(sources=[source])
+    assert "hidden" not in str(service_options(job, JobFile(job).call({"store": str(tmp_path)})).job_text)
 
 
 def test_an_empty_folder_and_another_job(tmp_path, run, ids_job, cache):

@@ -178,7 +178,7 @@ def test_who_stops_in_time_does_not_pay_for_samples_it_did_not_finish(tmp_path: 
     path = write_rows(tmp_path / "a.jsonl", [4] * 500)
     slow = ol.Source("slow", path, sample=ol.Custom(napping, columns=["ids"], process=False))
     found = by_name(profiled(job_of(slow), cache, samples=200, seconds=0.5))["slow"]
-    assert 0.8 * NAP_S <= found.measure_s < 1.3 * NAP_S
+    assert 0.8 * NAP_S <= found.measure_s < 2 * NAP_S
 
 
 def test_a_thread_that_ends_takes_no_time_along() -> None:

@@ -5,6 +5,7 @@
     lineage-0001/snapshot-000000000016.json
     lineage-0001/journal-000001-00000001
     lineage-0001/loaders-000000000064.json
+    lineage-0001/job.yaml                 the job and its launch as a job file, where it can be one
 
 Rules of this file:
 1. A launch begins a lineage; its first file is a complete snapshot. After that nothing of other lineages is read or
@@ -30,6 +31,7 @@ from overlord.stores.places import Place
 
 VERSION = 1
 KEPT_LINEAGES = 4
+_JOB = "job.yaml"
 KEPT_LOADERS = 2
 KEEP = 256
 """Steps behind the newest snapshot that stay resumable."""
@@ -157,6 +159,11 @@ def newest_lineage(place: Place) -> FoundLineage | None:
     return None
 
 
+def kept_job(found: FoundLineage) -> str:
+    """Return the name of the file that holds the job of a lineage, where there is one."""
+    return f"{_folder(found.number)}/{_JOB}"
+
+
 def copy_lineages(place: Place, target: Place) -> None:
     """Copy what a stream can go on from to another place, which then has no owner."""
     for number in _lineages(place):
@@ -250,6 +257,10 @@ class Store:
             empty = not any(name.startswith("snapshot-") for name in self.place.names(_folder(number)))
             if number < oldest or empty:  # one with damaged snapshots stays until it is old
                 self.place.delete(f"{_folder(number)}/")
+
+    def keep_job(self, text: str) -> None:
+        """Write the job of the lineage beside it, so that its steps can be looked at later."""
+        self.place.write(f"{self._folder}/{_JOB}", text.encode())
 
     def go_on(self, found: FoundLineage) -> None:
         """Continue a lineage that an earlier incarnation of this service wrote."""

@@ -519,6 +519,8 @@ def start_planner(
         keep=options.keep,
     )
     planner.checkpoints.begin()
+    if options.job_text is not None and not history.point.recovered:
+        history.store.keep_job(options.job_text)
     begins = not history.point.recovered and history.point.mesh is None
     if options.skip_steps and begins:  # otherwise it is in the journal
         planner.skip_steps(options.skip_steps)

@@ -56,6 +56,8 @@ class ServiceOptions:
     """Where the journal and the snapshots go: a folder, or a URL of a filesystem that pyarrow knows."""
     store_options: Mapping[str, str | int | float | bool] = field(default_factory=dict[str, str | int | float | bool])
     """Credentials and the like of a store that is a URL."""
+    job_text: str | None = None
+    """The job and its launch as a job file, for the store; None without a store, or if they hold Python functions."""
     keep: int = 256
     """Steps behind the newest snapshot that stay resumable."""
     service: str = ""
