@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
@@ -82,6 +84,35 @@ def test_rows_come_back_in_order(pool, count):
         np.uint8,
     ]
     assert killed == []
+
+
+def test_columns_without_values_stand_beside_others(pool):
+    """They have no place of their own in shared memory."""
+
+    class Same:
+        only_reads = True
+
+        def __call__(self, rows):
+            return {name: rows[name] for name in ("empty", "word", "n")}
+
+    rows = {"empty": Ragged.from_rows([b"", b"", b""]), **rows_of([1, 2, 3])}
+    made, killed = pool.isolate(Same(), name="same")(rows)
+    assert killed == [] and plain(made) == plain(rows) and made["empty"].lengths.tolist() == [0, 0, 0]
+
+
+def test_idle_threads_and_workers_hold_no_rows():
+    class Held:
+        pass
+
+    with ProcessWorkers(1) as one:
+        item, held = Held(), []
+        one.each(lambda it: held.append(weakref.ref(it)), [item], 0.0)
+        del item
+        gc.collect()
+        until = time.monotonic() + 5
+        while held[0]() is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert held[0]() is None
 
 
 def test_callers_take_turns():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import cloudpickle
 import numpy as np
@@ -129,14 +130,15 @@ class Deadly:
 
     only_reads = True
 
-    def __init__(self, function) -> None:
+    def __init__(self, function, signum: int = signal.SIGSEGV) -> None:
         self.function = function
+        self.signum = signum
         self.tokenizer = function.tokenizer
 
     def __call__(self, rows: RowBatch) -> RowBatch:
-        column = rows["text"] if "text" in rows else rows["data"]
+        column = next(rows[name] for name in ("text", "data", "raw") if name in rows)
         if any(b"words" in bytes(column[row]) for row in range(num_rows(rows))):
-            os.kill(os.getpid(), signal.SIGSEGV)
+            os.kill(os.getpid(), self.signum)
         return self.function(rows)
 
 
@@ -178,3 +180,36 @@ def test_an_item_that_kills_its_worker_becomes_zeros(pool, tokenizer, monkeypatc
     assert (found.values[:begin] == expected.values[:begin]).all() and (
         found.values[end:] == expected.values[end:]
     ).all()
+
+
+def test_what_is_killed_from_outside_behind_the_plan_is_made_here(pool, tokenizer, monkeypatch):
+    """Memory is short on one host and not on another: what is delivered must not depend on it."""
+    for name in ("DecodeRows", "EncodeRows"):
+        original = getattr(pooled, name)
+
+        def deadly(source, file, *here, of=original):
+            return of(source, file, *here) if here else Deadly(of(source, file), signal.SIGKILL)
+
+        monkeypatch.setattr(pooled, name, deadly)
+    images, texts = [jpeg(1), jpeg(2) + b"words", jpeg(3)], ["a", "of words a", "of"]
+    here, there = both(IMAGES, tokenizer, pool.isolate)
+    measured = here.measure(rows_of(["a"] * 3, images), None, seeds_of(3))
+    done = here.finish(measured.kept, measured.tokens, np.zeros(3, np.bool_), SerialWorkers())
+    expected, found = (decode_media(done.media, one.decoder, SerialWorkers()) for one in (here, there))
+    assert (expected[0].values == found[0].values).all() and expected[1] == found[1] == []
+    here, there = both(TEXTS, tokenizer, pool.isolate)
+    measured = here.measure(rows_of(texts), np.array([1, 3, 1]), seeds_of(3))
+    made = [one.finish(measured.kept, measured.tokens, np.zeros(3, np.bool_), SerialWorkers()) for one in (here, there)]
+    assert made[0].tokens.values.tolist() == made[1].tokens.values.tolist()
+    assert made[0].loss.values.tolist() == made[1].loss.values.tolist() and made[1].faults == []
+
+
+def test_a_tokenizer_that_changed_is_refused(pool, tokenizer, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(Path(tokenizer.path).read_bytes())
+    mine = TextTokenizer(str(path))
+    file = TokenizerFile(mine.path, mine.reserved, mine.digest)
+    path.write_text(path.read_text().replace("picture", "pictures"))
+    changed = pooled_transform(TEXTS, make_transform(TEXTS, mine), file, pool.isolate)
+    with pytest.raises(ol.SpecError, match=r"has changed since the job was launched.*Restore the file"):
+        changed.measure(rows_of(["a"]), None, seeds_of(1))

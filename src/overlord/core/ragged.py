@@ -135,7 +135,8 @@ def _joined(parts: list[Array]) -> Array:
         return np.concatenate(parts)
     begin = end = _address(parts[0])
     for part in parts:
-        if part.base is not whole or part.dtype != whole.dtype or _address(part) != end:
+        sealed = not (part.flags.c_contiguous and part.flags.writeable)
+        if sealed or part.base is not whole or part.dtype != whole.dtype or _address(part) != end:
             return np.concatenate(parts)
         end += part.nbytes
     first, last = ((address - _address(whole)) // whole.itemsize for address in (begin, end))

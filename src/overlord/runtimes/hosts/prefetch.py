@@ -8,6 +8,7 @@ Executors           all executors of one host
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import logging
@@ -23,7 +24,7 @@ from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
 from overlord.core.samples import WHOLE, Cursor, Part
 from overlord.roles.source_loader import SourceLoader, Staged, rows_at_once
-from overlord.runtimes.supervision.work_clock import Spent, WorkClock
+from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
 from overlord.transforms.samples.per_sample import Workers
 
 T = TypeVar("T")
@@ -140,6 +141,7 @@ class SourceWorkers:
         self.count = 1
         self.spent = Spent()
         """What threads other than the caller have spent."""
+        self._lock = threading.Lock()
 
     def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
         """Apply the function to every item; the caller is one of the workers."""
@@ -158,14 +160,16 @@ class SourceWorkers:
         def help_out() -> None:
             clock = WorkClock()
             work()
-            with lock:
+            with self._lock:
                 self.spent = self.spent.plus(clock.spent())
 
         helpers = [self._executor.submit(help_out) for _ in range(min(self.count, len(given)) - 1)]
         work()
+        began = time.perf_counter()
         for helper in helpers:
             if helper is not None and not helper.cancel():
                 helper.result()
+        note_help(time.perf_counter() - began, Spent())  # what the helpers spend is counted by themselves
         return [done[at] for at in range(len(given))]
 
 
@@ -187,8 +191,16 @@ class ThreadWorkers:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
-        """Apply the function to every item; results in order."""
-        return list(self._pool.map(function, items))
+        """Apply the function to every item; results in order. What the threads spend is spent for the caller."""
+
+        def timed(item: Any) -> tuple[T, Spent]:
+            clock = WorkClock()
+            return function(item), clock.spent()
+
+        began = time.perf_counter()
+        done = list(self._pool.map(timed, items))
+        note_help(time.perf_counter() - began, functools.reduce(Spent.plus, (spent for _, spent in done), Spent()))
+        return [result for result, _ in done]
 
     def close(self) -> None:
         """Wait for running work and end the threads."""

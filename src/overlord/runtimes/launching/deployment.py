@@ -476,7 +476,7 @@ def transform_of(
         made = make_transform(source, tokenizer, isolate)
         if isolate is None or not pooled:
             return made
-        file = None if tokenizer is None else TokenizerFile(tokenizer.path, tokenizer.reserved)
+        file = None if tokenizer is None else TokenizerFile(tokenizer.path, tokenizer.reserved, tokenizer.digest)
         return pooled_transform(source, made, file, isolate)
     except SpecError as error:
         raise named_error(source, error) from error
@@ -596,7 +596,8 @@ def warm_common() -> None:
     warm_packing()
     for kind in (np.int32, np.int64, np.uint8):
         Ragged(np.ones(2, kind), np.arange(3)).take(np.array([1, 0]))
-    gather_runs(np.zeros(1, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64))
+    for values in (np.zeros(1, np.uint8), np.frombuffer(b"0", np.uint8)):  # payloads are read-only
+        gather_runs(values, np.zeros(1, np.int64), np.ones(1, np.int64))
 
 
 def _warm_positions() -> None:

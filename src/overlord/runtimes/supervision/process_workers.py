@@ -46,7 +46,7 @@ from overlord.core.messages import (
 )
 from overlord.core.ragged import RowBatch, concat_rows, copied_rows, num_bytes, num_rows, slice_rows
 from overlord.core.samples import padded
-from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError, ToleranceError
+from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError, ToleranceError, error_named
 from overlord.runtimes.supervision.child import LIMITS, Limits, usable_cpus
 from overlord.runtimes.supervision.fork_server import ChildLost, ForkedChild, ForkServer
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
@@ -60,6 +60,7 @@ logger = logging.getLogger("overlord")
 
 MEMORY_BYTES = 1 << 20
 """Shared memory of a worker, for questions and for answers, at first."""
+MOST_MEMORY_BYTES = 64 << 20
 RUN_BYTES = 1 << 20
 """What the rows of one run may become at most: it stays in shared memory until it is taken."""
 RUN_S = 0.04
@@ -95,7 +96,7 @@ class _Worker:
         self._memory: RowMemory | None = None
         self._answer_bytes = 0
 
-    def ask(self, message: WorkerMessage, rows: RowBatch, seconds: float) -> tuple[WorkerMessage, RowBatch]:
+    def ask(self, message: WorkerMessage, rows: RowBatch, seconds: float | None) -> tuple[WorkerMessage, RowBatch]:
         """Ask it and wait for the answer, whose columns are overwritten by the next one.
 
         Raises:
@@ -136,15 +137,23 @@ class _Worker:
 
     def _make_room(self, nbytes: int, talk: socket.socket, tick: OnSilence) -> None:
         """Give the worker memory for a question of so many bytes and for answers as large as the last ones."""
-        needed = nbytes + nbytes // 8 + 4096, self._answer_bytes
+        # What is larger travels by socket: memory that was given stays with the worker.
+        needed = min(nbytes + nbytes // 8 + 4096, MOST_MEMORY_BYTES), min(self._answer_bytes, MOST_MEMORY_BYTES)
         if self._memory is not None and self._memory.fits(*needed):
             return
         sizes = tuple(round_up(max(size, MEMORY_BYTES)) for size in needed)
-        asked, answered = (Segment(number, size) for number, size in enumerate(sizes))
-        send_message(talk, MapMemory(*sizes), [asked.fd, answered.fd], tick)
-        self._memory = RowMemory(asked.memory, answered.memory)
-        for segment in (asked, answered):
-            os.close(segment.fd)  # the mapping stays
+        segments: list[Segment] = []
+        try:
+            try:
+                for number, size in enumerate(sizes):
+                    segments.append(Segment(number, size))
+            except OSError as error:
+                raise _WorkerLost(f"no shared memory could be had for it: {error.strerror or error}") from None
+            send_message(talk, MapMemory(*sizes), [segment.fd for segment in segments], tick)
+            self._memory = RowMemory(*(segment.memory for segment in segments))
+        finally:
+            for segment in segments:
+                os.close(segment.fd)  # the mapping stays
 
 
 @dataclass(slots=True)
@@ -187,11 +196,7 @@ class _FairThreads:
             if self._closed:
                 raise RuntimeError("the threads are closed")
             if not self._threads:
-                self._threads = [
-                    threading.Thread(target=self._work, name="overlord-process-workers") for _ in range(self._count)
-                ]
-                for thread in self._threads:
-                    thread.start()
+                self._start()
             heapq.heappush(self._waiting, (self._clock, next(self._turns), call))
             self._changed.notify(len(items))
         call.done.wait()
@@ -215,6 +220,21 @@ class _FairThreads:
         for thread in self._threads:
             thread.join()
 
+    def _start(self) -> None:
+        """Start the threads; where the host has no room for all of them, those that there are do the work."""
+        try:
+            for _ in range(self._count):
+                # A daemon: a pool that was never closed must not keep the interpreter from ending.
+                thread = threading.Thread(target=self._work, name="overlord-process-workers", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError as error:
+            if not self._threads:
+                raise OverlordError(
+                    f"no thread can be started for the process workers ({error}); no sample could be made. The host is "
+                    "out of processes or threads: free some, or raise its limit."
+                ) from error
+
     def _work(self) -> None:
         while (turn := self._next()) is not None:
             call, at = turn
@@ -227,6 +247,7 @@ class _FairThreads:
                 call.running -= 1
                 if not call.running and (call.error is not None or call.begun == len(call.items)):
                     call.done.set()
+            del turn, call  # rows and results would live as long as this thread waits
 
     def _next(self) -> tuple[_Call, int] | None:
         with self._changed:
@@ -270,12 +291,12 @@ class ProcessWorkers:
         self._server = ForkServer("overlord.runtimes.supervision.process_workers", limits)
         self._closed = False
 
-    def isolate(self, function: Callable[[RowBatch], RowBatch], name: str, deadline: float = 60.0) -> Isolated:
+    def isolate(self, function: Callable[[RowBatch], RowBatch], name: str, deadline: float | None = 60.0) -> Isolated:
         """Return the function, to be run in the workers.
 
         Args:
             function: Pure; gives as many rows as it takes, each from its own row alone.
-            deadline: Seconds after which a worker that has not answered is taken for hung.
+            deadline: Seconds after which a worker that has not answered is taken for hung; None: it never is.
 
         Raises:
             SpecError: when the function cannot be sent to another process.
@@ -288,9 +309,10 @@ class ProcessWorkers:
                 "could be made. Let it hold only what pickles (open files and locks do not), or set process=False."
             ) from error
         file = getattr(function, "tokenizer", None)
-        if file is not None and (loaded := json.dumps([file.path, list(file.reserved)])) not in self._server.preloads:
-            self._server.preloads = [*self._server.preloads, loaded]
-        return Isolated(self, code, name, deadline)
+        if file is not None:
+            loaded = json.dumps([file.path, list(file.reserved), file.digest])
+            self._server.preloads = list(dict.fromkeys([*self._server.preloads, loaded]))
+        return Isolated(self, code, name, deadline, users=not getattr(function, "only_reads", False))
 
     def each(self, function: Callable[[Any], T], items: Sequence[Any], item_s: float) -> list[T]:
         """Apply a function that borrows a worker to every item, side by side; results in order.
@@ -369,8 +391,12 @@ class ProcessWorkers:
 class Isolated:
     """A function in process workers; made by `ProcessWorkers.isolate`."""
 
-    def __init__(self, pool: ProcessWorkers, code: bytes, name: str, deadline: float) -> None:
+    def __init__(
+        self, pool: ProcessWorkers, code: bytes, name: str, deadline: float | None, *, users: bool = True
+    ) -> None:
         self._pool = pool
+        self._users = users
+        """Whether it is a function of the user: it can run in the service instead."""
         self._code = np.frombuffer(code, np.uint8)
         self._key = hashlib.blake2b(code, digest_size=8).hexdigest()
         self._name = name
@@ -479,8 +505,9 @@ class Isolated:
                 return
         raise ToleranceError(
             f"the function {self._name!r} hangs: {HANGS} rows in succession were not done within its time limit of "
-            f"{self._deadline:g} s, each tried twice, and no other row was; the source would never yield a sample. Run "
-            "the function on one row by itself and mend it, or raise the deadline= of the sample if it needs longer."
+            f"{self._deadline or 0:g} s, each tried twice, and no other row was; the source would never yield a "
+            "sample. Run the function on one row by itself and mend it, or raise the deadline= of the sample if it "
+            "needs longer."
         )
 
     def _alone(self, row: RowBatch, spent: list[Spent], take: Callable[[RowBatch], None] | None) -> RowBatch:
@@ -519,7 +546,7 @@ class Isolated:
                     raise OverlordError(
                         f"{self._name}: {TRIES} worker processes were lost before they ran a row ({loss}); no "
                         "sample could be made. The log says more; the host may be out of memory or processes. Free "
-                        "some, or set process=False to run the function in the service itself."
+                        + ("some, or set process=False to run it in the service itself." if self._users else "some.")
                     ) from None
                 logger.warning("%s: a worker process was lost (%s); another is started", self._name, loss)
         raise AssertionError("unreachable")
@@ -548,6 +575,8 @@ class Isolated:
             raise
         row_s = (time.perf_counter() - began) / max(num_rows(rows), 1)
         self._row_s += (row_s - self._row_s) / 4 if self._row_s else row_s
+        if isinstance(answer, RowsFailed) and not self._users:
+            raise error_named(answer.error, f"{self._name}: {answer.reason}")
         if isinstance(answer, RowsFailed):
             raise OverlordError(
                 f"{self._name}: the function failed as a whole, not for a single row ({answer.reason}); no sample "
@@ -570,8 +599,9 @@ class Isolated:
 def preload(*tokenizers: str) -> None:
     """Load what all workers use once: tokenizers as JSON of (path, reserved ids), and the kernels of images."""
     for given in tokenizers:
-        path, reserved = json.loads(given)
-        load_tokenizer(TokenizerFile(path, tuple(reserved)))
+        path, reserved, digest = json.loads(given)
+        with contextlib.suppress(Exception):  # the worker that needs it says what is wrong
+            load_tokenizer(TokenizerFile(path, tuple(reserved), digest))
     warm_images()
 
 
@@ -614,7 +644,10 @@ def serve(connection: socket.socket) -> None:
         except ServiceLost:
             return
         except Exception as error:  # whatever the user's code raises is an answer
-            sys.stderr.write(traceback.format_exc())  # in one piece: other workers write to the same log
-            send_message(
-                connection, memory.answer(RowsFailed(type(error).__name__, f"{type(error).__name__}: {error}"), {})
-            )
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, OverlordError):
+                reason = str(error)
+            else:
+                sys.stderr.write(traceback.format_exc())  # in one piece: other workers write to the same log
+            send_message(connection, memory.answer(RowsFailed(type(error).__name__, reason), {}))
+        rows, made = {}, {}  # they would stay until the next question

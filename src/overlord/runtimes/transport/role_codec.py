@@ -209,7 +209,9 @@ class RowMemory:
         Raises:
             ServiceLost: when it points outside of them.
         """
-        return self._read(message, lambda array: None if array.asked else self.answered)
+        found = self._read(message, lambda array: None if array.asked else self.answered)
+        self._sent = []
+        return found
 
     def _write(
         self, head: WorkerMessage, rows: RowBatch, memory: npt.NDArray[np.uint8], shared: npt.NDArray[np.uint8] | None
@@ -223,7 +225,8 @@ class RowMemory:
                 if at + data.nbytes > len(memory):
                     return whole
                 memory[at : at + data.nbytes] = data.reshape(-1).view(np.uint8)
-                self._sent.append((at, data.reshape(-1).view(np.uint8)))
+                if shared is None:  # a part of an answer may be told by its place here
+                    self._sent.append((at, data.reshape(-1).view(np.uint8)))
                 table.append(SharedArray(kind, array.shape, at, False))
                 at += padded(data.nbytes)
             else:
@@ -239,7 +242,7 @@ class RowMemory:
                 dtype, memory, at = dtype_from_text(one.dtype), memory_of(one), one.offset
                 nbytes = math.prod(one.shape) * dtype.itemsize
                 if memory is None:  # a part of what was sent
-                    begin, memory = next((b, s) for b, s in self._sent if b <= at < b + max(len(s), 1))
+                    begin, memory = next((b, s) for b, s in self._sent if b <= at < b + len(s))
                     at -= begin
                 if dtype.hasobject or min(one.shape, default=0) < 0 or at < 0 or at + nbytes > len(memory):
                     raise ValueError(f"an array of {one.dtype} {one.shape} at {one.offset} leaves its memory")

@@ -361,8 +361,8 @@ class PooledRows(Protocol):
         ...
 
 
-Isolate = Callable[[RowFunction, str, float], PooledRows]
-"""Moves a function (with its name for messages, and a deadline in seconds) into process workers."""
+Isolate = Callable[[RowFunction, str, float | None], PooledRows]
+"""Moves a function (with its name for messages, and a deadline in seconds or None) into process workers."""
 
 
 def run_rows(

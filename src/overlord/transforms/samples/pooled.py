@@ -9,6 +9,8 @@ Rules of this file:
 1. Every function here makes a row from that row alone, so the stream does not depend on how rows are cut into runs or
    how many workers there are.
 2. A row that kills its worker twice is measured as one that could not be read: its content is never looked at here.
+3. What is made behind the plan must not depend on time or memory, as no verdict of it is journaled: it has no time
+   limit, and what was killed from outside (the kernel out of memory) is made here. A crash is one wherever it happens.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from overlord.core.ragged import (
     gather_runs,
     num_rows,
     offsets_of,
+    slice_rows,
     take_rows,
 )
 from overlord.job.specs import Custom, Source, Text
@@ -51,8 +54,6 @@ from overlord.transforms.samples.per_sample import (
 from overlord.transforms.samples.sample_kinds import make_transform
 from overlord.transforms.samples.tokenize import TokenizerFile, load_tokenizer
 
-DEADLINE_S = 120.0
-"""How long a worker may take for a few rows or items: far more than any of them needs on a busy host."""
 _LENGTHS, _SEEDS, _FAULT, _WRONG, _MARGIN, _FRONT = "=lengths", "=seeds", "=fault", "=wrong", "=margin", "=front"
 """Columns beside those of the rows; no file has such names, as a name before "=" is missing."""
 
@@ -81,13 +82,14 @@ class PooledTransform:
     ) -> None:
         self._local = transform
         self.columns = transform.columns
-        name, deadline = source.name, getattr(source.sample, "deadline", DEADLINE_S)
-        self._measure = isolate(MeasureRows(source, tokenizer), name, deadline)
-        self._encode = isolate(EncodeRows(source, tokenizer), name, deadline)
+        name = source.name
+        self._measure = isolate(MeasureRows(source, tokenizer), name, getattr(source.sample, "deadline", None))
+        self._encode = isolate(EncodeRows(source, tokenizer), name, None)
+        self._encode_here = EncodeRows(source, tokenizer, transform)
         decoder = transform.decoder
         self.decoder: MediaDecoder | None = None
         if decoder is not None:
-            self.decoder = PooledDecoder(decoder, isolate(DecodeRows(source, tokenizer), name, deadline))
+            self.decoder = PooledDecoder(decoder, isolate(DecodeRows(source, tokenizer), name, None))
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
         """Measure rows in the pool."""
@@ -120,12 +122,10 @@ class PooledTransform:
         """Make the final form of kept rows; texts that are not tokenized yet go through the pool."""
         if "raw" not in kept:
             return self._local.finish(kept, planned, bad, workers)
-        made, killed = self._encode({"raw": kept["raw"], "claimed": kept["claimed"], BAD_COLUMN: bad})
-        if killed:  # the verdict of a row is given when it is measured; this one only met a worker's end twice
-            dead = np.zeros(len(bad), np.bool_)
-            dead[[row for row, _ in killed]] = True
-            places = np.where(dead, num_rows(made), np.cumsum(~dead) - 1)
-            made = take_rows(concat_rows([made, _NOT_ENCODED]), places)
+        given: RowBatch = {"raw": kept["raw"], "claimed": kept["claimed"], BAD_COLUMN: bad}
+        made, killed = self._encode(given)
+        if killed:
+            made, killed = self._with_killed_texts(made, given, killed)
         encoded = {name: column for name, column in kept.items() if name not in ("raw", "claimed")}
         done = self._local.finish(encoded | {"tokens": made["tokens"]}, planned, bad, workers)
         faults = _texts(made, _FAULT) + killed
@@ -136,6 +136,19 @@ class PooledTransform:
         done.faults += faults
         done.wrong_lengths += _texts(made, _WRONG)
         return done
+
+    def _with_killed_texts(self, made: RowBatch, given: RowBatch, killed: list[Fault]) -> tuple[RowBatch, list[Fault]]:
+        """Put texts that killed their workers back into their places; return those that are to blame for it too."""
+        dead = np.zeros(num_rows(given), np.bool_)
+        dead[[row for row, _ in killed]] = True
+        parts = [made]
+        for row, reason in killed:
+            innocent = _killed_from_outside(reason)
+            parts.append(self._encode_here(slice_rows(given, row, row + 1)) if innocent else _NOT_ENCODED)
+        places = np.cumsum(~dead) - 1
+        places[dead] = num_rows(made) + np.arange(len(killed))
+        blamed = [(row, reason) for row, reason in killed if not _killed_from_outside(reason)]
+        return take_rows(concat_rows(parts), places), blamed
 
 
 class PooledDecoder:
@@ -178,8 +191,14 @@ class PooledDecoder:
 
         killed = self._run.visit(rows, take, self.item_bytes(media.grids[chosen]))
         for row, reason in killed:
-            places[int(at_of[row])][:] = 0
-            faults.append((int(chosen[row]), reason))
+            item, place = int(chosen[row]), places[int(at_of[row])]
+            try:
+                if not _killed_from_outside(reason):
+                    raise MediaFault(reason)
+                self._local.decode(media.data(item), media.grids[item], int(media.seeds[item]), place)
+            except MediaFault as fault:
+                place[:] = 0
+                faults.append((item, str(fault)))
         return sorted(faults)
 
 
@@ -193,11 +212,13 @@ class _OfSource:
     only_reads = True
     """It neither keeps nor changes what it is given, which may lie in shared memory."""
 
-    def __init__(self, source: Source, tokenizer: TokenizerFile | None) -> None:
+    def __init__(
+        self, source: Source, tokenizer: TokenizerFile | None, transform: SampleTransform | None = None
+    ) -> None:
         self._source = source
         self.tokenizer = tokenizer
         """What the process that forks workers loads ahead."""
-        self._made: SampleTransform | None = None
+        self._made = transform
 
     @property
     def transform(self) -> SampleTransform:
@@ -293,6 +314,11 @@ def rows_to_measured(made: RowBatch) -> Measured:
         margin=(int(margin[0, 0]), int(margin[0, 1])) if len(margin) else (0, 0),
         wrong_lengths=_texts(made, _WRONG),
     )
+
+
+def _killed_from_outside(reason: str) -> bool:
+    """Whether a worker was ended by SIGKILL, which no row sends: most likely the host was out of memory."""
+    return "SIGKILL" in reason
 
 
 def _column(texts: Sequence[Fault], count: int) -> Ragged:

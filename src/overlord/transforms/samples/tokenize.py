@@ -26,12 +26,19 @@ class TokenizerFile(NamedTuple):
 
     path: str
     reserved: tuple[int, ...] = ()
+    digest: str = ""
+    """Of what the job was prepared with: it must not change while the job runs."""
 
 
 @functools.lru_cache(maxsize=8)
 def load_tokenizer(file: TokenizerFile) -> TextTokenizer:
     """Return a tokenizer, which is loaded once in a process: a fork server loads it before it forks."""
     tokenizer = TextTokenizer(file.path)
+    if file.digest and tokenizer.digest != file.digest:
+        raise SpecError(
+            f"the tokenizer {file.path!r} has changed since the job was launched; texts would be tokenized otherwise "
+            "than before. Restore the file, or start a new run."
+        )
     tokenizer.reserve(file.reserved)
     return tokenizer
 
