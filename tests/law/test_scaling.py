@@ -126,7 +126,11 @@ def until(holds, seconds: float = 20.0) -> bool:
 
 
 @pytest.mark.slow_on_ray
-@pytest.mark.parametrize("loaders", [pytest.param(2, marks=pytest.mark.slow), 5, {"text": 2, "photos": 4}], ids=str)
+@pytest.mark.parametrize(
+    "loaders",
+    [pytest.param(2, marks=pytest.mark.slow), 5, pytest.param({"text": 2, "photos": 4}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_any_number_of_workers(quick, cache, expected, where, loaders):
     with ol.launch(quick, mesh=MESH, **where, loaders_per_source=loaders, cache=cache) as service:
         found = train(service, 40, pause_s=0.0)
@@ -239,7 +243,9 @@ def test_sources_come_and_go_while_workers_do(quick, slow, cache, tmp_path, runs
 
 
 @pytest.mark.parametrize(
-    "runs", [{"runtime": "local"}, pytest.param(PROCESSES, marks=pytest.mark.slow)], ids=["local", "processes"]
+    "runs",
+    [pytest.param({"runtime": "local"}, marks=pytest.mark.slow), pytest.param(PROCESSES, marks=pytest.mark.nightly)],
+    ids=["local", "processes"],
 )
 def test_the_source_that_everybody_waits_for_is_named(folder, cache, runs):
     job = job_of(folder, photo_s=0.05).replace(mixture=ol.Mixture({"text": 0.5, "photos": 0.5}))

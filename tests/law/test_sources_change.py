@@ -148,7 +148,7 @@ def test_a_visitor_is_not_looked_for_again(tmp_path, folder, cache):
     assert digests(job_of(folder), state, cache, 4) == expected
 
 
-@pytest.mark.parametrize("how", ["strict", "allow_add_remove"])
+@pytest.mark.parametrize("how", [pytest.param("strict", marks=pytest.mark.slow), "allow_add_remove"])
 @pytest.mark.parametrize("mixture", [None, ol.Mixture({"b": 1, "d": 1, "f": 2}, learn="odm")], ids=["equal", "learned"])
 def test_numbers_stay_when_a_source_came_and_went(tmp_path, folder, cache, how, mixture):
     """A guest comes, another source behind it, the guest goes: a resume numbers and weighs the others as before."""
