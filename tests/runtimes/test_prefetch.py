@@ -156,6 +156,18 @@ def test_what_was_done_is_counted(tmp_path: Path, executors) -> None:
     assert 0 < status["waited_s"] < status["busy_s"]
 
 
+def test_a_source_that_comes_while_the_status_is_told(tmp_path: Path, executors, monkeypatch) -> None:
+    fleet = fleet_of(tmp_path, Slow(0.0), executors, 1)
+    (pool,) = fleet._pools.values()
+
+    def come_meanwhile(work):
+        fleet.add(7, pool)
+        return work(pool.loader)
+
+    monkeypatch.setattr(pool, "alone", come_meanwhile)
+    assert list(fleet.status()) == [0]
+
+
 def test_leaf_work_is_shared_and_what_fails_there_is_raised() -> None:
     executor = ThreadPriorityExecutor(8, "test")
     workers, slow = SourceWorkers(executor), Slow()

@@ -227,7 +227,8 @@ class LoaderFleet:
 
     def status(self) -> dict[int, dict[str, Any]]:
         """Return what each source's loader holds and has met."""
-        met = {number: pool.alone(lambda loader: loader.counters) for number, pool in self._pools.items()}
+        pools = self._pools  # a source may come while a loader is waited for
+        met = {number: pool.alone(lambda loader: loader.counters) for number, pool in pools.items()}
         return {
             number: {
                 "decoded_in": pool.loader.placement.where,
@@ -243,7 +244,7 @@ class LoaderFleet:
                 ],
                 "wrong_length": len(met[number].wrong_lengths),
             }
-            for number, pool in self._pools.items()
+            for number, pool in pools.items()
         }
 
     def snapshot(self) -> dict[str, Any]:

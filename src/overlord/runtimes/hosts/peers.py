@@ -52,6 +52,10 @@ ADDED = frozenset(
      "bad", "bad_ids", "wrong_length", "followed")
 )  # fmt: skip
 """What is added up over the hosts of a source, where `status` tells of it."""
+NO_REPORT: Mapping[str, Any] = {
+    "decoded_in": "undecided", "decoded_ratio": None, **dict.fromkeys(sorted(ADDED - {"bad_ids"}), 0), "bad_ids": [],
+}  # fmt: skip
+"""What `status` tells of a source that no host has open at this moment: it is on its way from one to another."""
 MOST_UNFOLLOWED = 64
 """Requests of one source that a shadow is told of at most: the older ones lie behind its position."""
 

@@ -28,7 +28,7 @@ from overlord.core.plan import LoadingPlan
 from overlord.errors import Rewound
 from overlord.job.specs import Source
 from overlord.runtimes.autoscaling.scaler import check_sizes
-from overlord.runtimes.hosts.peers import RemoteLoaders, put_plan
+from overlord.runtimes.hosts.peers import NO_REPORT, RemoteLoaders, put_plan
 from overlord.runtimes.hosts.role_host import RoleHost
 from overlord.runtimes.hosts.shared_planner import SharedPlanner
 from overlord.runtimes.launching.add_source import journal_last_source, with_source
@@ -213,7 +213,7 @@ class PlannerHost(RoleHost):
                 "removed": i in roster.removed,
                 "parked": None if (why := roster.parked.get(i)) is None else {"since": why.since, "why": why.why},
                 "format": self._facts[name].format,
-                **statuses[i],
+                **statuses.get(i, NO_REPORT),
             }
             for i, name in enumerate(names)
         }
