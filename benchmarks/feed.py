@@ -170,11 +170,6 @@ def bare_processes(kind: str, folder: Path, count: int, seconds: float) -> float
 # -- overlord ----------------------------------------------------------------------------------------------------
 
 
-def feed(client: ol.Client, seconds: float) -> float:
-    """Consume steps for a while; return samples/s."""
-    return consume(client, seconds, "image")
-
-
 def consume(client: ol.Client, seconds: float, kind: str) -> float:
     """Consume steps for a while; return samples/s of images, tokens/s of texts."""
     done, start = 0, time.perf_counter()

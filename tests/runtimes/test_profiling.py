@@ -21,7 +21,6 @@ from overlord.runtimes.autoscaling.profiling import (
     Clock,
     Profiled,
     Stage,
-    Took,
     check_profile,
     digests_of,
     profile_job,
@@ -32,6 +31,7 @@ from overlord.runtimes.autoscaling.profiling import (
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.runtimes.launching.deployment import facts_of, open_files, prepare
 from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.runtimes.supervision.work_clock import Spent
 from overlord.scaling.profiles import Profile, SourceProfile
 
 NAP_S = 0.005
@@ -350,7 +350,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_call_costs_is_not_taken_for_a_samples_own() -> None:
-    stage = Stage(rows=100, together=Took(100 * 0.001), alone=[Took(0.003 + 0.0001 * n) for n in range(20)])
+    stage = Stage(rows=100, together=Spent(100 * 0.001), alone=[Spent(0.003 + 0.0001 * n) for n in range(20)])
     spread = stage.spread()
     assert spread.mean() == pytest.approx(0.001)
     assert spread.max() > 2 * spread.min() > 0

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,7 @@ from overlord.runtimes.launching.deployment import (
 )
 from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
+from overlord.runtimes.supervision.work_clock import Spent, queued_s
 from overlord.scaling.profiles import Entry, Profile, Running, SourceProfile, Spread, cost_digest
 from overlord.storage import replacing
 from overlord.transforms.samples.per_sample import (
@@ -91,27 +92,7 @@ _PASSES = 2
 """A small source is not read more often than this."""
 
 Floats = npt.NDArray[np.float64]
-
-
-class Took(NamedTuple):
-    """What some work took."""
-
-    seconds: float = 0.0
-    """Of one worker that has a core."""
-    cpu_s: float = 0.0
-    """Of them, seconds of a processor."""
-
-    def plus(self, other: Took) -> Took:
-        """Return what both took together."""
-        return Took(self.seconds + other.seconds, self.cpu_s + other.cpu_s)
-
-    def times(self, factor: float) -> Took:
-        """Return what so much more of it takes."""
-        return Took(factor * self.seconds, factor * self.cpu_s)
-
-
-NOTHING = Took()
-Reads = list[tuple[tuple[int, int], int, Took]]
+Reads = list[tuple[tuple[int, int], int, Spent]]
 """((epoch, group), rows, what reading them took) of every run of rows."""
 
 
@@ -136,16 +117,17 @@ class Clock:
         self._helped = {pid: _processor_s(pid) for pid in before}
         self._cpu, self._wall = time.process_time(), time.perf_counter()
 
-    def took(self) -> Took:
+    def took(self) -> Spent:
         """Return what was taken."""
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
         now = self._helpers()
         # What was started meanwhile, a process or a thread, has done all it did for this work; what has ended is gone.
         cpu += sum(max(_processor_s(pid) - self._helped.get(pid, 0.0), 0.0) for pid in now)
-        queued = sum(waited - self._queued.get(thread, 0.0) for thread, waited in _queued_s(("self", *now)).items())
+        later = _queued_s(("self", *now))
+        queued = sum(max(waited - self._queued.get(thread, 0.0), 0.0) for thread, waited in later.items())
         # Threads of a tokenizer wait beside one another, and this one may have waited while it asked: what is taken off
         # may be too much.
-        return Took(max(wall - queued, cpu), cpu)
+        return Spent(cpu, max(wall - queued - cpu, 0.0))
 
 
 def _processor_s(pid: int) -> float:
@@ -171,12 +153,7 @@ def _queued_s(processes: Iterable[int | str]) -> dict[str, float]:
             threads = os.listdir(f"/proc/{process}/task")
         except OSError:
             continue  # no such folder on this system, or a process that has just ended
-        for thread in threads:
-            try:
-                with open(f"/proc/{process}/task/{thread}/schedstat", "rb") as file:
-                    found[thread] = 1e-9 * int(file.read().split()[1])
-            except (OSError, IndexError, ValueError):
-                continue  # no such file on this system, or a thread that has just ended
+        found |= {thread: queued_s(f"{process}/task/{thread}") for thread in threads}
     return found
 
 
@@ -204,14 +181,14 @@ class Stage:
     """What one stage took, of rows together and of rows alone."""
 
     rows: int = 0
-    together: Took = NOTHING
-    alone: list[Took] = field(default_factory=list[Took])
+    together: Spent = field(default_factory=Spent)
+    alone: list[Spent] = field(default_factory=list[Spent])
     first_s: float = 0.0
     """The very first row, which may have waited for what happens once."""
     probed: bool = False
     expensive: bool = False
 
-    def add(self, rows: int, took: Took) -> None:
+    def add(self, rows: int, took: Spent) -> None:
         """Note what some rows took together."""
         self.rows += rows
         self.together = self.together.plus(took)
@@ -223,11 +200,11 @@ class Stage:
         self.expensive = seconds > _EXPENSIVE_S
 
     @property
-    def mean(self) -> Took:
+    def mean(self) -> Spent:
         """What a row takes: of rows together, else of rows alone, else of the first one, all of it on a processor."""
         if self.rows:
             return self.together.times(1 / self.rows)
-        return Took(*np.mean(self.alone, axis=0).tolist()) if self.alone else Took(self.first_s, self.first_s)
+        return Spent(*np.mean(self.alone, axis=0).tolist()) if self.alone else Spent(self.first_s)
 
     def spread(self) -> Floats:
         """Return the seconds of every row that went alone, less what a call for one row costs."""
@@ -257,7 +234,7 @@ class TimedTransform:
         """Whether the rows that come now go one by one."""
         self.places: list[int] = []
         """Of every row so far, in order: its place among the rows that went alone, `_TOGETHER`, or `_COPY`."""
-        self.outside = NOTHING
+        self.outside = Spent()
         """What was taken between `leave` and `enter`, which is outside of `measure`."""
         self._since = clock()
         self.read_bytes = 0
@@ -284,7 +261,7 @@ class TimedTransform:
         self.enter()
         count = num_rows(rows)
 
-        def run(start: int, stop: int) -> tuple[Measured, Took]:
+        def run(start: int, stop: int) -> tuple[Measured, Spent]:
             clock = self.clock()
             known = None if lengths is None else lengths[start:stop]
             found = self._inner.measure(slice_rows(rows, start, stop), known, seeds[start:stop])
@@ -395,7 +372,7 @@ class TimedSource:
             if runs and self._deadline.passed:
                 break
             self._timed.alone = runs % _TOGETHER_EVERY > 0
-            self._timed.outside = NOTHING
+            self._timed.outside = Spent()
             count = min(AHEAD_ROWS, samples - self.samples)
             self._timed.leave()
             delta = self._loader.summary_buffer(MetaRequest(self._number, cursor, count))
@@ -447,7 +424,7 @@ class TimedSource:
             if self._deadline.passed:
                 break
 
-    def _hand_over(self, meta: MetaArray, keep: bool = True) -> tuple[Took, Took]:
+    def _hand_over(self, meta: MetaArray, keep: bool = True) -> tuple[Spent, Spent]:
         """Take planned samples to where they go; return what finishing them took, and all beside it."""
         end = Cursor(*(int(meta[-1][name]) for name in Cursor._fields))
         clock = self._timed.clock()
@@ -474,11 +451,11 @@ class TimedSource:
         """Rows that are read for a sample: those that are read for nothing are paid by the others."""
         return self.rows / self.drawn
 
-    def mean(self, read: Took) -> Took:
+    def mean(self, read: Spent) -> Spent:
         """Return what the mean sample takes: P, and how much of it needs a processor."""
         return read.plus(self._timed.stage.mean).times(self.rows_per_sample).plus(self.finished.mean)
 
-    def transform_seconds(self, read: Took) -> Floats:
+    def transform_seconds(self, read: Spent) -> Floats:
         """Return P of every sample that went alone; of the mean sample where none did."""
         mean_s, measure, finish = self.mean(read).seconds, self._timed.stage, self.finished
         if not self.pairs:
@@ -491,7 +468,7 @@ class TimedSource:
         return found * (mean_s / float(found.mean()))
 
 
-def time_of_reading(runs: Reads, covered: dict[tuple[int, int], int]) -> Took:
+def time_of_reading(runs: Reads, covered: dict[tuple[int, int], int]) -> Spent:
     """Return what reading a row takes: what a group's first run took stands for all rows that it fetched.
 
     Args:
@@ -500,8 +477,8 @@ def time_of_reading(runs: Reads, covered: dict[tuple[int, int], int]) -> Took:
             stream of another one.
 
     Example:
-        >>> time_of_reading([((0, 0), 10, Took(1.0, 0.5)), ((0, 0), 10, Took())], {(0, 0): 100})
-        Took(seconds=0.01, cpu_s=0.005)
+        >>> time_of_reading([((0, 0), 10, Spent(0.5, 0.5)), ((0, 0), 10, Spent())], {(0, 0): 100})
+        Spent(cpu_s=0.005, waited_s=0.005)
     """
     found: list[Floats] = []
     for group, fetched in covered.items():
@@ -511,7 +488,7 @@ def time_of_reading(runs: Reads, covered: dict[tuple[int, int], int]) -> Took:
             found.append(took.sum(axis=0) / sum(counts))
         else:
             found.append(took[0] / fetched + took[1:].sum(axis=0) / max(sum(counts[1:]), 1))
-    return Took(*np.mean(found, axis=0).tolist())
+    return Spent(*np.mean(found, axis=0).tolist())
 
 
 # -- profiles of jobs --------------------------------------------------------------------------------------------

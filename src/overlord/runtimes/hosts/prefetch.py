@@ -8,7 +8,6 @@ Executors           all executors of one host
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import logging
@@ -191,20 +190,28 @@ class ThreadWorkers:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
-        """Apply the function to every item; results in order. What the threads spend is spent for the caller."""
-
-        def timed(item: Any) -> tuple[T, Spent]:
-            clock = WorkClock()
-            return function(item), clock.spent()
-
-        began = time.perf_counter()
-        done = list(self._pool.map(timed, items))
-        note_help(time.perf_counter() - began, functools.reduce(Spent.plus, (spent for _, spent in done), Spent()))
-        return [result for result, _ in done]
+        """Apply the function to every item; results in order."""
+        return list(self._pool.map(function, items))
 
     def close(self) -> None:
         """Wait for running work and end the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class CountedWorkers(ThreadWorkers):
+    """Such threads, whose time on a processor is spent for the caller; what they run waits for no storage."""
+
+    def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
+        """Apply the function to every item; results in order."""
+
+        def counted(item: Any) -> tuple[T, float]:
+            began = time.thread_time()
+            return function(item), time.thread_time() - began
+
+        began = time.perf_counter()
+        done = super().map(counted, items)
+        note_help(time.perf_counter() - began, Spent(sum(cpu_s for _, cpu_s in done)))
+        return [result for result, _ in done]
 
 
 LOADER_THREADS = 16
@@ -232,7 +239,7 @@ class Executors:
         """Use threads: so many for decoding, and at most so many for the workers of sources."""
         return cls(
             ThreadWorkers(LOADER_THREADS, "overlord-loaders"),
-            ThreadWorkers(threads, "overlord-workers"),
+            CountedWorkers(threads, "overlord-workers"),
             ThreadPriorityExecutor(workers, "overlord-prefetch"),
         )
 
@@ -452,9 +459,10 @@ class PrefetchPool:
         }
 
     def _asked(self, request: MetaRequest) -> MetaDelta:
-        before, clock = self.loader.seen, WorkClock()
+        before = self.loader.seen
+        clock = WorkClock() if self._executor is None else None  # else a worker has read and measured them
         delta = self.loader.summary_buffer(request)
-        if self._executor is None:  # else a worker has read and measured them
+        if clock is not None:
             self._spent = self._spent.plus(clock.spent())
         self.prepared += self.loader.seen - before
         self._move_to(delta.next_cursor)

@@ -10,6 +10,7 @@ as waiting; so is waiting for the interpreter lock, which is short where heavy w
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import NamedTuple
@@ -66,20 +67,23 @@ class WorkClock:
 
     def __init__(self) -> None:
         self._before = _helped.wall_s, _helped.spent
-        self._queued, self._cpu, self._wall = _queued_s(), time.thread_time(), time.perf_counter()
+        self._queued, self._cpu, self._wall = queued_s(), time.thread_time(), time.perf_counter()
 
     def spent(self) -> Spent:
         """Return what was spent."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
         helped_s, (cpu_before, waited_before) = _helped.wall_s - self._before[0], self._before[1]
-        waited = max(wall - helped_s - cpu - (_queued_s() - self._queued), 0.0)
+        waited = max(wall - helped_s - cpu - (queued_s() - self._queued), 0.0)
         return Spent(cpu + _helped.spent.cpu_s - cpu_before, waited + _helped.spent.waited_s - waited_before)
 
 
-def _queued_s() -> float:
-    """Return how long this thread was ready and had no core so far."""
+def queued_s(thread: str = "thread-self") -> float:
+    """Return how long a thread was ready and had no core so far: this one, or that of a path under /proc."""
     try:
-        with open("/proc/thread-self/schedstat", "rb") as file:
-            return 1e-9 * int(file.read().split()[1])
+        file = os.open(f"/proc/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)  # a third of the time of `open`
+        try:
+            return 1e-9 * int(os.read(file, 64).split()[1])
+        finally:
+            os.close(file)
     except (OSError, IndexError, ValueError):
-        return 0.0
+        return 0.0  # no such file on this system, or a thread that has just ended

@@ -109,13 +109,13 @@ def send_message(
     send_frame(connection, codec.frame_of(message), fds, on_silence)
 
 
-def receive_message(connection: socket.socket, on_silence: OnSilence | None = None) -> tuple[Any, list[int]]:
+def receive_message(connection: socket.socket) -> tuple[Any, list[int]]:
     """Wait for a message of a process of this service; return it with the file descriptors that came along.
 
     Raises:
         ServiceLost: when the other side is gone.
     """
-    frame, fds = receive_frame(connection, on_silence)
+    frame, fds = receive_frame(connection)
     return from_frame(frame), fds
 
 
@@ -249,7 +249,7 @@ class RowMemory:
                 arrays.append(memory[at : at + nbytes].view(dtype).reshape(one.shape))
             return rows_from(_rows_decoder().message([message.head, *arrays]))
         except (OverlordError, ValueError, TypeError, StopIteration) as error:
-            raise ServiceLost(f"the other side sent rows that are none ({error})") from error
+            raise ServiceLost(f"the other side sent something else than rows ({error})") from error
 
 
 def _offset_in(memory: npt.NDArray[np.uint8] | None, array: np.ndarray[Any, Any]) -> int | None:

@@ -10,7 +10,8 @@ Rules of this file:
    how many workers there are.
 2. A row that kills its worker twice is measured as one that could not be read: its content is never looked at here.
 3. What is made behind the plan must not depend on time or memory, as no verdict of it is journaled: it has no time
-   limit, and what was killed from outside (the kernel out of memory) is made here. A crash is one wherever it happens.
+   limit, and an item whose worker was ended from outside (by the kernel, out of memory) is made in the service. An
+   item that crashes its worker does so on every host, and becomes a stand-in.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from overlord.transforms.samples.sample_kinds import make_transform
 from overlord.transforms.samples.tokenize import TokenizerFile, load_tokenizer
 
 _LENGTHS, _SEEDS, _FAULT, _WRONG, _MARGIN, _FRONT = "=lengths", "=seeds", "=fault", "=wrong", "=margin", "=front"
-"""Columns beside those of the rows; no file has such names, as a name before "=" is missing."""
+"""Columns that travel beside those of the rows; "=" keeps their names apart from those of a source's columns."""
 
 
 def pooled_transform(
@@ -114,9 +115,7 @@ class PooledTransform:
         stand_ins = measure_rows(self._local, unread)
         if dead.all():
             return stand_ins
-        places = np.empty(len(dead), np.int64)
-        places[~dead], places[dead] = np.arange(num_rows(made)), num_rows(made) + np.arange(len(killed))
-        return take_rows(concat_rows([made, stand_ins]), places)
+        return _put_back(made, stand_ins, dead)
 
     def finish(self, kept: RowBatch, planned: Int64s, bad: Bools, workers: Workers) -> Finished:
         """Make the final form of kept rows; texts that are not tokenized yet go through the pool."""
@@ -138,17 +137,15 @@ class PooledTransform:
         return done
 
     def _with_killed_texts(self, made: RowBatch, given: RowBatch, killed: list[Fault]) -> tuple[RowBatch, list[Fault]]:
-        """Put texts that killed their workers back into their places; return those that are to blame for it too."""
+        """Put texts whose workers ended twice back into their places; return also those that crashed them."""
         dead = np.zeros(num_rows(given), np.bool_)
         dead[[row for row, _ in killed]] = True
-        parts = [made]
-        for row, reason in killed:
-            innocent = _killed_from_outside(reason)
-            parts.append(self._encode_here(slice_rows(given, row, row + 1)) if innocent else _NOT_ENCODED)
-        places = np.cumsum(~dead) - 1
-        places[dead] = num_rows(made) + np.arange(len(killed))
-        blamed = [(row, reason) for row, reason in killed if not _killed_from_outside(reason)]
-        return take_rows(concat_rows(parts), places), blamed
+        crashed = [(row, reason) for row, reason in killed if not _killed_from_outside(reason)]
+        stand_ins = [
+            _NOT_ENCODED if fault in crashed else self._encode_here(slice_rows(given, fault[0], fault[0] + 1))
+            for fault in killed
+        ]
+        return _put_back(made, concat_rows(stand_ins), dead), crashed
 
 
 class PooledDecoder:
@@ -314,6 +311,13 @@ def rows_to_measured(made: RowBatch) -> Measured:
         margin=(int(margin[0, 0]), int(margin[0, 1])) if len(margin) else (0, 0),
         wrong_lengths=_texts(made, _WRONG),
     )
+
+
+def _put_back(made: RowBatch, others: RowBatch, dead: Bools) -> RowBatch:
+    """Return all rows in their order: `others` where the mask says so, `made` elsewhere."""
+    places = np.cumsum(~dead) - 1
+    places[dead] = num_rows(made) + np.arange(num_rows(others))
+    return take_rows(concat_rows([made, others]), places)
 
 
 def _killed_from_outside(reason: str) -> bool:
