@@ -32,6 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import overlord as ol
 from benchmarks.measuring import arguments, publish
+from benchmarks.plots import draw_by_workers
 from overlord.runtimes.supervision.child import usable_cpus
 from overlord.transforms.samples.images import decode_image, resize_image
 
@@ -108,7 +109,7 @@ def text_job(folder: Path, step_samples: int) -> ol.Job:
     return ol.Job(
         sources=[ol.Source("texts", str(folder / "texts.jsonl"), sample=ol.Text("text"))],
         tokenizer=str(folder / "tokenizer.json"),
-        batch=ol.Batch(4096, global_samples=step_samples),
+        batch=ol.Batch(4096, global_samples=step_samples, microbatch_tokens=16384),
     )
 
 
@@ -195,6 +196,20 @@ def served(kind: str, folder: Path, workers: int, seconds: float) -> tuple[float
         return rate, sum(one.memory_full_info().pss for one in (root, *root.children(recursive=True))) / 2**20
 
 
+def plot(rows: list[dict[str, Any]]) -> str:
+    """Return the rates by the number of workers as an SVG file."""
+    panels = {"image": "image-text, samples/s", "text": "raw text, million tokens/s"}
+
+    def line(kind: str, side: str) -> list[tuple[int, float]]:
+        return [(row["workers"], row[side] / (1 if kind == "image" else 1e6)) for row in rows if row["kind"] == kind]
+
+    lines = {
+        name: {"overlord": line(kind, "overlord_per_s"), "bare processes": line(kind, "bare_per_s")}
+        for kind, name in panels.items()
+    }
+    return draw_by_workers("What one host feeds, by the number of workers", lines)
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a round")
@@ -202,6 +217,7 @@ def main() -> None:
     parser.add_argument(
         "--workers", type=int, nargs="+", help="numbers of workers (default: 2, 4, 8, 16, as cores allow)"
     )
+    parser.add_argument("--plot", type=Path, help="write the rates by the number of workers to this SVG file")
     options = parser.parse_args()
     counts = options.workers or [count for count in WORKERS if count <= max(usable_cpus(), 2)]
     rows: list[dict[str, Any]] = []
@@ -225,6 +241,8 @@ def main() -> None:
                     print({k: v for k, v in row.items() if not k.endswith("rounds")}, flush=True)
         finally:
             shutil.rmtree(folder)
+    if options.plot is not None:
+        options.plot.write_text(plot(rows), encoding="utf-8")
     image = [row for row in rows if row["kind"] == "image"]
     text = [row for row in rows if row["kind"] == "text"]
     publish(

@@ -104,3 +104,36 @@ def draw_steps(title: str, unit: str, series: Mapping[str, Sequence[float]]) -> 
         parts.append(polyline(points, f'stroke="{PALETTE[number]}" stroke-width="1.4"'))
     parts.append(text(WIDTH / 2, height - 6, "step", anchor="middle"))
     return svg_file(WIDTH, height, title, _STYLE, parts)
+
+
+def draw_by_workers(title: str, panels: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]) -> str:
+    """Return an SVG file: rates by the number of workers, a panel for each kind of data, a line for each side.
+
+    Args:
+        title: What is shown.
+        panels: Of each panel, named with its unit: the lines, each as (workers, rate).
+    """
+    wide, high, gap, left = 300.0, 220.0, 80.0, 70.0
+    parts = [text(0, 18, title, kind="title")]
+    for number, (name, lines) in enumerate(panels.items()):
+        begin = number * (wide + gap)
+        most = max(rate for points in lines.values() for _, rate in points) * 1.08
+        last = max(workers for points in lines.values() for workers, _ in points)
+        frame = Frame(
+            begin + left + wide, TOP + high, (0.0, float(last)), (0.0, most), left=begin + left, right=0.0, top=TOP,
+            bottom=0.0,
+        )  # fmt: skip
+        parts.append(text(begin + left, TOP - 12, name))
+        for tick in nice_ticks(0.0, most, 4):
+            parts.append(segment(begin + left, frame.y(tick), begin + left + wide, frame.y(tick), "grid"))
+            parts.append(text(begin + left - 8, frame.y(tick) + 4, f"{tick:,g}", anchor="end"))
+        for workers in sorted({workers for points in lines.values() for workers, _ in points}):
+            parts.append(text(frame.x(workers), TOP + high + 18, str(workers), anchor="middle"))
+        for line, (label, points) in enumerate(lines.items()):
+            colour = PALETTE[0] if line == 0 else PALETTE[7]
+            places = [(frame.x(workers), frame.y(rate)) for workers, rate in points]
+            parts.append(polyline(places, f'stroke="{colour}" stroke-width="2"'))
+            parts.append(text(places[-1][0] - 6, places[-1][1] + (18 if line == 0 else -6), label, anchor="end"))
+    width = left + len(panels) * wide + (len(panels) - 1) * gap + 20
+    parts.append(text(width / 2, TOP + high + 40, "workers, and as many bare processes", anchor="middle"))
+    return svg_file(width, TOP + high + 50, title, _STYLE, parts)

@@ -34,6 +34,35 @@ def test_schedules() -> None:
     assert [m.schedule for m in (Mixture(), stages, linear, step)] == ["static", "stages", "linear", "step"]
 
 
+def test_positions_in_epochs() -> None:
+    names, none = ["a", "b", "c"], [False] * 3
+    of_one = Mixture.stages([(0, {"a": 1, "b": 1}), (2, {"c": 1})], unit="epoch:b")
+    assert [of_one.position(99.5, names, epochs, none, {}) for epochs in ((5, 0, 0), (0, 2, 9))] == [0, 2]
+    whole = Mixture.stages([(0, {"a": 1}), (1, {"b": 1}), (3, {"a": 1, "c": 1})], unit="epoch")
+    found = [whole.position(7, names, epochs, none, {}) for epochs in ((0, 9, 9), (1, 0, 9), (1, 2, 0), (3, 2, 1))]
+    assert found == [0, 1, 3, 4]
+    assert whole.position(7, names, (0, 1, 1), [True, False, False], {}) == 2, "an epoch without sources is passed over"
+    assert whole.position(7, names, (1, 2, 1), [True, False, False], {}) == 4
+    both = Mixture.linear({"a": {0: 1.0, 4: 0.0}, "b": {0: 1}}, unit="epoch")
+    assert both.position(7, names, (2, 9, 0), none, {}) == 2
+    assert both.position(7, names, (2, 9, 0), [True, False, False], {}) == 9, "what is finished holds nothing up"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"unit": "epochs", "stages": [(0, {"a": 1})]}, ["unit is 'epochs'", '"epoch:web"']),
+        ({"unit": "epoch:", "stages": [(0, {"a": 1})]}, ["unit is 'epoch:'"]),
+        ({"unit": "epoch", "weights": {"a": 1}}, ["unit", "would have no effect", "Leave it out"]),
+        ({"unit": "epoch", "stages": [(0, {"a": 1}), (1.5, {"b": 1})]}, ["1.5", "whole numbers"]),
+    ],
+)
+def test_a_unit_that_cannot_be_is_refused(given: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(SpecError) as error:
+        Mixture.model_validate(given)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
 def test_temperature() -> None:
     assert Mixture(temperature=2).weights_at(0, ["a", "b", "c"], {"a": 9, "b": 4, "c": 0}) == [3.0, 2.0, 0.0]
     sharp = Mixture(temperature=0.01).weights_at(0, ["a", "b"], {"a": 1e15, "b": 1e14})

@@ -113,6 +113,47 @@ def test_linear_and_step_schedules(tmp_path, cache):
     assert shares(job, cache, 2, first=2)[0] == {"a": 20, "b": 20}
 
 
+@pytest.mark.parametrize("unit", ["epoch", "epoch:a"])
+def test_stages_by_epoch_change_when_an_epoch_has_ended(tmp_path, cache, unit):
+    text = ol.Text("ids", tokenized=True)
+    rows = {"a": 60, "b": 90}
+    files = {name: write_ids(tmp_path / f"{name}.jsonl", np.full(count, 5)) for name, count in rows.items()}
+    job = ol.Job(
+        sources=[ol.Source(name, str(path), sample=text) for name, path in files.items()],
+        mixture=ol.Mixture.stages([(0, {"a": 1}), (1, {"a": 1, "b": 1}), (2, {"b": 1})], unit=unit),
+        batch=ol.Batch(64, global_samples=10),
+    )
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        draws = [service.plan_raw(step).draw for step in range(40)]
+    drawn = [tuple(np.bincount(draw.source, minlength=2).tolist()) for draw in draws]
+    both = drawn.index((5, 5))
+    last = drawn.index((0, 10))
+    assert both in (6, 7) and drawn[:both] == [(10, 0)] * both, "a has 60 rows, and its epoch ends with the sixth step"
+    assert set(drawn[both:last]) == {(5, 5)} and set(drawn[last:]) == {(0, 10)}
+    read = np.sum(drawn[:last], axis=0)
+    # The second epoch of the whole also waits until b was read once: 90 rows, five a step.
+    assert 120 <= read[0] < 130 if unit == "epoch:a" else 90 <= read[1] < 100
+    assert_resumes_anywhere(job, cache=cache, steps=40)
+
+
+def test_a_source_that_comes_later_does_not_take_a_schedule_in_epochs_back(tmp_path, cache):
+    text = ol.Text("ids", tokenized=True)
+    files = {name: str(write_ids(tmp_path / f"{name}.jsonl", np.full(20, 5))) for name in "abc"}
+    job = ol.Job(
+        sources=[ol.Source(name, files[name], sample=text) for name in "ab"],
+        mixture=ol.Mixture.stages([(0, {"a": 1}), (2, {"a": 1, "b": 1})], unit="epoch"),
+        batch=ol.Batch(64, global_samples=10),
+    )
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        client = service.client()
+        for _ in range(8):
+            next(client)
+        at = service.add_source(ol.Source("c", files["c"], sample=text), weight=1)
+        drawn = [np.bincount(service.plan_raw(step).draw.source, minlength=3) for step in range(8, at + 4)]
+    assert all(counts[1] >= 3 for counts in drawn), "b has its weight from the second epoch of a on"
+    assert drawn[-1][2] >= 3
+
+
 def test_substeps_follow_the_schedule_inside_a_step(tmp_path, cache):
     schedule = [(0, {"a": 1}), (0.5, {"b": 1})]
     for granularity, expected in (("step", {"a": 64}), ("substep", {"a": 32, "b": 32})):

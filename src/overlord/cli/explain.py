@@ -393,8 +393,10 @@ def time_samples(roles: Roles, steps: int, tell: Tell) -> dict[int, Timed]:
     """Return what a sample of each source costs that the next steps may draw, behind what is planned by now."""
     job, state, begin = roles.job, roles.planner.latest_state, roles.planner.first_step
     names, base = [source.name for source in job.sources], base_weights(job, roles.facts)
-    looked_at = 1 if job.mixture.schedule == "static" else steps
-    weights = np.array([job.mixture.weights_at(float(begin + n), names, base) for n in range(looked_at)])
+    at = [float(begin + n) for n in range(1 if job.mixture.schedule == "static" else steps)]
+    if job.mixture.unit != "step":  # when epochs end is not known: any point of the schedule may be met
+        at = job.mixture.positions()
+    weights = np.array([job.mixture.weights_at(position, names, base) for position in at])
     drawn = np.flatnonzero(weights.any(axis=0)).tolist()
     found: dict[int, Timed] = {}
     for done, number in enumerate(drawn):
@@ -550,7 +552,7 @@ def _projected(
     """Return the rows of each source that a whole run passes."""
     mixture, names = roles.job.mixture, [source.name for source in roles.job.sources]
     shares = planned
-    if mixture.learn is None and mixture.order != "sequential":
+    if mixture.learn is None and mixture.order != "sequential" and mixture.unit == "step":
         base = base_weights(roles.job, roles.facts)
         at = np.linspace(0, max(horizon - 1, 0), min(horizon, _POINTS))
         weights = np.array([mixture.weights_at(float(step), names, base) for step in at])

@@ -213,6 +213,7 @@ class SourceOrder:
         self._prepare = prepare
         self._windows: tuple[int, list[Int64s]] | None = None
         self._groups: tuple[int, int, Sequence[Group]] | None = None
+        self._group: tuple[int, int, Group] | None = None
 
     def windows(self, epoch: int) -> list[Int64s]:
         """Return the files of each window of an epoch; needs no index."""
@@ -225,7 +226,7 @@ class SourceOrder:
 
     def forget(self) -> None:
         """Drop the cached windows and groups; they are computed again when needed."""
-        self._windows = self._groups = None
+        self._windows = self._groups = self._group = None
 
     def first_group(self, epoch: int) -> int:
         """Return the first group of an epoch, or NO_GROUP for a source without rows."""
@@ -239,8 +240,12 @@ class SourceOrder:
         return bool(group & _CUT) == isinstance(groups, _CutGroups) and _number(group) < len(groups)
 
     def group(self, epoch: int, group: int) -> Group:
-        """Return one group."""
-        return self._window_groups(epoch, group >> _GROUP_BITS)[_number(group)]
+        """Return one group; the last one is kept, as it is asked for many times."""
+        found = self._group
+        if found is None or found[:2] != (epoch, group):
+            found = (epoch, group, self._window_groups(epoch, group >> _GROUP_BITS)[_number(group)])
+            self._group = found
+        return found[2]
 
     def next_group(self, epoch: int, group: int) -> int:
         """Return the group that follows in this epoch, or NO_GROUP; may index the next window."""

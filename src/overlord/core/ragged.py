@@ -22,20 +22,26 @@ A list of byte strings (the images of a row) is two columns: the concatenated it
 `sizes_column(column)` the bytes of each as Ragged int64."""
 
 
+# Indices are unsigned: for signed ones numba looks whether they count from the end, and LLVM then copies byte by byte,
+# which takes ten times as long; so does an assignment of slices.
+
+
 @numba.njit(nogil=True, cache=True)
 def _gather(values: Array, offsets: Array, rows: Array, out: Array) -> None:
-    at = 0
+    at = np.uint64(0)
     for row in rows:
-        start, stop = offsets[row], offsets[row + 1]
-        out[at : at + stop - start] = values[start:stop]
+        start, stop = np.uint64(offsets[row]), np.uint64(offsets[row + 1])
+        for i in range(stop - start):
+            out[at + np.uint64(i)] = values[start + np.uint64(i)]
         at += stop - start
 
 
 @numba.njit(nogil=True, cache=True)
 def _gather_runs(values: Array, starts: Array, offsets: Array, out: Array) -> None:
     for run in range(len(starts)):
-        low, high = offsets[run], offsets[run + 1]
-        out[low:high] = values[starts[run] : starts[run] + high - low]
+        start, low, high = np.uint64(starts[run]), np.uint64(offsets[run]), np.uint64(offsets[run + 1])
+        for i in range(high - low):
+            out[low + np.uint64(i)] = values[start + np.uint64(i)]
 
 
 def gather_runs(values: Array, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Array:

@@ -146,6 +146,7 @@ class MixtureOptions(TypedDict, total=False):
     max_repetition: int | None
     temperature: float | None
     granularity: Literal["step", "substep"]
+    unit: str
     order: Literal["interleaved", "sequential"]
     learn: Learn | None
 
@@ -221,6 +222,15 @@ def _as_temperature(value: object) -> float:
     return number
 
 
+def _as_unit(value: object) -> str:
+    if value in ("step", "epoch") or (isinstance(value, str) and value.startswith(_EPOCH_OF) and value != _EPOCH_OF):
+        return str(value)
+    raise Fault('this must be "step", "epoch", or "epoch:" and the name of a source, such as "epoch:web"')
+
+
+_EPOCH_OF = "epoch:"
+
+
 def _as_learn(value: object) -> object:
     return Learn.nested({"method": value}) if isinstance(value, str) else value
 
@@ -279,6 +289,9 @@ class Mixture(Spec):
     """Weights become w ** (1 / temperature)."""
     granularity: Literal["step", "substep"] = "step"
     """Whether a schedule is looked at once a step or at every draw inside it."""
+    unit: Annotated[str, BeforeValidator(_as_unit, json_schema_input_type=str)] = "step"
+    """What the points of a schedule count: steps; "epoch": how often all sources that have a weight were read whole; or
+    "epoch:NAME": how often one source was. Epochs count when they end, from the beginning of the run."""
     order: Literal["interleaved", "sequential"] = "interleaved"
     """Whether sources are mixed or read one after another."""
     learn: Takes[
@@ -346,6 +359,40 @@ class Mixture(Spec):
             found = [float(weights.get(name, 0.0)) for name in names]
         return found if self.temperature is None else _tempered(found, self.temperature)
 
+    def position(
+        self, step: float, names: Sequence[str], epochs: Sequence[int], done: Sequence[bool], base: Mapping[str, float]
+    ) -> float:
+        """Return where a schedule is, in its own unit.
+
+        Args:
+            step: The step, with a fraction for draws inside it.
+            names: The sources.
+            epochs: How often each was read whole.
+            done: Which of them are not read any more, and hold nothing up.
+            base: As for `weights_at`.
+
+        Example:
+            >>> mix = Mixture.stages([(0, {"web": 1}), (2, {"web": 1, "code": 1})], unit="epoch")
+            >>> [mix.position(9, ["web", "code"], epochs, [False, False], {}) for epochs in ((1, 0), (3, 0), (4, 1))]
+            [1.0, 2.0, 3.0]
+        """
+        if self.unit == "step":
+            return step
+        if self.unit != "epoch":
+            name = self.unit.removeprefix(_EPOCH_OF)
+            return float(epochs[names.index(name)]) if name in names else 0.0
+        # Behind the last point weights stay as they are, so at most that many epochs are looked at one by one.
+        left, passed, last = list(epochs), 0, math.ceil(self.positions()[-1])
+        while True:
+            weighted = [i for i, w in enumerate(self.weights_at(passed, names, base)) if w > 0 and not done[i]]
+            if passed >= last:
+                return float(passed + min((left[i] for i in weighted), default=0))
+            if any(left[i] < 1 for i in weighted):
+                return float(passed)
+            for i in weighted:
+                left[i] -= 1
+            passed += 1
+
     def positions(self) -> list[float]:
         """Return the points of the schedule, in order. Weights that are all 0 somewhere are so at one of them."""
         curves = self.linear_points or self.step_points or {}
@@ -387,6 +434,8 @@ class Mixture(Spec):
                 yield (key, name), name
         for loc, name in self.learn.places() if self.learn else ():
             yield ("learn", *loc), name
+        if self.unit.startswith(_EPOCH_OF):
+            yield ("unit",), self.unit.removeprefix(_EPOCH_OF)
 
     @model_validator(mode="after")
     def _check_together(self) -> Mixture:
@@ -415,8 +464,26 @@ class Mixture(Spec):
                 "beginning, or leave learn out",
                 "learn",
             )
+        self._check_unit()
         self._check_not_zero()
         return self
+
+    def _check_unit(self) -> None:
+        if self.unit == "step":
+            return
+        if self.schedule == "static":
+            raise conflict(
+                f"unit is {self.unit!r}, and the weights do not change, so it would have no effect. Leave it out, or "
+                "give stages, linear or step",
+                "unit",
+            )
+        broken = next((at for at in self.positions() if at != int(at)), None)
+        if broken is not None:
+            raise conflict(
+                f"a point of the schedule is at {broken} and unit is {self.unit!r}; epochs count when they end, so it "
+                "would not be met. Use whole numbers",
+                self.schedule,
+            )
 
     def _forms(self) -> dict[str, object]:
         return {

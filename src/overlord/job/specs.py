@@ -390,6 +390,8 @@ def stream_parts(job: Job, *, tokenizer_digest: str, listings: Mapping[str, str]
         listings: For each source, the digest of its list of files.
     """
     mixture = job.mixture.model_dump(mode="json", by_alias=True)
+    if job.mixture.unit == "step":
+        del mixture["unit"]  # states were saved before there were others
     if job.mixture.order == "sequential":
         mixture["sequence"] = job.names  # only here does the order of the sources decide anything
     batch = job.batch.model_dump(mode="json", include={"context_length", "global_tokens", "global_samples"})

@@ -198,13 +198,17 @@ class InputLog:
         ends = [since for since, _ in mixtures[1:]] + [math.inf]
         for (since, mixture), end in zip(mixtures, ends, strict=True):
             points = {max(since, 0), first, *mixture.positions(), *(one.at for one in changes)}
-            for point in sorted(point for point in points if max(since, first) <= point < end):
-                roster = roster_at(names, changes, math.floor(point))
+            met = [(point, point) for point in sorted(points) if max(since, first) <= point < end]
+            if mixture.unit != "step":  # points without a weight are passed over, except for the last one
+                steps = {max(since, first), *(one.at for one in changes if max(since, first) <= one.at < end)}
+                met = [(step, mixture.positions()[-1]) for step in sorted(steps)]
+            for step, point in met:
+                roster = roster_at(names, changes, math.floor(step))
                 weighted = dict(zip(roster.names, mixture.weights_at(point, roster.names, weights_of), strict=True))
                 if not any(weighted[name] for name in roster.present):
                     raise SpecError(
-                        f"{what}: no source has a weight at step {point}; nothing could be drawn. All sources with a "
-                        f"weight there ({list_some([name for name in weighted if weighted[name]])}) are removed by "
+                        f"{what}: no source has a weight at {mixture.unit} {point}; nothing could be drawn. Those that "
+                        f"have one there ({list_some([name for name in weighted if weighted[name]])}) are removed by "
                         "then. Give another source a weight first, with set_mixture or add_source."
                     )
 
@@ -237,6 +241,11 @@ class InputLog:
         in_force = max((at for at in begins if at <= step), default=step)
         kept += [change for change in self.changes if change.mesh is not None and change.at >= in_force]
         return [change.to_json() for change in kept]
+
+    @property
+    def added(self) -> frozenset[str]:
+        """The sources that came while the stream ran."""
+        return frozenset(change.add.name for change in self.changes if change.add is not None)
 
     def roster_at(self, step: int) -> Roster:
         """Return the sources at a step, and which of them are not drawn from."""

@@ -60,6 +60,7 @@ class Mixer:
         self.mixture, self._since = inputs.mixture_at(step - 1)  # the mixture in force
         self._rule = self._new_rule()
         self._rule_base = 0
+        self._position = 0.0  # of a schedule in epochs, at the last draw
         if state is not None:
             self._restore(state)
         elif self._rule is not None and step > 0:
@@ -120,8 +121,19 @@ class Mixer:
                 f"{self._names[0]}': 2.1}}."
             )
 
+    def position(self, step: float, state: StreamState) -> float:
+        """Return where the schedule is at a step, or inside one."""
+        if self.mixture.unit == "step":
+            return step
+        roster, here = self._inputs.roster_at(int(step)), range(len(state.epoch))
+        # A source that came later would hold up a schedule in epochs, or take it back to its beginning.
+        came = self._inputs.added
+        done = [bool(state.finished[i]) or i in roster.removed or roster.names[i] in came for i in here]
+        self._position = self.mixture.position(step, self._names, state.epoch.tolist(), done, self._inputs.base)
+        return self._position
+
     def weights(self, position: float) -> list[float]:
-        """Return the weight of each source at a step, or inside one."""
+        """Return the weight of each source at a position of the schedule."""
         if self._rule is not None:
             return [float(w) for w in self._rule.weights(int(position))]
         return self.mixture.weights_at(position, self._names, self._inputs.base)
@@ -135,7 +147,9 @@ class Mixer:
         if self._rule is not None and since == self._since:
             weights = self.weights(step) + [0.0] * (len(roster.names) - len(self._names))
         else:
-            weights = mixture.weights_at(float(step), list(roster.names), self._inputs.base)
+            # When epochs will end is not known: then the weights in force count.
+            position = float(step) if mixture.unit == "step" else self._position
+            weights = mixture.weights_at(position, list(roster.names), self._inputs.base)
         return [0.0 if i in roster.parked or i in roster.removed else w for i, w in enumerate(weights)]
 
     def end(self, draw: Draw) -> None:
@@ -415,10 +429,11 @@ class Drawer:
         batch = self._job.batch
         budget = Budget(batch.global_samples or _UNLIMITED, batch.global_tokens or _UNLIMITED)
         parts: list[tuple[Int32s, MetaArray]] = []
-        first = self._weights(float(step), work)
+        at = self.mixer.position(float(step), work)
+        first = self._weights(at, work)
         self._rest_undrawn(first)
         for part in range(SUBSTEPS if self._job.mixture.granularity == "substep" else 1):
-            position = step + part / SUBSTEPS if part else float(step)
+            position = self.mixer.position(step + part / SUBSTEPS, work) if part else at
             weights = self._weights(position, work) if part else first
             self._draw_part(work, _part_of(budget, part, self._job.mixture), position, weights, budget, parts)
             if self._stopped:

@@ -368,6 +368,10 @@ class Stretch:
     numbers: npt.NDArray[np.int64]
 
 
+MeasuredChunk = tuple[Chunk, list[Fault], list[Fault]]
+"""Rows that were measured; those that are bad, and those of a wrong length."""
+
+
 @dataclass(frozen=True, slots=True)
 class Staged:
     """Planned samples that were popped from the read buffer and are not finished."""
@@ -449,35 +453,47 @@ class SourceLoader:
         self.seen, self._bad, self._wrong_lengths = 0, set(), set()
         return counters
 
-    def summary_buffer(self, request: MetaRequest) -> MetaDelta:
+    def summary_buffer(self, request: MetaRequest, *, one_group: bool = False) -> MetaDelta:
         """Return the metadata of the samples from a cursor on; rows that are not measured are read and measured.
 
-        The answer ends at the end of the group, so it may be shorter than requested.
+        The answer may be shorter than requested: it ends at the end of the epoch or, if asked for, of the group; and
+        where the next row cannot be read.
         """
         cursor, group = self.wake(request.cursor)
-        total = group.num_rows
-        stop = min(cursor.offset + request.count, total)
         parts: list[tuple[MetaArray, Chunk]] = []
-        at = cursor.offset
-        while at < stop:
-            place = Cursor(cursor.epoch, cursor.group, at)
-            chunk = self._buffer.describing(place) or self._chunk_at(place, stop)
-            parts.append((chunk.meta[at - chunk.offset : stop - chunk.offset], chunk))
-            at = min(chunk.stop, stop)
+        left, ended = request.count, False
+        while True:
+            stop = min(cursor.offset + left, group.num_rows)
+            left -= stop - cursor.offset
+            try:
+                while cursor.offset < stop:
+                    chunk = self._buffer.describing(cursor) or self._chunk_at(cursor, stop)
+                    parts.append((chunk.meta[cursor.offset - chunk.offset : stop - chunk.offset], chunk))
+                    cursor = cursor._replace(offset=min(chunk.stop, stop))
+            except (ReaderError, SourceError):
+                if not parts:
+                    raise
+                break  # the request for what comes next meets the error
+            if stop == group.num_rows:
+                cursor, ended = self.after_group(cursor)
+            if not left or stop < group.num_rows or ended or one_group:
+                break
+            group = self.group(cursor)
         meta = np.concatenate([part for part, _ in parts])
-        following = Cursor(cursor.epoch, cursor.group, stop)
-        if stop == total:
-            following, ended = self._after_group(cursor)
-            if ended:
-                meta["flags"][-1] |= ENDS_EPOCH
-        return MetaDelta(self._number, meta, following, listed_items(meta, parts))
+        if ended:
+            meta["flags"][-1] |= ENDS_EPOCH
+        return MetaDelta(self._number, meta, cursor, listed_items(meta, parts))
 
     def wake(self, cursor: Cursor) -> tuple[Cursor, Group]:
         """Leave the idle state; return the cursor with its group resolved, and the group."""
         self._resting = None
         cursor = self._resolve(cursor)
+        return cursor, self.group(cursor)
+
+    def group(self, cursor: Cursor) -> Group:
+        """Return the group of a cursor."""
         with self.reading():
-            return cursor, self._order.group(cursor.epoch, cursor.group)
+            return self._order.group(cursor.epoch, cursor.group)
 
     def missing(self, cursor: Cursor, stop: int) -> int:
         """Return the first offset from a cursor on that is not measured; `stop` if all are."""
@@ -500,7 +516,7 @@ class SourceLoader:
             self._readers.pop(key, None)  # a finished group holds no open file
         return Stretch(cursor, rows, numbers)
 
-    def keep(self, measured: tuple[Chunk, list[Fault], list[Fault]]) -> Chunk:
+    def keep(self, measured: MeasuredChunk) -> Chunk:
         """Count the faults of measured rows, and add the rows to the read buffer."""
         chunk, faults, wrong_lengths = measured
         self.seen += len(chunk.meta)
@@ -510,11 +526,11 @@ class SourceLoader:
         self._buffer.add(chunk)
         return chunk
 
-    def loader_do_plan(self, order: LoaderOrder) -> Staged:
-        """Pop the planned samples from the buffer."""
-        kept = gather(self._pick(order.meta))
+    def loader_do_plan(self, order: LoaderOrder) -> Callable[[], Staged]:
+        """Pop the planned samples from the buffer; call the result to copy them, which changes nothing here."""
+        picks = self._pick(order.meta)
         self.release(order.end)
-        return Staged(order, kept)
+        return lambda: Staged(order, gather(picks))
 
     def release(self, cursor: Cursor) -> None:
         """Drop the rows before a cursor."""
@@ -573,7 +589,8 @@ class SourceLoader:
             error.source = self.name
             raise
 
-    def _after_group(self, cursor: Cursor) -> tuple[Cursor, bool]:
+    def after_group(self, cursor: Cursor) -> tuple[Cursor, bool]:
+        """Return where the stream goes on behind the group of a cursor, and whether its epoch ends there."""
         with self.reading():
             group = self._order.next_group(cursor.epoch, cursor.group)
         if group != NO_GROUP:
@@ -632,15 +649,27 @@ class SourceLoader:
             with self.reading():
                 group = self._order.group(cursor.epoch, cursor.group)
             rows = rows_at_once(group, stop - cursor.offset)
-            chunk = self.keep(self.measure(self.read(cursor, group, rows)))
+            chunk = self.keep(*self.measure([self.read(cursor, group, rows)]))
         return chunk
 
-    def measure(self, stretch: Stretch) -> tuple[Chunk, list[Fault], list[Fault]]:
-        """Measure rows that were read. It changes no state of the loader, so several workers may run it at once."""
-        cursor, rows, numbers = stretch.cursor, stretch.rows, stretch.numbers
+    def measure(self, stretches: Sequence[Stretch]) -> list[MeasuredChunk]:
+        """Measure rows that were read, together. It changes no state of the loader: several workers may run it at once.
+
+        Where groups are small, a call for each of them would cost more than its rows.
+        """
+        numbers = np.concatenate([one.numbers for one in stretches])
+        bounds = offsets_of([len(one.numbers) for one in stretches])
+        cursors = np.repeat(np.array([one.cursor for one in stretches], np.int64), np.diff(bounds), axis=0)
+        given_up = [
+            (int(begin) + row, reason)
+            for one, begin in zip(stretches, bounds[:-1], strict=True)
+            for row, reason in self._mark_poisoned(one)
+        ]
+        rows = stretches[0].rows if len(stretches) == 1 else concat_rows([one.rows for one in stretches])
         lengths = self._lengths(rows, numbers) if self._lengths else None
-        seeds = hash64(derive(self._seed, "augment", self.name, cursor.epoch), numbers)
-        given_up = self._mark_poisoned(rows, numbers, cursor.epoch)
+        seeds = np.concatenate(
+            [hash64(derive(self._seed, "augment", self.name, one.cursor.epoch), one.numbers) for one in stretches]
+        )
         try:
             measured = self._transform.measure(rows, lengths, seeds)
         except ToleranceError as error:
@@ -648,7 +677,7 @@ class SourceLoader:
         for row, reason in measured.killed:
             assert self._poisoned is not None, "only process workers are killed, and they come with such a log"
             # on disk before it takes effect
-            self._poisoned.add(self.name, int(numbers[row]), reason, cursor.epoch)
+            self._poisoned.add(self.name, int(numbers[row]), reason, int(cursors[row, 0]))
         measured.faults = given_up + [fault for fault in measured.faults if fault[0] not in dict(given_up)]
         images, spans = media_items(measured)
         delivered, flags = apply_overlength(measured.tokens, spans, self._context_length, self._overlength)
@@ -656,9 +685,8 @@ class SourceLoader:
         sample, start = pieces.sample.astype(np.int64), pieces.start.astype(np.int64)
         labels, plain = count_loss_tokens(measured, delivered, sample, start)
         meta = np.zeros(len(numbers), META)
-        meta["epoch"] = cursor.epoch
-        meta["group"] = cursor.group
-        meta["offset"] = cursor.offset + np.arange(len(numbers))
+        meta["epoch"], meta["group"] = cursors[:, 0], cursors[:, 1]
+        meta["offset"] = cursors[:, 2] + np.arange(len(numbers)) - np.repeat(bounds[:-1], np.diff(bounds))
         meta["row"] = numbers
         meta["flags"] = measured.flags | flags | np.where(plain, PLAIN, 0)
         meta["tokens"] = delivered
@@ -666,14 +694,21 @@ class SourceLoader:
         if images is not None and measured.images.any():
             count_images(meta, images)
         meta["bytes"] = row_bytes_of(measured.kept, len(numbers))
-        chunk = Chunk(cursor.epoch, cursor.group, cursor.offset, meta, measured.kept, measured.margin)
-        return chunk, measured.faults, measured.wrong_lengths
+        return [
+            (
+                Chunk(*one.cursor, meta[begin:end], slice_rows(measured.kept, begin, end), measured.margin),
+                _between(measured.faults, begin, end),
+                _between(measured.wrong_lengths, begin, end),
+            )
+            for one, begin, end in zip(stretches, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+        ]
 
-    def _mark_poisoned(self, rows: RowBatch, numbers: npt.NDArray[np.int64], epoch: int) -> list[Fault]:
+    def _mark_poisoned(self, stretch: Stretch) -> list[Fault]:
         """Mark rows with a verdict as bad, so that no worker runs them again; return them with the reasons."""
         if self._poisoned is None:
             return []
-        known = np.flatnonzero(self._poisoned.known(self.name, numbers, epoch))
+        rows, numbers = stretch.rows, stretch.numbers
+        known = np.flatnonzero(self._poisoned.known(self.name, numbers, stretch.cursor.epoch))
         if len(known):
             marks, which = np.array(rows[BAD_COLUMN]), np.zeros(len(numbers), np.bool_)
             marks[known], which[known] = NOT_PARSED, True
@@ -787,6 +822,10 @@ def judge_tolerance(
                 "correct the files, or raise the source's tolerance."
             )
     return None
+
+
+def _between(faults: list[Fault], begin: int, end: int) -> list[Fault]:
+    return [(row - begin, reason) for row, reason in faults if begin <= row < end]
 
 
 def rows_at_once(group: Group, wanted: int) -> int:

@@ -153,6 +153,8 @@ def schedule_shares(job: Job, steps: int | None, costs: Sequence[SourceCost]) ->
     mixture = job.mixture
     if mixture.schedule == "static":
         at = [0]
+    elif mixture.unit != "step":  # how long each epoch takes is not known: all points of the schedule count alike
+        at = [int(point) for point in mixture.positions()]
     else:
         last = steps or _last_point(job) + 1
         at = sorted({round(n * (last - 1) / max(_POINTS - 1, 1)) for n in range(_POINTS)})

@@ -375,7 +375,7 @@ class TimedSource:
             self._timed.outside = Spent()
             count = min(AHEAD_ROWS, samples - self.samples)
             self._timed.leave()
-            delta = self._loader.summary_buffer(MetaRequest(self._number, cursor, count))
+            delta = self._loader.summary_buffer(MetaRequest(self._number, cursor, count), one_group=True)
             self._timed.enter()
             reading, meta = self._timed.outside, delta.meta
             where = (int(meta["epoch"][0]), int(meta["group"][0]))
@@ -428,7 +428,7 @@ class TimedSource:
         """Take planned samples to where they go; return what finishing them took, and all beside it."""
         end = Cursor(*(int(meta[-1][name]) for name in Cursor._fields))
         clock = self._timed.clock()
-        staged = self._loader.loader_do_plan(LoaderOrder(0, self._number, meta, end))
+        staged = self._loader.loader_do_plan(LoaderOrder(0, self._number, meta, end))()
         popping, clock = clock.took(), self._timed.clock()
         done = self._loader.finish(staged)
         finishing, clock = clock.took(), self._timed.clock()

@@ -266,6 +266,7 @@ class ClientServer:
             prefetch=options.prefetch,
             budget_bytes=options.budget_bytes,
             read_bytes=read_bytes,
+            packers=2 + options.threads // 8,
             early=not successor and not options.recover,
         )
         self._context = ClientContext(

@@ -25,6 +25,7 @@ from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.plan import LoadingPlan, Share, known_early, with_labels
 from overlord.core.samples import WHOLE, Cursor, Part, SampleId, take_meta
 from overlord.errors import ReaderError, SourceError
+from overlord.job.specs import Custom
 from overlord.readers.source_files import LengthSidecars, SourceFiles
 from overlord.roles.poisoned_rows import PoisonedRowLog
 from overlord.roles.ports import Collect
@@ -33,6 +34,7 @@ from overlord.runtimes.hosts.prefetch import Executors, PrefetchPool, SourceWork
 from overlord.runtimes.launching.deployment import Prepared, known_lengths, order_of
 from overlord.runtimes.transport.shared_memory import give_back_freed_memory
 from overlord.transforms.samples.per_sample import Workers
+from overlord.transforms.samples.pooled import PooledTransform
 
 logger = logging.getLogger("overlord")
 
@@ -279,8 +281,11 @@ def make_pool(
     choice = PlacementChoice(options.placement, threading.Lock())
     lengths = known_lengths(source, opened, sidecars, prepared.tokenizer_digest) if opened.files else None
     count = options.workers.get(source.name, options.loaders_per_source)
-    ahead = count > 1 or source.name in options.workers or options.scaling is not None
-    helpers = SourceWorkers(executors.prefetch) if ahead else None
+    by_pool = isinstance(prepared.transforms[number], PooledTransform)
+    by_pool |= isinstance(source.sample, Custom) and source.sample.process and prepared.isolate is not None
+    pool = options.threads if by_pool and options.pooled else 0
+    several = count > 1 or source.name in options.workers or options.scaling is not None
+    helpers = SourceWorkers(executors.prefetch) if several else None
     loader = SourceLoader(
         job,
         number,
@@ -293,9 +298,9 @@ def make_pool(
         placement=choice,
         poisoned=verdicts,
     )
-    if not ahead:
+    if not (several or pool):
         return PrefetchPool(loader)
-    return PrefetchPool(loader, order_of(job, source, opened), executors.prefetch, count, helpers)
+    return PrefetchPool(loader, order_of(job, source, opened), executors.prefetch, count, helpers, pool)
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -8,13 +8,14 @@ Executors           all executors of one host
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -22,7 +23,8 @@ from typing import Any, Protocol, TypeVar
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
 from overlord.core.samples import WHOLE, Cursor, Part
-from overlord.roles.source_loader import SourceLoader, Staged, rows_at_once
+from overlord.errors import ReaderError, SourceError
+from overlord.roles.source_loader import AHEAD_BYTES, SourceLoader, Staged, Stretch, rows_at_once
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
 from overlord.transforms.samples.per_sample import Workers
 
@@ -190,8 +192,9 @@ class ThreadWorkers:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
-        """Apply the function to every item; results in order."""
-        return list(self._pool.map(function, items))
+        """Apply the function to every item; results in order. A single one is the caller's."""
+        given = list(items)
+        return [function(given[0])] if len(given) == 1 else list(self._pool.map(function, given))
 
     def close(self) -> None:
         """Wait for running work and end the threads."""
@@ -278,6 +281,12 @@ STRETCH_S = 0.1
 """A stretch should not take a worker much longer: a request for its first row waits for all of it."""
 REQUESTS_AHEAD = 8
 """How many requests like the last ones are prepared ahead: more would be wasted when the mixture turns away."""
+POOL_STRETCHES = 8
+"""Stretches of a source that are under way at once where they are measured in the host's pool: with one at a time, its
+workers would stand idle while the next one is read. Profiled with 16 workers: 0.3 of their work otherwise."""
+POOL_REQUESTS_AHEAD = 4
+POOL_WORKERS_BYTES = 4
+"""For how many workers a source holds rows ahead, if a pool measures them."""
 FEW_ROWS = 32
 """So many rows tell what a row costs."""
 
@@ -335,6 +344,8 @@ class PrefetchPool:
         executor: What workers run on; None where the caller does everything when it is needed.
         workers: How many there are at first.
         helpers: Finish its samples, where that depends on the number of workers.
+        pool: Workers of the host's pool, if rows are measured there. Then several stretches are always under way, but
+            more than one group is only held for a second worker.
     """
 
     def __init__(
@@ -344,8 +355,10 @@ class PrefetchPool:
         executor: PriorityExecutor | None = None,
         workers: int = 1,
         helpers: SourceWorkers | None = None,
+        pool: int = 0,
     ) -> None:
         self.loader = loader
+        self._pool = pool
         self._scout = scout
         self._executor = executor if scout is not None else None
         self._changed = threading.Condition(threading.RLock())
@@ -367,8 +380,8 @@ class PrefetchPool:
         """Bytes handed over."""
         self._spent = Spent()
         """What workers and callers have spent on reading, measuring and finishing."""
-        self._took_s = 0.0
-        """Seconds on the wall of workers that read and measured."""
+        self._took = Spent()
+        """What of it went into reading and measuring."""
         self.waited_s = 0.0
         """Seconds that planner and constructors were held up by this source."""
         self.prepared = 0
@@ -384,8 +397,18 @@ class PrefetchPool:
             self._tell_loader()
             self._kick()
 
+    @property
+    def _at_once(self) -> int:
+        """Stretches that may be under way."""
+        return max(self._wanted, POOL_STRETCHES) if self._pool and self._wanted else self._wanted
+
+    @property
+    def _groups(self) -> int:
+        """Groups that may be worked on: also the one that comes next, where stretches are made by the pool."""
+        return max(self._wanted, 2) if self._pool else self._wanted
+
     def _tell_loader(self) -> None:
-        self.loader.open_groups = self._wanted + 1 if self._executor is not None else 1
+        self.loader.open_groups = self._groups + 1 if self._executor is not None else 1
         if self._helpers is not None:
             self._helpers.count = max(1, self._wanted)
 
@@ -396,34 +419,57 @@ class PrefetchPool:
         began = time.perf_counter()
         with self._changed:
             self._pace.asked(request.count, began)
+        # Rows before `at` are there; `left` are missing, unless the epoch ends before.
+        at, left = request.cursor, request.count
         try:
             while True:
                 with self._changed:
-                    self._resting = False
+                    if self._resting:  # what was there is dropped
+                        self._resting, at, left = False, request.cursor, request.count
                     if self._executor is None:
                         return self._asked(request)
-                    cursor, group = self.loader.wake(request.cursor)
-                    stop = min(cursor.offset + request.count, group.num_rows)
-                    at = self.loader.missing(cursor, stop)
-                    if at == stop:
+                    at, left, group = self._there(at, left)
+                    if not left:
                         return self._asked(request)
-                    self._move_to(Cursor(cursor.epoch, cursor.group, at))
-                    if self._comes(cursor[:2], at):
+                    self._move_to(at)
+                    if self._comes(at[:2], at.offset):
                         if self._calling and self._called is not None:
                             self._executor.hurry(self._called)  # before workers of sources that no request waits for
                             self._called = None
                         self._changed.wait(STRETCH_S)
                         continue
-                    task = self._take(cursor[:2], group, at, stop)
-                self._do(task)
+                    tasks = [self._take(at[:2], group, at.offset, at.offset + self._rows_at_once(group, left))]
+                try:
+                    self._do(tasks)
+                except (ReaderError, SourceError):
+                    if left == request.count:
+                        raise
+                    with self._changed:  # what comes before is told; the request for the next row meets the error
+                        return self._asked(dataclasses.replace(request, count=request.count - left))
                 self._spoiled = False
         finally:
             self.waited_s += time.perf_counter() - began
 
+    def _there(self, at: Cursor, left: int) -> tuple[Cursor, int, Group]:
+        """Pass over rows that are measured; return the first that is not, how many are missing, and its group."""
+        at, group = self.loader.wake(at)
+        while True:
+            stop = min(at.offset + left, group.num_rows)
+            offset = self.loader.missing(at, stop)
+            left -= offset - at.offset
+            at = at._replace(offset=offset)
+            if not left or offset < stop:
+                return at, left, group
+            at, ended = self.loader.after_group(at)
+            if ended or self._part != WHOLE:
+                return at, 0, group
+            group = self.loader.group(at)
+
     def pop(self, order: LoaderOrder) -> Staged:
         """Let planned samples leave the read buffer."""
         with self._changed:
-            return self.loader.loader_do_plan(order)
+            popped = self.loader.loader_do_plan(order)
+        return popped()  # others need not wait while rows are copied
 
     def finish(self, staged: Staged) -> Payload:
         """Finish planned samples, and count what went wrong."""
@@ -461,7 +507,7 @@ class PrefetchPool:
     def _asked(self, request: MetaRequest) -> MetaDelta:
         before = self.loader.seen
         clock = WorkClock() if self._executor is None else None  # else a worker has read and measured them
-        delta = self.loader.summary_buffer(request)
+        delta = self.loader.summary_buffer(request, one_group=self._part != WHOLE)  # other hosts have the next groups
         if clock is not None:
             self._spent = self._spent.plus(clock.spent())
         self.prepared += self.loader.seen - before
@@ -486,7 +532,7 @@ class PrefetchPool:
 
     def _kick(self) -> None:
         """Submit a worker, if there is work and room for one, and none is submitted already."""
-        if self._executor is None or self._calling or self._running >= self._wanted or not self._has_work():
+        if self._executor is None or self._calling or self._running >= self._at_once or not self._has_work():
             return
         self._running += 1
         self._calling = True
@@ -498,14 +544,14 @@ class PrefetchPool:
     def _work(self) -> None:
         """Do one stretch, or look for the next group; then give way to the workers of other sources."""
         with self._changed:
-            task = self._next() if self._running <= self._wanted else None
-            scouts = task is None and self._running <= self._wanted and self._may_scout()
+            tasks = self._next() if self._running <= self._at_once else []
+            scouts = not tasks and self._running <= self._at_once and self._may_scout()
             self._scouting |= scouts
             self._calling = False
             self._kick()
         try:
-            if task is not None:
-                self._do(task)
+            if tasks:
+                self._do(tasks)
             elif scouts:
                 self._look_ahead()
         except Exception as error:  # rule 1: the request for these rows meets the same error
@@ -518,51 +564,66 @@ class PrefetchPool:
                 self._kick()
                 self._changed.notify_all()
 
-    def _do(self, task: _Task) -> None:
-        """Read and measure a stretch, and keep it."""
-        began, clock = time.perf_counter(), WorkClock()
+    def _do(self, tasks: Sequence[_Task]) -> None:
+        """Read and measure stretches, and keep them."""
+        clock, unread = WorkClock(), list(tasks)
         try:
-            try:
-                stretch = self.loader.read(Cursor(*task.key, task.begin), task.group, task.stop - task.begin)
-            finally:
-                with self._changed:
-                    self._reading.discard(task.key)
-                    self._kick()
-                    self._changed.notify_all()
-            measured = self.loader.measure(stretch)
+            stretches: list[Stretch] = []
+            for task in tasks:
+                try:
+                    cursor = Cursor(*task.key, task.begin)
+                    stretches.append(self.loader.read(cursor, task.group, task.stop - task.begin))
+                finally:
+                    with self._changed:
+                        unread.remove(task)
+                        self._reading.discard(task.key)
+                        self._kick()
+                        self._changed.notify_all()
+            measured = self.loader.measure(stretches)
             with self._changed:
-                self.prepared += len(stretch.numbers)
+                self.prepared += sum(len(stretch.numbers) for stretch in stretches)
                 if not self._resting:
-                    self.loader.keep(measured)
+                    for one in measured:
+                        self.loader.keep(one)
         finally:
             with self._changed:
-                self._took_s += time.perf_counter() - began
-                self._spent = self._spent.plus(clock.spent())
-                self._taken[task.key].remove((task.begin, task.stop))
-                if not self._taken[task.key]:
-                    del self._taken[task.key]
+                took = clock.spent()
+                self._took, self._spent = self._took.plus(took), self._spent.plus(took)
+                # A group that was read is another worker's by now: two must never read in it at the same time.
+                self._reading.difference_update(task.key for task in unread)
+                for task in tasks:
+                    self._taken[task.key].remove((task.begin, task.stop))
+                    if not self._taken[task.key]:
+                        del self._taken[task.key]
                 self._changed.notify_all()
 
     def _look_ahead(self) -> None:
-        """Find the group that comes next, which may mean that files are indexed."""
-        assert self._scout is not None
+        """Find the groups that come next, which may mean that files are indexed."""
         try:
-            with self._changed:
-                position, reach = self._position, list(self._reach)
-            if position is None:
-                return
-            key, begin = (reach[-1].key, 0) if reach else (position[:2], position.offset)
-            with self.loader.reading():
-                found = self._follow(key, begin, inclusive=not reach)
-            with self._changed:
-                same = self._position is not None and [one.key for one in self._reach] == [one.key for one in reach]
-                if same and found is not None:
-                    self._reach.append(found)
-                elif same:
-                    self._end_of = position.epoch
+            while self._look_at_next():
+                pass
         finally:
             with self._changed:
                 self._scouting = False
+
+    def _look_at_next(self) -> bool:
+        """Find the group that comes next; return whether another one is wanted."""
+        with self._changed:
+            position, last = self._position, self._reach[-1] if self._reach else None
+        if position is None:
+            return False
+        key, begin = (last.key, 0) if last else (position[:2], position.offset)
+        with self.loader.reading():
+            found = self._follow(key, begin, inclusive=last is None)
+        with self._changed:
+            # A request may have moved the position meanwhile; then what was found may not be what comes next.
+            if self._position is None or (self._reach[-1] if self._reach else None) is not last:
+                return False
+            if found is None:
+                self._end_of = position.epoch
+                return False
+            self._reach.append(found)
+            return self._pool > 0 and self._reaches_little()
 
     def _follow(self, key: _Key, begin: int, *, inclusive: bool) -> _Reach | None:
         """Return the group at a key, or the next one behind it, among those that are worked on here."""
@@ -592,12 +653,23 @@ class PrefetchPool:
     def _has_work(self) -> bool:
         if self._position is None or self._spoiled:
             return False
-        if self._rows_ahead() >= max(
-            REQUESTS_AHEAD * self._pace.rows, self._wanted * _least_ahead(self.prepared, self._took_s)
-        ):
+        if self._rows_ahead() >= self._most_ahead():
             return False
-        room = self.loader.ahead_bytes(self._position) < self._wanted * WORKER_BYTES
+        most_bytes = WORKER_BYTES * max(self._wanted, POOL_WORKERS_BYTES if self._pool else 1)
+        room = self.loader.ahead_bytes(self._position) < most_bytes
         return room and (self._next_place() is not None or self._may_scout())
+
+    def _most_ahead(self) -> int:
+        """Return how many rows may be prepared ahead."""
+        if self._pool and self._wanted == 1:
+            row_bytes = max(self._reach[0].group.row_bytes, 1.0) if self._reach else 1.0
+            return max(POOL_REQUESTS_AHEAD * self._pace.rows, 1, min(FEW_ROWS, int(AHEAD_BYTES / row_bytes)))
+        least = self._wanted * _least_ahead(self._row_s() if self.prepared >= FEW_ROWS else 0.0)
+        return max(REQUESTS_AHEAD * self._pace.rows, least)
+
+    def _row_s(self) -> float:
+        """Return what it takes to read and measure a row; for a pool, which shares the rows, with all its workers."""
+        return max(self._took.seconds, 1e-9) / max(self.prepared, 1) / max(self._pool, 1)
 
     def _rows_ahead(self) -> int:
         assert self._position is not None
@@ -609,28 +681,52 @@ class PrefetchPool:
         # The first epoch may be the last: the second one is begun by a request.
         begun = position is not None and (position.group != BEGIN or position.epoch != 1)
         more = begun and self._end_of != (position and position.epoch)
-        return more and len(self._reach) < self._wanted and not self._scouting
+        return more and self._reaches_little() and not self._scouting
+
+    def _reaches_little(self) -> bool:
+        """Whether there are too few groups to work on: for a pool, groups without the rows that it may prepare."""
+        if len(self._reach) < self._groups:
+            return True
+        left = sum(one.group.num_rows - one.next for one in self._reach)
+        return self._pool > 0 and left < self._most_ahead() - self._rows_ahead()
 
     def _next_place(self) -> _Reach | None:
         """Return the first group that a worker could read on in."""
-        for one in self._reach[: self._wanted]:
-            if one.key not in self._reading:
+        unfinished = 0
+        for one in self._reach[: None if self._pool else self._groups]:
+            free = one.key not in self._reading
+            if free:
                 one.next = self.loader.missing(Cursor(*one.key, one.next), one.group.num_rows)
-                if one.next < one.group.num_rows:
+            if one.next < one.group.num_rows:
+                if free:
                     return one
+                unfinished += 1
+                if self._pool and unfinished >= self._wanted:
+                    break  # no more groups are open than there are workers: another one would be opened again and again
         return None
 
-    def _next(self) -> _Task | None:
-        place = self._next_place()
-        return None if place is None else self._take(place.key, place.group, place.next, 0)
+    def _next(self) -> list[_Task]:
+        """Take a stretch; for a pool, as many small groups as are worth sending there together."""
+        tasks: list[_Task] = []
+        wanted = self._most_ahead() - self._rows_ahead() if self._pool else 0
+        while (place := self._next_place()) is not None:
+            rows = self._rows_at_once(place.group, wanted) - sum(task.stop - task.begin for task in tasks)
+            if tasks and (rows <= 0 or not self._pool):
+                break
+            tasks.append(self._take(place.key, place.group, place.next, place.next + rows))
+        return tasks
 
-    def _take(self, key: _Key, group: Group, begin: int, wanted: int) -> _Task:
-        rows = rows_at_once(group, wanted - begin)
+    def _rows_at_once(self, group: Group, wanted: int) -> int:
+        """Return how many rows make a stretch, if so many are wanted."""
+        rows = rows_at_once(group, wanted)
         if self._executor is not None and self.prepared >= FEW_ROWS:
-            rows = max(1, min(rows, int(STRETCH_S * self.prepared / max(self._took_s, 1e-9))))
+            rows = min(rows, int(STRETCH_S / self._row_s()))
         elif self._executor is not None:
             rows = min(rows, FEW_ROWS // 4)  # how long they take is not known yet
-        stop = min(begin + rows, group.num_rows)
+        return max(1, rows)
+
+    def _take(self, key: _Key, group: Group, begin: int, stop: int) -> _Task:
+        stop = min(stop, group.num_rows)
         self._reading.add(key)
         self._taken.setdefault(key, []).append((begin, stop))
         for one in self._reach:
@@ -648,7 +744,6 @@ class PrefetchPool:
         return self._running > 0 and self._executor is not None and (reached is None or reached.next <= at)
 
 
-def _least_ahead(prepared: int, took_s: float) -> int:
-    """Return how many rows a worker has ahead at least: few, where they are slow."""
-    rows = 2 * FEW_ROWS if prepared < FEW_ROWS else int(8 * STRETCH_S * prepared / max(took_s, 1e-9))
-    return max(4, min(2 * FEW_ROWS, rows))
+def _least_ahead(row_s: float) -> int:
+    """Return how many rows a worker has ahead at least: few, where they are slow; 0 seconds: not known yet."""
+    return max(4, min(2 * FEW_ROWS, int(8 * STRETCH_S / row_s))) if row_s else 2 * FEW_ROWS

@@ -73,6 +73,11 @@ class WaitMeter:
             if not self._waiting:
                 self._before += self._clock() - self._since
 
+    @property
+    def waiting(self) -> int:
+        """How many wait now."""
+        return self._waiting
+
     def seconds(self) -> float:
         """Return the seconds so far."""
         return self._before + (self._clock() - self._since if self._waiting else 0.0)
@@ -296,6 +301,9 @@ class Built:
 AT_ONCE = 64
 """Microbatches that are handed over with their step at most: a message takes no more than 253 descriptors."""
 
+PACKED_AT_ONCE = 8
+"""Microbatches without media that a thread packs in one turn: to look for the next takes as long as to pack it."""
+
 Bin = tuple[int, int, int]
 """(step, bucket, microbatch)."""
 
@@ -334,8 +342,8 @@ class StepCache:
         """
         plans, wanted_by = self.plans, self._constructor.wanted_by
         now = {step: set(ranks) for step, ranks in wanted.items() if step in plans}
-        needed = {step: wanted_by(ranks, plans[step]) for step, ranks in now.items()}
         looked_at = list(self.built) if now != self._kept else self._fresh
+        needed = {step: wanted_by(now[step], plans[step]) for step in {key[0] for key in looked_at} & now.keys()}
         dropped = [k for k in looked_at if k in self.built and (k[0] not in needed or not needed[k[0]](*k[1:]))]
         for key in dropped:
             self._arena.release(self.built.pop(key).segment.number)
@@ -481,6 +489,7 @@ class StepServer:
         prefetch: int,
         budget_bytes: int,
         read_bytes: Callable[[], int],
+        packers: int = 2,
         early: bool = True,
     ) -> None:
         self._constructor = constructor
@@ -503,10 +512,8 @@ class StepServer:
         self._missing: int | None = None
         self._told_missing, self._last_bytes = -1, 0
         self._turn, self._packing = threading.Lock(), set[Bin]()
-        # Two threads gather and two pack: while one waits for its last decodes, the other's keep the workers busy.
-        loops = (
-            self._plan_loop, self._gather_loop, self._gather_loop, self._pack_loop, self._pack_loop, self._label_loop
-        )  # fmt: skip
+        # Several threads gather and pack: while one waits for its last decodes, those of others keep the workers busy.
+        loops = (self._plan_loop, *[self._gather_loop] * 2, *[self._pack_loop] * packers, self._label_loop)
         self._threads = [threading.Thread(target=loop, name=f"overlord{loop.__name__}") for loop in loops]
 
     def start(self) -> None:
@@ -616,15 +623,20 @@ class StepServer:
             place = self._constructor.bin_of(self._clients.rank_of(client), plan, microbatch)
             return False if place is None else self._cache.built.get((step, *place))
 
+        def held() -> Built | None:
+            built = self._wait(step, look)
+            if not isinstance(built, Built):
+                return None
+            self._arena.hold(built.segment.number)
+            return built
+
         with self._changed:
+            if look() is not None:
+                return held()  # the usual case: nothing changes that others must hear of
             try:
                 with self._clients.waiting(client, step):
                     self._changed.notify_all()
-                    built = self._wait(step, look)
-                    if not isinstance(built, Built):
-                        return None
-                    self._arena.hold(built.segment.number)
-                    return built
+                    return held()
             finally:
                 self._cache.keep(self._wanted_steps())
 
@@ -783,38 +795,47 @@ class StepServer:
             self.moved()
 
     def _pack_loop(self) -> None:
-        def choose() -> Bin | None:
+        def choose() -> list[Bin] | None:
             wanted = self._wanted_steps()
             for step, ranks in wanted.items():
-                if step in self._cache.samples and step in self._cache.plans:
-                    here = ranks & self._cache.samples[step].ranks
-                    missing = self._cache.next_missing(step, here, self._packing)
-                    if missing is not None and self._has_room(step, wanted):
-                        self._packing.add(missing)
-                        return missing
+                if step not in self._cache.samples or step not in self._cache.plans:
+                    continue
+                gathered = self._cache.samples[step]
+                chosen: list[Bin] = []
+                # Media are decoded by all workers of the pool at once, so each of those is a turn of its own.
+                while len(chosen) < (1 if gathered.unopened else PACKED_AT_ONCE):
+                    missing = self._cache.next_missing(step, ranks & gathered.ranks, self._packing)
+                    if missing is None or not self._has_room(step, wanted):
+                        break
+                    self._packing.add(missing)
+                    chosen.append(missing)
+                if chosen:
+                    return chosen
             return None
 
-        def work(key: Bin) -> None:
-            step = key[0]
+        def work(keys: list[Bin]) -> None:
+            step, left = keys[0][0], list(keys)
             with self._changed:
                 plan, gathered = self._cache.plans.get(step), self._cache.samples.get(step)
-            made: dict[Bin, Built] = {}
             try:
-                if plan is not None and gathered is not None:
-                    made[key] = self._cache.build(plan, gathered, key[1:])
-            finally:
-                with self._changed:  # at once: in between, the other thread would take it for missing
-                    self._packing.remove(key)
-                    self._cache.add(made)
-                    if made:
+                for key in keys if plan is not None and gathered is not None else []:
+                    made = self._cache.build(plan, gathered, key[1:])  # type: ignore[arg-type]
+                    with self._changed:  # at once: in between, the other thread would take it for missing
+                        self._packing.remove(left.pop(0))
+                        self._cache.add({key: made})
                         self._cache.opened(step, key[1:])
+                        if self._waits.waiting:
+                            self._changed.notify_all()
+            finally:
+                with self._changed:
+                    self._packing.difference_update(left)
             with self._changed:
                 self._cache.keep(self._wanted_steps())  # the clients may have moved on meanwhile
                 if step in self._cache.plans and self._cache.next_missing(step, self._wanted_steps()[step]) is None:
                     self._cache.samples.pop(step, None)
                 self._changed.notify_all()
 
-        self._run(choose, work, lambda key: key[0])
+        self._run(choose, work, lambda keys: keys[0][0])
 
     def _label_loop(self) -> None:
         """Learn how many labels steps have whose media are decoded on several hosts.

@@ -451,7 +451,10 @@ def first_needs(
 ) -> tuple[list[Cursor], list[float]]:
     """Return where each source stands before the first step, and the weight it has there."""
     job, here, begin = prepared.job, len(state.epoch), Cursor(0, BEGIN, 0)
-    weights = job.mixture.weights_at(float(state.step), job.names, base_weights(job, facts))
+    base, epochs = base_weights(job, facts), [*state.epoch.tolist(), *[0] * (len(job.names) - here)]
+    done = [number < here and bool(state.finished[number]) for number in range(len(job.names))]
+    position = job.mixture.position(float(state.step), job.names, epochs, done, base)
+    weights = job.mixture.weights_at(position, job.names, base)
     cursors = [state.cursor(number) if number < here else begin for number in range(len(job.sources))]
     there = [number < here and name not in prepared.gone for number, name in enumerate(job.names)]
     return cursors, [weight if drawn else 0.0 for weight, drawn in zip(weights, there, strict=True)]

@@ -25,6 +25,7 @@ from overlord.launch_spec import Launch
 from overlord.planning.checking import Strategy
 from overlord.roles.assignment import shadowed
 from overlord.runtimes.launching.cluster_placement import ClusterOptions
+from overlord.runtimes.supervision.child import usable_cpus
 from overlord.scaling.autoscaler import Scaling
 from overlord.version import VERSION
 
@@ -94,9 +95,10 @@ class ServiceOptions:
     def pooled(self) -> bool:
         """Whether tokenizing, decoding and the like run in process workers, and not in threads of the service.
 
-        Up to two threads seldom wait for each other's interpreter lock, and need not hand rows to another process.
+        On two cores, two threads seldom wait for each other's interpreter lock, and need not hand rows to another
+        process; with more cores the service itself has one beside them.
         """
-        return self.threads > 2
+        return self.threads > (1 if usable_cpus() > 2 else 2)
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -77,9 +77,14 @@ class ForkedChild(ChildProcess):
         self.connection = connection
 
     @property
+    def server_runs(self) -> bool:
+        """Whether nothing is known that ended it; this looks at nothing."""
+        return not self._ending and self._server.runs(self._number)
+
+    @property
     def alive(self) -> bool:
         """Whether it waits at the other end, for a child from which no answer is due."""
-        if self._ending or not self._server.runs(self._number):
+        if not self.server_runs:
             return False
         self.connection.setblocking(False)
         try:

@@ -61,14 +61,16 @@ logger = logging.getLogger("overlord")
 MEMORY_BYTES = 1 << 20
 """Shared memory of a worker, for questions and for answers, at first."""
 MOST_MEMORY_BYTES = 64 << 20
-RUN_BYTES = 1 << 20
+RUN_BYTES = 4 << 20
 """What the rows of one run may become at most: it stays in shared memory until it is taken."""
-RUN_S = 0.04
+RUN_S = 0.1
 """How long a run of rows should take: callers take turns after it, and all of it is done again when a worker dies."""
 LEAST_RUN_S = 0.01
 """A shorter run costs as much to hand over as to do."""
 RUN_ROWS = 32, 256
 """Rows that are sent at a time at most, before it is known what a row costs and after."""
+LOOK_AFTER_S = 0.1
+"""How long a worker may have rested before it is looked at whether it is still there."""
 TRIES = 3
 """Workers that may be lost in a row without any fault of a row."""
 HANGS = 3
@@ -93,6 +95,8 @@ class _Worker:
         """The keys of the functions that it has loaded."""
         self.asked = False
         """Whether an answer is still to come; such a worker can be asked nothing else."""
+        self.used_at = 0.0
+        """When it last answered."""
         self._memory: RowMemory | None = None
         self._answer_bytes = 0
 
@@ -187,6 +191,7 @@ class _FairThreads:
         self._clock = 0.0
         """What the call that had the last turn had had: a new call begins there."""
         self._threads: list[threading.Thread] = []
+        self._running = 0
         self._closed = False
 
     def map(self, function: Callable[[Any], T], items: Sequence[Any], item_s: float) -> list[T]:
@@ -206,6 +211,13 @@ class _FairThreads:
             return call.results
         finally:
             del call  # it holds the error, whose traceback holds this frame
+
+    @property
+    def free(self) -> int:
+        """How many threads have nothing to do, or will have once the items that wait are taken; at least one."""
+        with self._changed:
+            waiting = sum(len(call.items) - call.begun for _, _, call in self._waiting)
+            return max(1, self._count - self._running - waiting)
 
     def close(self) -> None:
         """Let what runs end; calls with items that were not begun fail."""
@@ -244,6 +256,7 @@ class _FairThreads:
                 with self._changed:
                     call.error = call.error or error
             with self._changed:
+                self._running -= 1
                 call.running -= 1
                 if not call.running and (call.error is not None or call.begun == len(call.items)):
                     call.done.set()
@@ -262,6 +275,7 @@ class _FairThreads:
             self._clock = max(self._clock, had)
             call.begun += 1
             call.running += 1
+            self._running += 1
             if call.begun < len(call.items):
                 heapq.heappush(self._waiting, (had + call.item_s, next(self._turns), call))
             return call, call.begun - 1
@@ -341,9 +355,15 @@ class ProcessWorkers:
             with self._lock:
                 good = not (worker.asked or self._closed)
                 if good:
+                    worker.used_at = time.monotonic()
                     self._idle.append(worker)
             if not good:
                 worker.end()
+
+    @property
+    def free(self) -> int:
+        """How many workers could begin at once; at least one."""
+        return self._threads.free
 
     @property
     def resting(self) -> tuple[int, ...]:
@@ -378,7 +398,9 @@ class ProcessWorkers:
         with self._lock:
             idle = self._idle.pop() if self._idle else None
         if idle is not None:
-            if idle.child.alive and not fresh:
+            # One that has just answered is not looked at: if it died since, its rows run again, as always.
+            recent = time.monotonic() - idle.used_at < LOOK_AFTER_S and idle.child.server_runs
+            if not fresh and (recent or idle.child.alive):
                 return idle
             idle.end()
         self.check_open()
@@ -453,7 +475,7 @@ class Isolated:
             note_help(time.perf_counter() - began, functools.reduce(Spent.plus, spent, Spent()))
 
     def _runs(self, count: int, most: int = RUN_ROWS[1]) -> tuple[list[tuple[int, int]], float]:
-        """Cut rows into runs: among all workers, but no shorter than is worth while and no longer than a turn.
+        """Cut rows into runs: among all workers that are free, no shorter than is worth while, nor longer than a turn.
 
         Returns the runs, and the seconds that one takes.
         """
@@ -461,7 +483,7 @@ class Isolated:
         if self._row_s:
             longest = min(longest, int(RUN_S / self._row_s))
         least = min(longest, int(LEAST_RUN_S / self._row_s)) if self._row_s else 1
-        size = max(1, least, min(longest, -(-count // self._pool.count)))
+        size = max(1, least, min(longest, -(-count // self._pool.free)))
         return [(start, min(start + size, count)) for start in range(0, max(count, 1), size)], size * self._row_s
 
     def _run(
@@ -567,14 +589,11 @@ class Isolated:
         worker.functions.add(self._key)
 
     def _apply(self, worker: _Worker, rows: RowBatch, spent: list[Spent]) -> RowBatch:
-        began = time.perf_counter()
         try:
             answer, made = worker.ask(RunFunction(self._key), rows, self._deadline)
         except ChildLost:
             self._pool.check_open()  # then it was the closing pool that killed it
             raise
-        row_s = (time.perf_counter() - began) / max(num_rows(rows), 1)
-        self._row_s += (row_s - self._row_s) / 4 if self._row_s else row_s
         if isinstance(answer, RowsFailed) and not self._users:
             raise error_named(answer.error, f"{self._name}: {answer.reason}")
         if isinstance(answer, RowsFailed):
@@ -583,7 +602,11 @@ class Isolated:
                 "could be made. Its traceback stands in the log."
             )
         if isinstance(answer, RowsMade):
-            spent.append(Spent(answer.cpu_s, answer.waited_s))
+            took = Spent(answer.cpu_s, answer.waited_s)
+            spent.append(took)
+            # Not by the clock on the wall: on a busy host rows would seem to cost more, and be sent by ever fewer.
+            row_s = max(took.seconds, 1e-7) / max(num_rows(rows), 1)
+            self._row_s += (row_s - self._row_s) / 4 if self._row_s else row_s
         if not made or any(len(column) != num_rows(rows) for column in made.values()):
             raise OverlordError(
                 f"{self._name}: the function made { ({k: len(v) for k, v in made.items()}) } rows of {num_rows(rows)}; "
@@ -634,7 +657,10 @@ def serve(connection: socket.socket) -> None:
             made: RowBatch = {}
             if isinstance(head, LoadFunction):
                 # Code from the launching process, on its way to one of its own roles.
-                functions[head.key] = cloudpickle.loads(np.asarray(rows["code"]).tobytes())
+                functions[head.key] = function = cloudpickle.loads(np.asarray(rows["code"]).tobytes())
+                if getattr(function, "only_reads", False):  # one of overlord's own, made from a source
+                    with contextlib.suppress(Exception):  # the first rows raise it again, and their caller is told
+                        function.prepare()
             elif isinstance(head, RunFunction):
                 function = functions[head.key]
                 # A user's function may keep what it is given, or write to it; the memory is used again.

@@ -204,7 +204,7 @@ class PooledDecoder:
 
 
 class _OfSource:
-    """A function over rows of one source; its transform is made when it is first called, in the worker."""
+    """A function over rows of one source; its transform is made in the worker."""
 
     only_reads = True
     """It neither keeps nor changes what it is given, which may lie in shared memory."""
@@ -216,6 +216,10 @@ class _OfSource:
         self.tokenizer = tokenizer
         """What the process that forks workers loads ahead."""
         self._made = transform
+
+    def prepare(self) -> None:
+        """Do now what would make the first row take longer than others."""
+        self.transform  # noqa: B018
 
     @property
     def transform(self) -> SampleTransform:
