@@ -71,6 +71,7 @@ def types_of(batch: RowBatch) -> dict[str, Any]:
     rows=st.integers(1, 60),
     group_rows=st.sampled_from([4, 1000]),
     batch_rows=st.sampled_from([1, 3, 16, 100]),
+    written_bytes=st.sampled_from([64, spill.BATCH_BYTES]),
     data=st.data(),
 )
 def test_spilled_rows_are_those_of_the_row_group(
@@ -79,6 +80,7 @@ def test_spilled_rows_are_those_of_the_row_group(
     rows: int,
     group_rows: int,
     batch_rows: int,
+    written_bytes: int,
     data: st.DataObject,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
@@ -90,6 +92,7 @@ def test_spilled_rows_are_those_of_the_row_group(
     block = data.draw(st.integers(0, len(source.blocks(0).rows) - 1))
     skip = data.draw(st.integers(0, int(source.blocks(0).rows[block])))
     found: list[list[RowBatch]] = []
+    monkeypatch.setattr(spill, "BATCH_BYTES", written_bytes)
     for spills in (False, True):
         monkeypatch.setattr(arrow, "is_too_much", lambda *_, answer=spills: answer)
         found.append(list(source.stream(0, block, skip=skip, batch_rows=batch_rows)))

@@ -6,10 +6,9 @@ Rules of this file:
 3. The rows come back exactly as they were written, column by column and type by type.
 4. A block that is read in parts is decoded once for all of them.
 
-How it works: the rows of a block are written as consecutive Arrow IPC messages, one per record batch, into a temporary
-file, which is then mapped; closing the handle leaves only the mapping. Reading looks up the record batch of a row by
-bisection and yields views of the mapping. Pages are released on the way, so that a spill takes disk and page cache but
-hardly any memory of the process.
+How it works: the arrays of a block are written batch by batch into a temporary file, which is then mapped; closing the
+handle leaves only the mapping. Reading looks up the batch of a row by bisection and yields views of the mapping.
+Pages are released on the way, so that a spill takes disk and page cache but hardly any memory of the process.
 """
 
 from __future__ import annotations
@@ -20,29 +19,34 @@ import mmap
 import shutil
 import tempfile
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.types as pt
-from pyarrow import ipc
 
 from overlord.core.order import MAX_STREAMS, SPAN_BYTES
-from overlord.core.ragged import Ragged, RowBatch, num_bytes, slice_rows
+from overlord.core.ragged import Array, Ragged, RowBatch, num_bytes, num_rows, slice_rows
 from overlord.errors import ReaderError
 from overlord.readers.reader import Rows, reason_of
 
 BATCH_BYTES = 256 << 10
 """About how many bytes are decoded at a time while a block is written."""
-RELEASE_BYTES = 128 << 10
+RELEASE_BYTES = 256 << 10
 """How many bytes are read before their pages are released."""
 
 _UNNOTICED_BYTES = 3 << 19
 _STREAM_BYTES = 64 << 10
 _KEPT_BLOCKS = 4
+_ALIGNMENT = 8
 _ONE_AT_A_TIME = threading.Lock()
+
+Column = tuple[str, np.dtype[Any], bool]
+"""A column of a spilled block: its name, the type of its values, and whether it is ragged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +99,16 @@ class SpilledBlock:
     """The rows of one block on disk, readable from any row. Threads may share it.
 
     Args:
-        mapped: The file: record batches as messages of Arrow IPC.
-        schema: Their schema.
-        places: Where each message begins, and where the last one ends.
-        first_rows: The first row of each record batch, and the number of rows of the block.
+        mapped: The file: the arrays of one batch after the other.
+        batches: The columns of each batch, and where their arrays begin: two of a ragged column, offsets and values.
+        first_rows: The first row of each batch, and the number of rows of the block.
     """
 
-    def __init__(self, mapped: mmap.mmap, schema: pa.Schema, places: list[int], first_rows: list[int]) -> None:
+    def __init__(
+        self, mapped: mmap.mmap, batches: list[tuple[tuple[Column, ...], array[int]]], first_rows: list[int]
+    ) -> None:
         self._mapped = mapped
-        self._buffer = pa.py_buffer(mapped)
-        self._schema = schema
-        self._places = places
+        self._batches = batches
         self._first_rows = first_rows
 
     @property
@@ -121,16 +124,15 @@ class SpilledBlock:
     def rows(self, start: int, stop: int, batch_rows: int) -> Iterator[RowBatch]:
         """Yield rows start .. stop, at most `batch_rows` at a time: views of the file.
 
-        Pages are released on the way and when the generator is closed: copy the rows before closing it.
+        Pages are released on the way and when the generator is closed: rows that are copied later are read once more.
         """
         passed = 0
         try:
-            for number in range(bisect.bisect_right(self._first_rows, start) - 1, len(self._places) - 1):
+            for number in range(bisect.bisect_right(self._first_rows, start) - 1, len(self._batches)):
                 first, end = self._first_rows[number : number + 2]
                 if first >= stop:
                     break
-                message = self._buffer.slice(self._places[number], self._places[number + 1] - self._places[number])
-                rows = _to_rows(ipc.read_record_batch(ipc.read_message(pa.BufferReader(message)), self._schema))
+                rows = self._batch(number)
                 for at in range(max(start, first), min(stop, end), batch_rows):
                     part = slice_rows(rows, at - first, min(at + batch_rows, stop, end) - first)
                     yield part
@@ -139,7 +141,21 @@ class SpilledBlock:
                         self._release_pages()
                         passed = 0
         finally:
+            # Also after a row or two: the page cache may map 2 MB around a row that is touched.
             self._release_pages()
+
+    def _batch(self, number: int) -> RowBatch:
+        # No parsing: where parts have a row or two, as those of images, a message of Arrow IPC took most of the time.
+        count = self._first_rows[number + 1] - self._first_rows[number]
+        columns, begins = self._batches[number]
+        places, rows = iter(begins), RowBatch()
+        for name, dtype, ragged in columns:
+            if ragged:
+                offsets = np.frombuffer(self._mapped, np.int64, count + 1, next(places))
+                rows[name] = Ragged(np.frombuffer(self._mapped, dtype, int(offsets[-1]), next(places)), offsets)
+            else:
+                rows[name] = np.frombuffer(self._mapped, dtype, count, next(places))
+        return rows
 
     def _release_pages(self) -> None:
         if hasattr(self._mapped, "madvise"):
@@ -214,48 +230,49 @@ def _write(batches: Rows, place: SpillPlace) -> SpilledBlock | None:
 
 
 def _write_batches(batches: Iterator[RowBatch], place: SpillPlace) -> SpilledBlock | None:
-    schema: pa.Schema | None = None
-    places, first_rows = [0], [0]
+    columns: tuple[Column, ...] = ()
+    written: list[tuple[tuple[Column, ...], array[int]]] = []
+    first_rows, end = [0], 0
     with contextlib.ExitStack() as stack:
         with _disk_errors(place):
             place.folder.mkdir(parents=True, exist_ok=True)
             handle = stack.enter_context(tempfile.TemporaryFile(dir=place.folder))
         for batch in batches:  # errors of the decoder are not errors of the disk
-            record = _to_arrow(batch)
-            schema = record.schema
-            message = record.serialize()
-            with _disk_errors(place):
-                handle.write(message)
-            places.append(places[-1] + message.size)
-            first_rows.append(first_rows[-1] + record.num_rows)
-        if schema is None:
+            found = tuple((name, _values(column).dtype, isinstance(column, Ragged)) for name, column in batch.items())
+            columns = columns if columns == found else found  # one tuple for all batches
+            begins = array("q")
+            for part in _arrays(batch):
+                begins.append(end)
+                with _disk_errors(place):
+                    handle.write(part.data)
+                    handle.write(bytes(-part.nbytes % _ALIGNMENT))
+                end += part.nbytes + -part.nbytes % _ALIGNMENT
+            written.append((columns, begins))
+            first_rows.append(first_rows[-1] + num_rows(batch))
+        if not end:
             return None
         with _disk_errors(place):
             handle.flush()
             mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-    return SpilledBlock(mapped, schema, places, first_rows)
+    return SpilledBlock(mapped, written, first_rows)
 
 
-def _to_arrow(rows: RowBatch) -> pa.RecordBatch:
-    arrays: list[pa.Array] = []
+def _values(column: Array | Ragged) -> Array:
+    return column.values if isinstance(column, Ragged) else column
+
+
+def _arrays(rows: RowBatch) -> Iterator[Array]:
     for column in rows.values():
         if isinstance(column, Ragged):
             first, last = int(column.offsets[0]), int(column.offsets[-1])
-            offsets = pa.array(column.offsets - first)
-            arrays.append(pa.LargeListArray.from_arrays(offsets, pa.array(column.values[first:last])))
+            yield np.ascontiguousarray(column.offsets - first, np.int64)
+            yield _as_bytes(column.values[first:last])
         else:
-            arrays.append(pa.array(column))
-    return pa.RecordBatch.from_arrays(arrays, names=list(rows))
+            yield _as_bytes(column)
 
 
-def _to_rows(record: pa.RecordBatch) -> RowBatch:
-    rows: RowBatch = {}
-    for name, array in zip(record.schema.names, record.columns, strict=True):
-        if pt.is_large_list(array.type):
-            rows[name] = Ragged(array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy())
-        else:
-            rows[name] = array.to_numpy(zero_copy_only=False)
-    return rows
+def _as_bytes(values: Array) -> Array:
+    return np.ascontiguousarray(values).view(np.uint8)  # the buffer protocol knows no datetime64
 
 
 @contextlib.contextmanager
