@@ -275,3 +275,56 @@ def test_a_mesh_or_rank_that_cannot_be(ids_job, cache):
             next(iter(DataLoader(service.address, rank=5)))
         with pytest.raises(ol.SpecError, match=r"mesh is .*tp=2, but the service at unix://.* serves .*dp=2"):
             next(iter(DataLoader(service.address, mesh=ol.ClientPlaceTree(tp=2))))
+
+
+def test_the_state_names_the_first_step_that_was_not_trained_on(ids_job, cache):
+    with DataLoader(ids_job, cache=cache, runtime="inline") as loader:
+        steps = iter(loader)
+        for _ in range(2):
+            next(steps).microbatches[0]
+        trained = loader.state_dict()
+        ahead = [next(steps), next(steps)]  # fetched ahead, as trainers do
+        assert loader.state_dict() == trained
+        expected = [batch["input_ids"].tolist() for batch in ahead[0].microbatches]
+        assert json.loads(loader.state_dict()["stream"])["step"] == 3
+    with DataLoader(ids_job, cache=cache, runtime="inline") as loader:
+        loader.load_state_dict(trained)
+        assert [batch["input_ids"].tolist() for batch in next(iter(loader)).microbatches] == expected
+
+
+def test_done_decides_once_it_is_called(ids_job, cache):
+    with DataLoader(ids_job, cache=cache, runtime="inline") as loader:
+        with pytest.raises(ol.SpecError, match=r"step 0 was not handed out \(none was\)"):
+            loader.done(0)
+        for _, step in zip(range(4), loader, strict=False):
+            _ = step.microbatches[0]
+        loader.done(1)
+        assert json.loads(loader.state_dict()["stream"])["step"] == 2
+        with pytest.raises(ol.SpecError, match=r"step 4 was not handed out \(the last one was 3\)"):
+            loader.done(4)
+
+
+def test_a_rank_that_takes_no_microbatches_counts_steps_that_were_handed_out(ids_job, cache):
+    with DataLoader(ids_job, cache=cache, runtime="inline") as loader:
+        for _ in zip(range(3), loader, strict=False):
+            pass
+        assert json.loads(loader.state_dict()["stream"])["step"] == 3
+
+
+def test_a_stream_has_a_length_where_it_is_known(ids_job, cache):
+    endless = DataLoader(ids_job, cache=cache, runtime="inline")
+    with pytest.raises(TypeError, match="has no max_steps"):
+        len(endless)
+    assert endless
+    two = ids_job.replace(max_steps=5, batch=ol.Batch(32, global_samples=11, microbatches=2, microbatch_tokens=2048))
+    with DataLoader(two, cache=cache, runtime="inline") as loader:
+        loader.set_epoch(3)
+        flat = loader.flat(2)
+        assert (len(loader), len(flat)) == (5, 10)
+        batches = iter(flat)
+        for _ in range(4):
+            next(batches)["input_ids"]
+        assert json.loads(flat.state_dict()["stream"])["step"] == 2
+        next(batches)  # fetched, not used
+        assert json.loads(flat.state_dict()["stream"])["step"] == 2
+        assert len(list(batches)) == 5

@@ -65,6 +65,15 @@ class TorchBatch(KeyedBatch):
             self._values |= dict(batch)
             self.meta = TorchMeta(batch.meta, {name: arrived[f"meta.{name}"] for name in IMAGE_INDICES})
         self._facts = batch.facts
+        self.on_use: Callable[[], None] | None = None
+        """Called when a value is taken out: what a trainer only fetched ahead is not touched."""
+        self.step: TorchStep | None = None
+        """The step it belongs to, where `loader.flat(..)` handed it out."""
+
+    def __getitem__(self, key: str) -> Any:
+        if self.on_use is not None:
+            self.on_use()
+        return super().__getitem__(key)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TorchBatch:
         """Move the tensors to a device, and the indices of `meta` with them; return this batch."""
@@ -77,6 +86,19 @@ class TorchBatch(KeyedBatch):
 
 class TorchMicrobatches(Microbatches[TorchBatch]):
     """The microbatches of one step, fetched and copied when they are accessed."""
+
+
+@dataclass(slots=True)
+class StepProgress:
+    """How far a trainer is with a step that it was handed."""
+
+    index: int
+    used: bool = False
+    """Whether one of its microbatches, or what this rank encodes, was used: a step that was fetched ahead is not."""
+
+    def use(self) -> None:
+        """Note that it is used."""
+        self.used = True
 
 
 class TorchStep:
@@ -115,14 +137,20 @@ class TorchStep:
 
         Rows of `exchange_images` come to the rank that fetches: where there are images, broadcast these too.
         """
-        self.microbatches = TorchMicrobatches(
-            take or (lambda index: TorchBatch(step.microbatches[index])), len(step.microbatches)
-        )
+        self.progress = StepProgress(step.index)
+        self.take = take or (lambda index: TorchBatch(step.microbatches[index]))
+        """Return a microbatch by its number; the step does not count as used by that."""
+        self.microbatches = TorchMicrobatches(self._use, len(step.microbatches))
         self._encode = encoder or (lambda: None if step.encoder is None else TorchBatch(step.encoder))
+
+    def _use(self, index: int) -> TorchBatch:
+        self.progress.use()
+        return self.take(index)
 
     @cached_property
     def encoder(self) -> TorchBatch | None:
         """What this rank encodes in this step (`vlm_hybrid`), and how the tokens travel; see `exchange_images`."""
+        self.progress.use()
         return self._encode()
 
     def __repr__(self) -> str:

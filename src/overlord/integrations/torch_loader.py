@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.spec_errors import name_choices
+from overlord.core.spec_errors import is_whole, name_choices
 from overlord.errors import ClosedError, PlanError, ServiceLost, SpecError, StateError
 from overlord.integrations.torch_batches import (
     Ahead,
     Copies,
     FlatBatch,
+    StepProgress,
     TorchBatch,
     TorchMeta,
     TorchMicrobatches,
@@ -49,6 +51,9 @@ __all__ = [
     "normalize_pixels",
 ]
 
+MOST_AHEAD = 16
+"""Steps that a trainer may fetch before it trains on them, at most."""
+
 
 class DataLoader:
     """The stream of this rank as torch tensors.
@@ -61,7 +66,8 @@ class DataLoader:
     while one is in use.
 
     It is a `Stateful` of torch.distributed.checkpoint: `dcp.save({"data": loader}, ...)`, and `dcp.load` into a new one
-    on any number of ranks.
+    on any number of ranks. Its state names the first step that was not trained on, also where the trainer fetches steps
+    ahead: a step counts from its first microbatch on, or, once `done` is called, when it is done.
 
     Example:
         A training loop::
@@ -137,16 +143,77 @@ class DataLoader:
         self._axes: tuple[str, ...] | None = None
         self._channel: Channel | None = None
         self._relay: Relay | None = None
+        self._handed_out: deque[StepProgress] = deque(maxlen=MOST_AHEAD)
+        self._done: int | None = None
         if isinstance(given_state, Mapping):
             self.load_state_dict(given_state)
 
     def __iter__(self) -> Iterator[TorchStep]:
         refuse_torch_workers("DataLoader")
         while (step := self._next_step()) is not None:
+            self._handed_out.append(step.progress)
             yield step
 
+    def __len__(self) -> int:
+        """Return the steps of the whole stream, where the job has `max_steps`.
+
+        Raises:
+            TypeError: The job has no `max_steps`, or belongs to a service that runs; as for other endless iterables.
+        """
+        most = None if isinstance(self._job, str) else self._job.job.max_steps
+        if most is None:
+            raise TypeError("the length of this stream is not known: its job has no max_steps")
+        return most
+
+    def __bool__(self) -> bool:
+        return True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the stream knows its epochs, and shuffles each of them anew. Trainers call this."""
+
+    def flat(self, microbatches: int) -> FlatLoader:
+        """Return this loader as an iterable of microbatches, for trainers that accumulate a fixed number of them.
+
+        Args:
+            microbatches: How many the trainer accumulates for an optimizer step; `batch.microbatches` of the job.
+
+        Raises:
+            SpecError: The job does not promise that number in every step.
+        """
+        if isinstance(self._job, str):
+            raise SpecError(
+                f"flat: microbatches is {microbatches!r:.80}, and {self._job} is a running service; whether its steps "
+                "have that number is not known. Give the job or the job file to the DataLoader."
+            )
+        promised = self._job.job.batch.microbatches
+        if promised != microbatches:
+            found = "is not set, so the number may change from step to step" if promised is None else f"is {promised}"
+            raise SpecError(
+                f"flat: microbatches is {microbatches!r:.80}, and batch.microbatches of the job {found}; the trainer "
+                f"would mix the microbatches of several steps. Set batch.microbatches to {microbatches!r:.80}."
+            )
+        return FlatLoader(self, microbatches)
+
+    def done(self, step: int) -> None:
+        """Say that a step was trained on; from now on the state names the step after the last one that was said so.
+
+        Only needed where a trainer fetches microbatches ahead and uses them before it trains on them, as a copy to the
+        device does.
+
+        Raises:
+            SpecError: The step was not handed out.
+        """
+        last = self._handed_out[-1].index if self._handed_out else None
+        if not is_whole(step, 0) or last is None or step > last:
+            found = "none was" if last is None else f"the last one was {last}"
+            raise SpecError(
+                f"done: step {step!r:.80} was not handed out ({found}); a run that is resumed would lose steps. Give "
+                "step.index of a step that was trained on."
+            )
+        self._done = step
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last delivered step: one text, the same on every rank, for any mesh.
+        """Return the state before the first step that was not trained on: one text, the same for any rank and mesh.
 
         Before the first step it is the state that was loaded, or that of a stream that has not begun; no service is
         launched for it.
@@ -155,7 +222,18 @@ class DataLoader:
             self._refuse_closed("state_dict")
         asked = self._state_given and self._step is None  # of the store, which knows it
         begun = self._client is not None or asked or (isinstance(self._job, str) and self._state is None)
-        return {"stream": json.dumps(self._attached().state_dict() if begun else self._state)}
+        return {"stream": json.dumps(self._attached().state_dict(self._first_untrained()) if begun else self._state)}
+
+    def _first_untrained(self) -> int | None:
+        """Return the first step handed out that was not trained on; None if all were."""
+        if self._done is not None:
+            return self._done + 1
+        ahead: int | None = None
+        for one in reversed(self._handed_out):
+            if one.used:
+                return ahead
+            ahead = one.index
+        return None  # this rank takes no microbatches at all, as stages of a pipeline that need none
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state: what `state_dict()` returned, or a client's; on every rank, before the next step.
@@ -170,6 +248,8 @@ class DataLoader:
         if isinstance(self._job, str) and stream is not None:
             check_state_at(self._job, stream)
         self.close()
+        self._handed_out.clear()
+        self._done = None
         self._state, self._closed = stream, False
         self._step = 0 if stream is None else int(stream["step"])
 
@@ -193,6 +273,11 @@ class DataLoader:
             for one in (service, client, copies):
                 if one is not None:
                     ends.callback(one.close)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
 
     def __enter__(self) -> DataLoader:
         return self
@@ -337,6 +422,44 @@ class DataLoader:
                 f"step {step.index} is broadcast along other axes than the first step, which was {first}; ranks would "
                 "wait for each other. Let the strategy call broadcast_at alike in every step."
             )
+
+
+class FlatLoader:
+    """The microbatches of a `DataLoader`, one after the other: what trainers take that know no steps.
+
+    A step counts as trained on from the first value that is taken out of one of its microbatches: microbatches that the
+    trainer fetched ahead do not count.
+    """
+
+    def __init__(self, loader: DataLoader, microbatches: int) -> None:
+        self.loader = loader
+        self.microbatches = microbatches
+        """Of every step."""
+
+    def __iter__(self) -> Iterator[TorchBatch]:
+        for step in self.loader:
+            for number in range(self.microbatches):
+                batch = step.take(number)
+                batch.step, batch.on_use = step, step.progress.use
+                yield batch
+
+    def __len__(self) -> int:
+        """Return the microbatches of the whole stream, where the job has `max_steps`; else raise TypeError."""
+        return self.microbatches * len(self.loader)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing, as `DataLoader.set_epoch`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state before the first step that was not trained on, as `DataLoader.state_dict` does."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state, as `DataLoader.load_state_dict` does."""
+        self.loader.load_state_dict(state)
 
 
 def _job_or_address(given: object) -> JobFile | str:

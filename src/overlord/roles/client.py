@@ -443,9 +443,12 @@ class Client:
             clean[str(key)] = number
         self._open_feed().report(int(step), clean)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the stream at this position: small, JSON-able, the same on every rank."""
-        return self._open_feed().state(self._next_step)
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """Return the state of the stream at this position: small, JSON-able, the same on every rank.
+
+        With `step` it is the state before one of the last steps that were delivered.
+        """
+        return self._open_feed().state(self._next_step if step is None else step)
 
     def close(self) -> None:
         """Detach from the service."""
