@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.errors import PlanError, SpecError
+from overlord.planning.balancing.balance import place
 from overlord.planning.balancing.hybrid import buddy_lpt, hybrid_microbatches, ranks_needed
 from overlord.planning.checking import run_strategy
 
@@ -161,6 +162,23 @@ def test_any_blocks_are_no_slower_than_powers_of_two(seed):
     nested, free = (hybrid_microbatches(costs, tokens, 24, 4096, blocks=blocks) for blocks in ("aligned", "any"))
     times = [simulate(one.loads(costs), first_ranks(one), one.num_microbatches) for one in (nested, free)]
     assert times[1] <= times[0] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_pipelines_are_faster_than_data_parallel_groups(stages):
+    """Lengths with the tail of code, up to 256K, in a simulated schedule."""
+    ranks, cap, cp = 64, 8192, 32
+    tokens = np.random.default_rng(0).lognormal(7, 2, 2048).clip(16, cp * cap).astype(np.int64)
+    costs = cost_of(tokens)
+    placed = hybrid_microbatches(costs, tokens, ranks, cap, objective="pipeline")
+    time = simulate(placed.loads(costs), first_ranks(placed), placed.num_microbatches, stages)
+    count, groups = int(placed.num_microbatches.max()), ranks // cp
+    places = place(costs, tokens, groups, count, cp * cap, objective="pipeline", stages=stages)
+    load = np.bincount(places, costs, groups * count).astype(np.int64).reshape(groups, count) // cp
+    alone = np.tile(np.arange(groups)[:, None], (1, count))
+    assert time <= simulate(load, alone, np.full(groups, count), stages)
+    bound = costs.sum() / ranks + (stages - 1) * max(costs.sum() / ranks / count, costs.max() / ranks)
+    assert time <= 1.05 * bound
 
 
 def test_lockstep_without_equal_counts_ends_ranks_that_have_nothing_left():
