@@ -413,7 +413,7 @@ def test_the_graph_of_a_plan_has_its_places(strategy: Any) -> None:
         (["{folder}/none.yaml"], 2, "there is no such file"),
         (["{job}", "--mesh", "dq=2"], 2, "unknown axis 'dq'"),
         (["{job}", "--mesh", "cp=3"], 2, "not a multiple of 6"),
-        (["{job}", "--mesh", "pp=2,cp=2", "--strategy", "hdp"], 2, "over CP every rank gets its own number"),
+        (["{job}", "--mesh", "cp=2", "--strategy", "{{hdp: {{objective: pipeline}}}}"], 2, "has one stage"),
         (["{job}", "--strategy", "best"], 2, "there is no strategy 'best'"),
         (["{job}", "--cost", "lama"], 2, "--cost: there is no cost model 'lama'"),
         (["{job}", "--cost", "{{causal_lm: {{layers: 2}}}}"], 2, "missing; without it the model has no cost"),

@@ -9,8 +9,10 @@ import sys
 import textwrap
 import warnings
 
+import numpy as np
 import pytest
 import torch
+from tests.conftest import slice_indices
 
 import overlord as ol
 from overlord.integrations.torch_loader import DataLoader
@@ -34,6 +36,47 @@ def test_batches_are_tensors_that_own_their_memory(ids_job, cache):
         batch["input_ids"].zero_()  # must not warn, must not reach shared memory
         assert isinstance(batch["max_length_q"], int)
         assert len(batch.meta.sample_ids) == len(batch["cu_seq_lens_q"]) - 1
+
+
+@pytest.mark.parametrize("slicing", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("runtime", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+def test_blocks_of_three_ranks_share_their_sequences(ids_job, cache, slicing, runtime):
+    """Hybrid data parallelism over 6 ranks: what the loaders of all ranks give makes every sample, once."""
+    job = ids_job.replace(batch=ol.Batch(36, global_samples=40))
+    options = {"strategy": ol.strategies.hdp(equal_counts=True, blocks="any"), "layout": ol.Layout(slicing=slicing)}
+    mesh, found, sizes = ol.ClientPlaceTree(dp=2, cp=3), {}, set()
+    with ol.launch(job, mesh=mesh, runtime=runtime, cache=cache, **options) as service:
+        plan = service.plan_raw(0)
+        for rank in range(mesh.world_size):
+            if runtime == "local":
+                loader = DataLoader(service.address, rank=rank)
+            else:
+                loader = DataLoader(job, mesh=mesh, rank=rank, runtime=runtime, cache=cache, **options)
+            with loader:
+                batches = next(iter(loader)).microbatches
+                assert len(batches) == plan.num_microbatches
+                for number, batch in enumerate(batches):
+                    of, cu = batch.meta.local_cp_size, batch["cu_seq_lens_q"].numpy()
+                    sizes.add(of)
+                    chosen = plan.bin_range(rank, number)
+                    first = int(plan.first_ranks[chosen.start]) if chosen.stop > chosen.start else rank
+                    where = slice_indices(cu, of, rank - first, slicing) if of > 1 else np.arange(int(cu[-1]))
+                    segment = np.searchsorted(cu, where, side="right") - 1
+                    places = where - cu[segment]
+                    assert batch["position_ids"][0].tolist() == places.tolist()
+                    for one, place, token in zip(segment, places, batch["input_ids"][0].tolist(), strict=True):
+                        if place < batch.meta.segment_lengths[one]:
+                            sample, begin = batch.meta.sample_ids[one], int(batch.meta.segment_offsets[one])
+                            assert found.setdefault((sample, begin + int(place)), (rank, token)) == (rank, token)
+    assert 3 in sizes and len(found) == plan.total_tokens
+    with DataLoader(job, runtime="inline", cache=cache) as loader:
+        whole = {}
+        for batch in next(iter(loader)).microbatches:
+            ids, cu = batch["input_ids"][0].tolist(), batch["cu_seq_lens_q"].tolist()
+            for one, sample in enumerate(batch.meta.sample_ids):
+                for place in range(int(batch.meta.segment_lengths[one])):
+                    whole[sample, int(batch.meta.segment_offsets[one]) + place] = ids[cu[one] + place]
+    assert {key: token for key, (_, token) in found.items()} == whole
 
 
 def test_state_dict_round_trip(ids_job, cache):

@@ -21,6 +21,15 @@ STRATEGIES = {
     "vlm": ol.strategies.vlm_hybrid(split=True, broadcast=("TP",)),
     "hdp": ol.strategies.hdp(),
     "hdp equal": ol.strategies.hdp(equal_counts=True),
+    "hdp lockstep": ol.strategies.hdp(objective="lockstep"),
+    "hdp any": ol.strategies.hdp(blocks="any"),
+    "hdp any equal": ol.strategies.hdp(blocks="any", equal_counts=True),
+    "hdp pipelines": ol.strategies.hdp(blocks="any"),
+}
+TREES = {
+    "hdp any": ol.ClientPlaceTree(cp=6),
+    "hdp any equal": ol.ClientPlaceTree(dp=2, cp=6),
+    "hdp pipelines": ol.ClientPlaceTree(pp=2, dp=2, cp=6, vpp=2, microbatch_group=4),
 }
 GOLDEN = {
     "vanilla": "7917a9556d00766188126ee73862f59f",
@@ -33,7 +42,11 @@ GOLDEN = {
     "long_short": "54688c3f30e9f81ba7d35203ff11bf5e",
     "vlm": "a290bdbc631f177d094754ad6c46ab87",
     "hdp": "53046010cf09caf4eda5700b381fdc9f",
-    "hdp equal": "57e516b76d63233b96a74eb3f2a2d1f5",
+    "hdp equal": "38d9020a33780073cf7e2e152ec6fc92",
+    "hdp lockstep": "38d9020a33780073cf7e2e152ec6fc92",
+    "hdp any": "d6afaa7848f3b1180b973e4e74c8a526",
+    "hdp any equal": "9f2973b5228c9a281dcee2758b910ef0",
+    "hdp pipelines": "3e5f1bf5232c565c5ee13e54ae11e420",
 }
 
 
@@ -54,5 +67,5 @@ def buffer():
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_golden_plan(name):
-    plan = run_strategy(STRATEGIES[name], buffer(), TREE)
+    plan = run_strategy(STRATEGIES[name], buffer(), TREES.get(name, TREE))
     assert plan.digest == GOLDEN[name]

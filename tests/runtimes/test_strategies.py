@@ -44,6 +44,11 @@ def collect(found, plan, mesh, rank, bucket, number, step, batch):
     of, mine = batch.meta.local_cp_size, mesh.coords(rank).cp
     if plan.first_ranks is not None and (chosen := plan.bin_range(bucket, number)).stop > chosen.start:
         mine = bucket - int(plan.first_ranks[chosen.start])
+    if mesh.coords(rank).pp:  # a later stage has the microbatches of the first, without their tokens
+        assert "input_ids" not in batch
+        drawn = plan.bin(bucket, number).sample
+        assert not len(drawn) or list(batch.meta.sample_ids) == [plan.draw.sample_id(int(one)) for one in drawn]
+        return
     cu = batch["cu_seq_lens_q"]
     where = slice_indices(cu, of, mine) if of > 1 else np.arange(int(cu[-1]))
     assert batch["input_ids"].shape == (1, len(where))
@@ -52,7 +57,7 @@ def collect(found, plan, mesh, rank, bucket, number, step, batch):
     for place, one, token in zip((where - cu[segment]).tolist(), segment.tolist(), batch["input_ids"][0], strict=True):
         if place < lengths[one]:
             key = (step, batch.meta.sample_ids[one], int(offsets[one]))
-            assert found[key].get(place, token) == token
+            assert place not in found[key], "two ranks got the same token"
             found[key][place] = int(token)
 
 
@@ -61,6 +66,25 @@ def test_the_slices_of_all_ranks_make_every_sample(name, ids_job, cache):
     job = ids_job.replace(batch=ol.Batch(32, global_samples=40, microbatch_tokens=64))
     expected = tokens_by_sample(job, ol.ClientPlaceTree(), None, cache, 3)
     assert tokens_by_sample(job, MESH, STRATEGIES[name], cache, 3) == expected
+
+
+@pytest.mark.parametrize("runtime", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"dp": 2, "cp": 3}, {"equal_counts": True}),
+        ({"cp": 6}, {}),
+        ({"pp": 2, "dp": 2, "cp": 3}, {}),
+    ],
+    ids=str,
+)
+def test_blocks_of_any_number_of_ranks_make_every_sample(mesh, options, runtime, ids_job, cache):
+    job = ids_job.replace(batch=ol.Batch(36, global_samples=40))
+    tree, strategy = ol.ClientPlaceTree(**mesh), ol.strategies.hdp(blocks="any", **options)
+    expected = tokens_by_sample(job, ol.ClientPlaceTree(), None, cache, 2)
+    assert tokens_by_sample(job, tree, strategy, cache, 2, runtime) == expected
+    with ol.launch(job, mesh=tree, strategy=strategy, runtime="inline", cache=cache) as service:
+        assert 3 in service.plan_raw(0).cp_sizes
 
 
 @pytest.mark.parametrize(

@@ -167,12 +167,16 @@ layouts = st.builds(
     mtp=st.booleans(),
 )
 sizes = st.sampled_from([1, 2, 3, 4])
-plans = st.sampled_from(["balance", "packed", "first_fit", "hdp", "broadcast"])
+plans = st.sampled_from(["balance", "packed", "first_fit", "hdp", "hdp any", "hdp equal", "broadcast"])
 
 
 def strategy_of(kind, tree):
-    if kind == "hdp" and tree.pp == 1 and tree.cp in (1, 2, 4) and tree.dp in (1, 2, 4):
+    if kind == "hdp" and tree.cp in (1, 2, 4) and tree.dp in (1, 2, 4):
         return strategies.hdp()
+    if kind == "hdp any":  # blocks of 3, 6, .. ranks, and pipelines
+        return strategies.hdp(blocks="any")
+    if kind == "hdp equal":
+        return strategies.hdp(equal_counts=True, blocks="any")
     if kind == "broadcast":
         return strategies.backbone_balance(broadcast=("TP", "CP"))
     if kind in ("packed", "first_fit"):

@@ -36,7 +36,7 @@ from overlord.planning.balancing.evenness import (
     runs_free,
     step_time,
 )
-from overlord.planning.balancing.microbatches import buddy_lpt, ranks_needed
+from overlord.planning.balancing.hybrid import buddy_lpt, ranks_needed
 from overlord.planning.costs import Cost, CostModel, llama_12b, vit_2b
 from overlord.planning.strategies import Strategy, StrategySpec, costs_of, meets_once
 from overlord.readers.source_files import SourceFiles

@@ -59,7 +59,7 @@ class LoadingPlan:
     cp_sizes: Int32s | None = None
     """Hybrid data parallelism: over how many ranks each piece is spread (uniform inside a microbatch)."""
     first_ranks: Int32s | None = None
-    """The first bucket of the aligned block of ranks that shares each piece."""
+    """The first bucket of the block of neighbouring ranks that shares each piece."""
     counts: Int32s | None = None
     """Microbatches of each bucket where they differ; otherwise all have `num_microbatches`."""
     encoder: LoadingPlan | None = None

@@ -142,7 +142,7 @@ def _check_mesh(plan: LoadingPlan, tree: ClientPlaceTree, limits: Limits) -> Non
             f"it has {plan.num_buckets} buckets over {plan.axis}, which the mesh {tree} does not have",
             "Distribute tokens over 'DP' or 'CP' of the tree the strategy is called with",
         )
-    if (plan.axis == "WORLD" and plan.num_buckets != tree.dp) or (plan.axis == "CP" and tree.pp > 1):
+    if plan.axis == "WORLD" and plan.num_buckets != tree.dp:
         raise _Wrong(f"over {plan.axis} ranks that need the same tokens would get different ones", "Distribute over DP")
     split = [a for a in SPLIT_AXES[plan.axis] if getattr(tree, a.lower()) > 1]
     for axis in plan.broadcast:
@@ -162,9 +162,10 @@ def _check_mesh(plan: LoadingPlan, tree: ClientPlaceTree, limits: Limits) -> Non
             f"Use a multiple of {2 * tree.cp}",
         )
     multiple = tree.microbatch_multiple
-    if plan.num_microbatches % multiple:
+    odd = [count for count in (plan.num_microbatches, *plan.microbatch_counts.tolist()) if count % multiple]
+    if odd:
         raise _Wrong(
-            f"it has {plan.num_microbatches} microbatches, and the virtual pipeline takes them in groups of {multiple}",
+            f"it has {odd[0]} microbatches, and the virtual pipeline takes them in groups of {multiple}",
             f"Use a multiple of {multiple}",
         )
     if tree.is_lockstep and plan.counts is not None and len(set(plan.counts.tolist())) > 1:
@@ -235,13 +236,13 @@ def _each_once(plan: LoadingPlan) -> bool:
 
 
 def _check_blocks(plan: LoadingPlan) -> None:
-    """Check hybrid data parallelism: aligned blocks of 1, 2, 4, .. ranks, all with the same pieces."""
+    """Check hybrid data parallelism: blocks of neighbouring ranks, all with the same pieces."""
     remedy = "Make such plans by distribute(axis='CP') and balance()"
     if plan.axis != "CP" or plan.cp_sizes is None or plan.first_ranks is None:
         raise _Wrong("cp_sizes and first_ranks belong together, and to a plan over CP", remedy)
     size, first, bucket = plan.cp_sizes.astype(np.int64), plan.first_ranks.astype(np.int64), plan.buckets
-    if len(size) and (int(size.min()) < 1 or bool((size & (size - 1)).any()) or bool((first % size).any())):
-        raise _Wrong("a block is not an aligned power of two of ranks", remedy)
+    if len(size) and (int(size.min()) < 1 or int(first.min()) < 0 or int((first + size).max()) > plan.num_buckets):
+        raise _Wrong("a block has ranks that the mesh does not have", remedy)
     if bool(((bucket < first) | (bucket >= first + size)).any()):
         raise _Wrong("a rank lists a piece that belongs to another block", remedy)
     bins = np.repeat(np.arange(len(plan.bin_offsets) - 1), np.diff(plan.bin_offsets))

@@ -25,8 +25,9 @@ from overlord.core.spec_errors import did_you_mean, is_whole
 from overlord.errors import SpecError
 from overlord.job.layout_specs import piece_multiple, shape_of
 from overlord.planning.balancing.balance import Level, Method, Objective, check_names, place
+from overlord.planning.balancing.hybrid import Blocks, place_hybrid, spread_over_blocks
 from overlord.planning.balancing.methods import loads as loads_of
-from overlord.planning.balancing.microbatches import Placement, place_hybrid, place_tokens, spread_over_blocks
+from overlord.planning.balancing.microbatches import Placement, place_tokens
 from overlord.planning.balancing.packing import PackMethod, fill_bins, place_bins
 from overlord.planning.checking import SPLIT_AXES, check_inputs
 from overlord.planning.costs import CostFunction, as_costs
@@ -196,6 +197,7 @@ class DGraph:
         level: Level | None = None,
         reorder: bool = True,
         equal_counts: bool | None = None,
+        blocks: Blocks | None = None,
     ) -> DGraph:
         """Divide every bucket into microbatches and give each about the same cost.
 
@@ -204,16 +206,18 @@ class DGraph:
         Args:
             method: "greedy", "karmarkar_karp", "zigzag", or a function (costs, num_bins, sizes, capacity) -> bins.
             objective: What is made small: the largest "sum" of a bucket; "lockstep", the sum over microbatches of
-                the largest bucket (FSDP, EP), by default; "pipeline", the time of the slowest pipeline. Over "CP" it is
-                "lockstep" where ranks have equal counts, else "sum".
+                the largest bucket (FSDP, EP), by default; "pipeline", the time of the slowest pipeline. Over "CP"
+                without equal counts it is by default "sum", or "pipeline" on a mesh with pipeline stages.
             level: "interleaved" (any item to any microbatch of any bucket; by default), "inter" (buckets first, then
                 the microbatches of each), "intra" (items stay in the microbatch they were drawn for).
             reorder: Whether the longest item of a microbatch comes first; False keeps the drawing order.
             equal_counts: Over "CP": whether all ranks get the same number of microbatches, with dummies (by default,
-                unless the objective is "sum").
+                unless the objective is "sum" or "pipeline").
+            blocks: Over "CP": which ranks may share a sequence: "aligned", 2, 4, .. ranks from a multiple of their
+                number on (by default), or "any" number of neighbours.
         """
         self._need("balance", axis=True, costs=True)
-        _check_balance(self, objective, level, equal_counts)
+        _check_balance(self, objective, level, equal_counts, blocks)
         assert self.costs is not None
         if self.modality == "images":
             places = place_images(
@@ -222,9 +226,15 @@ class DGraph:
             detail = f"{_name(method)}: {len(self.items)} images over {self.num_buckets} ranks"
             return self._with("balance", detail, places=places, num_microbatches=1, reorder=reorder)
         if self.axis == "CP":
-            equal = objective != "sum" if equal_counts is None else equal_counts
-            placed = place_hybrid(self.buffer, self.items, self.costs, self.tree, equal_counts=equal, method=method)
-            detail = f"{_name(method)}, {placed.detail}"
+            equal = objective in (None, "lockstep") if equal_counts is None else equal_counts
+            equal = equal or self.tree.is_lockstep  # experts meet in every microbatch: a rank with fewer would hang
+            aim = objective or ("lockstep" if equal else "pipeline" if self.tree.pp > 1 else "sum")
+            shape = shape_of(self.buffer.limits, self.tree, "CP")
+            placed = place_hybrid(
+                self.buffer, self.items, self.costs, self.tree, objective=aim, equal_counts=equal,
+                blocks=blocks or "aligned", method=method, rank_multiple=shape.get("bin_multiple", 1),
+            )  # fmt: skip
+            detail = f"{_name(method)}, {aim}: {placed.detail}"
         else:
             aim, where = objective or "lockstep", level or "interleaved"
             how = partial(place, method=method, objective=aim, level=where, group_size=self.group_size)
@@ -481,11 +491,6 @@ def _checked_axis(axis: str, tree: ClientPlaceTree, modality: str, *, rows: bool
             "distribute: over CP short sequences are packed on one rank and long ones spread over several, which "
             "rows of one length cannot follow. Use axis='DP' (not hdp), or the layout rows='packed'."
         )
-    if modality == "tokens" and name == "CP" and tree.pp > 1:
-        raise SpecError(
-            f"distribute: over CP every rank gets its own number of microbatches, which {tree.pp} pipeline "
-            "stages cannot follow. Use axis='DP' with pp > 1."
-        )
     return name
 
 
@@ -508,7 +513,9 @@ def _checked_places(places: npt.ArrayLike, count: int, num_buckets: int, num_mic
     return given.astype(np.int64)
 
 
-def _check_balance(graph: DGraph, objective: Objective | None, level: Level | None, equal_counts: bool | None) -> None:
+def _check_balance(
+    graph: DGraph, objective: Objective | None, level: Level | None, equal_counts: bool | None, blocks: Blocks | None
+) -> None:
     """Raise SpecError for an argument of `balance` that would have no effect on these items and this axis."""
     check_names(objective, level)
     hybrid = graph.modality == "tokens" and graph.axis == "CP"
@@ -521,6 +528,17 @@ def _check_balance(graph: DGraph, objective: Objective | None, level: Level | No
             "equal_counts", equal_counts, f"all ranks have as many microbatches of {graph.modality} over {graph.axis}",
             "Leave it out, or use distribute(axis='CP') with tokens.",
         )  # fmt: skip
+    if blocks is not None and not hybrid:
+        raise refuse(
+            "blocks", blocks, f"no blocks of ranks are made for {graph.modality} over {graph.axis}",
+            "Leave it out, or use distribute(axis='CP') with tokens.",
+        )  # fmt: skip
+    if blocks is not None and blocks not in get_args(Blocks):
+        known = get_args(Blocks)
+        raise SpecError(
+            f"balance: blocks is {blocks!r:.80}, which is unknown; no rank would know its block."
+            f"{did_you_mean(blocks, known)} Use one of {', '.join(known)}."
+        )
     if graph.modality == "images":
         for name, value in (("objective", objective), ("level", level)):
             if value is not None:
@@ -535,13 +553,15 @@ def _check_balance(graph: DGraph, objective: Objective | None, level: Level | No
             "group_size", graph.group_size, "over CP long sequences take blocks of any ranks",
             "Leave it out of distribute(), or use axis='DP'.",
         )  # fmt: skip
-    wanted = {True: "lockstep", False: "sum", None: objective}[equal_counts]
-    if objective == "pipeline" or (objective is not None and objective != wanted):
+    if objective in ("sum", "pipeline") and (equal_counts or graph.tree.is_lockstep):
         raise refuse(
-            "objective", objective,
-            "over CP it is 'lockstep' where all ranks have equal counts of microbatches, and 'sum' where not",
-            "Give objective or equal_counts, not both.",
+            "objective", objective, "ranks with equal counts of microbatches (equal_counts, experts) meet in each",
+            "Use objective='lockstep', or equal_counts=False on a mesh without ep.",
         )  # fmt: skip
+    if objective == "pipeline" and graph.tree.pp == 1:
+        raise refuse(
+            "objective", objective, f"the mesh {graph.tree} has one stage", "Use 'sum', or a mesh with pp > 1."
+        )
 
 
 def _check_packing(graph: DGraph, method: PackMethod) -> None:

@@ -21,6 +21,7 @@ from overlord.errors import SpecError
 from overlord.job.spec_model import Spec, as_number, below, whole
 from overlord.planning import costs
 from overlord.planning.balancing.balance import Level, Method, MethodName, Objective
+from overlord.planning.balancing.hybrid import Blocks
 from overlord.planning.balancing.methods import deal
 from overlord.planning.balancing.microbatches import least_labels, no_room, spread_labels
 from overlord.planning.balancing.packing import PackMethod
@@ -217,23 +218,36 @@ class packed(StrategySpec):
 
 
 class hdp(StrategySpec):
-    """ByteScale's hybrid data parallelism: every DP x CP rank is a consumer of its own.
+    """ByteScale's hybrid data parallelism: every DP x CP rank (every pipeline, with stages) is a consumer of its own.
 
-    A sequence that fits one rank (microbatch_tokens / cp) stays there; a longer one is spread over an aligned block
-    of 2, 4, .. ranks. Every rank of a block runs the same shared sequences in the same order.
+    A sequence that fits one rank (microbatch_tokens / cp) stays there; a longer one is shared by a block of neighbours.
+    All ranks of a block run what they share as the same number of their microbatches. In lockstep and in pipelines a
+    sequence is shared by as many ranks as its cost asks for, and its block is filled up with others.
     """
 
     cost: AnyCost = Field(default=costs.llama_12b, kw_only=False, json_schema_extra=_LLAMA)
     """What a sequence costs."""
     equal_counts: bool = False
     """Whether all ranks get the same number of microbatches (FSDP, EP), with dummies."""
+    objective: Objective | None = None
+    """sum: ranks run free; lockstep: they meet in every microbatch; pipeline: they are pipelines. By default lockstep
+    with equal counts, else pipeline on a mesh with pipeline stages, else sum."""
+    blocks: Blocks = "aligned"
+    """aligned: blocks of 2, 4, .. ranks from a multiple of their number on, for process groups made ahead; any: of any
+    number of neighbours."""
     broadcast: _Axes = ()
     """Axes along which the trainer broadcasts."""
 
     def __call__(self, buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
         """Return the plan of a step."""
         graph = DGraph.from_buffer(buffer, tree, modality="tokens").mix().distribute(axis="CP").cost(self.cost)
-        graph = graph.balance("greedy", reorder=False, equal_counts=self.equal_counts)
+        graph = graph.balance(
+            "greedy",
+            objective=self.objective,
+            reorder=False,
+            equal_counts=self.equal_counts,
+            blocks=self.blocks,
+        )
         return _broadcast(graph, self.broadcast).plan()
 
 

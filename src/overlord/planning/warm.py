@@ -46,7 +46,8 @@ def warm_kernels() -> None:
         microbatch_tokens=64,
     )
     packed = [strategies.packed(method=method) for method in get_args(PackMethod)]
-    for strategy in (strategies.vanilla(), strategies.vlm_hybrid(split=True), strategies.hdp(), *packed):
+    hybrid = [strategies.hdp(), strategies.hdp(equal_counts=True)]
+    for strategy in (strategies.vanilla(), strategies.vlm_hybrid(split=True), *hybrid, *packed):
         run_strategy(strategy, buffer, ClientPlaceTree(dp=2, cp=2))
     for method in METHODS:
         balance([3, 2, 1], 2, method=method)

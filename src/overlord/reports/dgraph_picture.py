@@ -19,8 +19,8 @@ from overlord.core.plan import pad_lengths
 from overlord.core.spec_errors import did_you_mean
 from overlord.errors import SpecError
 from overlord.planning.balancing.evenness import in_lockstep, over_ranks
+from overlord.planning.balancing.hybrid import spread_over_blocks
 from overlord.planning.balancing.methods import deal
-from overlord.planning.balancing.microbatches import spread_over_blocks
 from overlord.planning.dgraph import DGraph
 from overlord.reports import svg
 from overlord.reports.pages import Figure, Row, Table, Tile, length_figure, load_figure, render, render_file

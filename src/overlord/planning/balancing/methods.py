@@ -158,6 +158,7 @@ def fill(
     room: Int64s,
     bins: Int64s,
     first_bin: int,
+    multiple: Int64s | None = None,
 ) -> np.int64:
     """Place waiting items: the least loaded bin takes the largest that fits, until none is left; return the cost
     placed.
@@ -174,6 +175,7 @@ def fill(
         room: The size free in each bin; updated.
         bins: Where the bin of each item placed is written.
         first_bin: The number of the first bin.
+        multiple: What the size of an item is rounded up to in each bin; None where it is not.
     """
     n, open_bins, placed, head = len(costs), len(load), np.int64(0), np.int64(0)
     heap_bin = np.argsort(load, kind="mergesort")  # ascending, so it is a heap
@@ -183,7 +185,10 @@ def fill(
         if head == n:
             break
         chosen, least = heap_bin[0], heap_load[0]
-        item = _largest_fitting(costs, sizes, after, tree, head, limit - least, room[chosen])
+        free = room[chosen]
+        if multiple is not None:
+            free -= free % multiple[chosen]
+        item = _largest_fitting(costs, sizes, after, tree, head, limit - least, free)
         if item == n:
             open_bins -= 1
             _sift_down(heap_load, heap_bin, open_bins, heap_load[open_bins], heap_bin[open_bins])
@@ -192,7 +197,10 @@ def fill(
         after[item] = item + 1
         if len(tree) > 1:
             _remove(tree, item)
-        room[chosen] -= sizes[item]
+        taken = sizes[item]
+        if multiple is not None:
+            taken += -taken % multiple[chosen]
+        room[chosen] -= taken
         load[chosen] = least + costs[item]
         placed += costs[item]
         _sift_down(heap_load, heap_bin, open_bins, load[chosen], chosen)
