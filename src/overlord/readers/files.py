@@ -60,6 +60,8 @@ class StoredFile:
     filesystem: fs.FileSystem = field(repr=False, compare=False)
     location: str = field(repr=False)
     """The path on `filesystem`."""
+    beside: StoredFile | None = None
+    """The file that is read with this one: the `.idx` of a Megatron `.bin`."""
 
     @property
     def is_local(self) -> bool:
@@ -95,8 +97,10 @@ def verify_unchanged(file: StoredFile) -> None:
     """Check that a file has not changed since it was listed.
 
     Raises:
-        ReaderError: It has another size or modification time, or is gone.
+        ReaderError: It, or the file that is read with it, has another size or modification time, or is gone.
     """
+    if file.beside is not None:
+        verify_unchanged(file.beside)
     info = file.filesystem.get_file_info(file.location)
     if info.type is not fs.FileType.File:
         found = "is gone"
@@ -121,6 +125,7 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "jsonl": tuple(name + end for name in (".jsonl", ".ndjson", ".json") for end in ("", ".gz", ".zst")),
     "tar": (".tar", ".tar.gz", ".tgz"),
     "arrow": (".arrow", ".feather", ".ipc"),
+    "megatron": (".bin",),
 }
 """The suffixes of the file names of each format."""
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -166,7 +171,8 @@ def list_files(
 
     A path is a file, a glob (`*`, `?`, `[..]` inside a folder, `**` across folders) or a folder, which
     stands for the data files in it at any depth, of one `format` if it is given; names that start with '.' or '_' are
-    not data. It is local or begins with file://, s3://, gs:// or hdfs://.
+    not data. It is local or begins with file://, s3://, gs:// or hdfs://. The two files of a Megatron dataset are one:
+    the `.bin`, which any of both names or the prefix that they share stands for.
 
     Raises:
         SpecError: A scheme or a storage option is unknown.
@@ -232,7 +238,10 @@ def _list_one(path: str, options: StorageOptions, format: str | None) -> tuple[l
         elif info.type is fs.FileType.Directory:
             infos, others = _walk_folder(filesystem, location, format)
         else:
-            infos, others = [info] if info.type is fs.FileType.File else [], []
+            infos, others = _one_file(filesystem, info), []
+        indices: dict[str, fs.FileInfo] = {}
+        if format in (None, "megatron"):
+            infos, indices = _pair_indices(filesystem, infos)
     except (OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:160]
         raise SourceError(
@@ -241,20 +250,46 @@ def _list_one(path: str, options: StorageOptions, format: str | None) -> tuple[l
     # A relative path of the user is shown as a relative one.
     relative = "://" not in path and not os.path.isabs(os.path.expanduser(path))
     here = os.getcwd()
-    files = [
-        StoredFile(
-            path=os.path.relpath(i.path, here) if relative else prefix + i.path,
-            size=int(i.size or 0),
-            mtime_ns=int(i.mtime_ns or 0),
+
+    def stored(info: fs.FileInfo, beside: fs.FileInfo | None) -> StoredFile:
+        return StoredFile(
+            path=os.path.relpath(info.path, here) if relative else prefix + info.path,
+            size=int(info.size or 0),
+            mtime_ns=int(info.mtime_ns or 0),
             filesystem=filesystem,
-            location=i.path,
+            location=info.path,
+            beside=stored(beside, None) if beside is not None else None,
         )
-        for i in infos
-    ]
-    return files, [i.path for i in others]
+
+    return [stored(info, indices.get(info.path)) for info in infos], [i.path for i in others]
 
 
 _Infos = list[fs.FileInfo]
+
+
+def _one_file(filesystem: fs.FileSystem, info: fs.FileInfo) -> _Infos:
+    if info.type is fs.FileType.NotFound:  # Megatron names a dataset by what its two files share
+        found = filesystem.get_file_info([info.path + end for end in (".bin", ".idx")])
+        return found[:1] if all(one.type is fs.FileType.File for one in found) else []
+    return [info] if info.type is fs.FileType.File else []
+
+
+def _pair_indices(filesystem: fs.FileSystem, infos: _Infos) -> tuple[_Infos, dict[str, fs.FileInfo]]:
+    """Return the files with every `.idx` that has a `.bin` replaced by that, and the `.idx` of each `.bin`."""
+    stems = {info.path[:-4]: None for info in infos if info.path.endswith((".bin", ".idx"))}
+    pairs = filesystem.get_file_info([stem + end for stem in stems for end in (".bin", ".idx")]) if stems else []
+    whole = {
+        data.path: index
+        for data, index in zip(pairs[::2], pairs[1::2], strict=True)
+        if data.type is fs.FileType.File and index.type is fs.FileType.File
+    }
+    named = {data.path: data for data in pairs[::2]}
+    kept: dict[str, fs.FileInfo] = {}
+    for info in infos:
+        data = f"{info.path[:-4]}.bin"
+        of_index = info.path.endswith(".idx") and data in whole
+        kept[data if of_index else info.path] = named[data] if of_index else info
+    return list(kept.values()), whole
 
 
 def _walk_folder(filesystem: fs.FileSystem, folder: str, format: str | None) -> tuple[_Infos, _Infos]:
@@ -264,6 +299,8 @@ def _walk_folder(filesystem: fs.FileSystem, folder: str, format: str | None) -> 
         if info.type is fs.FileType.File and not any(part.startswith((".", "_")) for part in inside):
             infos.append(info)
     named = {i.path: format_of_name(i.path) for i in infos}
+    for path in [path for path, found in named.items() if found == "megatron" and f"{path[:-4]}.idx" not in named]:
+        named[path] = None  # other tools write .bin files too: weights, for instance
     data = [
         i
         for i in infos

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from overlord.core.ragged import Kind, RowBatch
 from overlord.errors import SourceError
@@ -20,6 +21,9 @@ from overlord.readers.files import StoredFile, compression_of_name
 
 BLOCK_BYTES = 1 << 20
 """Size of the blocks in formats that have none of their own."""
+
+_LOCAL_WINDOW_BYTES = 4 << 10
+_REMOTE_WINDOW_BYTES = 256 << 10
 
 Rows = Generator[RowBatch, None, None]
 """Rows of a block, a batch at a time."""
@@ -127,6 +131,36 @@ class CompressibleReader:
     def seeks(self, file: StoredFile) -> bool:
         """Return False: the rows before a part have to be read."""
         return False
+
+
+class RandomBytes:
+    """Bytes at any offset, read through a window: one request serves many small members."""
+
+    def __init__(self, native: pa.NativeFile, size: int, window_bytes: int) -> None:
+        self._native = native
+        self._size = size
+        self._window_bytes = window_bytes
+        self._window = b""
+        self._window_at = 0
+
+    def read(self, at: int, count: int) -> bytes:
+        """Return `count` bytes, fewer at the end of the file."""
+        if at > self._size:
+            raise cut_short(self._size)
+        if not self._window_at <= at <= at + count <= self._window_at + len(self._window):
+            self._window = self._native.read_at(min(max(count, self._window_bytes), self._size - at), at)
+            self._window_at = at
+        return self._window[at - self._window_at :][:count]
+
+
+def random_bytes(file: StoredFile, native: pa.NativeFile) -> RandomBytes:
+    """Return the bytes of an open file, with a window that suits where it is stored."""
+    return RandomBytes(native, file.size, _LOCAL_WINDOW_BYTES if file.is_local else _REMOTE_WINDOW_BYTES)
+
+
+def cut_short(at: int) -> DamagedFile:
+    """Return the error for a file that ends too early."""
+    return DamagedFile(f"it is cut short at byte {at}")
 
 
 def reason_of(error: BaseException) -> str:

@@ -26,6 +26,7 @@ from overlord.readers.arrow import ArrowReader
 from overlord.readers.files import StoredFile, format_of_name, list_files, verify_unchanged
 from overlord.readers.index import IndexCache, build_indices, read_array, write_array
 from overlord.readers.jsonl import JsonlReader, why_no_row
+from overlord.readers.megatron import MegatronReader
 from overlord.readers.parquet import ParquetReader
 from overlord.readers.reader import BlockIndex, Reader, Rows, missing_column, reason_of, unreadable
 from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows
@@ -38,6 +39,7 @@ FORMATS: dict[str, Reader] = {
     "jsonl": JsonlReader(),
     "tar": TarReader(),
     "arrow": ArrowReader(),
+    "megatron": MegatronReader(),
 }
 """Every format that a source may have."""
 _ATTEMPTS = 4
@@ -221,9 +223,13 @@ class SourceFiles:
         while all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
             shared += 1
         digest = hashlib.blake2b(digest_size=16)
-        names = sorted(("/".join(p[shared:]), file.size) for p, file in zip(parts, self.files, strict=True))
-        for name, size in names:
-            digest.update(f"{len(name)}:{name}:{size};".encode("utf-8", "surrogateescape"))
+        names = sorted(
+            ("/".join(p[shared:]), file.size, file.beside.size if file.beside else None)
+            for p, file in zip(parts, self.files, strict=True)
+        )
+        for name, size, beside in names:
+            sizes = f"{size}" if beside is None else f"{size}+{beside}"
+            digest.update(f"{len(name)}:{name}:{sizes};".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
     def _file_blocks(self, file_number: int, index: BlockIndex) -> FileBlocks:

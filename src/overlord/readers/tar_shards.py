@@ -16,16 +16,20 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
-import pyarrow as pa
-
 from overlord.core.ragged import Kind, RowBatch
 from overlord.readers.files import ByteStream, StoredFile, compression_of_name
 from overlord.readers.jsonl import HEAD_ROWS, batches_of, kind_of_values, parse_object, reach
-from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader, DamagedFile, missing_column
+from overlord.readers.reader import (
+    BLOCK_BYTES,
+    BlockIndex,
+    CompressibleReader,
+    DamagedFile,
+    cut_short,
+    missing_column,
+    random_bytes,
+)
 
 KEY_COLUMN = "__key__"
-_LOCAL_WINDOW_BYTES = 4 << 10
-_REMOTE_WINDOW_BYTES = 256 << 10
 _HEAD_BYTES = 64 << 20
 """The head of a shard, at most."""
 
@@ -174,7 +178,7 @@ def _open(file: StoredFile) -> Iterator[ArchiveBytes]:
             yield ForwardBytes(native)
         return
     with file.open() as native:
-        yield RandomBytes(native, file.size, _LOCAL_WINDOW_BYTES if file.is_local else _REMOTE_WINDOW_BYTES)
+        yield random_bytes(file, native)
 
 
 def _samples(
@@ -264,26 +268,6 @@ class ArchiveBytes(Protocol):
         ...
 
 
-class RandomBytes:
-    """Bytes at any offset, read through a window: one request serves many small members."""
-
-    def __init__(self, native: pa.NativeFile, size: int, window_bytes: int) -> None:
-        self._native = native
-        self._size = size
-        self._window_bytes = window_bytes
-        self._window = b""
-        self._window_at = 0
-
-    def read(self, at: int, count: int) -> bytes:
-        """Return `count` bytes, fewer at the end of the file."""
-        if at > self._size:
-            raise _cut_short(self._size)
-        if not self._window_at <= at <= at + count <= self._window_at + len(self._window):
-            self._window = self._native.read_at(min(max(count, self._window_bytes), self._size - at), at)
-            self._window_at = at
-        return self._window[at - self._window_at :][:count]
-
-
 class ForwardBytes:
     """Bytes of a stream that can only go forward (a compressed archive)."""
 
@@ -296,7 +280,7 @@ class ForwardBytes:
         while self._at < at:
             passed = self._native.read(min(at - self._at, 1 << 20))
             if not passed:
-                raise _cut_short(self._at)
+                raise cut_short(self._at)
             self._at += len(passed)
         parts: list[bytes] = []
         while count:
@@ -325,7 +309,7 @@ def walk_members(source: ArchiveBytes, start: int = 0, stop: int | None = None) 
         if not block and not extended:
             return  # some writers leave out the two empty blocks that end an archive
         if len(block) < _BLOCK:
-            raise _cut_short(at + len(block))
+            raise cut_short(at + len(block))
         if not block.strip(b"\0"):
             return
         info = _parse_header(block, at)
@@ -352,12 +336,8 @@ def read_payload(source: ArchiveBytes, member: Member) -> bytes:
     """
     data = source.read(member.data, member.size)
     if len(data) < member.size:
-        raise _cut_short(member.data + len(data))
+        raise cut_short(member.data + len(data))
     return data
-
-
-def _cut_short(at: int) -> DamagedFile:
-    return DamagedFile(f"it is cut short at byte {at}")
 
 
 def _padded(size: int) -> int:
@@ -377,7 +357,7 @@ def _parse_header(block: bytes, at: int) -> tarfile.TarInfo:
 def _extension(info: tarfile.TarInfo, payload: bytes, at: int) -> dict[str, str]:
     """Return the path and the size that an extended header gives to the next member."""
     if len(payload) < info.size:
-        raise _cut_short(at + len(payload))
+        raise cut_short(at + len(payload))
     if info.type == tarfile.GNUTYPE_LONGNAME:
         return {"path": payload.rstrip(b"\0").decode("utf-8", "surrogateescape")}
     found: dict[str, str] = {}
