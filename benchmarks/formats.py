@@ -10,6 +10,7 @@ document comes on top.
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
 import struct
@@ -50,6 +51,20 @@ def write_parquet(path: Path, prefix: Path, lengths: np.ndarray) -> None:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     rows = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens.astype(np.int32)))
     pq.write_table(pa.table({"tokens": rows}), path, row_group_size=2_000)
+
+
+def write_mds(path: Path, prefix: Path, lengths: np.ndarray) -> None:
+    """Write the rows of a Megatron dataset as an MDS shard: one column of arrays of uint16."""
+    tokens = np.fromfile(prefix.with_suffix(".bin"), np.uint16)
+    ends = np.cumsum(lengths)
+    parts = [
+        struct.pack("<IBH", 3 + 2 * n, 1 << 2 | 1, n) + tokens[end - n : end].tobytes()
+        for n, end in zip(lengths.tolist(), ends.tolist(), strict=True)
+    ]
+    columns = {"column_names": ["tokens"], "column_encodings": ["ndarray:uint16"], "column_sizes": [None]}
+    config = json.dumps({"version": 2, "format": "mds", **columns}).encode()
+    places = 4 * (len(parts) + 2) + len(config) + np.cumsum([0, *map(len, parts)])
+    path.write_bytes(np.array([len(parts), *places], np.uint32).tobytes() + config + b"".join(parts))
 
 
 def job_of(path: Path, tokens: int) -> ol.Job:
@@ -96,14 +111,17 @@ def main() -> None:
         lengths = rng.integers(1, 2 * RATE_TOKENS, RATE_ROWS)
         write_megatron(folder / "rate", lengths)
         write_parquet(folder / "rate.parquet", folder / "rate", lengths)
-        few, many, ours, parquet = [], [], [], []
+        write_mds(folder / "rate.mds", folder / "rate", lengths)
+        few, many = [], []
+        rates: dict[str, list[float]] = {"bin": [], "mds": [], "parquet": []}
         for _ in range(options.rounds):
             few.append(first_batch(folder / "few.bin", folder / "cache"))
             many.append(first_batch(folder / "many.bin", folder / "cache"))
-            ours.append(rate(folder / "rate.bin", folder / "cache", options.seconds))
-            parquet.append(rate(folder / "rate.parquet", folder / "cache", options.seconds))
+            for end, found in rates.items():
+                found.append(rate(folder / f"rate.{end}", folder / "cache", options.seconds))
     finally:
         shutil.rmtree(folder)
+    megatron, mds, parquet = (statistics.median(rates[end]) for end in ("bin", "mds", "parquet"))
     publish(
         "formats",
         {
@@ -114,9 +132,10 @@ def main() -> None:
             "bar_s": BAR_S,
             "further_mb": statistics.median(mb for _, mb in many) - statistics.median(mb for _, mb in few),
             "bar_mb": BAR_MB,
-            "megatron_tokens_per_s": statistics.median(ours),
-            "parquet_tokens_per_s": statistics.median(parquet),
-            "ratio": statistics.median(ours) / statistics.median(parquet),
+            "megatron_tokens_per_s": megatron,
+            "mds_tokens_per_s": mds,
+            "parquet_tokens_per_s": parquet,
+            "ratio": min(megatron, mds) / parquet,
             "bar": BAR_RATE,
         },
         options.json,

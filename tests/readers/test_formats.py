@@ -25,6 +25,7 @@ def listed(folder: Path, *names: str):
         *[(f"x{end}", "tar") for end in (".tar", ".tar.gz", ".tgz")],
         *[(f"x{end}", "arrow") for end in (".arrow", ".feather", ".ipc")],
         ("x.bin", "megatron"),
+        *[(f"x{end}", "mds") for end in (".mds", ".mds.zstd", ".mds.gz", ".mds.bz2", ".mds.br")],
     ],
 )
 def test_the_name_tells_the_format(name: str, format: str, tmp_path: Path):

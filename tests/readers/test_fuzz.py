@@ -191,12 +191,16 @@ def zstd(data: bytes) -> bytes:
 
 
 LINES = ["text", "ids", "n", "chat"]
+MDS = ["text", "ids", "any", "four", "n", "score", "digits", "meta", "raw", "image", "images"]
 OTHERS: dict[str, tuple[Callable[[], bytes], list[str]]] = {
     "a.jsonl": (jsonl, LINES),
     "a.jsonl.gz": (lambda: gzip.compress(jsonl(), mtime=0), LINES),
     "a.jsonl.zst": (lambda: zstd(jsonl()), LINES),
     "a.tar": (tar, ["txt", "jpg"]),
     "a.tar.gz": (lambda: tar("w:gz"), ["txt", "jpg"]),
+    "a.mds": (lambda: (DATA / "mds" / "raw" / "shard.00006.mds").read_bytes(), MDS),
+    "a.mds.zstd": (lambda: (DATA / "mds" / "zstd" / "shard.00001.mds.zstd").read_bytes(), MDS),
+    "a.mds.br": (lambda: (DATA / "mds" / "br" / "shard.00001.mds.br").read_bytes(), MDS),
 }
 
 

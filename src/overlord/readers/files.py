@@ -119,13 +119,14 @@ def verify_unchanged(file: StoredFile) -> None:
 # Formats and compression by file name.
 
 
-Compression = Literal["gzip", "zstd"]
+Compression = Literal["gzip", "zstd", "bz2", "brotli"]
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet", ".pq"),
     "jsonl": tuple(name + end for name in (".jsonl", ".ndjson", ".json") for end in ("", ".gz", ".zst")),
     "tar": (".tar", ".tar.gz", ".tgz"),
     "arrow": (".arrow", ".feather", ".ipc"),
     "megatron": (".bin",),
+    "mds": tuple(f".mds{end}" for end in ("", ".zstd", ".gz", ".bz2", ".br")),
 }
 """The suffixes of the file names of each format."""
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -150,10 +151,18 @@ def compression_of_name(path: str) -> Compression | None:
         >>> compression_of_name("a.tgz"), compression_of_name("a.jsonl.zst"), compression_of_name("a.tar")
         ('gzip', 'zstd', None)
     """
-    name = path.lower()
-    if name.endswith((".gz", ".tgz")):
-        return "gzip"
-    return "zstd" if name.endswith(".zst") else None
+    end = path.lower().rpartition(".")[2]
+    return _COMPRESSIONS.get(end)
+
+
+_COMPRESSIONS: dict[str, Compression] = {
+    "gz": "gzip",
+    "tgz": "gzip",
+    "zst": "zstd",
+    "zstd": "zstd",
+    "bz2": "bz2",
+    "br": "brotli",
+}
 
 
 # From paths, globs, folders and URLs to the files of a source.
@@ -298,6 +307,7 @@ def _walk_folder(filesystem: fs.FileSystem, folder: str, format: str | None) -> 
         inside = info.path[len(folder) :].strip("/").split("/")
         if info.type is fs.FileType.File and not any(part.startswith((".", "_")) for part in inside):
             infos.append(info)
+    infos = _without_copies(infos)
     named = {i.path: format_of_name(i.path) for i in infos}
     for path in [path for path, found in named.items() if found == "megatron" and f"{path[:-4]}.idx" not in named]:
         named[path] = None  # other tools write .bin files too: weights, for instance
@@ -311,6 +321,20 @@ def _walk_folder(filesystem: fs.FileSystem, folder: str, format: str | None) -> 
     return [i for i in infos if named[i.path] is None and not i.path.lower().endswith(_TABLES)], infos
 
 
+def _without_copies(infos: _Infos) -> _Infos:
+    """Leave out what is written beside MDS shards: their `index.json`, and compressed copies of raw shards."""
+    shards = {info.path for info in infos if format_of_name(info.path) == "mds"}
+
+    def is_data(info: fs.FileInfo) -> bool:
+        if info.path in shards:
+            raw = info.path[: info.path.lower().rfind(".mds") + len(".mds")]
+            return raw == info.path or raw not in shards
+        folder = info.path.removesuffix("index.json")
+        return info.base_name != "index.json" or not any(shard.startswith(folder) for shard in shards)
+
+    return [info for info in infos if is_data(info)]
+
+
 def _glob(filesystem: fs.FileSystem, pattern: str) -> tuple[_Infos, _Infos]:
     parts = pattern.split("/")
     first = next(n for n, part in enumerate(parts) if _WILDCARD.search(part))
@@ -319,7 +343,7 @@ def _glob(filesystem: fs.FileSystem, pattern: str) -> tuple[_Infos, _Infos]:
     selector = fs.FileSelector(base, recursive=deep, allow_not_found=True)
     matches = glob_regex(pattern).fullmatch
     found = [i for i in filesystem.get_file_info(selector) if i.type is fs.FileType.File]
-    return [i for i in found if matches(i.path)], found
+    return _without_copies([i for i in found if matches(i.path)]), found
 
 
 def glob_regex(pattern: str) -> re.Pattern[str]:

@@ -27,6 +27,7 @@ from overlord.readers.reader import (
     DamagedFile,
     Int64s,
     RandomBytes,
+    blocks_of_sizes,
     cut_short,
     missing_column,
     random_bytes,
@@ -36,9 +37,6 @@ COLUMN = "tokens"
 _MAGIC = b"MMIDIDX\0\0"
 _HEAD = struct.Struct("<9sQBQQ")  # magic, version, code of the type, sequences, entries of the document index
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-_BLOCK_BYTES = 16 << 20
-"""Larger than a shuffle usually is, so that blocks are cut into parts: rows of a group then come from many places. Any
-row can be reached at once, so that a large block costs nothing, and an index of terabytes stays small."""
 _ROWS_AT_A_TIME = 1 << 18
 """Documents of the index that are checked at once; bounds the memory of indexing."""
 
@@ -53,22 +51,11 @@ class MegatronReader:
         wrong = next((column for column in columns if column != COLUMN), None)
         if wrong is not None:
             raise missing_column(file.path, wrong, [COLUMN])
-        firsts, before = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        total, last_block = 0, -1
         with _DocumentIndex.open(file) as documents:
-            for at in range(0, documents.rows, _ROWS_AT_A_TIME):
-                sizes = documents.check(at, min(at + _ROWS_AT_A_TIME, documents.rows), file.size)
-                starts = total + np.cumsum(sizes) - sizes
-                blocks = starts // _BLOCK_BYTES
-                new = np.flatnonzero(np.diff(blocks, prepend=last_block))
-                firsts.append(at + new)
-                before.append(starts[new])
-                total, last_block = total + int(sizes.sum()), int(blocks[-1])
-        bounds = np.concatenate([*firsts, [documents.rows]])
-        bytes_before = np.concatenate([*before, [total]])
-        return BlockIndex(
-            np.diff(bounds), np.diff(bytes_before), bounds[:-1].copy(), bounds[1:].copy(), bounds[:-1].copy()
-        )
+            starts = range(0, documents.rows, _ROWS_AT_A_TIME)
+            return blocks_of_sizes(
+                documents.check(at, min(at + _ROWS_AT_A_TIME, documents.rows), file.size) for at in starts
+            )
 
     def stream(
         self,

@@ -26,6 +26,7 @@ from overlord.readers.arrow import ArrowReader
 from overlord.readers.files import StoredFile, format_of_name, list_files, verify_unchanged
 from overlord.readers.index import IndexCache, build_indices, read_array, write_array
 from overlord.readers.jsonl import JsonlReader, why_no_row
+from overlord.readers.mds import MdsReader
 from overlord.readers.megatron import MegatronReader
 from overlord.readers.parquet import ParquetReader
 from overlord.readers.reader import BlockIndex, Reader, Rows, missing_column, reason_of, unreadable
@@ -40,6 +41,7 @@ FORMATS: dict[str, Reader] = {
     "tar": TarReader(),
     "arrow": ArrowReader(),
     "megatron": MegatronReader(),
+    "mds": MdsReader(),
 }
 """Every format that a source may have."""
 _ATTEMPTS = 4

@@ -8,25 +8,25 @@ empty. A block is a run of whole samples of about 1 MiB, or the whole of a compr
 
 from __future__ import annotations
 
-import contextlib
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from overlord.core.ragged import Kind, RowBatch
-from overlord.readers.files import ByteStream, StoredFile, compression_of_name
+from overlord.readers.files import StoredFile, compression_of_name
 from overlord.readers.jsonl import HEAD_ROWS, batches_of, kind_of_values, parse_object, reach
 from overlord.readers.reader import (
     BLOCK_BYTES,
     BlockIndex,
     CompressibleReader,
     DamagedFile,
+    FileBytes,
     cut_short,
     missing_column,
-    random_bytes,
+    open_bytes,
 )
 
 KEY_COLUMN = "__key__"
@@ -46,7 +46,7 @@ class TarReader(CompressibleReader):
         seen: dict[str, None] = {}
         blocks: list[tuple[int, int, int, int]] = []
         rows, size, start, stop = 0, 0, 0, 0
-        with _open(file) as source:
+        with open_bytes(file) as source:
             for sample in _samples(source, 0, None, _members_of(())):
                 if rows and sample.start - start >= BLOCK_BYTES and not whole:
                     blocks.append((rows, size, start, sample.start))
@@ -74,7 +74,7 @@ class TarReader(CompressibleReader):
     ) -> Iterator[RowBatch]:
         """Yield the samples of one block; only the wanted members are read."""
         start, stop = int(index.start[block]), int(index.stop[block])
-        with _open(file) as source:
+        with open_bytes(file) as source:
             samples = _samples(source, start, stop, _members_of(columns), skip)
             yield from batches_of((_values(sample, columns) for sample in samples), columns, batch_rows)
 
@@ -101,7 +101,7 @@ class TarReader(CompressibleReader):
 
     def _head(self, file: StoredFile, columns: Sequence[str]) -> list[Sample]:
         head: list[Sample] = []
-        with _open(file) as source:
+        with open_bytes(file) as source:
             for sample in _samples(source, 0, None, _members_of(columns)):
                 head.append(sample)
                 if len(head) == HEAD_ROWS or sample.stop >= _HEAD_BYTES:
@@ -170,19 +170,8 @@ def _members_of(columns: Iterable[str]) -> Callable[[str], bool]:
     return lambda extension: extension in names or any(fnmatchcase(extension, pattern) for pattern in patterns)
 
 
-@contextlib.contextmanager
-def _open(file: StoredFile) -> Iterator[ArchiveBytes]:
-    compression = compression_of_name(file.path)
-    if compression is not None:
-        with file.open_stream(compression) as native:
-            yield ForwardBytes(native)
-        return
-    with file.open() as native:
-        yield random_bytes(file, native)
-
-
 def _samples(
-    source: ArchiveBytes, start: int, stop: int | None, wanted: Callable[[str], bool], skip: int = 0
+    source: FileBytes, start: int, stop: int | None, wanted: Callable[[str], bool], skip: int = 0
 ) -> Iterator[Sample]:
     """Yield the samples of a range, without the first `skip`, with the bytes of the wanted members."""
     current: Sample | None = None
@@ -260,40 +249,7 @@ class Member:
         return self.data + _padded(self.size)
 
 
-class ArchiveBytes(Protocol):
-    """The bytes of an archive."""
-
-    def read(self, at: int, count: int) -> bytes:
-        """Return `count` bytes at an offset, fewer at the end."""
-        ...
-
-
-class ForwardBytes:
-    """Bytes of a stream that can only go forward (a compressed archive)."""
-
-    def __init__(self, native: ByteStream) -> None:
-        self._native = native
-        self._at = 0
-
-    def read(self, at: int, count: int) -> bytes:
-        """Return `count` bytes, fewer at the end; `at` must not decrease."""
-        while self._at < at:
-            passed = self._native.read(min(at - self._at, 1 << 20))
-            if not passed:
-                raise cut_short(self._at)
-            self._at += len(passed)
-        parts: list[bytes] = []
-        while count:
-            part = self._native.read(count)
-            if not part:
-                break
-            parts.append(part)
-            count -= len(part)
-            self._at += len(part)
-        return b"".join(parts)
-
-
-def walk_members(source: ArchiveBytes, start: int = 0, stop: int | None = None) -> Iterator[Member]:
+def walk_members(source: FileBytes, start: int = 0, stop: int | None = None) -> Iterator[Member]:
     """Yield the regular files of an archive; links, folders and devices are skipped.
 
     A member may have several headers: extended ones (pax, GNU long name) that give the next header another path or
@@ -328,7 +284,7 @@ def walk_members(source: ArchiveBytes, start: int = 0, stop: int | None = None) 
         extended, first = {}, at
 
 
-def read_payload(source: ArchiveBytes, member: Member) -> bytes:
+def read_payload(source: FileBytes, member: Member) -> bytes:
     """Return the bytes of a member.
 
     Raises:
