@@ -98,7 +98,7 @@ class Source(Spec):
     ] = 0.01
     """Share of bad samples at which the run stops."""
     format: Word | None = None
-    """File format, where it cannot be told from the names."""
+    """File format, where it cannot be told from the names, or a reader of your own as "module:Class"."""
     storage_options: Takes[dict[str, Any], Mapping[str, Any]] = spec_field(default={}, repr=False)
     """Options of the filesystem: region, endpoint, credentials."""
 

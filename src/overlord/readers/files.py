@@ -174,14 +174,18 @@ _TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 
 
 def list_files(
-    paths: Sequence[str], storage_options: StorageOptions | None = None, *, format: str | None = None
+    paths: Sequence[str],
+    storage_options: StorageOptions | None = None,
+    *,
+    format: str | None = None,
+    suffixes: Sequence[str] = (),
 ) -> list[StoredFile]:
     """Return the files that the paths name, sorted by path, each once, empty ones left out.
 
     A path is a file, a glob (`*`, `?`, `[..]` inside a folder, `**` across folders) or a folder, which
-    stands for the data files in it at any depth, of one `format` if it is given; names that start with '.' or '_' are
-    not data. It is local or begins with file://, s3://, gs:// or hdfs://. The two files of a Megatron dataset are one:
-    the `.bin`, which any of both names or the prefix that they share stands for.
+    stands for the data files in it at any depth, of one `format` or with one of the `suffixes` if they are given; names
+    that start with '.' or '_' are not data. It is local or begins with file://, s3://, gs:// or hdfs://. The two files
+    of a Megatron dataset are one: the `.bin`, which any of both names or the prefix that they share stands for.
 
     Raises:
         SpecError: A scheme or a storage option is unknown.
@@ -189,7 +193,7 @@ def list_files(
     """
     found: dict[str, StoredFile] = {}
     for path in paths:
-        matches, beside = _list_one(path, storage_options or {}, format)
+        matches, beside = _list_one(path, storage_options or {}, format, tuple(suffixes))
         if not matches:
             raise _no_file(path, beside, format)
         found.update((file.path, file) for file in matches)
@@ -236,7 +240,9 @@ def _no_file(path: str, beside: Sequence[str], format: str | None) -> SourceErro
     )
 
 
-def _list_one(path: str, options: StorageOptions, format: str | None) -> tuple[list[StoredFile], list[str]]:
+def _list_one(
+    path: str, options: StorageOptions, format: str | None, suffixes: tuple[str, ...]
+) -> tuple[list[StoredFile], list[str]]:
     """Return the files of one path, and the names of all files found there."""
     filesystem, location, prefix = filesystem_of(path, options)
     location = location.rstrip("/") or "/"
@@ -245,7 +251,7 @@ def _list_one(path: str, options: StorageOptions, format: str | None) -> tuple[l
         if info.type is fs.FileType.NotFound and _WILDCARD.search(location):
             infos, others = _glob(filesystem, location)
         elif info.type is fs.FileType.Directory:
-            infos, others = _walk_folder(filesystem, location, format)
+            infos, others = _walk_folder(filesystem, location, format, suffixes)
         else:
             infos, others = _one_file(filesystem, info), []
         indices: dict[str, fs.FileInfo] = {}
@@ -301,12 +307,16 @@ def _pair_indices(filesystem: fs.FileSystem, infos: _Infos) -> tuple[_Infos, dic
     return list(kept.values()), whole
 
 
-def _walk_folder(filesystem: fs.FileSystem, folder: str, format: str | None) -> tuple[_Infos, _Infos]:
+def _walk_folder(
+    filesystem: fs.FileSystem, folder: str, format: str | None, suffixes: tuple[str, ...]
+) -> tuple[_Infos, _Infos]:
     infos: list[fs.FileInfo] = []
     for info in filesystem.get_file_info(fs.FileSelector(folder, recursive=True)):
         inside = info.path[len(folder) :].strip("/").split("/")
         if info.type is fs.FileType.File and not any(part.startswith((".", "_")) for part in inside):
             infos.append(info)
+    if suffixes:
+        return [info for info in infos if info.path.lower().endswith(suffixes)], infos
     infos = _without_copies(infos)
     named = {i.path: format_of_name(i.path) for i in infos}
     for path in [path for path, found in named.items() if found == "megatron" and f"{path[:-4]}.idx" not in named]:

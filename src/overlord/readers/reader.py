@@ -91,10 +91,15 @@ def blocks_of_sizes(sizes: Iterable[Int64s], *, whole: bool = False) -> BlockInd
 
 
 class Reader(Protocol):
-    """Reads one format. Stateless: everything it needs is in the arguments, so threads may share it."""
+    """Reads one format. Stateless: everything it needs is in the arguments, so threads may share it.
+
+    A class of the user's own (`format="module:Class"`) may also have `suffixes`, the ends of the names of files that
+    are data in a folder, in lower case; and `native`, True where native code decodes the files, which are then read in
+    reader processes. `overlord.testing.check_reader` tries it.
+    """
 
     name: str
-    """The name of the format."""
+    """The name of the format; the user's own get theirs from the source."""
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
         """Find the blocks of a file.

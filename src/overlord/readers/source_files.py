@@ -7,7 +7,9 @@ the stream.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import importlib
 import logging
 import threading
 import time
@@ -43,7 +45,7 @@ FORMATS: dict[str, Reader] = {
     "megatron": MegatronReader(),
     "mds": MdsReader(),
 }
-"""Every format that a source may have."""
+"""Every format that is built in; `reader_of` finds the user's own."""
 _ATTEMPTS = 4
 """One attempt and three retries."""
 _FIRST_PAUSE_S = 0.25
@@ -58,7 +60,7 @@ class SourceFiles:
     Args:
         name: The source's name, for messages.
         paths: Files, folders, globs or URLs; see `list_files`.
-        format: One of `FORMATS`, or None to go by the names of the files.
+        format: One of `FORMATS`, a reader as "module:Class", or None to go by the names of the files.
         columns: The columns to read; None for all.
         storage_options: How to reach a remote store.
         cache: Where the indices of the files are kept, and row groups too large to be held in memory.
@@ -84,9 +86,10 @@ class SourceFiles:
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.name = name
-        self.files: list[StoredFile] = list_files(paths, storage_options, format=format)
+        suffixes = getattr(reader_of(format), "suffixes", ()) if format is not None else ()
+        self.files: list[StoredFile] = list_files(paths, storage_options, format=format, suffixes=suffixes)
         self.format = format_of(self.files, format)
-        self._reader = isolate(FORMATS[self.format]) if isolate else FORMATS[self.format]
+        self._reader = isolate(reader_of(self.format)) if isolate else reader_of(self.format)
         self._cache = cache
         self._wanted = list(columns) if columns is not None else None
         self._pause = pause
@@ -303,6 +306,43 @@ class NoFiles(SourceFiles):
         return "removed"
 
 
+@functools.cache
+def reader_of(format: str) -> Reader:
+    """Return the reader of a format: one of `FORMATS`, or the user's own class, written "module:Class".
+
+    The class is called without arguments, and its name is the format, so that indices of other readers are not taken
+    for its own.
+
+    Raises:
+        SpecError: There is no such format, the module cannot be imported, or its class is no reader.
+    """
+    if format in FORMATS:
+        return FORMATS[format]
+    module, colon, name = format.partition(":")
+    if not colon:
+        raise SpecError(
+            f"format={format!r} is not a format; the files could not be read. Set format= to one of "
+            f"{', '.join(map(repr, FORMATS))}, or to a reader of your own as 'module:Class'."
+        )
+    try:
+        reader = getattr(importlib.import_module(module), name)()
+        reader.name = format
+    except Exception as error:  # whatever the user's module raises when it is imported
+        raise SpecError(
+            f"format={format!r}: the reader cannot be made ({type(error).__name__}: {reason_of(error)}); the files "
+            "could not be read. Give the module as `import` takes it and a class in it that needs no arguments, and "
+            "see that the module is installed, or beside the script that launches."
+        ) from error
+    wanted = ("index", "stream", "divides", "seeks", "columns", "kinds")
+    missing = [method for method in wanted if not callable(getattr(reader, method, None))]
+    if missing:
+        raise SpecError(
+            f"format={format!r}: the class has no {', '.join(missing)}; it cannot read files. Give it all methods of "
+            "overlord.readers.reader.Reader; overlord.testing.check_reader tries them."
+        )
+    return reader
+
+
 def format_of(files: Sequence[StoredFile], declared: str | None) -> str:
     """Return the format of a source: the declared one, or the one that the names of its files imply.
 
@@ -312,9 +352,7 @@ def format_of(files: Sequence[StoredFile], declared: str | None) -> str:
     """
     choice = f"Set format= to one of {', '.join(map(repr, FORMATS))}"
     if declared is not None:
-        if declared not in FORMATS:
-            raise SpecError(f"format={declared!r} is not a format; the files could not be read. {choice}.")
-        return declared
+        return reader_of(declared).name
     found = format_of_name(files[0].path)
     if found is None:
         tables = files[0].path.lower().endswith((".csv", ".tsv"))
