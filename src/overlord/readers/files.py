@@ -10,7 +10,7 @@ import gzip
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -168,6 +168,10 @@ _COMPRESSIONS: dict[str, Compression] = {
 # From paths, globs, folders and URLs to the files of a source.
 
 
+Choose = Callable[[Sequence[str], str | None], list[str]]
+"""Selects some of the files of a folder, given their names in it and the text of its card, if there is one."""
+_CARD = "README.md"
+_CARD_BYTES = 8 << 20
 _WILDCARD = re.compile(r"[*?\[]")
 _TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 """Common table formats that no reader supports."""
@@ -179,13 +183,15 @@ def list_files(
     *,
     format: str | None = None,
     suffixes: Sequence[str] = (),
+    choose: Choose | None = None,
 ) -> list[StoredFile]:
     """Return the files that the paths name, sorted by path, each once, empty ones left out.
 
     A path is a file, a glob (`*`, `?`, `[..]` inside a folder, `**` across folders) or a folder, which
     stands for the data files in it at any depth, of one `format` or with one of the `suffixes` if they are given; names
     that start with '.' or '_' are not data. It is local or begins with file://, s3://, gs:// or hdfs://. The two files
-    of a Megatron dataset are one: the `.bin`, which any of both names or the prefix that they share stands for.
+    of a Megatron dataset are one: the `.bin`, which any of both names or the prefix that they share stands for. Of a
+    folder or a glob, `choose` selects files by their names in it and the text of the folder's card.
 
     Raises:
         SpecError: A scheme or a storage option is unknown.
@@ -193,7 +199,7 @@ def list_files(
     """
     found: dict[str, StoredFile] = {}
     for path in paths:
-        matches, beside = _list_one(path, storage_options or {}, format, tuple(suffixes))
+        matches, beside = _list_one(path, storage_options or {}, format, tuple(suffixes), choose)
         if not matches:
             raise _no_file(path, beside, format)
         found.update((file.path, file) for file in matches)
@@ -241,7 +247,7 @@ def _no_file(path: str, beside: Sequence[str], format: str | None) -> SourceErro
 
 
 def _list_one(
-    path: str, options: StorageOptions, format: str | None, suffixes: tuple[str, ...]
+    path: str, options: StorageOptions, format: str | None, suffixes: tuple[str, ...], choose: Choose | None
 ) -> tuple[list[StoredFile], list[str]]:
     """Return the files of one path, and the names of all files found there."""
     filesystem, location, prefix = filesystem_of(path, options)
@@ -254,9 +260,13 @@ def _list_one(
             infos, others = _walk_folder(filesystem, location, format, suffixes)
         else:
             infos, others = _one_file(filesystem, info), []
+        if choose is not None:
+            infos = _chosen(filesystem, location, infos, others, choose)
         indices: dict[str, fs.FileInfo] = {}
         if format in (None, "megatron"):
             infos, indices = _pair_indices(filesystem, infos)
+    except SourceError as error:
+        raise SourceError(f"{path!r}: {error}") from error
     except (OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:160]
         raise SourceError(
@@ -343,6 +353,19 @@ def _without_copies(infos: _Infos) -> _Infos:
         return info.base_name != "index.json" or not any(shard.startswith(folder) for shard in shards)
 
     return [info for info in infos if is_data(info)]
+
+
+def _chosen(filesystem: fs.FileSystem, folder: str, infos: _Infos, others: _Infos, choose: Choose) -> _Infos:
+    """Return the files that are wanted: of a folder by its card, of a glob or a file by the names alone."""
+    if not all(info.path.startswith(f"{folder}/") for info in infos):
+        folder, others = _WILDCARD.split(folder)[0].rpartition("/")[0], []
+    inside = {info.path[len(folder) :].strip("/"): info for info in infos}
+    card: str | None = None
+    found = next((info for info in others if info.path[len(folder) :].strip("/") == _CARD), None)
+    if found is not None and (found.size or 0) <= _CARD_BYTES:
+        with filesystem.open_input_stream(found.path) as native:
+            card = native.read().decode("utf-8", "replace")
+    return [inside[name] for name in choose(list(inside), card)] if inside else []
 
 
 def _glob(filesystem: fs.FileSystem, pattern: str) -> tuple[_Infos, _Infos]:

@@ -25,6 +25,7 @@ from overlord.core.ragged import Kind, RowBatch, num_rows, slice_rows
 from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
 from overlord.job.specs import Source
 from overlord.readers.arrow import ArrowReader
+from overlord.readers.dataset_card import split_files
 from overlord.readers.files import StoredFile, format_of_name, list_files, verify_unchanged
 from overlord.readers.index import IndexCache, build_indices, read_array, write_array
 from overlord.readers.jsonl import JsonlReader, why_no_row
@@ -62,6 +63,8 @@ class SourceFiles:
         paths: Files, folders, globs or URLs; see `list_files`.
         format: One of `FORMATS`, a reader as "module:Class", or None to go by the names of the files.
         columns: The columns to read; None for all.
+        config: Configuration of a dataset as on the Hub; None for its default one.
+        split: Split of such a dataset; None for the only one.
         storage_options: How to reach a remote store.
         cache: Where the indices of the files are kept, and row groups too large to be held in memory.
         isolate: Wraps the reader so that it runs in other processes, which a damaged file may crash; None reads in
@@ -81,13 +84,18 @@ class SourceFiles:
         cache: IndexCache,
         format: str | None = None,
         columns: Sequence[str] | None = None,
+        config: str | None = None,
+        split: str | None = None,
         storage_options: StorageOptions | None = None,
         isolate: Callable[[Reader], Reader] | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.name = name
         suffixes = getattr(reader_of(format), "suffixes", ()) if format is not None else ()
-        self.files: list[StoredFile] = list_files(paths, storage_options, format=format, suffixes=suffixes)
+        choose = functools.partial(split_files, config=config, split=split)
+        self.files: list[StoredFile] = list_files(
+            paths, storage_options, format=format, suffixes=suffixes, choose=choose
+        )
         self.format = format_of(self.files, format)
         self._reader = isolate(reader_of(self.format)) if isolate else reader_of(self.format)
         self._cache = cache

@@ -1,0 +1,139 @@
+"""Folders that are laid out as on the Hugging Face Hub: configurations and splits by the card, splits by names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import overlord as ol
+from overlord.errors import SourceError
+from overlord.readers.dataset_card import split_files
+
+from .conftest import read_all
+
+NAMES = ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"]
+CARD = """---
+license: mit
+configs:
+- config_name: en
+  data_files:
+  - {split: train, path: en/train-*}
+  - {split: test, path: [en/test-*.parquet, en/more/*]}
+- config_name: de
+  default: true
+  data_files: {train: "./de/**/*.parquet"}
+- config_name: fr
+  data_dir: fr
+---
+# A dataset
+configs: not these
+"""
+FILES = ["en/train-0.parquet", "en/train-1.parquet", "en/test-0.parquet", "en/more/x.parquet"]
+FILES += ["de/a/0.parquet", "de/1.parquet", "fr/dev/0.parquet", "fr/0.parquet"]
+
+
+def chosen(names: list[str], card: str | None = None, config: str | None = None, split: str | None = None) -> list[str]:
+    return split_files(names, card, config=config, split=split)
+
+
+@pytest.mark.parametrize(
+    ("config", "split", "found"),
+    [
+        ("en", "train", FILES[0:2]),
+        ("en", "test", FILES[2:4]),
+        ("de", "train", FILES[4:6]),
+        ("de", None, FILES[4:6]),
+        (None, None, FILES[4:6]),
+        ("fr", None, FILES[6:8]),
+        ("fr", "validation", FILES[6:7]),
+    ],
+)
+def test_the_card_tells_the_files(config: str | None, split: str | None, found: list[str]):
+    assert chosen(FILES, CARD, config, split) == found
+
+
+@pytest.mark.parametrize(
+    ("card", "config", "split", "why"),
+    [
+        (CARD, "en", None, "'en' has several splits; they would be mixed. Set split= to one of 'train', 'test'"),
+        (CARD, "en", "trian", "no split 'trian'; nothing would be read. .* Did you mean 'train'"),
+        (CARD, "es", None, "no configuration 'es'; .* Set config= to one of 'en', 'de', 'fr'"),
+        (CARD.replace("default: true", ""), None, None, "several configurations; they would be mixed"),
+        (
+            CARD.replace("en/train-*", "en/tr-*"),
+            "en",
+            "train",
+            "no file matches 'en/tr-\\*', which its README.md gives",
+        ),
+        (CARD.replace("- config_name: en", "- en"), "de", None, "cannot be read"),
+        ("---\nconfigs: 3\n---\n", None, None, "cannot be read"),
+        ("# no head", "en", None, "there is no README.md with a list of configurations"),
+        (None, "en", None, "there is no README.md with a list of configurations"),
+    ],
+)
+def test_what_is_not_clear_is_refused(card: str | None, config: str | None, split: str | None, why: str):
+    with pytest.raises(SourceError, match=why):
+        chosen(FILES, card, config, split)
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "found"),
+    [
+        (NAMES, None, NAMES),
+        (NAMES, "train", NAMES[:2]),
+        (NAMES, "test", NAMES[2:]),
+        (["train/test-set.jsonl", "eval.jsonl"], "train", ["train/test-set.jsonl"]),
+        (["my_dev_1.jsonl", "trainer.jsonl", "VALID/a.jsonl"], "validation", ["my_dev_1.jsonl", "VALID/a.jsonl"]),
+        (["train_sft-0.parquet", "train_gen-0.parquet"], "train_sft", ["train_sft-0.parquet"]),
+        (["a/part2.parquet", "a/part1.parquet"], "part1", ["a/part1.parquet"]),
+    ],
+)
+def test_names_tell_the_split(names: list[str], split: str | None, found: list[str]):
+    assert chosen(names, split=split) == found
+
+
+def test_a_split_that_no_name_tells_is_refused():
+    with pytest.raises(SourceError, match=r"belongs to split 'validation' \(there are 'test', 'train'\)"):
+        chosen(NAMES, split="validation")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number, name in enumerate(FILES):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"text": [f"{number}"]}), tmp_path / "data" / name)
+    (tmp_path / "data" / "README.md").write_text(CARD)
+    return tmp_path / "data"
+
+
+def test_a_folder_is_read_by_its_card(folder: Path, open_source):
+    def texts(path: Path, **options: str) -> list[bytes]:
+        return [row["text"] for row in read_all(open_source(path, **options))]
+
+    assert texts(folder) == [b"5", b"4"]  # the default one, sorted by name
+    assert texts(folder, config="en", split="test") == [b"3", b"2"]
+    assert texts(folder / "en" / "*.parquet", split="train") == [b"0", b"1"]
+    with pytest.raises(SourceError, match=r"x.parquet': no name of a file or folder tells"):
+        open_source(folder / "en" / "more" / "x.parquet", split="train")
+    with pytest.raises(SourceError, match=r"/data': configuration 'en' has several splits"):
+        open_source(folder, config="en")
+
+
+def test_a_job_names_configuration_and_split(folder: Path, tmp_path: Path):
+    source = ol.Source("en", str(folder), config="en", split="nothing")
+    assert ol.Source("en", str(folder), config="en", split="test").replace(split="nothing") == source
+    ids = tmp_path / "ids"
+    for name in ("train", "test"):
+        (ids / name).mkdir(parents=True)
+        pq.write_table(pa.table({"ids": [[1, 2, 3]] * 4}), ids / name / "0.parquet")
+    sample = ol.Text("ids", tokenized=True)
+    job = ol.Job([ol.Source("s", str(ids), sample=sample, split="test")], batch=ol.Batch(8, global_samples=4))
+    with ol.launch(job.evaluation(), runtime="inline", cache=str(tmp_path / "cache")) as service:
+        (step,) = list(service.client())
+        assert sum(len(batch.meta.sample_ids) for batch in step.microbatches) == 4
+    wrong = job.replace(sources=[job.sources[0].replace(split="dev2")])
+    with pytest.raises(SourceError, match=r"source 's': .*ids': no name .* belongs to split 'dev2'"):
+        ol.launch(wrong, runtime="inline", cache=str(tmp_path / "cache"))
