@@ -91,6 +91,8 @@ def test_yaml_examples_load(text, tmp_path):
     loaded = load_job_file(in_folder(tmp_path, "job.yaml", f"{text}\n{rest}\n"))
     for source in loaded.job.sources:
         for path in source.path:
+            if path.startswith("hf://"):
+                continue  # it would ask the Hub
             filesystem_of(path, source.storage_options)  # a wrong storage option is refused here
 
 

@@ -17,8 +17,8 @@ from typing import Literal, Protocol
 import pyarrow as pa
 from pyarrow import fs
 
-from overlord.errors import ReaderError, SourceError
-from overlord.storage import StorageOptions, filesystem_of
+from overlord.errors import ReaderError, SourceError, SpecError
+from overlord.storage import StorageOptions, check_options, filesystem_of
 
 _GZIP_BUFFER_BYTES = 64 << 10
 
@@ -189,9 +189,9 @@ def list_files(
 
     A path is a file, a glob (`*`, `?`, `[..]` inside a folder, `**` across folders) or a folder, which
     stands for the data files in it at any depth, of one `format` or with one of the `suffixes` if they are given; names
-    that start with '.' or '_' are not data. It is local or begins with file://, s3://, gs:// or hdfs://. The two files
-    of a Megatron dataset are one: the `.bin`, which any of both names or the prefix that they share stands for. Of a
-    folder or a glob, `choose` selects files by their names in it and the text of the folder's card.
+    that start with '.' or '_' are not data. It is local or begins with file://, s3://, gs://, hdfs:// or hf://. The two
+    files of a Megatron dataset are one: the `.bin`, which any of both names or the prefix that they share stands for.
+    Of a folder or a glob, `choose` selects files by their names in it and the text of the folder's card.
 
     Raises:
         SpecError: A scheme or a storage option is unknown.
@@ -250,7 +250,10 @@ def _list_one(
     path: str, options: StorageOptions, format: str | None, suffixes: tuple[str, ...], choose: Choose | None
 ) -> tuple[list[StoredFile], list[str]]:
     """Return the files of one path, and the names of all files found there."""
-    filesystem, location, prefix = filesystem_of(path, options)
+    if path.startswith(_HUB):
+        filesystem, location, prefix = _hub_filesystem(path, options)
+    else:
+        filesystem, location, prefix = filesystem_of(path, options)
     location = location.rstrip("/") or "/"
     try:
         info = filesystem.get_file_info(location)
@@ -287,6 +290,38 @@ def _list_one(
         )
 
     return [stored(info, indices.get(info.path)) for info in infos], [i.path for i in others]
+
+
+_HUB = "hf://"
+_HUB_OPTIONS: dict[str, type] = {"token": str, "endpoint": str}
+
+
+def _hub_filesystem(url: str, options: StorageOptions) -> tuple[fs.FileSystem, str, str]:
+    """Return what `filesystem_of` returns, of a path on the Hugging Face Hub.
+
+    The revision (a branch or a tag, `main` if there is none) becomes the commit that it names now: the files cannot
+    change while a job runs, and their indices are kept by that commit.
+    """
+    chosen = check_options("hf", options, _HUB_OPTIONS)
+    try:
+        from huggingface_hub import HfApi, HfFileSystem
+    except ImportError as error:
+        raise SpecError(
+            f"the path {url!r} is on the Hugging Face Hub, which needs the package huggingface_hub; nothing can be "
+            "listed. Install it (`pip install overlord-data[hub]`), or download the dataset and give its folder."
+        ) from error
+    try:
+        hub = HfFileSystem(**chosen)
+        at = hub.resolve_path(url[len(_HUB) :])
+        found = HfApi(**chosen).repo_info(at.repo_id, repo_type=at.repo_type, revision=at.revision)
+        location = f"{at.repo_type}s/{at.repo_id}@{found.sha}/{at.path_in_repo}"
+    except Exception as error:  # of the network, of the Hub (no such repository, no permission), of a path
+        raise SourceError(
+            f"cannot find {url!r} on the Hugging Face Hub: {' '.join(str(error).split())[:160]}; none of its files "
+            "can be listed. Write hf://datasets/ORG/NAME or hf://datasets/ORG/NAME@REVISION/PATH; a private one needs "
+            "a token."
+        ) from error
+    return fs.PyFileSystem(fs.FSSpecHandler(hub)), location, _HUB
 
 
 _Infos = list[fs.FileInfo]
