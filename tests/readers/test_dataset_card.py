@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -36,7 +38,7 @@ FILES += ["de/a/0.parquet", "de/1.parquet", "fr/dev/0.parquet", "fr/0.parquet"]
 
 
 def chosen(names: list[str], card: str | None = None, config: str | None = None, split: str | None = None) -> list[str]:
-    return split_files(names, card, config=config, split=split)
+    return split_files(names, {} if card is None else {"README.md": card}, config=config, split=split)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,61 @@ def test_names_tell_the_split(names: list[str], split: str | None, found: list[s
 def test_a_split_that_no_name_tells_is_refused():
     with pytest.raises(SourceError, match=r"belongs to split 'validation' \(there are 'test', 'train'\)"):
         chosen(NAMES, split="validation")
+
+
+ENERGON = """
+split_parts:
+  train: ["shards/s_{00..02}.tar", "shards/s_04.tar"]
+  val: [shards/s_03.tar]
+  test: []
+exclude: [shards/s_01.tar]
+"""
+SHARDS = [f"shards/s_{n:02d}.tar" for n in range(6)]
+
+
+def energon(text: str, split: str | None) -> list[str]:
+    return split_files(SHARDS, {".nv-meta/split.yaml": text}, config=None, split=split)
+
+
+def test_the_splits_of_energon():
+    assert energon(ENERGON, "train") == [SHARDS[0], SHARDS[2], SHARDS[4]]
+    assert energon(ENERGON, "val") == [SHARDS[3]]
+    assert energon("split_parts: {train: [shards/s_05.tar], val: []}", None) == [SHARDS[5]]
+    assert split_files(SHARDS, {".nv-meta/split.json": '{"split_parts": {"a": ["shards/s_00.tar"]}}'}, config=None, split="a") == SHARDS[:1]  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("text", "split", "why"),
+    [
+        (ENERGON, None, "several splits; they would be mixed. Set split= to one of 'train', 'val'"),
+        (ENERGON, "test", "no shards of split 'test'"),
+        (ENERGON, "trian", "Did you mean 'train'"),
+        (ENERGON.replace("s_04", "s_09"), "train", r"1 shards of split 'train' are not there \('shards/s_09.tar'\)"),
+        (ENERGON.replace("s_01.tar]", "s_02.tar/7]"), "train", r"excludes single samples \('shards/s_02.tar/7'\)"),
+        ("- 3", "train", "cannot be read"),
+        ("split_parts: {train: ['{000000000..999999999}']}", "train", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_the_splits_of_energon_is_told(text: str, split: str | None, why: str):
+    with pytest.raises(SourceError, match=why):
+        energon(text, split)
+
+
+def test_a_folder_of_energon_is_read_by_its_splits(tmp_path: Path, open_source):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / ".nv-meta").mkdir()
+    (tmp_path / ".nv-meta" / "split.yaml").write_text(ENERGON)
+    (tmp_path / ".nv-meta" / "dataset.yaml").write_text("sample_type: {}")
+    for name in SHARDS:
+        with tarfile.open(tmp_path / name, "w") as archive:
+            info = tarfile.TarInfo("0.txt")
+            info.size = len(name)
+            archive.addfile(info, io.BytesIO(name.encode()))
+        (tmp_path / f"{name}.idx").write_bytes(b"\0" * 16)  # which Energon writes beside them
+    rows = read_all(open_source(tmp_path, split="train", columns=["txt"]))
+    assert [row["txt"].decode() for row in rows] == [SHARDS[0], SHARDS[2], SHARDS[4]]
+    with pytest.raises(SourceError, match="several splits; they would be mixed"):
+        open_source(tmp_path)
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""Folders as datasets on the Hugging Face Hub are laid out: which files a configuration and a split have.
+"""Folders as datasets on the Hugging Face Hub, and those of Energon, are laid out: which files a split has.
 
-The card of a dataset (`README.md`) may list configurations with the files of their splits. Without such a list, a split
-is known by its name in the names of folders and files, as the Hub does it.
+The card of a dataset (`README.md`) may list configurations with the files of their splits; Energon writes the shards of
+each split into `.nv-meta/split.yaml`. Without such a list, a split is known by its name in the names of folders and
+files, as the Hub does it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import yaml
 
 from overlord.core.spec_errors import did_you_mean, list_some
 from overlord.errors import SourceError
-from overlord.readers.files import glob_regex
+from overlord.readers.files import DESCRIPTIONS, glob_regex
 
-CARD = "README.md"
+CARD, *_ENERGON = DESCRIPTIONS
 _WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -30,12 +31,12 @@ Splits = dict[str, list[str]]
 """The patterns of the files of each split."""
 
 
-def split_files(names: Sequence[str], card: str | None, *, config: str | None, split: str | None) -> list[str]:
+def split_files(names: Sequence[str], texts: Mapping[str, str], *, config: str | None, split: str | None) -> list[str]:
     r"""Return the files of a split, in the order given; all of them where nothing is to be chosen.
 
     Args:
         names: The data files, relative to the folder.
-        card: The text of the dataset's card, if it has one.
+        texts: Of the files that describe the dataset, those that it has, by their names.
         config: The configuration; None for the default one.
         split: The split; None for the only one.
 
@@ -44,13 +45,16 @@ def split_files(names: Sequence[str], card: str | None, *, config: str | None, s
 
     Example:
         >>> names = ["data/train-0.parquet", "data/train-1.parquet", "data/test-0.parquet"]
-        >>> split_files(names, None, config=None, split="test")
+        >>> split_files(names, {}, config=None, split="test")
         ['data/test-0.parquet']
         >>> card = "---\nconfigs: [{config_name: en, data_files: {train: data/train-*}}]\n---\n# A dataset"
-        >>> split_files(names, card, config="en", split=None)
+        >>> split_files(names, {"README.md": card}, config="en", split=None)
         ['data/train-0.parquet', 'data/train-1.parquet']
     """
-    configs, default = _configs_of(card)
+    shards = next((texts[name] for name in _ENERGON if name in texts), None)
+    if shards is not None and config is None:
+        return _energon_files(names, shards, split)
+    configs, default = _configs_of(texts.get(CARD))
     if not configs:
         if config is not None:
             raise SourceError(
@@ -151,3 +155,78 @@ def _splits_of(config: Mapping[str, Any]) -> Splits:
         some = [patterns] if isinstance(patterns, str) else [str(one) for one in patterns]
         found[str(split)] = ["/".join(filter(None, (folder, one.removeprefix("./")))) for one in some]
     return found
+
+
+# Energon
+
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_MOST_SHARDS = 1 << 20
+
+
+def _energon_files(names: Sequence[str], text: str, split: str | None) -> list[str]:
+    try:
+        found = yaml.safe_load(text)
+        parts = {
+            str(name): [one for shard in shards or () for one in expand(str(shard))]
+            for name, shards in found["split_parts"].items()
+        }
+        excluded = {one for shard in found.get("exclude") or () for one in expand(str(shard))}
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise SourceError(
+            f"the splits in its {_ENERGON[0]} cannot be read ({type(error).__name__}); it is not known which shards "
+            "belong to which split. Prepare the dataset again, or name the shards in the path."
+        ) from error
+    used = {name: shards for name, shards in parts.items() if shards}
+    if split is None and len(used) != 1:
+        raise SourceError(f"its {_ENERGON[0]} has several splits; they would be mixed. {_choose('split', used)}")
+    wanted = split if split is not None else next(iter(used))
+    if wanted not in used:
+        told = _choose("split", used, wanted)
+        raise SourceError(f"its {_ENERGON[0]} has no shards of split {wanted!r}; nothing would be read. {told}")
+    shards = set(used[wanted])
+    single = sorted(one for one in excluded - shards if one.rpartition("/")[0] in shards)
+    if single:
+        raise SourceError(
+            f"its {_ENERGON[0]} excludes single samples ({list_some(single, 3)}), and only whole shards can be left "
+            "out; they would be trained on. Write the shards without them, or take the entries out of the list."
+        )
+    missing = sorted(shards - excluded - set(names))
+    if missing:
+        raise SourceError(
+            f"{len(missing)} shards of split {wanted!r} are not there ({list_some(missing, 3)}); the source would have "
+            "other samples than its splits say. Copy them, or prepare the dataset again."
+        )
+    return [name for name in names if name in shards - excluded]
+
+
+def expand(pattern: str) -> list[str]:
+    """Return the names that a pattern with braces stands for, as in a shell: lists, and ranges of numbers.
+
+    Raises:
+        ValueError: They are more than a million.
+
+    Example:
+        >>> expand("shard_{008..010}.tar"), expand("{a,b}.tar"), expand("c.tar")
+        (['shard_008.tar', 'shard_009.tar', 'shard_010.tar'], ['a.tar', 'b.tar'], ['c.tar'])
+    """
+    found = _BRACES.search(pattern)
+    if found is None:
+        return [pattern]
+    numbers = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", found[1])
+    choices = found[1].split(",")
+    if numbers is not None:
+        first, last = int(numbers[1]), int(numbers[2])
+        if abs(last - first) >= _MOST_SHARDS:
+            raise ValueError(pattern)
+        width = max(map(len, numbers.groups())) if any(one.startswith("0") for one in numbers.groups()) else 0
+        step = 1 if last >= first else -1
+        choices = [f"{number:0{width}d}" for number in range(first, last + step, step)]
+    elif len(choices) == 1:
+        return [pattern]
+    names: list[str] = []
+    for choice in choices:
+        names += expand(pattern[: found.start()] + choice + pattern[found.end() :])
+        if len(names) > _MOST_SHARDS:
+            raise ValueError(pattern)
+    return names

@@ -10,7 +10,7 @@ import gzip
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -168,10 +168,11 @@ _COMPRESSIONS: dict[str, Compression] = {
 # From paths, globs, folders and URLs to the files of a source.
 
 
-Choose = Callable[[Sequence[str], str | None], list[str]]
-"""Selects some of the files of a folder, given their names in it and the text of its card, if there is one."""
-_CARD = "README.md"
-_CARD_BYTES = 8 << 20
+Choose = Callable[[Sequence[str], Mapping[str, str]], list[str]]
+"""Selects some of the files of a folder, given their names in it and the texts of its `DESCRIPTIONS`."""
+DESCRIPTIONS = ("README.md", ".nv-meta/split.yaml", ".nv-meta/split.json")
+"""Files that may tell which files of a folder belong to a split: the card of the Hub, and that of Energon."""
+_DESCRIPTION_BYTES = 8 << 20
 _WILDCARD = re.compile(r"[*?\[]")
 _TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 """Common table formats that no reader supports."""
@@ -191,7 +192,7 @@ def list_files(
     stands for the data files in it at any depth, of one `format` or with one of the `suffixes` if they are given; names
     that start with '.' or '_' are not data. It is local or begins with file://, s3://, gs://, hdfs:// or hf://. The two
     files of a Megatron dataset are one: the `.bin`, which any of both names or the prefix that they share stands for.
-    Of a folder or a glob, `choose` selects files by their names in it and the text of the folder's card.
+    Of a folder or a glob, `choose` selects files by their names in it and what describes the folder.
 
     Raises:
         SpecError: A scheme or a storage option is unknown.
@@ -256,15 +257,16 @@ def _list_one(
         filesystem, location, prefix = filesystem_of(path, options)
     location = location.rstrip("/") or "/"
     try:
-        info = filesystem.get_file_info(location)
+        info, listed = filesystem.get_file_info(location), []
         if info.type is fs.FileType.NotFound and _WILDCARD.search(location):
             infos, others = _glob(filesystem, location)
         elif info.type is fs.FileType.Directory:
-            infos, others = _walk_folder(filesystem, location, format, suffixes)
+            listed = filesystem.get_file_info(fs.FileSelector(location, recursive=True))
+            infos, others = _data_of_folder(listed, location, format, suffixes)
         else:
             infos, others = _one_file(filesystem, info), []
         if choose is not None:
-            infos = _chosen(filesystem, location, infos, others, choose)
+            infos = _chosen(filesystem, location, infos, listed, choose)
         indices: dict[str, fs.FileInfo] = {}
         if format in (None, "megatron"):
             infos, indices = _pair_indices(filesystem, infos)
@@ -352,11 +354,11 @@ def _pair_indices(filesystem: fs.FileSystem, infos: _Infos) -> tuple[_Infos, dic
     return list(kept.values()), whole
 
 
-def _walk_folder(
-    filesystem: fs.FileSystem, folder: str, format: str | None, suffixes: tuple[str, ...]
+def _data_of_folder(
+    listed: _Infos, folder: str, format: str | None, suffixes: tuple[str, ...]
 ) -> tuple[_Infos, _Infos]:
     infos: list[fs.FileInfo] = []
-    for info in filesystem.get_file_info(fs.FileSelector(folder, recursive=True)):
+    for info in listed:
         inside = info.path[len(folder) :].strip("/").split("/")
         if info.type is fs.FileType.File and not any(part.startswith((".", "_")) for part in inside):
             infos.append(info)
@@ -390,17 +392,17 @@ def _without_copies(infos: _Infos) -> _Infos:
     return [info for info in infos if is_data(info)]
 
 
-def _chosen(filesystem: fs.FileSystem, folder: str, infos: _Infos, others: _Infos, choose: Choose) -> _Infos:
-    """Return the files that are wanted: of a folder by its card, of a glob or a file by the names alone."""
-    if not all(info.path.startswith(f"{folder}/") for info in infos):
-        folder, others = _WILDCARD.split(folder)[0].rpartition("/")[0], []
+def _chosen(filesystem: fs.FileSystem, path: str, infos: _Infos, listed: _Infos, choose: Choose) -> _Infos:
+    """Return the files that are wanted: of a folder, of which all is listed, by what describes it; else by names."""
+    folder = path if listed else _WILDCARD.split(path)[0].rpartition("/")[0]
+    texts: dict[str, str] = {}
+    for info in listed:
+        name = info.path[len(folder) :].strip("/")
+        if name in DESCRIPTIONS and info.type is fs.FileType.File and (info.size or 0) <= _DESCRIPTION_BYTES:
+            with filesystem.open_input_stream(info.path) as native:
+                texts[name] = native.read().decode("utf-8", "replace")
     inside = {info.path[len(folder) :].strip("/"): info for info in infos}
-    card: str | None = None
-    found = next((info for info in others if info.path[len(folder) :].strip("/") == _CARD), None)
-    if found is not None and (found.size or 0) <= _CARD_BYTES:
-        with filesystem.open_input_stream(found.path) as native:
-            card = native.read().decode("utf-8", "replace")
-    return [inside[name] for name in choose(list(inside), card)] if inside else []
+    return [inside[name] for name in choose(list(inside), texts)] if inside else []
 
 
 def _glob(filesystem: fs.FileSystem, pattern: str) -> tuple[_Infos, _Infos]:
