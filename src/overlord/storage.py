@@ -52,16 +52,16 @@ def filesystem_of(url: str, options: StorageOptions, *, attempts: int | None = N
     scheme, is_url, rest = url.partition("://")
     scheme = scheme.lower()
     if not is_url:
-        _check_options("local", options, {})
+        check_options("local", options, {})
         return fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(url)), ""
     if scheme == "file":
-        _check_options("local", options, {})
+        check_options("local", options, {})
         path = rest[len("localhost") :] if rest.startswith("localhost/") else rest
         if not path.startswith("/"):
             raise SpecError(f"the path {url!r} names a host; only files of this host can be read. Write file:///path.")
         return fs.LocalFileSystem(), path, ""
     if scheme in ("s3", "s3a"):
-        chosen = _check_options("s3", options, _S3_OPTIONS)
+        chosen = check_options("s3", options, _S3_OPTIONS)
         endpoint = chosen.get("endpoint_override")
         if endpoint is not None:
             if "://" in endpoint:
@@ -73,12 +73,12 @@ def filesystem_of(url: str, options: StorageOptions, *, attempts: int | None = N
             chosen.setdefault("allow_delayed_open", True)  # a small object then takes one request, not three
         return _connect(url, lambda: fs.S3FileSystem(**chosen)), rest, f"{scheme}://"
     if scheme in ("gs", "gcs"):
-        chosen = _check_options("gs", options, _GCS_OPTIONS)
+        chosen = check_options("gs", options, _GCS_OPTIONS)
         if "retry_time_limit" in chosen:
             chosen["retry_time_limit"] = datetime.timedelta(seconds=chosen["retry_time_limit"])
         return _connect(url, lambda: fs.GcsFileSystem(**chosen)), rest, f"{scheme}://"
     if scheme == "hdfs":
-        chosen = _check_options("hdfs", options, _HDFS_OPTIONS)
+        chosen = check_options("hdfs", options, _HDFS_OPTIONS)
         parts = urlsplit(url)
         host, port = parts.hostname or "default", parts.port or (8020 if parts.hostname else 0)
         found = _connect(url, lambda: fs.HadoopFileSystem(host, port, **chosen))
@@ -120,7 +120,12 @@ _GCS_OPTIONS: dict[str, type] = {
 _HDFS_OPTIONS: dict[str, type] = {"user": str, "buffer_size": int, "kerb_ticket": str}
 
 
-def _check_options(scheme: str, options: StorageOptions, allowed: Mapping[str, type]) -> dict[str, Any]:
+def check_options(scheme: str, options: StorageOptions, allowed: Mapping[str, type]) -> dict[str, Any]:
+    """Return the options of a filesystem.
+
+    Raises:
+        SpecError: One is unknown, or of another type.
+    """
     for name, value in options.items():
         if name not in allowed:
             known = ", ".join(sorted(allowed)) or "none"

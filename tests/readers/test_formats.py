@@ -24,6 +24,8 @@ def listed(folder: Path, *names: str):
         *[(f"x{end}", "jsonl") for end in (".jsonl", ".ndjson.gz", ".json", ".jsonl.zst")],
         *[(f"x{end}", "tar") for end in (".tar", ".tar.gz", ".tgz")],
         *[(f"x{end}", "arrow") for end in (".arrow", ".feather", ".ipc")],
+        ("x.bin", "megatron"),
+        *[(f"x{end}", "mds") for end in (".mds", ".mds.zstd", ".mds.gz", ".mds.bz2", ".mds.br")],
     ],
 )
 def test_the_name_tells_the_format(name: str, format: str, tmp_path: Path):
@@ -36,8 +38,8 @@ def test_a_declared_format_wins(tmp_path: Path):
 
 
 def test_what_the_names_do_not_tell_is_asked_for(tmp_path: Path):
-    with pytest.raises(SourceError, match=r"x.bin does not say which format .* Set format= to one of 'parquet'"):
-        format_of(listed(tmp_path, "x.bin"), None)
+    with pytest.raises(SourceError, match=r"x.dat does not say which format .* Set format= to one of 'parquet'"):
+        format_of(listed(tmp_path, "x.dat"), None)
     with pytest.raises(SourceError, match=r"a.tar is tar but .*b.parquet is parquet; a source has one format"):
         format_of(listed(tmp_path, "a.tar", "b.parquet"), None)
     with pytest.raises(SpecError, match=r"format='csv' is not a format"):

@@ -38,6 +38,7 @@ from overlord.runtimes.supervision.reader_processes import ReaderProcesses
 from overlord.transforms.samples.images import decode_image
 from overlord.transforms.samples.per_sample import MediaFault
 
+DATA = Path(__file__).parent / "data"
 ROWS = 24
 FEW, MANY = 500, 20_000
 BATCH = 100
@@ -190,12 +191,16 @@ def zstd(data: bytes) -> bytes:
 
 
 LINES = ["text", "ids", "n", "chat"]
+MDS = ["text", "ids", "any", "four", "n", "score", "digits", "meta", "raw", "image", "images"]
 OTHERS: dict[str, tuple[Callable[[], bytes], list[str]]] = {
     "a.jsonl": (jsonl, LINES),
     "a.jsonl.gz": (lambda: gzip.compress(jsonl(), mtime=0), LINES),
     "a.jsonl.zst": (lambda: zstd(jsonl()), LINES),
     "a.tar": (tar, ["txt", "jpg"]),
     "a.tar.gz": (lambda: tar("w:gz"), ["txt", "jpg"]),
+    "a.mds": (lambda: (DATA / "mds" / "raw" / "shard.00006.mds").read_bytes(), MDS),
+    "a.mds.zstd": (lambda: (DATA / "mds" / "zstd" / "shard.00001.mds.zstd").read_bytes(), MDS),
+    "a.mds.br": (lambda: (DATA / "mds" / "br" / "shard.00001.mds.br").read_bytes(), MDS),
 }
 
 
@@ -216,6 +221,26 @@ def test_lines_and_shards(name: str, count: int, tmp_path: Path) -> None:
         path.unlink()
 
     case(-1)  # kernels are loaded before the fork
+    in_children(count, case)
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", ["gpt_uint16_text_document", "bert_int32_text_sentence"])
+def test_megatron_indices(name: str, count: int, tmp_path: Path) -> None:
+    data, index = ((DATA / "megatron" / f"{name}{end}").read_bytes() for end in (".bin", ".idx"))
+
+    def case(seed: int) -> None:
+        path = tmp_path / f"{seed}.bin"
+        path.write_bytes(data)
+        path.with_suffix(".idx").write_bytes(flip(index, name, seed))
+        try:
+            read_everything(path, tmp_path / "cache", None, ["tokens"])
+        except OverlordError as error:
+            assert str(path) in str(error)
+        path.unlink()
+
+    case(-1)
     in_children(count, case)
 
 

@@ -215,6 +215,8 @@ def _list_source(source: Source, cache: str) -> None:
                 cache=index,
                 format=source.format,
                 columns=[],
+                config=source.config,
+                split=source.split,
                 storage_options=source.storage_options,
                 isolate=isolated(),
             )

@@ -98,7 +98,11 @@ class Source(Spec):
     ] = 0.01
     """Share of bad samples at which the run stops."""
     format: Word | None = None
-    """File format, where it cannot be told from the names."""
+    """File format, where it cannot be told from the names, or a reader of your own as "module:Class"."""
+    config: Word | None = None
+    """Configuration of a dataset that is laid out as on the Hugging Face Hub, by its README.md."""
+    split: Word | None = None
+    """Split of such a dataset, by its README.md or the names of its files."""
     storage_options: Takes[dict[str, Any], Mapping[str, Any]] = spec_field(default={}, repr=False)
     """Options of the filesystem: region, endpoint, credentials."""
 

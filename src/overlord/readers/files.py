@@ -10,15 +10,15 @@ import gzip
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import pyarrow as pa
 from pyarrow import fs
 
-from overlord.errors import ReaderError, SourceError
-from overlord.storage import StorageOptions, filesystem_of
+from overlord.errors import ReaderError, SourceError, SpecError
+from overlord.storage import StorageOptions, check_options, filesystem_of
 
 _GZIP_BUFFER_BYTES = 64 << 10
 
@@ -60,6 +60,8 @@ class StoredFile:
     filesystem: fs.FileSystem = field(repr=False, compare=False)
     location: str = field(repr=False)
     """The path on `filesystem`."""
+    beside: StoredFile | None = None
+    """The file that is read with this one: the `.idx` of a Megatron `.bin`."""
 
     @property
     def is_local(self) -> bool:
@@ -95,8 +97,10 @@ def verify_unchanged(file: StoredFile) -> None:
     """Check that a file has not changed since it was listed.
 
     Raises:
-        ReaderError: It has another size or modification time, or is gone.
+        ReaderError: It, or the file that is read with it, has another size or modification time, or is gone.
     """
+    if file.beside is not None:
+        verify_unchanged(file.beside)
     info = file.filesystem.get_file_info(file.location)
     if info.type is not fs.FileType.File:
         found = "is gone"
@@ -115,12 +119,14 @@ def verify_unchanged(file: StoredFile) -> None:
 # Formats and compression by file name.
 
 
-Compression = Literal["gzip", "zstd"]
+Compression = Literal["gzip", "zstd", "bz2", "brotli"]
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet", ".pq"),
     "jsonl": tuple(name + end for name in (".jsonl", ".ndjson", ".json") for end in ("", ".gz", ".zst")),
     "tar": (".tar", ".tar.gz", ".tgz"),
     "arrow": (".arrow", ".feather", ".ipc"),
+    "megatron": (".bin",),
+    "mds": tuple(f".mds{end}" for end in ("", ".zstd", ".gz", ".bz2", ".br")),
 }
 """The suffixes of the file names of each format."""
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -145,28 +151,48 @@ def compression_of_name(path: str) -> Compression | None:
         >>> compression_of_name("a.tgz"), compression_of_name("a.jsonl.zst"), compression_of_name("a.tar")
         ('gzip', 'zstd', None)
     """
-    name = path.lower()
-    if name.endswith((".gz", ".tgz")):
-        return "gzip"
-    return "zstd" if name.endswith(".zst") else None
+    end = path.lower().rpartition(".")[2]
+    return _COMPRESSIONS.get(end)
+
+
+_COMPRESSIONS: dict[str, Compression] = {
+    "gz": "gzip",
+    "tgz": "gzip",
+    "zst": "zstd",
+    "zstd": "zstd",
+    "bz2": "bz2",
+    "br": "brotli",
+}
 
 
 # From paths, globs, folders and URLs to the files of a source.
 
 
+Choose = Callable[[Sequence[str], Mapping[str, str]], list[str]]
+"""Selects some of the files of a folder, given their names in it and the texts of its `DESCRIPTIONS`."""
+DESCRIPTIONS = ("README.md", ".nv-meta/split.yaml", ".nv-meta/split.json")
+"""Files that may tell which files of a folder belong to a split: the card of the Hub, and that of Energon."""
+_DESCRIPTION_BYTES = 8 << 20
 _WILDCARD = re.compile(r"[*?\[]")
 _TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 """Common table formats that no reader supports."""
 
 
 def list_files(
-    paths: Sequence[str], storage_options: StorageOptions | None = None, *, format: str | None = None
+    paths: Sequence[str],
+    storage_options: StorageOptions | None = None,
+    *,
+    format: str | None = None,
+    suffixes: Sequence[str] = (),
+    choose: Choose | None = None,
 ) -> list[StoredFile]:
     """Return the files that the paths name, sorted by path, each once, empty ones left out.
 
     A path is a file, a glob (`*`, `?`, `[..]` inside a folder, `**` across folders) or a folder, which
-    stands for the data files in it at any depth, of one `format` if it is given; names that start with '.' or '_' are
-    not data. It is local or begins with file://, s3://, gs:// or hdfs://.
+    stands for the data files in it at any depth, of one `format` or with one of the `suffixes` if they are given; names
+    that start with '.' or '_' are not data. It is local or begins with file://, s3://, gs://, hdfs:// or hf://. The two
+    files of a Megatron dataset are one: the `.bin`, which any of both names or the prefix that they share stands for.
+    Of a folder or a glob, `choose` selects files by their names in it and what describes the folder.
 
     Raises:
         SpecError: A scheme or a storage option is unknown.
@@ -174,7 +200,7 @@ def list_files(
     """
     found: dict[str, StoredFile] = {}
     for path in paths:
-        matches, beside = _list_one(path, storage_options or {}, format)
+        matches, beside = _list_one(path, storage_options or {}, format, tuple(suffixes), choose)
         if not matches:
             raise _no_file(path, beside, format)
         found.update((file.path, file) for file in matches)
@@ -221,18 +247,31 @@ def _no_file(path: str, beside: Sequence[str], format: str | None) -> SourceErro
     )
 
 
-def _list_one(path: str, options: StorageOptions, format: str | None) -> tuple[list[StoredFile], list[str]]:
+def _list_one(
+    path: str, options: StorageOptions, format: str | None, suffixes: tuple[str, ...], choose: Choose | None
+) -> tuple[list[StoredFile], list[str]]:
     """Return the files of one path, and the names of all files found there."""
-    filesystem, location, prefix = filesystem_of(path, options)
+    if path.startswith(_HUB):
+        filesystem, location, prefix = _hub_filesystem(path, options)
+    else:
+        filesystem, location, prefix = filesystem_of(path, options)
     location = location.rstrip("/") or "/"
     try:
-        info = filesystem.get_file_info(location)
+        info, listed = filesystem.get_file_info(location), []
         if info.type is fs.FileType.NotFound and _WILDCARD.search(location):
             infos, others = _glob(filesystem, location)
         elif info.type is fs.FileType.Directory:
-            infos, others = _walk_folder(filesystem, location, format)
+            listed = filesystem.get_file_info(fs.FileSelector(location, recursive=True))
+            infos, others = _data_of_folder(listed, location, format, suffixes)
         else:
-            infos, others = [info] if info.type is fs.FileType.File else [], []
+            infos, others = _one_file(filesystem, info), []
+        if choose is not None:
+            infos = _chosen(filesystem, location, infos, listed, choose)
+        indices: dict[str, fs.FileInfo] = {}
+        if format in (None, "megatron"):
+            infos, indices = _pair_indices(filesystem, infos)
+    except SourceError as error:
+        raise SourceError(f"{path!r}: {error}") from error
     except (OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:160]
         raise SourceError(
@@ -241,29 +280,94 @@ def _list_one(path: str, options: StorageOptions, format: str | None) -> tuple[l
     # A relative path of the user is shown as a relative one.
     relative = "://" not in path and not os.path.isabs(os.path.expanduser(path))
     here = os.getcwd()
-    files = [
-        StoredFile(
-            path=os.path.relpath(i.path, here) if relative else prefix + i.path,
-            size=int(i.size or 0),
-            mtime_ns=int(i.mtime_ns or 0),
+
+    def stored(info: fs.FileInfo, beside: fs.FileInfo | None) -> StoredFile:
+        return StoredFile(
+            path=os.path.relpath(info.path, here) if relative else prefix + info.path,
+            size=int(info.size or 0),
+            mtime_ns=int(info.mtime_ns or 0),
             filesystem=filesystem,
-            location=i.path,
+            location=info.path,
+            beside=stored(beside, None) if beside is not None else None,
         )
-        for i in infos
-    ]
-    return files, [i.path for i in others]
+
+    return [stored(info, indices.get(info.path)) for info in infos], [i.path for i in others]
+
+
+_HUB = "hf://"
+_HUB_OPTIONS: dict[str, type] = {"token": str, "endpoint": str}
+
+
+def _hub_filesystem(url: str, options: StorageOptions) -> tuple[fs.FileSystem, str, str]:
+    """Return what `filesystem_of` returns, of a path on the Hugging Face Hub.
+
+    The revision (a branch or a tag, `main` if there is none) becomes the commit that it names now: the files cannot
+    change while a job runs, and their indices are kept by that commit.
+    """
+    chosen = check_options("hf", options, _HUB_OPTIONS)
+    try:
+        from huggingface_hub import HfApi, HfFileSystem
+    except ImportError as error:
+        raise SpecError(
+            f"the path {url!r} is on the Hugging Face Hub, which needs the package huggingface_hub; nothing can be "
+            "listed. Install it (`pip install overlord-data[hub]`), or download the dataset and give its folder."
+        ) from error
+    try:
+        hub = HfFileSystem(**chosen)
+        at = hub.resolve_path(url[len(_HUB) :])
+        found = HfApi(**chosen).repo_info(at.repo_id, repo_type=at.repo_type, revision=at.revision)
+        location = f"{at.repo_type}s/{at.repo_id}@{found.sha}/{at.path_in_repo}"
+    except Exception as error:  # of the network, of the Hub (no such repository, no permission), of a path
+        raise SourceError(
+            f"cannot find {url!r} on the Hugging Face Hub: {' '.join(str(error).split())[:160]}; none of its files "
+            "can be listed. Write hf://datasets/ORG/NAME or hf://datasets/ORG/NAME@REVISION/PATH; a private one needs "
+            "a token."
+        ) from error
+    return fs.PyFileSystem(fs.FSSpecHandler(hub)), location, _HUB
 
 
 _Infos = list[fs.FileInfo]
 
 
-def _walk_folder(filesystem: fs.FileSystem, folder: str, format: str | None) -> tuple[_Infos, _Infos]:
+def _one_file(filesystem: fs.FileSystem, info: fs.FileInfo) -> _Infos:
+    if info.type is fs.FileType.NotFound:  # Megatron names a dataset by what its two files share
+        found = filesystem.get_file_info([info.path + end for end in (".bin", ".idx")])
+        return found[:1] if all(one.type is fs.FileType.File for one in found) else []
+    return [info] if info.type is fs.FileType.File else []
+
+
+def _pair_indices(filesystem: fs.FileSystem, infos: _Infos) -> tuple[_Infos, dict[str, fs.FileInfo]]:
+    """Return the files with every `.idx` that has a `.bin` replaced by that, and the `.idx` of each `.bin`."""
+    stems = {info.path[:-4]: None for info in infos if info.path.endswith((".bin", ".idx"))}
+    pairs = filesystem.get_file_info([stem + end for stem in stems for end in (".bin", ".idx")]) if stems else []
+    whole = {
+        data.path: index
+        for data, index in zip(pairs[::2], pairs[1::2], strict=True)
+        if data.type is fs.FileType.File and index.type is fs.FileType.File
+    }
+    named = {data.path: data for data in pairs[::2]}
+    kept: dict[str, fs.FileInfo] = {}
+    for info in infos:
+        data = f"{info.path[:-4]}.bin"
+        of_index = info.path.endswith(".idx") and data in whole
+        kept[data if of_index else info.path] = named[data] if of_index else info
+    return list(kept.values()), whole
+
+
+def _data_of_folder(
+    listed: _Infos, folder: str, format: str | None, suffixes: tuple[str, ...]
+) -> tuple[_Infos, _Infos]:
     infos: list[fs.FileInfo] = []
-    for info in filesystem.get_file_info(fs.FileSelector(folder, recursive=True)):
+    for info in listed:
         inside = info.path[len(folder) :].strip("/").split("/")
         if info.type is fs.FileType.File and not any(part.startswith((".", "_")) for part in inside):
             infos.append(info)
+    if suffixes:
+        return [info for info in infos if info.path.lower().endswith(suffixes)], infos
+    infos = _without_copies(infos)
     named = {i.path: format_of_name(i.path) for i in infos}
+    for path in [path for path, found in named.items() if found == "megatron" and f"{path[:-4]}.idx" not in named]:
+        named[path] = None  # other tools write .bin files too: weights, for instance
     data = [
         i
         for i in infos
@@ -274,6 +378,33 @@ def _walk_folder(filesystem: fs.FileSystem, folder: str, format: str | None) -> 
     return [i for i in infos if named[i.path] is None and not i.path.lower().endswith(_TABLES)], infos
 
 
+def _without_copies(infos: _Infos) -> _Infos:
+    """Leave out what is written beside MDS shards: their `index.json`, and compressed copies of raw shards."""
+    shards = {info.path for info in infos if format_of_name(info.path) == "mds"}
+
+    def is_data(info: fs.FileInfo) -> bool:
+        if info.path in shards:
+            raw = info.path[: info.path.lower().rfind(".mds") + len(".mds")]
+            return raw == info.path or raw not in shards
+        folder = info.path.removesuffix("index.json")
+        return info.base_name != "index.json" or not any(shard.startswith(folder) for shard in shards)
+
+    return [info for info in infos if is_data(info)]
+
+
+def _chosen(filesystem: fs.FileSystem, path: str, infos: _Infos, listed: _Infos, choose: Choose) -> _Infos:
+    """Return the files that are wanted: of a folder, of which all is listed, by what describes it; else by names."""
+    folder = path if listed else _WILDCARD.split(path)[0].rpartition("/")[0]
+    texts: dict[str, str] = {}
+    for info in listed:
+        name = info.path[len(folder) :].strip("/")
+        if name in DESCRIPTIONS and info.type is fs.FileType.File and (info.size or 0) <= _DESCRIPTION_BYTES:
+            with filesystem.open_input_stream(info.path) as native:
+                texts[name] = native.read().decode("utf-8", "replace")
+    inside = {info.path[len(folder) :].strip("/"): info for info in infos}
+    return [inside[name] for name in choose(list(inside), texts)] if inside else []
+
+
 def _glob(filesystem: fs.FileSystem, pattern: str) -> tuple[_Infos, _Infos]:
     parts = pattern.split("/")
     first = next(n for n, part in enumerate(parts) if _WILDCARD.search(part))
@@ -282,7 +413,7 @@ def _glob(filesystem: fs.FileSystem, pattern: str) -> tuple[_Infos, _Infos]:
     selector = fs.FileSelector(base, recursive=deep, allow_not_found=True)
     matches = glob_regex(pattern).fullmatch
     found = [i for i in filesystem.get_file_info(selector) if i.type is fs.FileType.File]
-    return [i for i in found if matches(i.path)], found
+    return _without_copies([i for i in found if matches(i.path)]), found
 
 
 def glob_regex(pattern: str) -> re.Pattern[str]:

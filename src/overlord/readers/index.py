@@ -133,7 +133,8 @@ def _build(file: StoredFile, reader: Reader, columns: Sequence[str]) -> BlockInd
 def _entry_key(file: StoredFile, format: str, columns: Sequence[str]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     kind = "local" if file.is_local else file.path.split("://", 1)[0]
-    for part in (_VERSION, format, kind, file.location, file.size, file.mtime_ns, *sorted(set(columns))):
+    beside = (file.beside.location, file.beside.size, file.beside.mtime_ns) if file.beside else ()
+    for part in (_VERSION, format, kind, file.location, file.size, file.mtime_ns, *beside, *sorted(set(columns))):
         text = str(part).encode("utf-8", "surrogateescape")
         digest.update(b"%d:" % len(text) + text)
     return digest.hexdigest()

@@ -180,15 +180,20 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
         >>> parse_object(b'{"a": 1}'), parse_object(b"[1]"), parse_object(b"{oops")
         ({'a': 1}, None, None)
     """
+    value = parse_value(line)
+    return value if isinstance(value, dict) else None
+
+
+def parse_value(data: bytes) -> Any:
+    """Return the JSON value in some bytes of UTF-8, or None if there is none."""
     try:
-        value = _decode(line)
+        return _decode(data)
     except (ValueError, RecursionError):
         # msgspec takes a quarter of the time; json also takes a byte-order mark, NaN, infinity and lone surrogates.
         try:
-            value = json.loads(line.decode("utf-8-sig"))
+            return json.loads(data.decode("utf-8-sig"))
         except (ValueError, RecursionError):
             return None
-    return value if isinstance(value, dict) else None
 
 
 def reach(value: Any, column: str) -> Any:

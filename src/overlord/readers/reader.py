@@ -5,21 +5,26 @@ There is one module per format; the table of formats is `source_files.FORMATS`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from overlord.core.ragged import Kind, RowBatch
 from overlord.errors import SourceError
-from overlord.readers.files import StoredFile, compression_of_name
+from overlord.readers.files import ByteStream, StoredFile, compression_of_name
 
 BLOCK_BYTES = 1 << 20
 """Size of the blocks in formats that have none of their own."""
+
+_LOCAL_WINDOW_BYTES = 4 << 10
+_REMOTE_WINDOW_BYTES = 256 << 10
 
 Rows = Generator[RowBatch, None, None]
 """Rows of a block, a batch at a time."""
@@ -58,11 +63,43 @@ class BlockIndex:
         return cls(rows, table[1].copy(), table[2].copy(), table[3].copy(), np.cumsum(rows) - rows)
 
 
+SEEKABLE_BLOCK_BYTES = 16 << 20
+"""Size of the blocks in formats where any row is reached at once. It is larger than a shuffle usually is, so that
+blocks are cut into parts: rows of a group then come from many places. And an index of terabytes stays small."""
+
+
+def blocks_of_sizes(sizes: Iterable[Int64s], *, whole: bool = False) -> BlockIndex:
+    """Return blocks of about `SEEKABLE_BLOCK_BYTES`, or one, whose start and stop are rows; sizes come in runs of rows.
+
+    Example:
+        >>> blocks_of_sizes([np.array([9 << 20, 9 << 20]), np.array([20])]).rows.tolist()
+        [2, 1]
+    """
+    firsts, before = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    rows, total, last = 0, 0, -1
+    for run in sizes:
+        if len(run):
+            starts = total + np.cumsum(run) - run
+            blocks = starts // SEEKABLE_BLOCK_BYTES * (not whole)
+            new = np.flatnonzero(np.diff(blocks, prepend=last))
+            firsts.append(rows + new)
+            before.append(starts[new])
+            rows, total, last = rows + len(run), total + int(run.sum()), int(blocks[-1])
+    bounds, bytes_before = np.concatenate([*firsts, [rows]]), np.concatenate([*before, [total]])
+    start, stop = bounds[:-1].copy(), bounds[1:].copy()
+    return BlockIndex(stop - start, np.diff(bytes_before), start, stop, start)
+
+
 class Reader(Protocol):
-    """Reads one format. Stateless: everything it needs is in the arguments, so threads may share it."""
+    """Reads one format. Stateless: everything it needs is in the arguments, so threads may share it.
+
+    A class of the user's own (`format="module:Class"`) may also have `suffixes`, the ends of the names of files that
+    are data in a folder, in lower case; and `native`, True where native code decodes the files, which are then read in
+    reader processes. `overlord.testing.check_reader` tries it.
+    """
 
     name: str
-    """The name of the format."""
+    """The name of the format; the user's own get theirs from the source."""
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
         """Find the blocks of a file.
@@ -127,6 +164,81 @@ class CompressibleReader:
     def seeks(self, file: StoredFile) -> bool:
         """Return False: the rows before a part have to be read."""
         return False
+
+
+class FileBytes(Protocol):
+    """The bytes of a file, decompressed."""
+
+    def read(self, at: int, count: int) -> bytes:
+        """Return `count` bytes at an offset, fewer at the end."""
+        ...
+
+
+class RandomBytes:
+    """Bytes at any offset, read through a window: one request serves many small members."""
+
+    def __init__(self, native: pa.NativeFile, size: int, window_bytes: int) -> None:
+        self._native = native
+        self._size = size
+        self._window_bytes = window_bytes
+        self._window = b""
+        self._window_at = 0
+
+    def read(self, at: int, count: int) -> bytes:
+        """Return `count` bytes, fewer at the end of the file."""
+        if at > self._size:
+            raise cut_short(self._size)
+        if not self._window_at <= at <= at + count <= self._window_at + len(self._window):
+            self._window = self._native.read_at(min(max(count, self._window_bytes), self._size - at), at)
+            self._window_at = at
+        return self._window[at - self._window_at :][:count]
+
+
+class ForwardBytes:
+    """Bytes of a stream that can only go forward (a compressed file)."""
+
+    def __init__(self, native: ByteStream) -> None:
+        self._native = native
+        self._at = 0
+
+    def read(self, at: int, count: int) -> bytes:
+        """Return `count` bytes, fewer at the end; `at` must not decrease."""
+        while self._at < at:
+            passed = self._native.read(min(at - self._at, 1 << 20))
+            if not passed:
+                raise cut_short(self._at)
+            self._at += len(passed)
+        parts: list[bytes] = []
+        while count:
+            part = self._native.read(count)
+            if not part:
+                break
+            parts.append(part)
+            count -= len(part)
+            self._at += len(part)
+        return b"".join(parts)
+
+
+def random_bytes(file: StoredFile, native: pa.NativeFile) -> RandomBytes:
+    """Return the bytes of an open file, with a window that suits where it is stored."""
+    return RandomBytes(native, file.size, _LOCAL_WINDOW_BYTES if file.is_local else _REMOTE_WINDOW_BYTES)
+
+
+@contextlib.contextmanager
+def open_bytes(file: StoredFile) -> Iterator[FileBytes]:
+    """Open a file that may be compressed as a whole; then its bytes can only be read front to back."""
+    compression = compression_of_name(file.path)
+    if compression is not None:
+        with file.open_stream(compression) as native:
+            yield ForwardBytes(native)
+        return
+    with file.open() as native:
+        yield random_bytes(file, native)
+
+
+def cut_short(at: int) -> DamagedFile:
+    """Return the error for a file that ends too early."""
+    return DamagedFile(f"it is cut short at byte {at}")
 
 
 def reason_of(error: BaseException) -> str:

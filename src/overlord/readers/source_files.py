@@ -7,7 +7,9 @@ the stream.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import importlib
 import logging
 import threading
 import time
@@ -23,9 +25,12 @@ from overlord.core.ragged import Kind, RowBatch, num_rows, slice_rows
 from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
 from overlord.job.specs import Source
 from overlord.readers.arrow import ArrowReader
+from overlord.readers.dataset_card import split_files
 from overlord.readers.files import StoredFile, format_of_name, list_files, verify_unchanged
 from overlord.readers.index import IndexCache, build_indices, read_array, write_array
 from overlord.readers.jsonl import JsonlReader, why_no_row
+from overlord.readers.mds import MdsReader
+from overlord.readers.megatron import MegatronReader
 from overlord.readers.parquet import ParquetReader
 from overlord.readers.reader import BlockIndex, Reader, Rows, missing_column, reason_of, unreadable
 from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows
@@ -38,8 +43,10 @@ FORMATS: dict[str, Reader] = {
     "jsonl": JsonlReader(),
     "tar": TarReader(),
     "arrow": ArrowReader(),
+    "megatron": MegatronReader(),
+    "mds": MdsReader(),
 }
-"""Every format that a source may have."""
+"""Every format that is built in; `reader_of` finds the user's own."""
 _ATTEMPTS = 4
 """One attempt and three retries."""
 _FIRST_PAUSE_S = 0.25
@@ -54,8 +61,10 @@ class SourceFiles:
     Args:
         name: The source's name, for messages.
         paths: Files, folders, globs or URLs; see `list_files`.
-        format: One of `FORMATS`, or None to go by the names of the files.
+        format: One of `FORMATS`, a reader as "module:Class", or None to go by the names of the files.
         columns: The columns to read; None for all.
+        config: Configuration of a dataset as on the Hub; None for its default one.
+        split: Split of such a dataset; None for the only one.
         storage_options: How to reach a remote store.
         cache: Where the indices of the files are kept, and row groups too large to be held in memory.
         isolate: Wraps the reader so that it runs in other processes, which a damaged file may crash; None reads in
@@ -75,14 +84,20 @@ class SourceFiles:
         cache: IndexCache,
         format: str | None = None,
         columns: Sequence[str] | None = None,
+        config: str | None = None,
+        split: str | None = None,
         storage_options: StorageOptions | None = None,
         isolate: Callable[[Reader], Reader] | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.name = name
-        self.files: list[StoredFile] = list_files(paths, storage_options, format=format)
+        suffixes = getattr(reader_of(format), "suffixes", ()) if format is not None else ()
+        choose = functools.partial(split_files, config=config, split=split)
+        self.files: list[StoredFile] = list_files(
+            paths, storage_options, format=format, suffixes=suffixes, choose=choose
+        )
         self.format = format_of(self.files, format)
-        self._reader = isolate(FORMATS[self.format]) if isolate else FORMATS[self.format]
+        self._reader = isolate(reader_of(self.format)) if isolate else reader_of(self.format)
         self._cache = cache
         self._wanted = list(columns) if columns is not None else None
         self._pause = pause
@@ -221,9 +236,13 @@ class SourceFiles:
         while all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
             shared += 1
         digest = hashlib.blake2b(digest_size=16)
-        names = sorted(("/".join(p[shared:]), file.size) for p, file in zip(parts, self.files, strict=True))
-        for name, size in names:
-            digest.update(f"{len(name)}:{name}:{size};".encode("utf-8", "surrogateescape"))
+        names = sorted(
+            ("/".join(p[shared:]), file.size, file.beside.size if file.beside else None)
+            for p, file in zip(parts, self.files, strict=True)
+        )
+        for name, size, beside in names:
+            sizes = f"{size}" if beside is None else f"{size}+{beside}"
+            digest.update(f"{len(name)}:{name}:{sizes};".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
     def _file_blocks(self, file_number: int, index: BlockIndex) -> FileBlocks:
@@ -295,6 +314,43 @@ class NoFiles(SourceFiles):
         return "removed"
 
 
+@functools.cache
+def reader_of(format: str) -> Reader:
+    """Return the reader of a format: one of `FORMATS`, or the user's own class, written "module:Class".
+
+    The class is called without arguments, and its name is the format, so that indices of other readers are not taken
+    for its own.
+
+    Raises:
+        SpecError: There is no such format, the module cannot be imported, or its class is no reader.
+    """
+    if format in FORMATS:
+        return FORMATS[format]
+    module, colon, name = format.partition(":")
+    if not colon:
+        raise SpecError(
+            f"format={format!r} is not a format; the files could not be read. Set format= to one of "
+            f"{', '.join(map(repr, FORMATS))}, or to a reader of your own as 'module:Class'."
+        )
+    try:
+        reader = getattr(importlib.import_module(module), name)()
+        reader.name = format
+    except Exception as error:  # whatever the user's module raises when it is imported
+        raise SpecError(
+            f"format={format!r}: the reader cannot be made ({type(error).__name__}: {reason_of(error)}); the files "
+            "could not be read. Give the module as `import` takes it and a class in it that needs no arguments, and "
+            "see that the module is installed, or beside the script that launches."
+        ) from error
+    wanted = ("index", "stream", "divides", "seeks", "columns", "kinds")
+    missing = [method for method in wanted if not callable(getattr(reader, method, None))]
+    if missing:
+        raise SpecError(
+            f"format={format!r}: the class has no {', '.join(missing)}; it cannot read files. Give it all methods of "
+            "overlord.readers.reader.Reader; overlord.testing.check_reader tries them."
+        )
+    return reader
+
+
 def format_of(files: Sequence[StoredFile], declared: str | None) -> str:
     """Return the format of a source: the declared one, or the one that the names of its files imply.
 
@@ -304,9 +360,7 @@ def format_of(files: Sequence[StoredFile], declared: str | None) -> str:
     """
     choice = f"Set format= to one of {', '.join(map(repr, FORMATS))}"
     if declared is not None:
-        if declared not in FORMATS:
-            raise SpecError(f"format={declared!r} is not a format; the files could not be read. {choice}.")
-        return declared
+        return reader_of(declared).name
     found = format_of_name(files[0].path)
     if found is None:
         tables = files[0].path.lower().endswith((".csv", ".tsv"))

@@ -8,24 +8,28 @@ empty. A block is a run of whole samples of about 1 MiB, or the whole of a compr
 
 from __future__ import annotations
 
-import contextlib
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol
-
-import pyarrow as pa
+from typing import Any
 
 from overlord.core.ragged import Kind, RowBatch
-from overlord.readers.files import ByteStream, StoredFile, compression_of_name
+from overlord.readers.files import StoredFile, compression_of_name
 from overlord.readers.jsonl import HEAD_ROWS, batches_of, kind_of_values, parse_object, reach
-from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader, DamagedFile, missing_column
+from overlord.readers.reader import (
+    BLOCK_BYTES,
+    BlockIndex,
+    CompressibleReader,
+    DamagedFile,
+    FileBytes,
+    cut_short,
+    missing_column,
+    open_bytes,
+)
 
 KEY_COLUMN = "__key__"
-_LOCAL_WINDOW_BYTES = 4 << 10
-_REMOTE_WINDOW_BYTES = 256 << 10
 _HEAD_BYTES = 64 << 20
 """The head of a shard, at most."""
 
@@ -42,7 +46,7 @@ class TarReader(CompressibleReader):
         seen: dict[str, None] = {}
         blocks: list[tuple[int, int, int, int]] = []
         rows, size, start, stop = 0, 0, 0, 0
-        with _open(file) as source:
+        with open_bytes(file) as source:
             for sample in _samples(source, 0, None, _members_of(())):
                 if rows and sample.start - start >= BLOCK_BYTES and not whole:
                     blocks.append((rows, size, start, sample.start))
@@ -70,7 +74,7 @@ class TarReader(CompressibleReader):
     ) -> Iterator[RowBatch]:
         """Yield the samples of one block; only the wanted members are read."""
         start, stop = int(index.start[block]), int(index.stop[block])
-        with _open(file) as source:
+        with open_bytes(file) as source:
             samples = _samples(source, start, stop, _members_of(columns), skip)
             yield from batches_of((_values(sample, columns) for sample in samples), columns, batch_rows)
 
@@ -97,7 +101,7 @@ class TarReader(CompressibleReader):
 
     def _head(self, file: StoredFile, columns: Sequence[str]) -> list[Sample]:
         head: list[Sample] = []
-        with _open(file) as source:
+        with open_bytes(file) as source:
             for sample in _samples(source, 0, None, _members_of(columns)):
                 head.append(sample)
                 if len(head) == HEAD_ROWS or sample.stop >= _HEAD_BYTES:
@@ -166,19 +170,8 @@ def _members_of(columns: Iterable[str]) -> Callable[[str], bool]:
     return lambda extension: extension in names or any(fnmatchcase(extension, pattern) for pattern in patterns)
 
 
-@contextlib.contextmanager
-def _open(file: StoredFile) -> Iterator[ArchiveBytes]:
-    compression = compression_of_name(file.path)
-    if compression is not None:
-        with file.open_stream(compression) as native:
-            yield ForwardBytes(native)
-        return
-    with file.open() as native:
-        yield RandomBytes(native, file.size, _LOCAL_WINDOW_BYTES if file.is_local else _REMOTE_WINDOW_BYTES)
-
-
 def _samples(
-    source: ArchiveBytes, start: int, stop: int | None, wanted: Callable[[str], bool], skip: int = 0
+    source: FileBytes, start: int, stop: int | None, wanted: Callable[[str], bool], skip: int = 0
 ) -> Iterator[Sample]:
     """Yield the samples of a range, without the first `skip`, with the bytes of the wanted members."""
     current: Sample | None = None
@@ -256,60 +249,7 @@ class Member:
         return self.data + _padded(self.size)
 
 
-class ArchiveBytes(Protocol):
-    """The bytes of an archive."""
-
-    def read(self, at: int, count: int) -> bytes:
-        """Return `count` bytes at an offset, fewer at the end."""
-        ...
-
-
-class RandomBytes:
-    """Bytes at any offset, read through a window: one request serves many small members."""
-
-    def __init__(self, native: pa.NativeFile, size: int, window_bytes: int) -> None:
-        self._native = native
-        self._size = size
-        self._window_bytes = window_bytes
-        self._window = b""
-        self._window_at = 0
-
-    def read(self, at: int, count: int) -> bytes:
-        """Return `count` bytes, fewer at the end of the file."""
-        if at > self._size:
-            raise _cut_short(self._size)
-        if not self._window_at <= at <= at + count <= self._window_at + len(self._window):
-            self._window = self._native.read_at(min(max(count, self._window_bytes), self._size - at), at)
-            self._window_at = at
-        return self._window[at - self._window_at :][:count]
-
-
-class ForwardBytes:
-    """Bytes of a stream that can only go forward (a compressed archive)."""
-
-    def __init__(self, native: ByteStream) -> None:
-        self._native = native
-        self._at = 0
-
-    def read(self, at: int, count: int) -> bytes:
-        """Return `count` bytes, fewer at the end; `at` must not decrease."""
-        while self._at < at:
-            passed = self._native.read(min(at - self._at, 1 << 20))
-            if not passed:
-                raise _cut_short(self._at)
-            self._at += len(passed)
-        parts: list[bytes] = []
-        while count:
-            part = self._native.read(count)
-            if not part:
-                break
-            parts.append(part)
-            count -= len(part)
-            self._at += len(part)
-        return b"".join(parts)
-
-
-def walk_members(source: ArchiveBytes, start: int = 0, stop: int | None = None) -> Iterator[Member]:
+def walk_members(source: FileBytes, start: int = 0, stop: int | None = None) -> Iterator[Member]:
     """Yield the regular files of an archive; links, folders and devices are skipped.
 
     A member may have several headers: extended ones (pax, GNU long name) that give the next header another path or
@@ -325,7 +265,7 @@ def walk_members(source: ArchiveBytes, start: int = 0, stop: int | None = None) 
         if not block and not extended:
             return  # some writers leave out the two empty blocks that end an archive
         if len(block) < _BLOCK:
-            raise _cut_short(at + len(block))
+            raise cut_short(at + len(block))
         if not block.strip(b"\0"):
             return
         info = _parse_header(block, at)
@@ -344,7 +284,7 @@ def walk_members(source: ArchiveBytes, start: int = 0, stop: int | None = None) 
         extended, first = {}, at
 
 
-def read_payload(source: ArchiveBytes, member: Member) -> bytes:
+def read_payload(source: FileBytes, member: Member) -> bytes:
     """Return the bytes of a member.
 
     Raises:
@@ -352,12 +292,8 @@ def read_payload(source: ArchiveBytes, member: Member) -> bytes:
     """
     data = source.read(member.data, member.size)
     if len(data) < member.size:
-        raise _cut_short(member.data + len(data))
+        raise cut_short(member.data + len(data))
     return data
-
-
-def _cut_short(at: int) -> DamagedFile:
-    return DamagedFile(f"it is cut short at byte {at}")
 
 
 def _padded(size: int) -> int:
@@ -377,7 +313,7 @@ def _parse_header(block: bytes, at: int) -> tarfile.TarInfo:
 def _extension(info: tarfile.TarInfo, payload: bytes, at: int) -> dict[str, str]:
     """Return the path and the size that an extended header gives to the next member."""
     if len(payload) < info.size:
-        raise _cut_short(at + len(payload))
+        raise cut_short(at + len(payload))
     if info.type == tarfile.GNUTYPE_LONGNAME:
         return {"path": payload.rstrip(b"\0").decode("utf-8", "surrogateescape")}
     found: dict[str, str] = {}

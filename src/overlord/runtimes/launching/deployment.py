@@ -183,6 +183,8 @@ def try_sources(
                 source.path,
                 format=source.format,
                 columns=columns or None,
+                config=source.config,
+                split=source.split,
                 storage_options=source.storage_options,
                 cache=cache,
                 isolate=isolate,

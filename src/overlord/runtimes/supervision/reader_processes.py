@@ -47,7 +47,7 @@ from overlord.errors import ClosedError, ReaderError, ServiceLost, SourceError
 from overlord.readers.files import StoredFile, verify_unchanged
 from overlord.readers.parquet_footer import warm_footer
 from overlord.readers.reader import BlockIndex, DamagedFile, Reader, reason_of
-from overlord.readers.source_files import FORMATS
+from overlord.readers.source_files import reader_of
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.fork_server import ChildLost, ForkedChild, ForkServer
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
@@ -56,7 +56,8 @@ from overlord.runtimes.transport.role_codec import receive_message, receive_rows
 logger = logging.getLogger("overlord")
 
 NATIVE = ("parquet", "arrow")
-"""Formats that pyarrow decodes. The others are parsed by Python and numpy, which raise where these crash."""
+"""Formats that pyarrow decodes. The others are parsed by Python and numpy, which raise where these crash; a reader of
+the user's own says so with an attribute `native`."""
 CRASHES = 2
 """Processes that may end over one block: one that was shared, and one of its own."""
 LOSSES = 8
@@ -90,7 +91,8 @@ class ReaderProcesses:
 
     def isolate(self, reader: Reader) -> Reader:
         """Return a reader of the same format that reads in these processes, if the format needs it."""
-        return IsolatedReader(self, reader) if reader.name in NATIVE else reader
+        native = reader.name in NATIVE or getattr(reader, "native", False)
+        return IsolatedReader(self, reader) if native else reader
 
     def shared(self) -> _ReaderProcess:
         """Return a process that others use as well."""
@@ -455,7 +457,7 @@ def _open(request: ReaderRequest, rows: RowBatch, streams: Streams) -> Answer:
     # From the service that started this process: the file with its filesystem, and the index of its blocks.
     file, index = cloudpickle.loads(np.asarray(rows["given"]).tobytes())
     if isinstance(request, ReadHead):
-        reader = FORMATS[request.format]
+        reader = reader_of(request.format)
         if request.what == "columns":
             return RowsMade(names=tuple(reader.columns(file))), {}
         if request.what == "kinds":
@@ -463,7 +465,7 @@ def _open(request: ReaderRequest, rows: RowBatch, streams: Streams) -> Answer:
         found = reader.index(file, request.columns)
         return RowsMade(), {name: getattr(found, name) for name in INDEX_COLUMNS}
     assert isinstance(request, ReadBlock)
-    streams[request.stream] = FORMATS[request.format].stream(
+    streams[request.stream] = reader_of(request.format).stream(
         file,
         index,
         request.block,

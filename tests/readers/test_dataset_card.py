@@ -1,0 +1,196 @@
+"""Folders that are laid out as on the Hugging Face Hub: configurations and splits by the card, splits by names."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import overlord as ol
+from overlord.errors import SourceError
+from overlord.readers.dataset_card import split_files
+
+from .conftest import read_all
+
+NAMES = ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"]
+CARD = """---
+license: mit
+configs:
+- config_name: en
+  data_files:
+  - {split: train, path: en/train-*}
+  - {split: test, path: [en/test-*.parquet, en/more/*]}
+- config_name: de
+  default: true
+  data_files: {train: "./de/**/*.parquet"}
+- config_name: fr
+  data_dir: fr
+---
+# A dataset
+configs: not these
+"""
+FILES = ["en/train-0.parquet", "en/train-1.parquet", "en/test-0.parquet", "en/more/x.parquet"]
+FILES += ["de/a/0.parquet", "de/1.parquet", "fr/dev/0.parquet", "fr/0.parquet"]
+
+
+def chosen(names: list[str], card: str | None = None, config: str | None = None, split: str | None = None) -> list[str]:
+    return split_files(names, {} if card is None else {"README.md": card}, config=config, split=split)
+
+
+@pytest.mark.parametrize(
+    ("config", "split", "found"),
+    [
+        ("en", "train", FILES[0:2]),
+        ("en", "test", FILES[2:4]),
+        ("de", "train", FILES[4:6]),
+        ("de", None, FILES[4:6]),
+        (None, None, FILES[4:6]),
+        ("fr", None, FILES[6:8]),
+        ("fr", "validation", FILES[6:7]),
+    ],
+)
+def test_the_card_tells_the_files(config: str | None, split: str | None, found: list[str]):
+    assert chosen(FILES, CARD, config, split) == found
+
+
+@pytest.mark.parametrize(
+    ("card", "config", "split", "why"),
+    [
+        (CARD, "en", None, "'en' has several splits; they would be mixed. Set split= to one of 'train', 'test'"),
+        (CARD, "en", "trian", "no split 'trian'; nothing would be read. .* Did you mean 'train'"),
+        (CARD, "es", None, "no configuration 'es'; .* Set config= to one of 'en', 'de', 'fr'"),
+        (CARD.replace("default: true", ""), None, None, "several configurations; they would be mixed"),
+        (
+            CARD.replace("en/train-*", "en/tr-*"),
+            "en",
+            "train",
+            "no file matches 'en/tr-\\*', which its README.md gives",
+        ),
+        (CARD.replace("- config_name: en", "- en"), "de", None, "cannot be read"),
+        ("---\nconfigs: 3\n---\n", None, None, "cannot be read"),
+        ("# no head", "en", None, "there is no README.md with a list of configurations"),
+        (None, "en", None, "there is no README.md with a list of configurations"),
+    ],
+)
+def test_what_is_not_clear_is_refused(card: str | None, config: str | None, split: str | None, why: str):
+    with pytest.raises(SourceError, match=why):
+        chosen(FILES, card, config, split)
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "found"),
+    [
+        (NAMES, None, NAMES),
+        (NAMES, "train", NAMES[:2]),
+        (NAMES, "test", NAMES[2:]),
+        (["train/test-set.jsonl", "eval.jsonl"], "train", ["train/test-set.jsonl"]),
+        (["my_dev_1.jsonl", "trainer.jsonl", "VALID/a.jsonl"], "validation", ["my_dev_1.jsonl", "VALID/a.jsonl"]),
+        (["train_sft-0.parquet", "train_gen-0.parquet"], "train_sft", ["train_sft-0.parquet"]),
+        (["a/part2.parquet", "a/part1.parquet"], "part1", ["a/part1.parquet"]),
+    ],
+)
+def test_names_tell_the_split(names: list[str], split: str | None, found: list[str]):
+    assert chosen(names, split=split) == found
+
+
+def test_a_split_that_no_name_tells_is_refused():
+    with pytest.raises(SourceError, match=r"belongs to split 'validation' \(there are 'test', 'train'\)"):
+        chosen(NAMES, split="validation")
+
+
+ENERGON = """
+split_parts:
+  train: ["shards/s_{00..02}.tar", "shards/s_04.tar"]
+  val: [shards/s_03.tar]
+  test: []
+exclude: [shards/s_01.tar]
+"""
+SHARDS = [f"shards/s_{n:02d}.tar" for n in range(6)]
+
+
+def energon(text: str, split: str | None) -> list[str]:
+    return split_files(SHARDS, {".nv-meta/split.yaml": text}, config=None, split=split)
+
+
+def test_the_splits_of_energon():
+    assert energon(ENERGON, "train") == [SHARDS[0], SHARDS[2], SHARDS[4]]
+    assert energon(ENERGON, "val") == [SHARDS[3]]
+    assert energon("split_parts: {train: [shards/s_05.tar], val: []}", None) == [SHARDS[5]]
+    assert split_files(SHARDS, {".nv-meta/split.json": '{"split_parts": {"a": ["shards/s_00.tar"]}}'}, config=None, split="a") == SHARDS[:1]  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("text", "split", "why"),
+    [
+        (ENERGON, None, "several splits; they would be mixed. Set split= to one of 'train', 'val'"),
+        (ENERGON, "test", "no shards of split 'test'"),
+        (ENERGON, "trian", "Did you mean 'train'"),
+        (ENERGON.replace("s_04", "s_09"), "train", r"1 shards of split 'train' are not there \('shards/s_09.tar'\)"),
+        (ENERGON.replace("s_01.tar]", "s_02.tar/7]"), "train", r"excludes single samples \('shards/s_02.tar/7'\)"),
+        ("- 3", "train", "cannot be read"),
+        ("split_parts: {train: ['{000000000..999999999}']}", "train", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_the_splits_of_energon_is_told(text: str, split: str | None, why: str):
+    with pytest.raises(SourceError, match=why):
+        energon(text, split)
+
+
+def test_a_folder_of_energon_is_read_by_its_splits(tmp_path: Path, open_source):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / ".nv-meta").mkdir()
+    (tmp_path / ".nv-meta" / "split.yaml").write_text(ENERGON)
+    (tmp_path / ".nv-meta" / "dataset.yaml").write_text("sample_type: {}")
+    for name in SHARDS:
+        with tarfile.open(tmp_path / name, "w") as archive:
+            info = tarfile.TarInfo("0.txt")
+            info.size = len(name)
+            archive.addfile(info, io.BytesIO(name.encode()))
+        (tmp_path / f"{name}.idx").write_bytes(b"\0" * 16)  # which Energon writes beside them
+    rows = read_all(open_source(tmp_path, split="train", columns=["txt"]))
+    assert [row["txt"].decode() for row in rows] == [SHARDS[0], SHARDS[2], SHARDS[4]]
+    with pytest.raises(SourceError, match="several splits; they would be mixed"):
+        open_source(tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number, name in enumerate(FILES):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"text": [f"{number}"]}), tmp_path / "data" / name)
+    (tmp_path / "data" / "README.md").write_text(CARD)
+    return tmp_path / "data"
+
+
+def test_a_folder_is_read_by_its_card(folder: Path, open_source):
+    def texts(path: Path, **options: str) -> list[bytes]:
+        return [row["text"] for row in read_all(open_source(path, **options))]
+
+    assert texts(folder) == [b"5", b"4"]  # the default one, sorted by name
+    assert texts(folder, config="en", split="test") == [b"3", b"2"]
+    assert texts(folder / "en" / "*.parquet", split="train") == [b"0", b"1"]
+    with pytest.raises(SourceError, match=r"x.parquet': no name of a file or folder tells"):
+        open_source(folder / "en" / "more" / "x.parquet", split="train")
+    with pytest.raises(SourceError, match=r"/data': configuration 'en' has several splits"):
+        open_source(folder, config="en")
+
+
+def test_a_job_names_configuration_and_split(folder: Path, tmp_path: Path):
+    source = ol.Source("en", str(folder), config="en", split="nothing")
+    assert ol.Source("en", str(folder), config="en", split="test").replace(split="nothing") == source
+    ids = tmp_path / "ids"
+    for name in ("train", "test"):
+        (ids / name).mkdir(parents=True)
+        pq.write_table(pa.table({"ids": [[1, 2, 3]] * 4}), ids / name / "0.parquet")
+    sample = ol.Text("ids", tokenized=True)
+    job = ol.Job([ol.Source("s", str(ids), sample=sample, split="test")], batch=ol.Batch(8, global_samples=4))
+    with ol.launch(job.evaluation(), runtime="inline", cache=str(tmp_path / "cache")) as service:
+        (step,) = list(service.client())
+        assert sum(len(batch.meta.sample_ids) for batch in step.microbatches) == 4
+    wrong = job.replace(sources=[job.sources[0].replace(split="dev2")])
+    with pytest.raises(SourceError, match=r"source 's': .*ids': no name .* belongs to split 'dev2'"):
+        ol.launch(wrong, runtime="inline", cache=str(tmp_path / "cache"))
