@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.draw import Draw, Pieces
-from overlord.core.messages import LoaderOrder, Payload
+from overlord.core.messages import LoaderOrder, Media, Payload
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.ragged import Ragged, expand_ranges, offsets_of
 from overlord.core.samples import Cursor, dtype_from_text, dtype_to_text, padded, take_meta
@@ -371,14 +371,28 @@ def chain_digest(digests: Sequence[str]) -> str:
 # The part of a step that one host needs: the samples that its ranks train on or encode.
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Share:
-    """One host's part of a step."""
+    """One host's part of a step: the samples in its ranks' views, and which columns of each.
 
+    The first pipeline stage embeds, so it needs token ids and media; the last one computes the loss, so it needs token
+    ids (as labels) and the loss mask; stages between them need neither. What every stage needs (where segments begin,
+    where they come from, how many labels they have, the shapes of media) is metadata.
+    """
+
+    plan: LoadingPlan
     samples: Bools
-    """Drawn samples of which the host needs tokens or media."""
+    """Drawn samples with a segment or an image in a view of this host."""
+    tokens: Bools
+    """Those of which the host needs the token ids."""
+    loss: Bools
+    """Those of which it needs the loss mask."""
     media: Bools
-    """Drawn samples of which the host needs the bytes of images and clips; of the others only shapes and bad marks."""
+    """Those of which it needs the bytes of media; of the others only shapes and bad marks."""
+    images: Bools | None
+    """Where images and clips are encoded apart from their tokens: which of `draw.images` its ranks encode."""
+    pieces: Int64s
+    """The pieces in its views, in the order of the plan."""
     whole: bool
     """Whether the host has all ranks, so that it needs every sample."""
 
@@ -395,33 +409,86 @@ class Share:
         tree = plan.mesh
         if len(set(ranks)) == tree.world_size:
             everything = np.ones(len(plan.draw), np.bool_)
-            return cls(everything, everything, whole=True)
-        samples = np.zeros(len(plan.draw), np.bool_)
-        fetching = [rank for rank in ranks if tree.fetches(rank, plan.broadcast)]
-        for bucket in {tree.bucket_of(plan.axis, rank) for rank in fetching}:
-            samples[_of_bucket(plan, bucket)] = True
-        if plan.encoder is None:
-            return cls(samples, samples, whole=False)
-        media = np.zeros(len(plan.draw), np.bool_)
+            columns = (everything, everything, everything, everything)
+            return cls(plan, *columns, None, np.arange(len(plan.pieces)), whole=True)
+        samples, tokens, loss, media = np.zeros((4, len(plan.draw)), np.bool_)
+        stages: dict[int, set[int]] = {}
         for rank in ranks:
-            media[plan.encoder.bin(rank, 0).sample] = True
-        return cls(samples | media, media, whole=False)
+            if tree.fetches(rank, plan.broadcast):
+                stages.setdefault(tree.bucket_of(plan.axis, rank), set()).add(tree.coords(rank).pp)
+        pieces = [_NO_PIECES]
+        for bucket, here in sorted(stages.items()):
+            first, stop = plan.bin_offsets[[bucket * plan.num_microbatches, (bucket + 1) * plan.num_microbatches]]
+            pieces.append(np.arange(first, stop))
+            mine = plan.pieces.sample[int(first) : int(stop)]
+            embeds, has_loss = 0 in here, tree.pp - 1 in here
+            samples[mine] = True
+            for column, needed in ((tokens, embeds or has_loss), (loss, has_loss), (media, embeds)):
+                if needed:
+                    column[mine] = True
+        images = None
+        if plan.encoder is not None:
+            draw, images = plan.draw, np.zeros(len(plan.draw.images), np.bool_)
+            for rank in ranks:
+                runs = plan.encoder.bin(rank, 0)
+                images[draw.image_at(runs.sample, runs.start)[0]] = True
+                samples[runs.sample] = True
+        return cls(plan, samples, tokens, loss, media, images, np.concatenate(pieces), whole=False)
 
-    def cut(self, plan: LoadingPlan, payload: Payload) -> Payload:
+    @cached_property
+    def _of_source(self) -> dict[int, Int64s]:
+        """For each source, which of `pieces` are of its samples."""
+        source = self.plan.draw.source[self.plan.pieces.sample[self.pieces]]
+        order = np.argsort(source, kind="stable")
+        bounds = np.flatnonzero(np.diff(source[order])) + 1
+        return {int(source[part[0]]): part for part in np.split(order, bounds) if len(part)}
+
+    def cut(self, payload: Payload) -> Payload:
         """Return the host's part of a payload: all samples of its source, or those that one of its loaders has."""
         if self.whole:
             return payload
+        plan = self.plan
         mine = plan.draw.samples_of(payload.source)
         mine = mine if payload.chosen is None else mine[payload.chosen]
         chosen = np.flatnonzero(self.samples[mine])
-        audio = payload.media is not None and payload.media.kind == "audio"  # sounds stay with their tokens
-        part = payload.take(chosen, np.ones(len(chosen), np.bool_) if audio else self.media[mine[chosen]])
-        return part if payload.chosen is None else replace(part, chosen=payload.chosen[chosen])
+        rows = mine[chosen]
+        part = payload.take(chosen, self.tokens[rows], self.loss[rows], self._items(payload.media, mine, chosen))
+        if payload.chosen is not None:
+            part = replace(part, chosen=payload.chosen[chosen])
+        # Labels of a piece are counted here, where the loss mask is: most hosts do not get it.
+        numbers = self._of_source.get(payload.source, _NO_PIECES)
+        pieces = plan.pieces.take(self.pieces[numbers])
+        if payload.chosen is not None:
+            here = np.isin(pieces.sample, mine)
+            numbers, pieces = numbers[here], pieces.take(here)
+        first = payload.loss.offsets[np.searchsorted(mine, pieces.sample)] + pieces.start
+        labels = count_labels(payload.loss.values, first, pieces.length.astype(np.int64))
+        return replace(part, pieces=numbers, piece_labels=labels)
+
+    def _items(self, media: Media | None, mine: Int32s, chosen: Int64s) -> Bools | None:
+        """Return of which media items of some samples this host needs the bytes."""
+        if media is None:
+            return None
+        counts = np.diff(media.rows)[chosen]
+        if self.images is None or media.kind == "audio":  # sounds are never encoded apart from their tokens
+            return np.repeat(self.media[mine[chosen]], counts)
+        listed = self.plan.draw.images
+        keys = (listed.sample.astype(np.int64) << 32) + listed.start
+        start = media.start[expand_ranges(media.rows[:-1][chosen], counts)]
+        return self.images[np.searchsorted(keys, (np.repeat(mine[chosen], counts).astype(np.int64) << 32) + start)]
 
 
-def _of_bucket(plan: LoadingPlan, bucket: int) -> npt.NDArray[np.int32]:
-    first, stop = plan.bin_offsets[[bucket * plan.num_microbatches, (bucket + 1) * plan.num_microbatches]]
-    return plan.pieces.sample[int(first) : int(stop)]
+_NO_PIECES = np.empty(0, np.int64)
+
+
+@numba.njit(nogil=True, cache=True)
+def count_labels(loss: npt.NDArray[np.uint8], first: Int64s, length: Int64s) -> Int64s:
+    """Return the labels of pieces by their first places in a loss mask: the first token of a piece predicts nothing."""
+    out = np.zeros(len(first), np.int64)
+    for piece in range(len(first)):
+        for i in range(np.uintp(first[piece] + 1), np.uintp(first[piece] + length[piece])):
+            out[piece] += loss[i]
+    return out
 
 
 def with_labels(plan: LoadingPlan, payload: Payload) -> Payload:
@@ -431,7 +498,7 @@ def with_labels(plan: LoadingPlan, payload: Payload) -> Payload:
     if payload.media is not None:  # an item that cannot be decoded masks its whole sample
         labels[np.repeat(np.arange(len(labels)), np.diff(payload.media.rows))[payload.media.bad]] = 0
     late = payload.media is not None and payload.media.encoded and len(payload.media.start) > 0
-    return replace(payload, labels=int(labels.sum()), late=late)
+    return replace(payload, labels=int(labels.sum()), row_labels=labels, late=late)
 
 
 def known_early(plan: LoadingPlan) -> Bools:
