@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from benchmarks.sharing import BAR, measure, table
 from tests.law.test_bad_data import jpeg
 from tests.runtimes.test_many_hosts import hosts_of
 
@@ -165,3 +167,10 @@ def test_it_holds_on_three_ray_nodes(mixed_job, cache, ray_address, mesh):
         status = service.status()
     assert len({one["node"] for one in status["ray"]["placement"] if one["role"].startswith("constructor")}) == HOSTS
     check(views, plans, status, tree)
+
+
+def test_the_documented_table_is_what_is_measured():
+    found = measure()
+    assert "\n".join(table(found)) in (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
+    apart, shared = found[4, 4]
+    assert shared < BAR * apart

@@ -156,7 +156,7 @@ class Payload:
     row_labels: Int64s | None = None
     """Labels of each sample, on all hosts."""
     pieces: Int64s | None = None
-    """Of a part for one host: which of the pieces of its share (`Share.pieces`) are of these samples."""
+    """Of a part for one host: the pieces of the plan that are of these samples, and in views of the host."""
     piece_labels: Int64s | None = None
     """Labels of each of those pieces. A host that has no loss mask gets no more of it than this."""
 

@@ -437,11 +437,11 @@ class Share:
 
     @cached_property
     def _of_source(self) -> dict[int, Int64s]:
-        """For each source, which of `pieces` are of its samples."""
+        """For each source, those of `pieces` that are of its samples."""
         source = self.plan.draw.source[self.plan.pieces.sample[self.pieces]]
         order = np.argsort(source, kind="stable")
         bounds = np.flatnonzero(np.diff(source[order])) + 1
-        return {int(source[part[0]]): part for part in np.split(order, bounds) if len(part)}
+        return {int(source[part[0]]): self.pieces[part] for part in np.split(order, bounds) if len(part)}
 
     def cut(self, payload: Payload) -> Payload:
         """Return the host's part of a payload: all samples of its source, or those that one of its loaders has."""
@@ -457,10 +457,9 @@ class Share:
             part = replace(part, chosen=payload.chosen[chosen])
         # Labels of a piece are counted here, where the loss mask is: most hosts do not get it.
         numbers = self._of_source.get(payload.source, _NO_PIECES)
-        pieces = plan.pieces.take(self.pieces[numbers])
         if payload.chosen is not None:
-            here = np.isin(pieces.sample, mine)
-            numbers, pieces = numbers[here], pieces.take(here)
+            numbers = numbers[np.isin(plan.pieces.sample[numbers], mine)]
+        pieces = plan.pieces.take(numbers)
         first = payload.loss.offsets[np.searchsorted(mine, pieces.sample)] + pieces.start
         labels = count_labels(payload.loss.values, first, pieces.length.astype(np.int64))
         return replace(part, pieces=numbers, piece_labels=labels)

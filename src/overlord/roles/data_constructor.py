@@ -72,8 +72,7 @@ class DataConstructor:
         collect = self._loaders.loader_do_plan(plan, asking)  # (2) positional fetches from the SourceLoaders
 
         def join() -> StepSamples:
-            share = Share.of(plan, asking)
-            samples = join_payloads(plan, collect(), None if share.whole else share.pieces)
+            samples = join_payloads(plan, collect(), Share.of(plan, asking))
             if len(samples.items):
                 early = np.ones(len(plan.draw), np.bool_) if open_all else known_early(plan)
                 faults = samples.open_media(self._packing.opening, early)

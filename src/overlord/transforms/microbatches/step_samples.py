@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from overlord.core.draw import Pieces
 from overlord.core.messages import Media, Payload
-from overlord.core.plan import LoadingPlan, count_labels
+from overlord.core.plan import LoadingPlan, Share, count_labels
 from overlord.core.ragged import Ragged, expand_ranges, offsets_of
 from overlord.transforms.microbatches.packing_kernels import rows_of_ones
 from overlord.transforms.samples.per_sample import MediaDecoder, Place, Workers, decode_into, decode_media
@@ -251,17 +251,18 @@ class StepSamples:
         return int(np.flatnonzero((self.items.payload == payload) & (self.items.number == number))[0])
 
 
-def join_payloads(plan: LoadingPlan, payloads: list[Payload], pieces: Int64s | None = None) -> StepSamples:
+def join_payloads(plan: LoadingPlan, payloads: list[Payload], share: Share | None = None) -> StepSamples:
     """Join the payloads of a step; every source's rows are in drawing order already.
 
     Args:
         plan: The plan of the step.
-        payloads: All of the step, or one host's part of them.
-        pieces: The pieces of that host's share, which `Payload.pieces` counts.
+        payloads: All of the step, or the part of one host.
+        share: What that host needs of the plan.
     """
+    share = None if share is None or share.whole else share
     row_of = np.zeros(len(plan.draw), np.int64)  # samples of other hosts are never looked up here
     base = 0
-    labels = None if pieces is None else np.zeros(len(plan.pieces), np.int64)
+    labels = None if share is None else np.zeros(len(plan.pieces), np.int64)
     row_labels: list[Int64s] = [_NONE]
     columns: list[tuple[Int64s, ...]] = []
     media: list[Media] = []
@@ -273,8 +274,8 @@ def join_payloads(plan: LoadingPlan, payloads: list[Payload], pieces: Int64s | N
         base += len(mine)
         known = payload.row_labels
         row_labels.append(plan.labels_of(mine, payload.loss) if known is None else known)
-        if labels is not None and pieces is not None and payload.piece_labels is not None:
-            labels[pieces[payload.pieces]] = payload.piece_labels
+        if labels is not None and payload.piece_labels is not None:
+            labels[payload.pieces] = payload.piece_labels
         if payload.media is None:
             continue
         held = payload.media
