@@ -84,7 +84,9 @@ def check(views, plans, status, tree, encoded=None):
     """Compare what hosts say with what their ranks were given."""
     for host in range(HOSTS):
         ranks = ranks_of_host(host, HOSTS, tree.world_size)
-        assert status["hosts"][str(host)] == least_of(views, plans, tree, ranks, encoded), f"host {host} of {tree}"
+        assert status["constructors"][str(host)] == least_of(views, plans, tree, ranks, encoded), (
+            f"host {host} of {tree}"
+        )
 
 
 def shared(job, tmp_path, cache, tree, **options):

@@ -220,7 +220,7 @@ class Nothing(Message, frozen=True):
 
 
 class WithPlan(Message, frozen=True, kw_only=True):
-    """A message with a plan, which travels beside it: the planner puts its bytes once for all hosts."""
+    """A message with a plan, which travels beside it: the planner puts its bytes, or those of a slice of it."""
 
     plan: Any = None
     """The plan; between processes what its bytes are known by, or the bytes."""
@@ -263,12 +263,19 @@ class PlanRequest(Message, frozen=True):
     step: int
     host: int
     news: HostNews
+    whole: bool = False
+    """Whether a slice for the ranks of the host is not enough."""
 
 
 class PlanAnswer(WithPlan, frozen=True):
-    """Planner host to constructor host: the plan, or `waits` if it cannot be made yet; neither after the last step."""
+    """Planner host to constructor host: the plan, or `waits` if it cannot be made yet; neither after the last step.
+
+    Between processes the plan is a list: what the host needs of it, and then what loader hosts need.
+    """
 
     waits: Waiting | None = None
+    loaders: tuple[tuple[int, ...], ...] = ()
+    """The sources of each slice for a loader host; none where they get the whole plan too."""
     next_mesh: str | None = None
     """The mesh of the step behind it, where it is known to have another one."""
 

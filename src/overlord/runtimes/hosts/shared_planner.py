@@ -796,7 +796,7 @@ class SharedPlanner:
             for host, news in sorted(self._news.items())
         }
         store = {**found["store"], "error": str(trouble) if trouble else None, **since}
-        return {**found, "store": store, "hosts": hosts}
+        return {**found, "store": store, "constructors": hosts}
 
     def _look_for_parked(self) -> None:
         """Look for parked sources that can be read again, in the caller; a store that fails at that is down."""

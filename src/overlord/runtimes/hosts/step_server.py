@@ -714,6 +714,15 @@ class StepServer:
                 wanted[step] = ranks if plan is None else {rank for rank in ranks if rank < plan.mesh.world_size}
         return wanted
 
+    def _gathers_for(self, plan: LoadingPlan) -> frozenset[int]:
+        """Return the ranks that samples of a step are gathered for."""
+        return self._clients.gathers_for(self.ranks_of(plan.mesh), plan.mesh.world_size)
+
+    def _planned(self, step: int) -> bool:
+        """Whether the plan of a step is here, as far as the ranks of this host need it: others may have attached."""
+        plan = self._cache.plans.get(step)
+        return plan is not None and plan.covers(self._gathers_for(plan))
+
     def _past_end(self, step: int) -> bool:
         return self._end is not None and step >= self._end
 
@@ -794,7 +803,7 @@ class StepServer:
     def _plan_loop(self) -> None:
         def choose() -> int | None:
             wanted = self._wanted_steps()
-            return next((s for s in wanted if s not in self._cache.plans and self._has_room(s, wanted)), None)
+            return next((s for s in wanted if not self._planned(s) and self._has_room(s, wanted)), None)
 
         def work(step: int) -> None:
             with self._changed:
@@ -820,15 +829,14 @@ class StepServer:
         def choose() -> int | None:
             wanted = self._wanted_steps()
             for step, ranks in wanted.items():
-                held, planned = self._cache.samples.get(step), step in self._cache.plans
+                held, planned = self._cache.samples.get(step), self._planned(step)
                 if planned and step not in self._gathering and (held is None or not ranks <= held.ranks):
                     unknown = bool(ranks) and step not in self._cache.labels and step not in self._cache.checked
                     missing = unknown or self._cache.next_missing(step, ranks) is not None
                     needed = not self._clients.ever_attached or missing
                     if needed and self._has_room(step, wanted):
                         plan = self._cache.plans[step]
-                        expected = self.ranks_of(plan.mesh)
-                        self._gathering[step] = (plan, self._clients.gathers_for(expected, plan.mesh.world_size))
+                        self._gathering[step] = (plan, self._gathers_for(plan))
                         return step
             return None
 
@@ -930,7 +938,8 @@ class StepServer:
                     break
                 if tries >= OTHERS_TRIES or not told.near:
                     others = told.missing[: len(mine.ranks)]  # no more at a time than this host has memory for
-                    lost |= self._constructor.gather(mine.plan, others, open_all=True)().lost
+                    plan = mine.plan if mine.plan.covers(others) else self._planner.whole_plan(step)
+                    lost |= self._constructor.gather(plan, others, open_all=True)().lost
                     ranks |= set(others)
             with self._changed:
                 if step in self._cache.plans and not self._closing:

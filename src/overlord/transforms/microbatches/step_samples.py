@@ -68,28 +68,35 @@ class PieceTable:
     """Whether every token of its sample counts in the loss."""
     labels: Int64s
     """Tokens of the piece that count in the loss, and are not its first."""
-    behind: Int64s
-    """Offsets of the pieces if all pieces of the step are concatenated, padding included; one more than there are."""
     origin: Int64s
     """[5, pieces]: source, epoch, row, first token inside the sample, tokens."""
+    behind: Int64s
+    """Offsets of the pieces if all pieces of the step are concatenated, padding included; one more than there are."""
 
     @staticmethod
-    def of(plan: LoadingPlan, tokens: Ragged, loss: Ragged, row_of: Int64s, labels: Int64s | None = None) -> PieceTable:
-        """Compute it; labels of pieces are counted here if all loss masks are here."""
-        pieces, meta = plan.pieces, plan.draw.meta
-        origin = np.empty((5, len(pieces)), np.int64)
+    def of(
+        plan: LoadingPlan, tokens: Ragged, loss: Ragged, row_of: Int64s, chosen: Int64s | None, labels: Int64s | None
+    ) -> PieceTable:
+        """Compute it for some pieces, by default for all; their labels are counted here unless they are given."""
+        pieces = plan.pieces if chosen is None else plan.pieces.take(chosen)
+        meta, rows = plan.draw.meta, row_of[pieces.sample]
         columns = (plan.draw.source, meta["epoch"], meta["row"])
-        for row, column in zip(origin, columns, strict=False):
-            row[:] = column[pieces.sample]
-        origin[3], origin[4] = pieces.start, pieces.length
-        rows = row_of[pieces.sample]
-        first = tokens.offsets[rows] + pieces.start
-        marks = loss.offsets[rows] + pieces.start
+        origin = np.array([*(column[pieces.sample] for column in columns), pieces.start, pieces.length], np.int64)
+        first, marks = tokens.offsets[rows] + pieces.start, loss.offsets[rows] + pieces.start
         plain = rows_of_ones(loss.values, loss.offsets)[rows] if len(loss) else np.zeros(len(rows), np.bool_)
         length = pieces.length.astype(np.int64)
         if labels is None:
             labels = count_labels(loss.values, marks, length)
-        return PieceTable(first, marks, length, plain, labels, offsets_of(plan.in_batch), origin)
+        made: tuple[Any, ...] = (first, marks, length, plain, labels, origin)
+        if chosen is not None:  # pieces keep their numbers; pages of those of other hosts are never touched
+            made = tuple(_spread(column, chosen, len(plan.pieces)) for column in made)
+        return PieceTable(*made, offsets_of(plan.in_batch))
+
+
+def _spread(column: npt.NDArray[Any], places: Int64s, count: int) -> npt.NDArray[Any]:
+    out = np.zeros((*column.shape[:-1], count), column.dtype)
+    out[..., places] = column
+    return out
 
 
 @dataclass(eq=False)
@@ -150,7 +157,7 @@ class StepSamples:
         late &= self._column(self.items, "here", np.empty(len(self.items), np.bool_)) == here
         samples = np.zeros(self.count, np.bool_)
         samples[self.items.sample[late]] = True
-        pieces = np.flatnonzero(samples[plan.pieces.sample])
+        pieces = np.flatnonzero(samples[plan.pieces.sample] & (plan.pieces.length > 0))  # a slice has some of them
         bins = np.unique(np.searchsorted(plan.bin_offsets, pieces, side="right") - 1)
         return {divmod(one, plan.num_microbatches) for one in bins.tolist()}
 
@@ -262,20 +269,21 @@ def join_payloads(plan: LoadingPlan, payloads: list[Payload], share: Share | Non
     share = None if share is None or share.whole else share
     row_of = np.zeros(len(plan.draw), np.int64)  # samples of other hosts are never looked up here
     base = 0
-    labels = None if share is None else np.zeros(len(plan.pieces), np.int64)
+    chosen = None if share is None else share.pieces
+    labels = None if chosen is None else np.zeros(len(chosen), np.int64)
     row_labels: list[Int64s] = [_NONE]
     columns: list[tuple[Int64s, ...]] = []
     media: list[Media] = []
     sources: list[int] = []
     for payload in payloads:
         mine = plan.draw.samples_of(payload.source).astype(np.int64)
-        mine = mine if payload.chosen is None else mine[payload.chosen]
+        mine = mine if share is None else mine[share.samples[mine]]
         row_of[mine] = base + np.arange(len(mine))
         base += len(mine)
         known = payload.row_labels
         row_labels.append(plan.labels_of(mine, payload.loss) if known is None else known)
-        if labels is not None and payload.piece_labels is not None:
-            labels[payload.pieces] = payload.piece_labels
+        if chosen is not None and labels is not None and payload.pieces is not None:
+            labels[np.searchsorted(chosen, payload.pieces)] = payload.piece_labels  # type: ignore[assignment]
         if payload.media is None:
             continue
         held = payload.media
@@ -294,7 +302,7 @@ def join_payloads(plan: LoadingPlan, payloads: list[Payload], share: Share | Non
     return StepSamples(
         tokens=tokens,
         loss=loss,
-        pieces=PieceTable.of(plan, tokens, loss, row_of, labels),
+        pieces=PieceTable.of(plan, tokens, loss, row_of, chosen, labels),
         images=plan.draw.images if plan.encoder is not None else None,
         items=items,
         count=len(plan.draw),
