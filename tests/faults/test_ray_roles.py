@@ -40,6 +40,20 @@ def test_every_role(ids_job, cache, expected, ray_address, role, signum):  # noq
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("role", ["planner", "constructor host 1"])
+def test_roles_of_two_trainer_hosts(ids_job, cache, expected, ray_address, role):  # noqa: F811
+    """Each of them has a slice of the plan, and its planner is gone when a loader needs another one."""
+    options = {"runtime": "ray", "address": ray_address, "threads": 1, "loader_hosts": 2, "heartbeat": 2.0}
+    with ol.launch(ids_job, mesh=MESH, ranks_per_host=MESH.world_size // 2, cache=cache, **options) as service:
+
+        def at_step(step):
+            if step in (7, 23):
+                strike(service, role, signal.SIGKILL)
+
+        assert consume(service, 0.05, at_step) == expected
+
+
+@pytest.mark.slow
 def test_the_service_process(ids_job, cache, expected, ray_address):  # noqa: F811
     """Ray's own driver: its actors go with it, and the launcher starts all of them again."""
     options = {"runtime": "ray", "address": ray_address, "threads": 1, "heartbeat": 2.0}

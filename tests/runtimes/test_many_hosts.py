@@ -23,6 +23,7 @@ from overlord.core.messages import (
     Payload,
     Prepare,
 )
+from overlord.core.place_tree import ranks_of_host
 from overlord.core.ragged import Ragged
 from overlord.core.samples import META, Cursor
 from overlord.roles.assignment import Assignment
@@ -101,11 +102,11 @@ class Blocks:
 
 
 @contextmanager
-def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, split=False, **options):
+def hosts_of(job, tmp_path, cache, *, mesh, loader_hosts, ranks_per_host=1, hosts=None, split=False, **options):
     """Bring up a service of several hosts and give (service-like, planner peer, loader peers)."""
     given = ServiceOptions(mesh=mesh, cache=cache, **{"threads": 1, "budget_bytes": 64 << 20, **options})
     folder = str(tmp_path)
-    count, blobs = mesh.world_size // ranks_per_host, Blocks()
+    count, blobs = hosts or mesh.world_size // ranks_per_host, Blocks()
     # Every other source is dealt to all hosts, group by group.
     dealt = tuple(
         tuple(range(loader_hosts)) if split and source % 2 == 0 else (source % loader_hosts,)
@@ -118,7 +119,7 @@ def hosts_of(job, tmp_path, cache, *, mesh, ranks_per_host, loader_hosts, split=
         for n in range(loader_hosts)
     ]
     constructors = [
-        Here(ConstructorHost, *common, n, hosts=count, ranks=list(range(n * ranks_per_host, (n + 1) * ranks_per_host)))
+        Here(ConstructorHost, *common, n, hosts=count, ranks=list(ranks_of_host(n, count, mesh.world_size)))
         for n in range(count)
     ]
     everybody = {peer.name: peer for peer in (*loaders, planner, *constructors)}
@@ -405,7 +406,7 @@ def test_frames_carry_what_they_were_given():
     (found,) = back.payloads
     assert back.buffer_bytes == 3
     assert [row.tolist() for row in (found.tokens[0], found.tokens[1])] == [[4, 5], [6, 7, 8, 9]]
-    part = payload.take(np.array([1]), np.array([False]))
+    part = payload.take(np.array([1]), media=np.array([False, False]))
     assert part.media.nbytes == 0 and part.media.bad.tolist() == [True, False]
     part = payload.take(np.array([1, 0]), np.array([True, True]))
     assert [bytes(part.media.data(n)) for n in range(3)] == [b"\x04\x05", b"\x06\x07\x08", b"\x00\x01\x02\x03"]

@@ -32,10 +32,10 @@ def packed_of(lengths, dp=1, cp=1, context=16, cap=64, layout=None):
     tokens = Ragged.from_rows([100 * (i + 1) + np.arange(n) for i, n in enumerate(lengths)], np.int32)
     loss = Ragged(np.ones(len(tokens.values), np.uint8), tokens.offsets)
     samples = join_payloads(plan, [Payload(0, 0, tokens, loss)])
-    packing = packing_of(layout)
+    packing, everything = packing_of(layout), lambda key: tuple(range(cp))
     return plan, [
         [
-            pack_microbatch(plan, samples, d, m, packing, lambda n: np.empty(n, np.uint8))[0]
+            pack_microbatch(plan, samples, d, m, packing, lambda n: np.empty(n, np.uint8), everything)[0]
             for m in range(plan.num_microbatches)
         ]
         for d in range(dp)

@@ -19,6 +19,7 @@ from overlord.core.samples import Cursor, MetaArray, Part
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Media:
     values: npt.NDArray[np.uint8]
     """Bytes of all items: as read from the file while `encoded`, else decoded as a batch takes them."""
     begin: Int64s
-    """Where each item begins in `values`."""
+    """Where each item begins in `values`; -1 for one whose bytes are on other hosts."""
     nbytes_of: Int64s
     """Bytes of each item."""
     encoded: bool
@@ -89,6 +90,11 @@ class Media:
     def nbytes(self) -> int:
         """Bytes of the items."""
         return int(self.nbytes_of.sum())
+
+    @property
+    def here(self) -> npt.NDArray[np.bool_]:
+        """Items whose bytes are here."""
+        return self.begin >= 0
 
     def data(self, item: int) -> memoryview:
         """Return the bytes of one item."""
@@ -101,21 +107,23 @@ class Media:
         rows = np.concatenate([[0], np.cumsum(chosen)])[self.rows]
         return replace(self, rows=rows, **{name: getattr(self, name)[chosen] for name in columns})
 
-    def take(self, samples: Int64s, with_bytes: npt.NDArray[np.bool_]) -> Media:
-        """Return the media of some samples; without bytes where `with_bytes` is False (shapes and bad marks only)."""
+    def take(self, samples: Int64s, with_bytes: Bools | None = None) -> Media:
+        """Return the media of some samples; only shapes and bad marks of items where `with_bytes` is False."""
         counts = np.diff(self.rows)[samples]
         items = expand_ranges(self.rows[samples], counts)
-        sizes = np.where(np.repeat(with_bytes, counts), self.nbytes_of[items], 0)
+        here = self.here[items] if with_bytes is None else with_bytes & self.here[items]
+        sizes = np.where(here, self.nbytes_of[items], 0)
         offsets = offsets_of(sizes)
         values = gather_runs(self.values, self.begin[items], sizes)
         columns = {name: getattr(self, name)[items] for name in ("start", "length", "grids", "seconds", "seeds", "bad")}
-        return replace(self, rows=offsets_of(counts), values=values, begin=offsets[:-1], nbytes_of=sizes, **columns)
+        begin = np.where(here, offsets[:-1], -1)
+        return replace(self, rows=offsets_of(counts), values=values, begin=begin, nbytes_of=sizes, **columns)
 
     @staticmethod
     def concat(parts: Sequence[Media]) -> Media:
         """Join the media of several runs of samples of one source."""
         lead = np.cumsum([0, *(len(part.values) for part in parts)])
-        columns = {
+        columns: dict[str, Any] = {
             name: np.concatenate([getattr(part, name) for part in parts])
             for name in ("start", "length", "grids", "seconds", "seeds", "bad", "values", "nbytes_of")
         }
@@ -123,7 +131,9 @@ class Media:
         return Media(
             kind=parts[0].kind,
             rows=offsets_of(counts),
-            begin=np.concatenate([part.begin + at for part, at in zip(parts, lead, strict=False)]),
+            begin=np.concatenate(
+                [np.where(part.here, part.begin + at, -1) for part, at in zip(parts, lead, strict=False)]
+            ),
             encoded=any(part.encoded for part in parts if len(part.start)),  # a part without items does not count
             **columns,
         )
@@ -149,11 +159,25 @@ class Payload:
     late: bool = False
     """Whether some media are still encoded: a constructor host decodes them, and only then are the labels final."""
 
-    def take(self, samples: Int64s, with_bytes: npt.NDArray[np.bool_]) -> Payload:
-        """Return some of the samples, with the bytes of the media of some of them."""
-        media = self.media.take(samples, with_bytes) if self.media is not None else None
-        tokens, loss = self.tokens.take(samples), self.loss.take(samples)
-        return Payload(self.step, self.source, tokens, loss, media, samples, self.labels, self.late)
+    row_labels: Int64s | None = None
+    """Labels of each sample, on all hosts."""
+    pieces: Int64s | None = None
+    """Of a part for one host: the pieces of the plan that are of these samples, and in views of the host."""
+    piece_labels: Int64s | None = None
+    """Labels of each of those pieces. A host that has no loss mask gets no more of it than this."""
+
+    def take(
+        self, samples: Int64s, tokens: Bools | None = None, loss: Bools | None = None, media: Bools | None = None
+    ) -> Payload:
+        """Return some of the samples; token ids and loss masks only of some of those, bytes of some media items."""
+        return replace(
+            self,
+            tokens=self.tokens.take(samples, tokens),
+            loss=self.loss.take(samples, loss),
+            media=None if self.media is None else self.media.take(samples, media),
+            chosen=samples,
+            row_labels=None if self.row_labels is None else self.row_labels[samples],
+        )
 
     def compact(self) -> Payload:
         """Return the same samples without what its arrays hold besides, as it travels."""
@@ -167,13 +191,19 @@ class Payload:
         media = [part.media for part in parts if part.media is not None]
         chosen = np.concatenate([part.chosen for part in parts if part.chosen is not None])
         order = np.argsort(chosen, kind="stable")
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in ("row_labels", "pieces", "piece_labels")
+            if getattr(parts[0], name) is not None
+        }
         whole = Payload(
             parts[0].step,
             parts[0].source,
             Ragged.concat([part.tokens for part in parts]),
             Ragged.concat([part.loss for part in parts]),
             Media.concat(media) if media else None,
-        ).take(order, np.ones(len(order), np.bool_))
+            **columns,
+        ).take(order)
         labels, late = sum(part.labels for part in parts), any(part.late for part in parts)
         return replace(whole, chosen=chosen[order], labels=labels, late=late)
 
@@ -196,7 +226,7 @@ class Nothing(Message, frozen=True):
 
 
 class WithPlan(Message, frozen=True, kw_only=True):
-    """A message with a plan, which travels beside it: the planner puts its bytes once for all hosts."""
+    """A message with a plan, which travels beside it: the planner puts its bytes, or those of a slice of it."""
 
     plan: Any = None
     """The plan; between processes what its bytes are known by, or the bytes."""
@@ -225,6 +255,12 @@ class HostNews:
     """Whether only ranks that join at this step need the plan."""
     waited_s: float = 0.0
     """How long its trainers have waited for batches, all in all."""
+    fetched_bytes: int = 0
+    """Token ids, loss masks and media that loaders have sent to it, all in all."""
+    held_bytes: int = 0
+    """The most that the samples of one step have taken there."""
+    packed_bytes: int = 0
+    """Arrays of microbatches that it has made, all in all."""
 
 
 class PlanRequest(Message, frozen=True):
@@ -233,12 +269,19 @@ class PlanRequest(Message, frozen=True):
     step: int
     host: int
     news: HostNews
+    whole: bool = False
+    """Whether a slice for the ranks of the host is not enough."""
 
 
 class PlanAnswer(WithPlan, frozen=True):
-    """Planner host to constructor host: the plan, or `waits` if it cannot be made yet; neither after the last step."""
+    """Planner host to constructor host: the plan, or `waits` if it cannot be made yet; neither after the last step.
+
+    Between processes the plan is a list: what the host needs of it, and then what loader hosts need.
+    """
 
     waits: Waiting | None = None
+    loaders: tuple[tuple[int, ...], ...] = ()
+    """The sources of each slice for a loader host; none where they get the whole plan too."""
     next_mesh: str | None = None
     """The mesh of the step behind it, where it is known to have another one."""
 

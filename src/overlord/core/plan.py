@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.draw import Draw, Pieces
-from overlord.core.messages import LoaderOrder, Payload
+from overlord.core.messages import LoaderOrder, Media, Payload
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.ragged import Ragged, expand_ranges, offsets_of
-from overlord.core.samples import Cursor, dtype_from_text, dtype_to_text, padded, take_meta
+from overlord.core.samples import Cursor, MetaArray, dtype_from_text, dtype_to_text, padded, take_meta
 from overlord.errors import PlanError, StateError
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class LoadingPlan:
     """Set where a strategy cuts samples elsewhere than at the context length: how many cuts the context makes."""
     tree: ClientPlaceTree | None = None
     """The mesh of the step, set when the plan is checked; see `mesh`."""
+    ranks: frozenset[int] | None = None
+    """Of a slice for one host: the ranks that it is enough for; None for the whole plan. See `PlanSlice`."""
 
     def __repr__(self) -> str:
         shape = f"{self.num_buckets} {self.axis} buckets x {self.num_microbatches} microbatches"
@@ -200,6 +202,30 @@ class LoadingPlan:
             longest[filled] = np.maximum.reduceat(self.pieces.length, self.bin_offsets[filled])
         return np.repeat(pad_lengths(longest, self.bin_multiple), counts)
 
+    @cached_property
+    def drawn(self) -> tuple[Int32s, MetaArray]:
+        """One sample of each group that the step draws from: its source and its metadata, sorted by source."""
+        order = self.draw.by_source[0]
+        source, meta = self.draw.source[order], self.draw.meta
+        fresh = np.ones(len(order), np.bool_)
+        fresh[1:] = (np.diff(source) != 0) | (np.diff(meta["group"][order]) != 0)
+        return source[fresh], take_meta(meta, order[fresh])
+
+    @cached_property
+    def _by_sample(self) -> tuple[Int64s, Int64s]:
+        """The pieces sorted by sample, and where those of each sample begin."""
+        order = order_in_bins(self.pieces.sample.astype(np.int64))
+        return order, offsets_of(np.bincount(self.pieces.sample, minlength=len(self.draw)))
+
+    def pieces_of(self, samples: npt.NDArray[np.integer]) -> Int64s:
+        """Return the pieces of some samples, in the order of the plan."""
+        order, offsets = self._by_sample
+        return np.sort(order[expand_ranges(offsets[samples], np.diff(offsets)[samples])])
+
+    def covers(self, ranks: Collection[int]) -> bool:
+        """Whether the plan, or this slice of it, is enough for some ranks."""
+        return self.ranks is None or self.ranks.issuperset(ranks)
+
     def bin_range(self, bucket: int, microbatch: int) -> slice:
         """Return which pieces are in one microbatch of one bucket."""
         at = bucket * self.num_microbatches + microbatch
@@ -208,6 +234,12 @@ class LoadingPlan:
     def bin(self, bucket: int, microbatch: int) -> Pieces:
         """Return the pieces of one microbatch of one bucket, in their order."""
         return self.pieces.take(self.bin_range(bucket, microbatch))
+
+    def bucket_pieces(self, bucket: int) -> Int64s:
+        """Return the pieces of all microbatches of a bucket, as far as a slice has them."""
+        at = bucket * self.num_microbatches
+        first, stop = int(self.bin_offsets[at]), int(self.bin_offsets[at + self.num_microbatches])
+        return first + np.flatnonzero(self.pieces.length[first:stop])
 
     def part_of(self, buckets: range) -> tuple[Pieces, Int64s]:
         """Return a constructor's part: the pieces of neighbouring buckets, and where each microbatch begins in them."""
@@ -371,14 +403,28 @@ def chain_digest(digests: Sequence[str]) -> str:
 # The part of a step that one host needs: the samples that its ranks train on or encode.
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Share:
-    """One host's part of a step."""
+    """One host's part of a step: the samples in its ranks' views, and which columns of each.
 
+    The first pipeline stage embeds, so it needs token ids and media; the last one computes the loss, so it needs token
+    ids (as labels) and the loss mask; stages between them need neither. What every stage needs (where segments begin,
+    where they come from, how many labels they have, the shapes of media) is metadata.
+    """
+
+    plan: LoadingPlan
     samples: Bools
-    """Drawn samples of which the host needs tokens or media."""
+    """Drawn samples with a segment or an image in a view of this host."""
+    tokens: Bools
+    """Those of which the host needs the token ids."""
+    loss: Bools
+    """Those of which it needs the loss mask."""
     media: Bools
-    """Drawn samples of which the host needs the bytes of images and clips; of the others only shapes and bad marks."""
+    """Those of which it needs the bytes of media; of the others only shapes and bad marks."""
+    images: Bools | None
+    """Where images and clips are encoded apart from their tokens: which of `draw.images` its ranks encode."""
+    pieces: Int64s
+    """The pieces in its views, in the order of the plan."""
     whole: bool
     """Whether the host has all ranks, so that it needs every sample."""
 
@@ -395,33 +441,84 @@ class Share:
         tree = plan.mesh
         if len(set(ranks)) == tree.world_size:
             everything = np.ones(len(plan.draw), np.bool_)
-            return cls(everything, everything, whole=True)
-        samples = np.zeros(len(plan.draw), np.bool_)
-        fetching = [rank for rank in ranks if tree.fetches(rank, plan.broadcast)]
-        for bucket in {tree.bucket_of(plan.axis, rank) for rank in fetching}:
-            samples[_of_bucket(plan, bucket)] = True
-        if plan.encoder is None:
-            return cls(samples, samples, whole=False)
-        media = np.zeros(len(plan.draw), np.bool_)
+            columns = (everything, everything, everything, everything)
+            return cls(plan, *columns, None, np.arange(len(plan.pieces)), whole=True)
+        samples, tokens, loss, media = np.zeros((4, len(plan.draw)), np.bool_)
+        stages: dict[int, set[int]] = {}
         for rank in ranks:
-            media[plan.encoder.bin(rank, 0).sample] = True
-        return cls(samples | media, media, whole=False)
+            if tree.fetches(rank, plan.broadcast):
+                stages.setdefault(tree.bucket_of(plan.axis, rank), set()).add(tree.coords(rank).pp)
+        pieces = [_NO_PIECES]
+        for bucket, here in sorted(stages.items()):
+            pieces.append(plan.bucket_pieces(bucket))
+            mine = plan.pieces.sample[pieces[-1]]
+            embeds, has_loss = 0 in here, tree.pp - 1 in here
+            samples[mine] = True
+            for column, needed in ((tokens, embeds or has_loss), (loss, has_loss), (media, embeds)):
+                if needed:
+                    column[mine] = True
+        images = None
+        if plan.encoder is not None:
+            draw, images = plan.draw, np.zeros(len(plan.draw.images), np.bool_)
+            for rank in ranks:
+                runs = plan.encoder.pieces.take(plan.encoder.bucket_pieces(rank))
+                images[draw.image_at(runs.sample, runs.start)[0]] = True
+                samples[runs.sample] = True
+        return cls(plan, samples, tokens, loss, media, images, np.concatenate(pieces), whole=False)
 
-    def cut(self, plan: LoadingPlan, payload: Payload) -> Payload:
+    @cached_property
+    def _of_source(self) -> dict[int, Int64s]:
+        """For each source, those of `pieces` that are of its samples."""
+        source = self.plan.draw.source[self.plan.pieces.sample[self.pieces]]
+        order = np.argsort(source, kind="stable")
+        bounds = np.flatnonzero(np.diff(source[order])) + 1
+        return {int(source[part[0]]): self.pieces[part] for part in np.split(order, bounds) if len(part)}
+
+    def cut(self, payload: Payload) -> Payload:
         """Return the host's part of a payload: all samples of its source, or those that one of its loaders has."""
         if self.whole:
             return payload
+        plan = self.plan
         mine = plan.draw.samples_of(payload.source)
         mine = mine if payload.chosen is None else mine[payload.chosen]
         chosen = np.flatnonzero(self.samples[mine])
-        audio = payload.media is not None and payload.media.kind == "audio"  # sounds stay with their tokens
-        part = payload.take(chosen, np.ones(len(chosen), np.bool_) if audio else self.media[mine[chosen]])
-        return part if payload.chosen is None else replace(part, chosen=payload.chosen[chosen])
+        rows = mine[chosen]
+        part = payload.take(chosen, self.tokens[rows], self.loss[rows], self._items(payload.media, mine, chosen))
+        if payload.chosen is not None:
+            part = replace(part, chosen=payload.chosen[chosen])
+        # Labels of a piece are counted here, where the loss mask is: most hosts do not get it.
+        numbers = self._of_source.get(payload.source, _NO_PIECES)
+        if payload.chosen is not None:
+            numbers = numbers[np.isin(plan.pieces.sample[numbers], mine)]
+        pieces = plan.pieces.take(numbers)
+        first = payload.loss.offsets[np.searchsorted(mine, pieces.sample)] + pieces.start
+        labels = count_labels(payload.loss.values, first, pieces.length.astype(np.int64))
+        return replace(part, pieces=numbers, piece_labels=labels)
+
+    def _items(self, media: Media | None, mine: Int32s, chosen: Int64s) -> Bools | None:
+        """Return of which media items of some samples this host needs the bytes."""
+        if media is None:
+            return None
+        counts = np.diff(media.rows)[chosen]
+        if self.images is None or media.kind == "audio":  # sounds are never encoded apart from their tokens
+            return np.repeat(self.media[mine[chosen]], counts)
+        listed = self.plan.draw.images
+        keys = (listed.sample.astype(np.int64) << 32) + listed.start
+        start = media.start[expand_ranges(media.rows[:-1][chosen], counts)]
+        return self.images[np.searchsorted(keys, (np.repeat(mine[chosen], counts).astype(np.int64) << 32) + start)]
 
 
-def _of_bucket(plan: LoadingPlan, bucket: int) -> npt.NDArray[np.int32]:
-    first, stop = plan.bin_offsets[[bucket * plan.num_microbatches, (bucket + 1) * plan.num_microbatches]]
-    return plan.pieces.sample[int(first) : int(stop)]
+_NO_PIECES = np.empty(0, np.int64)
+
+
+@numba.njit(nogil=True, cache=True)
+def count_labels(loss: npt.NDArray[np.uint8], first: Int64s, length: Int64s) -> Int64s:
+    """Return the labels of pieces by their first places in a loss mask: the first token of a piece predicts nothing."""
+    out = np.zeros(len(first), np.int64)
+    for piece in range(len(first)):
+        for i in range(np.uintp(first[piece] + 1), np.uintp(first[piece] + length[piece])):
+            out[piece] += loss[i]
+    return out
 
 
 def with_labels(plan: LoadingPlan, payload: Payload) -> Payload:
@@ -431,7 +528,7 @@ def with_labels(plan: LoadingPlan, payload: Payload) -> Payload:
     if payload.media is not None:  # an item that cannot be decoded masks its whole sample
         labels[np.repeat(np.arange(len(labels)), np.diff(payload.media.rows))[payload.media.bad]] = 0
     late = payload.media is not None and payload.media.encoded and len(payload.media.start) > 0
-    return replace(payload, labels=int(labels.sum()), late=late)
+    return replace(payload, labels=int(labels.sum()), row_labels=labels, late=late)
 
 
 def known_early(plan: LoadingPlan) -> Bools:
@@ -545,13 +642,55 @@ class Routing:
         return int(self.length[self.sender != self.receiver].sum(dtype=np.int64))
 
 
+# A slice of a plan: what one host reads of it. Samples and pieces keep their numbers, so that a slice is used like the
+# whole plan: what it leaves out has zeros there (no piece of a plan has the length 0), in pages that are never touched.
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PlanSlice:
+    """Which samples, pieces, images to encode and routes of a plan one host needs."""
+
+    samples: Int64s
+    pieces: Int64s
+    encoded: Int64s
+    """Pieces of the encoder's plan."""
+    routes: Int64s
+    ranks: tuple[int, ...]
+    """The ranks it is enough for; none for a loader host."""
+
+    @classmethod
+    def for_ranks(cls, plan: LoadingPlan, ranks: Collection[int]) -> PlanSlice:
+        """Return what a constructor host needs: the pieces of its ranks' buckets, the images that they encode."""
+        tree, encoder, routing = plan.mesh, plan.encoder, plan.routing
+        buckets = sorted({tree.bucket_of(plan.axis, rank) for rank in ranks})
+        pieces = np.concatenate([_NO_PIECES, *(plan.bucket_pieces(bucket) for bucket in buckets)])
+        encoded = routes = _NO_PIECES
+        if encoder is not None:
+            encoded = np.concatenate([_NO_PIECES, *(encoder.bucket_pieces(rank) for rank in sorted(ranks))])
+        if routing is not None:
+            wanted = np.zeros(routing.world_size, np.bool_)
+            wanted[list(ranks)] = True
+            wanted[routing.heads[buckets]] = True
+            routes = np.flatnonzero(wanted[routing.sender] | wanted[routing.receiver])
+        samples = [plan.pieces.sample[pieces], *([encoder.pieces.sample[encoded]] if encoder is not None else [])]
+        return cls(np.unique(np.concatenate(samples)).astype(np.int64), pieces, encoded, routes, tuple(sorted(ranks)))
+
+    @classmethod
+    def for_sources(cls, plan: LoadingPlan, sources: Collection[int]) -> PlanSlice:
+        """Return what a loader host needs: the samples of its sources, and where their pieces and images go."""
+        mine = np.concatenate([_NO_PIECES, *(plan.draw.samples_of(source) for source in sources)])
+        mine = np.sort(mine).astype(np.int64)
+        encoded = _NO_PIECES if plan.encoder is None else plan.encoder.pieces_of(mine)
+        return cls(mine, plan.pieces_of(mine), encoded, _NO_PIECES, ())
+
+
 # Plans as bytes: encoded once per step; every role reads its part without copying. A block is a JSON header (names,
 # numbers, the offset of each column) followed by the aligned columns. Decoding makes views into the block, so a loader
-# or a constructor touches only the part it uses.
+# or a constructor touches only the part it uses. A slice has only some rows of the columns, and their numbers.
 
 
 MAGIC = b"OVERPLAN"
-BLOB_VERSION = 3
+BLOB_VERSION = 4
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -567,13 +706,15 @@ _PLAN_SCALARS = (
     "row_tokens",
     "context_cuts",
 )
-_OPTIONAL = ("cp_sizes", "first_ranks", "counts", "ends")
+_PIECE = ("sample", "start", "length")
+_PER_PIECE = ("cp_sizes", "first_ranks")
+_OPTIONAL = (*_PER_PIECE, "counts", "ends")
 _TOTALS = ("global_loss_tokens", "total_tokens", "squared_tokens")
 _ROUTES = ("sender", "receiver", "microbatch", "position", "length", "sample", "start", "row", "heads")
 
 
-def plan_to_bytes(plan: LoadingPlan) -> memoryview:
-    """Return a plan as one block of bytes."""
+def plan_to_bytes(plan: LoadingPlan, part: PlanSlice | None = None) -> memoryview:
+    """Return a plan, or a slice of it, as one block of bytes."""
     draw = plan.draw
     order, offsets = draw.by_source
     arrays: Arrays = {"source": draw.source, "meta": draw.meta, "by_source": order, "source_offsets": offsets}
@@ -597,7 +738,50 @@ def plan_to_bytes(plan: LoadingPlan) -> memoryview:
         scalars["world_size"] = plan.routing.world_size
         arrays.update({f"routing.{name}": getattr(plan.routing, name) for name in _ROUTES})
         arrays.update(zip(("routing.patches", "routing.begins"), plan.routing.images, strict=True))
+    if part is not None:
+        scalars["slice"] = {"samples": len(draw), "ranks": part.ranks}
+        _cut_columns(plan, part, arrays)
     return _write(scalars, arrays)
+
+
+def _cut_columns(plan: LoadingPlan, part: PlanSlice, arrays: Arrays) -> None:
+    """Leave only the rows of a slice in the columns of a plan."""
+    draw, samples = plan.draw, part.samples
+    source = draw.source[samples]
+    arrays.pop("items", None)
+    if plan.encoder is not None:  # images are numbered over the whole step
+        arrays.update({f"images.{name}": getattr(draw.images, name) for name in _PIECE})
+    arrays["by_source"] = samples[np.argsort(source, kind="stable")].astype(np.int32)
+    arrays["source_offsets"] = offsets_of(np.bincount(source, minlength=len(draw.names)))
+    arrays["drawn.source"], arrays["drawn.meta"] = plan.drawn
+    arrays["source"], arrays["meta"] = source, take_meta(draw.meta, samples)
+    for prefix, one, rows in (("", plan, part.pieces), ("encoder.", plan.encoder, part.encoded)):
+        if one is not None:
+            for name in (*_PIECE, *(n for n in _PER_PIECE if getattr(one, n) is not None)):
+                arrays[f"{prefix}{name}"] = arrays[f"{prefix}{name}"][rows]
+            counts = np.diff(one.bin_offsets)
+            arrays[f"{prefix}bin_offsets"] = counts.astype(np.min_scalar_type(int(counts.max(initial=0))))
+    if plan.routing is not None:
+        arrays.update({f"routing.{n}": arrays[f"routing.{n}"][part.routes] for n in _ROUTES if n != "heads"})
+    arrays |= {"slice.samples": samples, "slice.pieces": part.pieces, "slice.encoded": part.encoded}
+
+
+def _fill_columns(scalars: dict[str, Any], arrays: Arrays) -> None:
+    """Give the columns of a slice the length of those of the plan."""
+
+    def spread(name: str, rows: Int64s, count: int, fill: int = 0) -> None:
+        column = np.zeros(count, arrays[name].dtype) if not fill else np.full(count, fill, arrays[name].dtype)
+        column[rows] = arrays[name]
+        arrays[name] = column
+
+    for name in ("source", "meta"):
+        spread(name, arrays["slice.samples"], scalars["slice"]["samples"])
+    for prefix, rows in (("", arrays["slice.pieces"]), ("encoder.", arrays["slice.encoded"])):
+        if f"{prefix}bin_offsets" in arrays:
+            offsets = arrays[f"{prefix}bin_offsets"] = offsets_of(arrays[f"{prefix}bin_offsets"])
+            for name in (*_PIECE, *_PER_PIECE):
+                if f"{prefix}{name}" in arrays:
+                    spread(f"{prefix}{name}", rows, int(offsets[-1]), int(name == "cp_sizes"))
 
 
 def plan_from_bytes(blob: bytes | memoryview) -> LoadingPlan:
@@ -607,6 +791,9 @@ def plan_from_bytes(blob: bytes | memoryview) -> LoadingPlan:
         StateError: for bytes that are no plan of this version.
     """
     scalars, arrays = _read(memoryview(blob))
+    part = scalars.get("slice")
+    if part is not None:
+        _fill_columns(scalars, arrays)
     draw = Draw(
         scalars["step"],
         tuple(scalars["names"]),
@@ -627,20 +814,25 @@ def plan_from_bytes(blob: bytes | memoryview) -> LoadingPlan:
         plan = dataclasses.replace(plan, routing=Routing(scalars["world_size"], **routes, images=images))
     if "tree" in scalars:
         plan = dataclasses.replace(plan, tree=ClientPlaceTree.from_sizes(scalars["tree"], what="the mesh of a plan"))
+    if part is not None:
+        plan = dataclasses.replace(plan, ranks=frozenset(part["ranks"]))
+        plan.__dict__["drawn"] = (arrays["drawn.source"], arrays["drawn.meta"])
+        if plan.encoder is not None:
+            draw.__dict__["images"] = Pieces(*(arrays[f"images.{name}"] for name in _PIECE))
     plan.__dict__.update(scalars["totals"], digest=scalars["plan_digest"])
     return plan
 
 
 def _plan_columns(plan: LoadingPlan, prefix: str, arrays: Arrays) -> dict[str, Any]:
     arrays[f"{prefix}bin_offsets"] = plan.bin_offsets
-    for name in ("sample", "start", "length"):
+    for name in _PIECE:
         arrays[f"{prefix}{name}"] = getattr(plan.pieces, name)
     arrays.update({f"{prefix}{n}": getattr(plan, n) for n in _OPTIONAL if getattr(plan, n) is not None})
     return {name: getattr(plan, name) for name in _PLAN_SCALARS}
 
 
 def _plan_of(draw: Draw, scalars: dict[str, Any], prefix: str, arrays: Arrays) -> LoadingPlan:
-    pieces = Pieces(*(arrays[f"{prefix}{name}"] for name in ("sample", "start", "length")))
+    pieces = Pieces(*(arrays[f"{prefix}{name}"] for name in _PIECE))
     found: dict[str, Any] = {name: arrays.get(f"{prefix}{name}") for name in _OPTIONAL}
     found |= {**scalars, "broadcast": tuple(scalars["broadcast"])}
     return LoadingPlan(draw=draw, pieces=pieces, bin_offsets=arrays[f"{prefix}bin_offsets"], **found)

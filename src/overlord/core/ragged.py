@@ -110,9 +110,13 @@ class Ragged:
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         return Ragged(self.values[first:last], self.offsets - first)
 
-    def take(self, rows: npt.NDArray[np.integer]) -> Ragged:
-        """Return the given rows, in that order, copied into one piece."""
-        offsets = offsets_of(self.lengths[rows])
+    def take(self, rows: npt.NDArray[np.integer], filled: npt.NDArray[np.bool_] | None = None) -> Ragged:
+        """Return the given rows, in that order, copied into one piece; empty ones where `filled` is False."""
+        lengths = self.lengths[rows]
+        if filled is not None and not filled.all():
+            lengths = np.where(filled, lengths, 0)
+            return Ragged(gather_runs(self.values, self.offsets[:-1][rows], lengths), offsets_of(lengths))
+        offsets = offsets_of(lengths)
         out = np.empty(int(offsets[-1]), self.values.dtype)
         self.take_into(rows, out)
         return Ragged(out, offsets)

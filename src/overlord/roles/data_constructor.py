@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 
 from overlord.core.client_messages import StepHeader, mesh_to_text
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan, known_early
+from overlord.core.plan import LoadingPlan, Share, known_early
 from overlord.roles.client import ENCODER, Stage, needs
 from overlord.roles.ports import Loaders
 from overlord.transforms.microbatches.per_microbatch import (
     Allocate,
     PackedMicrobatch,
     PackingJob,
+    Wanted,
     pack_encoder,
     pack_microbatch,
 )
@@ -38,6 +40,8 @@ class _Places:
         self.fetches = functools.cache(tree.fetches)
         self.views: dict[tuple[int, tuple[str, ...]], tuple[dict[str, str], dict[str, int]]] = {}
         """By rank and array names, the view of a rank."""
+        self.wanted: dict[Any, Wanted] = {}
+        """What ranks that share a bucket need of its microbatches: by the bucket and the ranks, and by their places."""
 
 
 class DataConstructor:
@@ -68,7 +72,7 @@ class DataConstructor:
         collect = self._loaders.loader_do_plan(plan, asking)  # (2) positional fetches from the SourceLoaders
 
         def join() -> StepSamples:
-            samples = join_payloads(plan, collect())
+            samples = join_payloads(plan, collect(), Share.of(plan, asking))
             if len(samples.items):
                 early = np.ones(len(plan.draw), np.bool_) if open_all else known_early(plan)
                 faults = samples.open_media(self._packing.opening, early)
@@ -78,15 +82,50 @@ class DataConstructor:
         return join
 
     def constructor_do_plan(
-        self, plan: LoadingPlan, samples: StepSamples, bucket: int, microbatch: int, allocate: Allocate
+        self,
+        plan: LoadingPlan,
+        samples: StepSamples,
+        bucket: int,
+        microbatch: int,
+        allocate: Allocate,
+        ranks: tuple[int, ...] | None = None,
     ) -> PackedMicrobatch:
-        """Build one microbatch of one bucket, cut for all of its ranks; or the encoder inputs of one rank."""
+        """Build one microbatch of one bucket, cut for those of its ranks that are given; by default for all.
+
+        Or the encoder inputs of one rank.
+        """
         packing = self._packing
         if microbatch == ENCODER:
             return pack_encoder(plan, samples, bucket, packing.layout, packing.media, allocate)
-        packed, faults = pack_microbatch(plan, samples, bucket, microbatch, packing, allocate)
+        wanted = self._wanted_by(plan, bucket, ranks)
+        packed, faults = pack_microbatch(plan, samples, bucket, microbatch, packing, allocate, wanted)
         self._found(plan, samples, faults)
         return packed
+
+    def _wanted_by(self, plan: LoadingPlan, bucket: int, ranks: tuple[int, ...] | None) -> Wanted:
+        """Return which keys of a bucket's microbatches some of its ranks need."""
+        known, tree = self._places(plan.mesh).wanted, plan.mesh
+        by_ranks = (plan.axis, plan.broadcast, bucket, ranks)
+        if by_ranks not in known:
+            there = tree.consumers(plan.axis, bucket) if ranks is None else ranks
+            places = tuple(sorted({(at.cp, at.pp) for r in there if self.fetches(r, plan) for at in [tree.coords(r)]}))
+
+            def wanted(key: str) -> tuple[int, ...]:
+                return tuple(sorted({cp for cp, pp in places if self._needs(tree, pp, key)}))
+
+            known[by_ranks] = known.setdefault(places, functools.cache(wanted))
+        return known[by_ranks]
+
+    @property
+    def _rotary(self) -> bool:
+        return self._packing.layout.keys != "megatron" or self._packing.layout.positions != "plain"
+
+    def _needs(self, tree: ClientPlaceTree, pp: int, key: str) -> bool:
+        """Whether the ranks of a pipeline stage need a key."""
+        stage = Stage(pp, tree.pp, None, tree.vpp)
+        if key.startswith("meta."):
+            return stage.embeds or not key.startswith("meta.image_")
+        return needs(stage, key, mtp=self._packing.layout.mtp, rotary=self._rotary)
 
     def view_of(self, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> tuple[dict[str, str], dict[str, int]]:
         """Return what a rank needs of a microbatch: batch key -> array name, and its scalars.
@@ -108,25 +147,19 @@ class DataConstructor:
         self, tree: ClientPlaceTree, rank: int, names: tuple[str, ...]
     ) -> tuple[dict[str, str], dict[str, int]]:
         at, layout = tree.coords(rank), self._packing.layout
-        stage = Stage(at.pp, tree.pp, None, tree.vpp)
-        rotary = layout.keys != "megatron" or layout.positions != "plain"
         wanted: dict[str, str] = {}
         for name in names:
             key, _, part = name.partition("@")
-            if part and int(part) != at.cp:
-                continue
-            if key.startswith("meta.image_") and not stage.embeds:
-                continue
-            if key.startswith("meta.") or needs(stage, key, mtp=layout.mtp, rotary=rotary):
+            if (not part or int(part) == at.cp) and self._needs(tree, at.pp, key):
                 wanted[key] = name
         facts = {"meta.pp_rank": at.pp, "meta.pp": tree.pp, "meta.vpp": tree.vpp, "meta.mtp": layout.mtp}
-        return wanted, {**facts, "meta.rotary": rotary}
+        return wanted, {**facts, "meta.rotary": self._rotary}
 
     def _found(self, plan: LoadingPlan, samples: StepSamples, faults: list[tuple[int, str]]) -> None:
         """Take samples that do not decode out of the label count, and report them to their loaders."""
         if faults:
             draw = plan.draw
-            samples.lose(plan, [sample for sample, _ in faults])
+            samples.lose([sample for sample, _ in faults])
             self._loaders.note_faults(
                 [(int(draw.source[s]), int(draw.meta["row"][s]), int(draw.meta["epoch"][s]), why) for s, why in faults]
             )

@@ -433,7 +433,7 @@ class TimedSource:
         done = self._loader.finish(staged)
         finishing, clock = clock.took(), self._timed.clock()
         payload = self._loader.hand_over(staged, done)
-        payload = payload.take(np.arange(len(meta)), np.ones(len(meta), np.bool_))  # the copy to the constructor
+        payload = payload.take(np.arange(len(meta)))  # the copy to the constructor
         handing = popping.plus(clock.took())
         if keep:
             self.samples += len(meta)

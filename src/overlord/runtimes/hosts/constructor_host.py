@@ -32,7 +32,7 @@ from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.hosts.peers import RemoteLoaders, RemotePlanner
 from overlord.runtimes.hosts.role_host import RoleHost
 from overlord.runtimes.hosts.shared_planner import left_behind
-from overlord.runtimes.hosts.step_server import Built, RanksOf, StepServer, view_facts
+from overlord.runtimes.hosts.step_server import Built, RanksOf, StepServer
 from overlord.runtimes.launching.add_source import without_last_source
 from overlord.runtimes.launching.deployment import make_constructor
 from overlord.runtimes.launching.service_options import ServiceOptions
@@ -220,14 +220,11 @@ class ClientConnection:
             segment, lease = one.segment, self._next_lease
             self._next_lease += 1
             self._leases[lease] = segment.number
-            facts = one.views.get(self._rank)
-            if facts is None:  # a rank that came after it was built
-                facts = view_facts(self._context.constructor, self._rank, one.plan, one.packed)
             new = segment.number not in self._known
             if new:
                 self._known.add(segment.number)
                 fds.append(segment.fd)
-            views[microbatch] = msg.View(lease, segment.number, segment.capacity, new, facts)
+            views[microbatch] = msg.View(lease, segment.number, segment.capacity, new, one.views[self._rank])
         names = None
         if header is not None:
             if header.names != self._names:  # they go along when there are others than before

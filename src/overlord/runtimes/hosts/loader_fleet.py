@@ -367,7 +367,7 @@ class StagedSteps:
         def collect() -> list[Payload]:
             try:
                 share = Share.of(plan, ranks)
-                return [share.cut(plan, payload) for payload in staged.payloads()]
+                return [share.cut(payload) for payload in staged.payloads()]
             finally:
                 self._let_go(plan, ranks, asked)
 

@@ -2,13 +2,15 @@
 
 Rules of this file:
 1. Payloads go from loader host to constructor host. The planner asks for metadata and gives out plans, nothing else.
-2. One call a pair of hosts and step. The plan goes along by reference: it was put once, and every host reads it there.
+2. One call a pair of hosts and step. The plan goes along by reference: the planner puts a slice for each host once.
+   Where a slice does not do (a source has come to a loader host since, or its planner is gone), the whole plan goes.
 3. A shadow is told afterwards what its primary was asked for: no caller waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -38,6 +40,7 @@ from overlord.core.messages import (
 )
 from overlord.core.plan import LoadingPlan, plan_from_bytes, plan_to_bytes
 from overlord.core.samples import WHOLE, Cursor, Part
+from overlord.errors import PlanError
 from overlord.roles.assignment import NO_HOST
 from overlord.roles.poisoned_rows import Verdict, poisoned_in
 from overlord.roles.ports import Collect
@@ -79,9 +82,16 @@ class Blobs:
         return blob
 
 
-def put_plan(blobs: Blobs | None, plan: LoadingPlan) -> Any:
-    """Return what messages hold of a plan: the plan itself where they are passed by reference (no blobs)."""
-    return plan if blobs is None else blobs.put(np.frombuffer(plan_to_bytes(plan), np.uint8))
+@dataclass(frozen=True, slots=True)
+class _Slices:
+    """What a plan is known by, for the loader hosts that are asked for its samples."""
+
+    generation: int
+    """Of the planner that put it."""
+    whole: Any
+    """The whole plan; None where there are slices."""
+    of_sources: list[tuple[set[int], Any]]
+    """Slices by the sources that they are enough for."""
 
 
 class RemotePlanner:
@@ -95,35 +105,62 @@ class RemotePlanner:
         self.next_mesh: str | None = None
         """The mesh of the step behind the one whose plan was taken last, where it is known to have another one."""
         # For as long as the plan is in use: its columns are views into that very block.
-        self._blob_of: WeakKeyDictionary[LoadingPlan, tuple[Any, int]] = WeakKeyDictionary()
+        self._slices: WeakKeyDictionary[LoadingPlan, _Slices] = WeakKeyDictionary()
+        self._news = HostNews()
 
     def plan(self, step: int, news: HostNews) -> LoadingPlan | Waiting | None:
-        """Take the plan of a step."""
+        """Take the plan of a step, as far as the ranks of this host need it."""
+        self._news = news
+        found, self.next_mesh = self._take(step, whole=False)
+        return found
+
+    def whole_plan(self, step: int) -> LoadingPlan:
+        """Take the whole plan of a step that was planned before: what ranks of other hosts need is in it too."""
+        while True:
+            found, _ = self._take(step, whole=True)
+            if isinstance(found, LoadingPlan):
+                return found
+            self._peers.pause(self._peers.version, 0.1)  # a planner that came in the place of another catches up
+
+    def _take(self, step: int, *, whole: bool) -> tuple[LoadingPlan | Waiting | None, str | None]:
+        """Take a plan; also return the mesh of the step behind it, where that is another one."""
         while True:
             generation = self._peers.generation(PLANNER)
-            answer: PlanAnswer = self._peers.insist(PLANNER, "plan", PlanRequest(step, self._host, news))
-            self.next_mesh = answer.next_mesh
+            request = PlanRequest(step, self._host, self._news, whole)
+            answer: PlanAnswer = self._peers.insist(PLANNER, "plan", request)
             if answer.waits is not None or answer.plan is None or self._blobs is None:
-                return answer.waits or answer.plan
-            blob = answer.plan
+                return answer.waits or answer.plan, answer.next_mesh
+            mine, *others = answer.plan
             try:
-                plan = plan_from_bytes(memoryview(self._blobs.get(blob)))  # type: ignore[arg-type]
+                plan = plan_from_bytes(memoryview(self._blobs.get(mine)))  # type: ignore[arg-type]
             except PeerGone:
                 self._peers.pause(self._peers.version, 0.1)  # it went with the planner that had put it
                 continue
-            self._blob_of[plan] = (blob, generation)
-            return plan
+            slices = list(zip(map(set, answer.loaders), others, strict=True))
+            self._slices[plan] = _Slices(generation, mine if plan.ranks is None else None, slices)
+            return plan, answer.next_mesh
 
-    def blob_of(self, plan: LoadingPlan) -> Any:
-        """Return what messages hold of a plan that was taken here."""
+    def blob_of(self, plan: LoadingPlan, sources: Collection[int]) -> Any:
+        """Return what messages hold of a plan that was taken here, for a loader host that has some sources."""
         if self._blobs is None:
             return plan
-        blob, generation = self._blob_of[plan]
-        newest = self._peers.generation(PLANNER)
-        if generation != newest:  # what its planner had put may have gone with it
-            blob = put_plan(self._blobs, plan)
-            self._blob_of[plan] = (blob, newest)
-        return blob
+        known, newest = self._slices[plan], self._peers.generation(PLANNER)
+        if known.generation != newest and plan.ranks is None:  # what its planner had put may have gone with it
+            block = self._blobs.put(np.frombuffer(plan_to_bytes(plan), np.uint8))
+            known = self._slices[plan] = _Slices(newest, block, [])
+        if known.whole is not None:
+            return known.whole
+        fitting = [blob for of, blob in known.of_sources if of.issuperset(sources)]
+        if fitting and known.generation == newest:
+            return fitting[0]
+        found = self.whole_plan(plan.step)
+        if found.digest != plan.digest:
+            raise PlanError(
+                f"step {plan.step} was planned anew, and differently; ranks would train on different samples. Is the "
+                "strategy a pure function of (buffer, tree)?"
+            )
+        self._slices[plan] = known = self._slices[found]
+        return known.whole
 
     def ask(self, request: Request[R]) -> R:
         """Pass on what a client asks or tells."""
@@ -226,7 +263,7 @@ class RemoteLoaders:
             self._peers,
             "hand_over",
             self._drawn(plan),
-            lambda part: HandOver(asking, list(part), plan=planner.blob_of(plan)),
+            lambda part: HandOver(asking, list(part), plan=planner.blob_of(plan, {source for source, _ in part})),
         )
 
         def collect() -> list[Payload]:
@@ -242,10 +279,10 @@ class RemoteLoaders:
 
     def _drawn(self, plan: LoadingPlan) -> list[_Asked]:
         """Return the parts of sources that a plan draws from."""
-        drawn = np.flatnonzero(np.diff(plan.draw.by_source[1])).tolist()
+        sources, meta = plan.drawn
+        drawn = np.unique(sources).tolist()
         parts = {source: self._peers.membership.assignment.parts_of(source) for source in drawn}
-        meta = {source: plan.draw.meta[plan.draw.samples_of(source)] for source in drawn if len(parts[source]) > 1}
-        return [(s, part) for s in drawn for part in parts[s] if s not in meta or len(part.rows(meta[s]))]
+        return [(s, p) for s in drawn for p in parts[s] if len(parts[s]) == 1 or len(p.rows(meta[sources == s]))]
 
     def _all_parts(self, sources: Iterable[int] | None = None) -> list[_Asked]:
         assignment = self._peers.membership.assignment

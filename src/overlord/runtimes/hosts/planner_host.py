@@ -6,8 +6,10 @@ import dataclasses
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from overlord.core.client_messages import AddSource, Request, mesh_to_text
 from overlord.core.messages import (
@@ -24,11 +26,12 @@ from overlord.core.messages import (
     PlanRequest,
     Positions,
 )
-from overlord.core.plan import LoadingPlan
+from overlord.core.place_tree import ranks_of_host
+from overlord.core.plan import LoadingPlan, PlanSlice, plan_to_bytes
 from overlord.errors import Rewound
 from overlord.job.specs import Source
 from overlord.runtimes.autoscaling.scaler import check_sizes
-from overlord.runtimes.hosts.peers import NO_REPORT, RemoteLoaders, put_plan
+from overlord.runtimes.hosts.peers import NO_REPORT, RemoteLoaders
 from overlord.runtimes.hosts.role_host import RoleHost
 from overlord.runtimes.hosts.shared_planner import SharedPlanner
 from overlord.runtimes.launching.add_source import journal_last_source, with_source
@@ -44,7 +47,7 @@ from overlord.runtimes.launching.resume import History, open_store, read_history
 NUMBERS, NUMBER_BYTES = 8, 8
 """Of a message beside its columns: about so many numbers, and the bytes of one."""
 KEPT_BLOBS = 16
-"""Plans that the planner keeps put, for hosts that are behind."""
+"""Steps whose plans the planner keeps put, for hosts that are behind."""
 
 
 class PlannerHost(RoleHost):
@@ -102,7 +105,7 @@ class PlannerHost(RoleHost):
             pace=self._environment.pace(), rewound=self._go_back,
         )  # fmt: skip
         self._ends.callback(self._host.close)
-        self._put: OrderedDict[int, Any] = OrderedDict()
+        self._put: OrderedDict[int, dict[tuple[Any, ...], Any]] = OrderedDict()
         self._put_bytes = self._plans_put = self._numbers = 0
         self._led = -1
         self._putting = threading.Lock()
@@ -127,15 +130,34 @@ class PlannerHost(RoleHost):
             self._host.write_due()
 
     def plan(self, asked: PlanRequest) -> PlanAnswer:
-        """Give a host the plan of a step; it is put into shared storage once, for all hosts."""
+        """Give a host its slice of the plan of a step, and those of the loader hosts, each put into storage once."""
         found = self._host.plan(asked.step, asked.news, asked.host)
         self._numbers += NUMBERS + 2 * (len(asked.news.reached) + len(asked.news.positions))
         if isinstance(found, LoadingPlan):  # not where the host must wait for a report
             self._lead_shadows(asked.step)
             following = self._host.planner.meshes.at(asked.step + 1)
             next_mesh = None if following == found.mesh else mesh_to_text(following)
-            return PlanAnswer(next_mesh=next_mesh, plan=self._blob_of(found))
+            world_size = found.mesh.world_size
+            ranks = ranks_of_host(asked.host, self._site["hosts"], world_size)
+            others = {rank for rank in asked.news.positions if rank < world_size} - set(ranks)
+            if self._blobs is None:
+                return PlanAnswer(next_mesh=next_mesh, plan=found)
+            if asked.whole or others or len(ranks) == world_size:
+                return PlanAnswer(next_mesh=next_mesh, plan=[self._put_once(found, ("whole",), lambda: None)])
+            mine = self._put_once(found, ("ranks", *ranks), lambda: PlanSlice.for_ranks(found, ranks))
+            loaders = self._sources_of_loaders(found)
+            slices = [self._put_once(found, of, lambda of=of: PlanSlice.for_sources(found, of)) for of in loaders]  # type: ignore[misc]
+            return PlanAnswer(next_mesh=next_mesh, plan=[mine, *slices], loaders=tuple(loaders))
         return PlanAnswer(found)
+
+    def _sources_of_loaders(self, plan: LoadingPlan) -> list[tuple[int, ...]]:
+        """Return the sources that a plan draws from, by the loader hosts that have them now."""
+        hosts: dict[int, list[int]] = {}
+        assignment = self._peers.membership.assignment
+        for source in np.unique(plan.drawn[0]).tolist():
+            for host in set(assignment.primary[source]):
+                hosts.setdefault(host, []).append(source)
+        return sorted({tuple(sources) for sources in hosts.values()})
 
     def ask(self, request: Request[Any]) -> Any:
         """Answer a client, or the owner of the service."""
@@ -239,7 +261,7 @@ class PlannerHost(RoleHost):
         }
 
     def _traffic(self) -> dict[str, int]:
-        """Return what went through this host: plans, each of which was put once, metadata, and numbers both ways."""
+        """Return what went through this host: plans and their slices as put, metadata, and numbers both ways."""
         numbers = self._numbers + NUMBERS * self._remote.requests_made
         return {
             "plans": self._plans_put,
@@ -255,12 +277,18 @@ class PlannerHost(RoleHost):
                 self._led = step
                 self._remote.follow(dict(enumerate(self._host.passed_cursors())))
 
-    def _blob_of(self, plan: LoadingPlan) -> Any:
+    def _put_once(self, plan: LoadingPlan, key: tuple[Any, ...], part: Callable[[], PlanSlice | None]) -> Any:
+        """Return what a plan, or a slice of it, is known by: it is put when it is first asked for."""
         with self._putting:
             if plan.step not in self._put:
-                self._put[plan.step] = put_plan(self._blobs, plan)
-                self._put_bytes += plan.nbytes
+                self._put[plan.step] = {}
                 self._plans_put += 1
                 while len(self._put) > KEPT_BLOBS:
                     self._put.popitem(last=False)
-            return self._put[plan.step]
+            put = self._put[plan.step]
+            if key not in put:
+                block = np.frombuffer(plan_to_bytes(plan, part()), np.uint8)
+                self._put_bytes += block.nbytes
+                assert self._blobs is not None
+                put[key] = self._blobs.put(block)
+            return put[key]

@@ -791,7 +791,12 @@ class SharedPlanner:
                 self._changed.release()
         trouble = self._lost or (self._down and self._down[1])
         since = {"since": self._down[0]} if self._down else {}
-        return {**found, "store": {**found["store"], "error": str(trouble) if trouble else None, **since}}
+        hosts = {
+            str(host): {name: getattr(news, name) for name in ("fetched_bytes", "held_bytes", "packed_bytes")}
+            for host, news in sorted(self._news.items())
+        }
+        store = {**found["store"], "error": str(trouble) if trouble else None, **since}
+        return {**found, "store": store, "constructors": hosts}
 
     def _look_for_parked(self) -> None:
         """Look for parked sources that can be read again, in the caller; a store that fails at that is down."""

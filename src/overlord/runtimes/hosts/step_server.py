@@ -273,6 +273,9 @@ class Gathered:
     unopened: set[tuple[int, int]]
     """(bucket, microbatch) of all with media that are decoded when they are packed: what does not decode is known when
     this is empty, and so is how many labels the step has."""
+    waiting: set[tuple[int, int]]
+    """(bucket, microbatch) of all with media that only other hosts have: they are packed when it is known which of
+    those decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +326,10 @@ class StepCache:
         """Labels of each step over all ranks, once it is known which of its samples decode."""
         self.checked: dict[int, Checked] = {}
         """What is known here of steps whose other media are decoded on other hosts."""
+        self._lost: dict[int, list[int]] = {}
+        """Of such steps, the samples that do not decode, on any host."""
+        self.fetched_bytes = self.held_bytes = self.packed_bytes = 0
+        """Bytes of samples that came, most bytes of one step's samples, bytes of arrays made: what ranks here need."""
         self._fresh: list[Bin] = []
         self._kept: dict[int, set[int]] = {}
         """What was wanted of planned steps when everything that is built was looked through."""
@@ -330,7 +337,11 @@ class StepCache:
         """What ranks need of a step, and how much of it from the front on is built."""
 
     def add(self, made: Mapping[Bin, Built]) -> None:
-        """Take in what was built."""
+        """Take in what was built; it may replace what was built for fewer ranks."""
+        for key, one in made.items():
+            self.packed_bytes += one.packed.nbytes
+            if key in self.built:
+                self._arena.release(self.built[key].segment.number)
         self.built.update(made)
         self._fresh += made
 
@@ -357,16 +368,26 @@ class StepCache:
             self.next_meshes.pop(step, None)
             self.labels.pop(step, None)
             self.checked.pop(step, None)
+            self._lost.pop(step, None)
 
     def gathered(self, plan: LoadingPlan, samples: StepSamples, ranks: frozenset[int]) -> None:
         """Keep the samples of a step; those of more ranks come in the place of those of fewer."""
         before = self.samples.get(plan.step)
         if before is not None:  # what is packed by now is not packed again
             samples.lost |= before.samples.lost
+        self.fetched_bytes += samples.nbytes
+        self.held_bytes = max(self.held_bytes, samples.nbytes)
+        samples.silent[self._lost.get(plan.step, [])] = True
         mine = set(self._constructor.bins_of(ranks, plan))
         unopened = samples.unopened(plan) & mine if before is None else before.unopened
-        self.samples[plan.step] = Gathered(samples, ranks, unopened)
+        self.samples[plan.step] = Gathered(samples, ranks, unopened, samples.unopened(plan, here=False))
         self._settle(plan.step)
+
+    def settle(self, step: int, labels: int, lost: list[int]) -> None:
+        """Note how many labels a step has, and which of its samples do not decode, as all hosts have found."""
+        self.labels[step], self._lost[step] = labels, lost
+        if step in self.samples:
+            self.samples[step].samples.silent[lost] = True
 
     def opened(self, step: int, place: tuple[int, int]) -> None:
         """Note that a microbatch was packed, with all that was wrong with its media."""
@@ -391,17 +412,38 @@ class StepCache:
             [(step, *b) for b in self._constructor.bins_of(ranks, self.plans[step])],
             0,
         )
-        while at < len(bins) and bins[at] in self.built:
+        while at < len(bins) and self._has(bins[at], ranks):
             at += 1
         self._queues[key] = (bins, at)
-        first = next(
-            (one for one in itertools.islice(bins, at, None) if one not in self.built and one not in busy), None
-        )
+        waiting = self._waiting(step)
+        left = (one for one in itertools.islice(bins, at, None) if one not in busy and one[1:] not in waiting)
+        first = next((one for one in left if not self._has(one, ranks)), None)
         if first is not None or step not in self.samples or step in self.labels or not ranks:
             return first
         # Ranks that are not attached have no use for their microbatches, but what does not decode there counts.
         unopened = sorted((step, *one) for one in self.samples[step].unopened)
         return next((one for one in unopened if one not in busy), None)
+
+    def has_step(self, step: int, ranks: set[int]) -> bool:
+        """Whether everything that ranks want of a step is built, and its samples are not needed any more."""
+        return not self._waiting(step) and self.next_missing(step, ranks) is None
+
+    def _waiting(self, step: int) -> Collection[tuple[int, int]]:
+        """Return the microbatches of a step that cannot be packed yet."""
+        return self.samples[step].waiting if step in self.samples and step not in self.labels else ()
+
+    def _has(self, key: Bin, ranks: Collection[int]) -> bool:
+        """Whether a microbatch is built for all of some ranks: it holds the views of those it was gathered for."""
+        built = self.built.get(key)
+        if built is None:
+            return False
+        bin_of = self._constructor.bin_of
+        return all(rank in built.views or bin_of(rank, built.plan, key[2]) != key[1:] for rank in ranks)
+
+    def find(self, key: Bin, rank: int) -> Built | None:
+        """Return a microbatch that is built for a rank."""
+        built = self.built.get(key)
+        return built if built is not None and rank in built.views else None
 
     def places(self, rank: int, plan: LoadingPlan) -> tuple[StepHeader, dict[int, Bin]]:
         """Return a rank's header of a step, and where its microbatches are found that go along with it."""
@@ -416,14 +458,15 @@ class StepCache:
             places[ENCODER] = (plan.step, rank, ENCODER)
         return header, places
 
-    def has_all(self, places: Mapping[int, Bin], most_bytes: int) -> bool:
-        """Whether some microbatches are all built, and small enough to be held together."""
-        found = [self.built.get(key) for key in places.values()]
+    def has_all(self, rank: int, places: Mapping[int, Bin], most_bytes: int) -> bool:
+        """Whether some microbatches of a rank are all built, and small enough to be held together."""
+        found = [self.find(key, rank) for key in places.values()]
         return sum(one.segment.capacity if one is not None else most_bytes + 1 for one in found) <= most_bytes
 
-    def take(self, places: Mapping[int, Bin]) -> dict[int, Built]:
-        """Return those of some microbatches that are built, each held once more for the caller."""
-        built = {number: self.built[key] for number, key in places.items() if key in self.built}
+    def take(self, rank: int, places: Mapping[int, Bin]) -> dict[int, Built]:
+        """Return those of some microbatches of a rank that are built, each held once more for the caller."""
+        found = {number: self.find(key, rank) for number, key in places.items()}
+        built = {number: one for number, one in found.items() if one is not None}
         for one in built.values():
             self._arena.hold(one.segment.number)
         return built
@@ -431,8 +474,8 @@ class StepCache:
     def build(self, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]) -> Built:
         """Build one microbatch of one bucket in shared memory, with what each of its ranks is told of it."""
         constructor = self._constructor
-        segment, packed = _pack(constructor, self._arena, plan, gathered.samples, place)
-        ranks = [rank for rank in gathered.ranks if constructor.bin_of(rank, plan, place[1]) == place]
+        ranks = tuple(rank for rank in sorted(gathered.ranks) if constructor.bin_of(rank, plan, place[1]) == place)
+        segment, packed = _pack(constructor, self._arena, plan, gathered.samples, place, ranks)
         return Built(segment, packed, plan, {rank: view_facts(constructor, rank, plan, packed) for rank in ranks})
 
 
@@ -444,7 +487,12 @@ def view_facts(constructor: DataConstructor, rank: int, plan: LoadingPlan, packe
 
 
 def _pack(
-    constructor: DataConstructor, arena: Arena, plan: LoadingPlan, samples: StepSamples, place: tuple[int, int]
+    constructor: DataConstructor,
+    arena: Arena,
+    plan: LoadingPlan,
+    samples: StepSamples,
+    place: tuple[int, int],
+    ranks: tuple[int, ...],
 ) -> tuple[Segment, PackedMicrobatch]:
     """Build one microbatch of one bucket in shared memory."""
     taken: list[Segment] = []
@@ -454,7 +502,7 @@ def _pack(
         return taken[0].memory[:nbytes]
 
     try:
-        packed = constructor.constructor_do_plan(plan, samples, *place, allocate)
+        packed = constructor.constructor_do_plan(plan, samples, *place, allocate, ranks)
     except BaseException:
         for segment in taken:
             arena.release(segment.number)
@@ -533,7 +581,15 @@ class StepServer:
         """Return how far the clients of this host are, and what they hold."""
         with self._changed:
             clients, waited_s = self._clients, self._waits.seconds()
-            return HostNews(clients.reached, clients.positions, self._arena.used_bytes, waited_s=waited_s)
+            return HostNews(
+                clients.reached,
+                clients.positions,
+                self._arena.used_bytes,
+                waited_s=waited_s,
+                fetched_bytes=self._cache.fetched_bytes,
+                held_bytes=self._cache.held_bytes,
+                packed_bytes=self._cache.packed_bytes,
+            )
 
     def attach(self, rank: int, begin: int, at: int | None = None) -> tuple[int, int | None]:
         """Attach a client where its rank begins, or where it was; return its number, and how far its rank had come."""
@@ -579,7 +635,7 @@ class StepServer:
                 return None
             self._clients.serve(client)
             header, places = self._cache.places(rank, found)
-            return header, self._cache.take(places)
+            return header, self._cache.take(rank, places)
 
     def look_ahead(
         self, client: int, step: int, at: int | None, most_bytes: int
@@ -596,13 +652,13 @@ class StepServer:
             self._check_not_ended()
             if at is not None:
                 self._clients.move(client, at)
-            plan = self._cache.plans.get(step)
-            if plan is None or self._clients.rank_of(client) >= plan.mesh.world_size or step not in self._cache.labels:
+            plan, rank = self._cache.plans.get(step), self._clients.rank_of(client)
+            if plan is None or rank >= plan.mesh.world_size or step not in self._cache.labels:
                 return None
-            header, places = self._cache.places(self._clients.rank_of(client), plan)
-            if not self._cache.has_all(places, most_bytes):
+            header, places = self._cache.places(rank, plan)
+            if not self._cache.has_all(rank, places, most_bytes):
                 return None
-            return header, self._cache.take(places)
+            return header, self._cache.take(rank, places)
 
     def moved(self) -> None:
         """Drop what is not wanted any more, and wake the threads that build."""
@@ -620,8 +676,9 @@ class StepServer:
             plan = self._cache.plans.get(step)
             if plan is None:
                 return None
-            place = self._constructor.bin_of(self._clients.rank_of(client), plan, microbatch)
-            return False if place is None else self._cache.built.get((step, *place))
+            rank = self._clients.rank_of(client)
+            place = self._constructor.bin_of(rank, plan, microbatch)
+            return False if place is None else self._cache.find((step, *place), rank)
 
         def held() -> Built | None:
             built = self._wait(step, look)
@@ -656,6 +713,15 @@ class StepServer:
                 plan = self._cache.plans.get(step)
                 wanted[step] = ranks if plan is None else {rank for rank in ranks if rank < plan.mesh.world_size}
         return wanted
+
+    def _gathers_for(self, plan: LoadingPlan) -> frozenset[int]:
+        """Return the ranks that samples of a step are gathered for."""
+        return self._clients.gathers_for(self.ranks_of(plan.mesh), plan.mesh.world_size)
+
+    def _planned(self, step: int) -> bool:
+        """Whether the plan of a step is here, as far as the ranks of this host need it: others may have attached."""
+        plan = self._cache.plans.get(step)
+        return plan is not None and plan.covers(self._gathers_for(plan))
 
     def _past_end(self, step: int) -> bool:
         return self._end is not None and step >= self._end
@@ -737,7 +803,7 @@ class StepServer:
     def _plan_loop(self) -> None:
         def choose() -> int | None:
             wanted = self._wanted_steps()
-            return next((s for s in wanted if s not in self._cache.plans and self._has_room(s, wanted)), None)
+            return next((s for s in wanted if not self._planned(s) and self._has_room(s, wanted)), None)
 
         def work(step: int) -> None:
             with self._changed:
@@ -763,15 +829,14 @@ class StepServer:
         def choose() -> int | None:
             wanted = self._wanted_steps()
             for step, ranks in wanted.items():
-                held, planned = self._cache.samples.get(step), step in self._cache.plans
+                held, planned = self._cache.samples.get(step), self._planned(step)
                 if planned and step not in self._gathering and (held is None or not ranks <= held.ranks):
-                    unknown = bool(ranks) and step not in self._cache.labels
+                    unknown = bool(ranks) and step not in self._cache.labels and step not in self._cache.checked
                     missing = unknown or self._cache.next_missing(step, ranks) is not None
                     needed = not self._clients.ever_attached or missing
                     if needed and self._has_room(step, wanted):
                         plan = self._cache.plans[step]
-                        expected = self.ranks_of(plan.mesh)
-                        self._gathering[step] = (plan, self._clients.gathers_for(expected, plan.mesh.world_size))
+                        self._gathering[step] = (plan, self._gathers_for(plan))
                         return step
             return None
 
@@ -831,8 +896,10 @@ class StepServer:
                     self._packing.difference_update(left)
             with self._changed:
                 self._cache.keep(self._wanted_steps())  # the clients may have moved on meanwhile
-                if step in self._cache.plans and self._cache.next_missing(step, self._wanted_steps()[step]) is None:
-                    self._cache.samples.pop(step, None)
+                if step in self._cache.plans and self._cache.has_step(step, self._wanted_steps()[step]):
+                    held = self._cache.samples.get(step)
+                    if held is not None and held.ranks <= self._clients.reached.keys():  # others are about to attach
+                        del self._cache.samples[step]
                 self._changed.notify_all()
 
         self._run(choose, work, lambda keys: keys[0][0])
@@ -871,11 +938,13 @@ class StepServer:
                     break
                 if tries >= OTHERS_TRIES or not told.near:
                     others = told.missing[: len(mine.ranks)]  # no more at a time than this host has memory for
-                    lost |= self._constructor.gather(mine.plan, others, open_all=True)().lost
+                    plan = mine.plan if mine.plan.covers(others) else self._planner.whole_plan(step)
+                    lost |= self._constructor.gather(plan, others, open_all=True)().lost
                     ranks |= set(others)
             with self._changed:
                 if step in self._cache.plans and not self._closing:
-                    self._cache.labels[step] = mine.counted - sum(count for _, count in told.lost)
+                    lost = dict(told.lost)
+                    self._cache.settle(step, mine.counted - sum(lost.values()), sorted(lost))
                 self.moved()
 
         self._run(choose, work, lambda step: step)

@@ -84,15 +84,15 @@ def question_from_frame(frame: Frame, plan: Any = None) -> Any:
 
 
 def answer_to_frame(answer: Any) -> Frame:
-    """Encode an answer, or the error that comes instead of one; the plan beside it is its last part."""
+    """Encode an answer, or the error that comes instead of one; the slices of a plan beside it are its last parts."""
     frame, plan = to_frame(answer)
-    return frame if plan is None else [*frame, plan]
+    return frame if plan is None else [*frame, *plan]
 
 
 def answer_from_frame(frame: Frame) -> Any:
     """Decode an answer, or the error that comes instead of one."""
     message = from_frame(frame)
-    return replace(message, plan=frame[-1]) if isinstance(message, WithPlan) and len(frame) > 1 else message
+    return replace(message, plan=frame[1:]) if isinstance(message, WithPlan) and len(frame) > 1 else message
 
 
 _decoder = functools.cache(lambda: codec.Decoder(Message))

@@ -36,91 +36,112 @@ def pack(  # noqa: PLR0913 - a kernel takes plain arrays
     values: Array,
     loss: Array,
     first: Array,
+    first_loss: Array,
     length: Array,
     plain: Array,
+    counted: Array,
     origin: Array,
     pieces: tuple[int, int],
     silent: Array,
     cu: Array,
-    cutting: tuple[int, int, int],
+    slots: Array,
+    cutting: tuple[int, int],
     run_segment: Array,
     run_begin: Array,
     run_length: Array,
+    run_part: Array,
     run_place: Array,
 ) -> tuple[int, int, int]:
     """Write one microbatch, cut for its ranks; return its longest segment, its tokens and its labels.
 
     `offsets` say where arrays begin in the buffer (`FIELDS`), -1 for what is not there; `stride` how many elements the
-    slices of two ranks are apart. `first`, `length`, `plain` (whether all tokens count) and `origin` are of all pieces
-    of the step, `pieces` (first, count) those of this microbatch. `cutting` is (ranks, chunks of a segment, the only
-    rank that is cut for or -1), with no chunks where runs are given instead.
+    slices of two ranks are apart. `slots` [field, rank] says which slice of an array a rank's is, -1 where the array is
+    not made for it. `first` (in the tokens), `first_loss`, `length`, `plain` (whether all tokens count), `counted`
+    (labels) and `origin` are of all pieces of the step, `pieces` (first, count) those of this microbatch. `cutting` is
+    (ranks, chunks of a segment), with no chunks where runs are given instead.
     """
     # The whole microbatch is written in one call: a copy of 8,192 tokens takes 15 us, so the cost of every array made
     # in Python would be visible. Each key has its own loop over all runs: a call per run, with its reference counting,
     # would cost more than the run.
     begin, count = pieces
-    of, chunks, only = cutting
+    of, chunks = cutting
     longest = real = 0
     for segment in range(len(cu) - 1):
         longest = max(longest, cu[segment + 1] - cu[segment])
         real += length[begin + segment] if segment < count else 0
     if chunks > 0:
-        run_segment, run_begin, run_length, run_place = _cut(cu, of, chunks, only, stride)
-    source, filled, ahead, counts = _sources(first, length, plain, begin, count, run_segment, run_begin, run_length)
-    elements = (of if only < 0 else 1) * stride
-    _copy(_block(buffer, offsets[0], elements), run_place, run_length, values, source, filled)
+        run_segment, run_begin, run_length, run_part, run_place = _cut(cu, of, chunks, slots)
+    source, marks, filled, ahead, counts = _sources(
+        first, first_loss, length, plain, begin, count, run_segment, run_begin, run_length
+    )
+    places = np.empty((len(slots), len(run_place)), np.int64)
+    for field in range(len(slots)):
+        for run in range(len(run_place)):
+            slot = slots[field, run_part[run]]
+            places[field, run] = -1 if slot < 0 else slot * stride + run_place[run]
+    elements = np.empty(len(slots), np.int64)
+    for field in range(len(slots)):
+        elements[field] = (slots[field].max() + 1) * stride
+    if offsets[0] >= 0:
+        _copy(_block(buffer, offsets[0], elements[0]), places[0], run_length, values, source, filled)
     if offsets[1] >= 0:
-        _number(_block(buffer, offsets[1], elements), run_place, run_length, run_begin)
+        _number(_block(buffer, offsets[1], elements[1]), places[1], run_length, run_begin)
     if offsets[5] >= 0:
-        _mark(_block(buffer, offsets[5], elements), run_place, run_length, filled)
+        _mark(_block(buffer, offsets[5], elements[5]), places[5], run_length, filled)
     if len(silent):
         for run in range(len(run_segment)):
             if silent[run_segment[run]]:
                 filled[run] = ahead[run] = 0
     if offsets[2] >= 0:
-        labels = _block(buffer, offsets[2], elements)
-        _label(labels, run_place, run_length, values, loss, source, filled, counts)
+        labels = _block(buffer, offsets[2], elements[2])
+        _label(labels, places[2], run_length, values, loss, source, marks, filled, counts)
         for run in range(len(run_place)):
-            if run_begin[run] == 0 and run_length[run] > 0:
-                labels[run_place[run]] = IGNORE_INDEX
+            if run_begin[run] == 0 and run_length[run] > 0 and places[2, run] >= 0:
+                labels[places[2, run]] = IGNORE_INDEX
     source += 1
+    marks += 1
     if offsets[3] >= 0:
-        _label(_block(buffer, offsets[3], elements), run_place, run_length, values, loss, source, ahead, counts)
+        shifted = _block(buffer, offsets[3], elements[3])
+        _label(shifted, places[3], run_length, values, loss, source, marks, ahead, counts)
     if offsets[4] >= 0:
-        mask = _block(buffer, offsets[4], elements // 2).view(np.float32)
-        _count(mask, run_place, run_length, loss, source, ahead, counts)
+        mask = _block(buffer, offsets[4], elements[4] // 2).view(np.float32)
+        _count(mask, places[4], run_length, loss, marks, ahead, counts)
     _write_origin(buffer, offsets, origin, length, cu, begin, count)
     for field, number in ((9, longest), (10, of)):
         if offsets[field] >= 0:
             buffer[offsets[field] : offsets[field] + 4].view(np.int32)[0] = number
     labelled = 0
     for segment in range(count):
-        if len(silent) and silent[segment]:
-            continue
-        whole, start = length[begin + segment], first[begin + segment]
-        if plain[begin + segment]:
-            labelled += max(whole - 1, 0)
-        else:
-            for i in range(np.uintp(start + 1), np.uintp(start + whole)):
-                labelled += loss[i]
+        if not (len(silent) and silent[segment]):
+            labelled += counted[begin + segment]
     return longest, real, labelled
 
 
 @numba.njit(nogil=True, cache=True)
 def _sources(
-    first: Array, length: Array, plain: Array, begin: int, count: int, segment: Array, skipped: Array, size: Array
-) -> tuple[Array, Array, Array, Array]:
-    """Return of each run its first token, its tokens, those that are followed by another, and whether all count."""
+    first: Array,
+    first_loss: Array,
+    length: Array,
+    plain: Array,
+    begin: int,
+    count: int,
+    segment: Array,
+    skipped: Array,
+    size: Array,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Return of each run its first token, that in the loss mask, its tokens, those before another, if all count."""
     source, filled = np.empty(len(segment), np.int64), np.empty(len(segment), np.int64)
+    marks = np.empty(len(segment), np.int64)
     ahead, counts = np.empty(len(segment), np.int64), np.empty(len(segment), np.bool_)
     for run in range(len(segment)):
         there = segment[run] < count
         whole = length[begin + segment[run]] if there else 0
         source[run] = (first[begin + segment[run]] if there else 0) + skipped[run]
+        marks[run] = (first_loss[begin + segment[run]] if there else 0) + skipped[run]
         filled[run] = min(max(whole - skipped[run], 0), size[run])
         ahead[run] = min(max(whole - 1 - skipped[run], 0), size[run])
         counts[run] = there and plain[begin + segment[run]]
-    return source, filled, ahead, counts
+    return source, marks, filled, ahead, counts
 
 
 # Indices below are unsigned: only where none can be negative does the compiler make vector code, which is four times
@@ -130,6 +151,8 @@ def _sources(
 @numba.njit(nogil=True, cache=True)
 def _copy(out: Array, place: Array, size: Array, values: Array, source: Array, count: Array) -> None:
     for run in range(len(place)):
+        if place[run] < 0:
+            continue
         at, start, some = np.uintp(place[run]), np.uintp(source[run]), np.uintp(count[run])
         for i in range(some):
             out[at + i] = values[start + i]
@@ -140,6 +163,8 @@ def _copy(out: Array, place: Array, size: Array, values: Array, source: Array, c
 @numba.njit(nogil=True, cache=True)
 def _count(out: Array, place: Array, size: Array, loss: Array, source: Array, count: Array, plain: Array) -> None:
     for run in range(len(place)):
+        if place[run] < 0:
+            continue
         at, start, some = np.uintp(place[run]), np.uintp(source[run]), np.uintp(count[run])
         if plain[run]:
             for i in range(some):
@@ -154,6 +179,8 @@ def _count(out: Array, place: Array, size: Array, loss: Array, source: Array, co
 @numba.njit(nogil=True, cache=True)
 def _number(out: Array, place: Array, size: Array, begin: Array) -> None:
     for run in range(len(place)):
+        if place[run] < 0:
+            continue
         at, start = np.uintp(place[run]), begin[run]
         for i in range(np.uintp(size[run])):
             out[at + i] = start + np.int64(i)
@@ -162,6 +189,8 @@ def _number(out: Array, place: Array, size: Array, begin: Array) -> None:
 @numba.njit(nogil=True, cache=True)
 def _mark(out: Array, place: Array, size: Array, count: Array) -> None:
     for run in range(len(place)):
+        if place[run] < 0:
+            continue
         at, some = np.uintp(place[run]), np.uintp(count[run])
         for i in range(some):
             out[at + i] = 1
@@ -171,7 +200,15 @@ def _mark(out: Array, place: Array, size: Array, count: Array) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _label(
-    out: Array, place: Array, size: Array, values: Array, loss: Array, source: Array, count: Array, plain: Array
+    out: Array,
+    place: Array,
+    size: Array,
+    values: Array,
+    loss: Array,
+    source: Array,
+    marks: Array,
+    count: Array,
+    plain: Array,
 ) -> None:
     """Write tokens that count, and -100 for those that do not: by a product, which is half as slow as a choice.
 
@@ -179,14 +216,17 @@ def _label(
     """
     ignored = np.int32(IGNORE_INDEX)
     for run in range(len(place)):
+        if place[run] < 0:
+            continue
         at, start, some = np.uintp(place[run]), np.uintp(source[run]), np.uintp(count[run])
+        mark = np.uintp(marks[run])
         if plain[run]:
             for i in range(some):
                 out[at + i] = values[start + i]
         else:
             for i in range(some):
                 token = np.int32(values[start + i] - ignored)
-                out[at + i] = np.int32(token * np.int32(loss[start + i])) + ignored
+                out[at + i] = np.int32(token * np.int32(loss[mark + i])) + ignored
         for i in range(some, np.uintp(size[run])):
             out[at + i] = IGNORE_INDEX
 
@@ -200,22 +240,27 @@ def _block(buffer: Array, offset: int, elements: int) -> Array:
 
 
 @numba.njit(nogil=True, cache=True)
-def _cut(cu: Array, of: int, chunks: int, only: int, stride: int) -> tuple[Array, Array, Array, Array]:
-    """Cut every segment into chunks: rank r gets chunk r followed by the mirrored chunk 2 * ranks - 1 - r."""
-    runs = np.empty((4, (len(cu) - 1) * chunks), np.int64)
+def _cut(cu: Array, of: int, chunks: int, slots: Array) -> tuple[Array, Array, Array, Array, Array]:
+    """Cut every segment into chunks: rank r gets chunk r followed by the mirrored chunk 2 * ranks - 1 - r.
+
+    Returns the segment, first token, length, rank and place in the rank's slice of each run that some array is made of.
+    """
+    runs = np.empty((5, (len(cu) - 1) * chunks), np.int64)
     made = 0
+    absent = np.empty(of, np.bool_)
+    for part in range(of):
+        absent[part] = slots[:, part].max() < 0
     for segment in range(len(cu) - 1):
         size = (cu[segment + 1] - cu[segment]) // chunks
         for chunk in range(chunks):
             mirrored = chunk >= of
             part = 2 * of - 1 - chunk if mirrored else chunk
-            if only >= 0 and part != only:
+            if absent[part]:
                 continue
-            slot = part if only < 0 else 0
-            runs[0, made], runs[1, made], runs[2, made] = segment, chunk * size, size
-            runs[3, made] = slot * stride + cu[segment] // of + (size if mirrored else 0)
+            runs[0, made], runs[1, made], runs[2, made], runs[3, made] = segment, chunk * size, size, part
+            runs[4, made] = cu[segment] // of + (size if mirrored else 0)
             made += 1
-    return runs[0, :made], runs[1, :made], runs[2, :made], runs[3, :made]
+    return runs[0, :made], runs[1, :made], runs[2, :made], runs[3, :made], runs[4, :made]
 
 
 @numba.njit(nogil=True, cache=True)
@@ -266,7 +311,8 @@ def warm_packing() -> None:
     one, nothing = np.ones(1, np.int64), np.empty(0, np.int64)
     pack(
         np.empty(512, np.uint8), (0, -1, -1, -1, -1, -1, 128, 256, -1, -1, -1), 2, np.ones(1, np.int32),
-        np.ones(1, np.uint8), np.zeros(1, np.int64), one, np.ones(1, np.bool_), np.zeros((5, 1), np.int64), (0, 1),
-        np.zeros(0, np.bool_), np.arange(2), (1, 1, -1), nothing, nothing, nothing, nothing,
+        np.ones(1, np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64), one, np.ones(1, np.bool_), one,
+        np.zeros((5, 1), np.int64), (0, 1), np.zeros(0, np.bool_), np.arange(2), np.zeros((6, 1), np.int64), (1, 1),
+        nothing, nothing, nothing, nothing, nothing,
     )  # fmt: skip
     rows_of_ones(np.ones(1, np.uint8), np.arange(2))

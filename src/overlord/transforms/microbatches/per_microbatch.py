@@ -36,6 +36,8 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Allocate = Callable[[int], Bytes]
 """Returns a buffer of a number of bytes."""
+Wanted = Callable[[str], tuple[int, ...]]
+"""Returns the context-parallel coordinates of the ranks that need a key; none: it is not made."""
 
 _NAMES = {
     "hf": {"ids": "input_ids", "positions": "position_ids", "labels": "labels", "shifted": "shift_labels"},
@@ -49,6 +51,8 @@ _AXES = {"plain": 0, "mrope": 3, "mrope_text": 4}
 _NONE = np.empty(0, np.int64)
 _NONE_SILENT = np.empty(0, np.bool_)
 _VISION = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+_SLICED = FIELDS[:6]
+"""What ranks that share a sequence have slices of."""
 _SIZES = {"<i8": 8, "<i4": 4, "<f4": 4, "|u1": 1}
 
 ALIGNMENT = 64
@@ -71,10 +75,16 @@ class _Sharing(NamedTuple):
 
     of: int
     """Ranks that share them."""
-    suffixes: tuple[str, ...]
-    """The name suffixes of the slices that are made here."""
     part: int | None = None
-    """The only slice that is made here; None for all."""
+    """The only slice that belongs to the bucket; None where each of its context-parallel ranks has one."""
+
+    def parts(self, coordinates: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the slices that ranks at these context-parallel coordinates need."""
+        return coordinates if self.part is None else (self.part,) * bool(coordinates)
+
+    def name(self, key: str, part: int) -> str:
+        """Return the name of a key's slice."""
+        return key if self.part is not None else f"{key}@{part}"
 
 
 class _Bin(NamedTuple):
@@ -95,9 +105,15 @@ class _Bin(NamedTuple):
 
 
 def pack_microbatch(
-    plan: LoadingPlan, samples: StepSamples, bucket: int, microbatch: int, packing: PackingJob, allocate: Allocate
+    plan: LoadingPlan,
+    samples: StepSamples,
+    bucket: int,
+    microbatch: int,
+    packing: PackingJob,
+    allocate: Allocate,
+    wanted: Wanted,
 ) -> tuple[PackedMicrobatch, list[tuple[int, str]]]:
-    """Pack the pieces of one bin and cut the result for the ranks that share it.
+    """Pack the pieces of one bin and cut the result for the ranks that share it; only what they want is made.
 
     A bucket is a data-parallel rank, or a rank of hybrid data parallelism. Also returns (drawn sample, reason) of media
     that do not decode.
@@ -106,39 +122,44 @@ def pack_microbatch(
     sharing = _share(plan, chosen, bucket)
     one = _Bin(chosen.start, _boundaries(plan, samples, chosen, sharing.of), plan.row_tokens > 0, sharing)
     blueprint = Blueprint()
-    offsets, positions_at = _add_arrays(blueprint, plan, layout, one)
+    offsets, slots, positions_at = _add_arrays(blueprint, plan, layout, one, wanted)
     silent = _NONE_SILENT
     items, segment_of = samples.items_in(plan.bin(bucket, microbatch)) if len(samples.items) else (samples.items, _NONE)
     media = None
-    if len(samples.items) and chosen.stop > chosen.start and samples.silent.any():
+    if chosen.stop > chosen.start and samples.silent.any():
         silent = samples.silent[plan.pieces.sample[chosen]]
     if len(items) or layout.dummy_image:
         media = MediaKeys(samples, items, layout, packing.media, routed=plan.encoder is not None)
-        media.add_arrays(blueprint)
+    filled = media if wanted("pixel_values") else None
+    if filled is not None:
+        filled.add_arrays(blueprint)
+    arrivals: dict[str, tuple[Int64s, Int64s]] = {}
     if plan.routing is not None:
-        arrivals = [plan.routing.arrivals(rank, microbatch) for rank in plan.routing.heads[bucket]]
-        for (places, _), suffix in zip(arrivals, sharing.suffixes, strict=False):
+        for part in sharing.parts(wanted("meta.image_positions")):
+            head = plan.routing.heads[bucket][part if sharing.part is None else 0]
+            arrivals[sharing.name("", part)] = plan.routing.arrivals(head, microbatch)
+        for suffix, (places, _) in arrivals.items():
             blueprint.add(f"meta.image_positions{suffix}", "<i8", (len(places),))
             blueprint.add(f"meta.image_rows{suffix}", "<i8", (len(places),))
     buffer = allocate(blueprint.nbytes)
     faults: list[tuple[int, str]] = []
-    if media is not None or plan.routing is not None:
+    if filled is not None or arrivals:
         named = blueprint.views(buffer)
-        if media is not None:
-            bad, faults = media.fill(named, packing.opening)
+        if filled is not None:
+            bad, faults = filled.fill(named, packing.opening)
             silent = silent.copy() if len(silent) else np.zeros(len(one.cu) - 1, np.bool_)
             silent[segment_of[bad]] = True
-        if plan.routing is not None:
-            for pair, suffix in zip(arrivals, sharing.suffixes, strict=False):
-                named[f"meta.image_positions{suffix}"][:], named[f"meta.image_rows{suffix}"][:] = pair
+        for suffix, pair in arrivals.items():
+            named[f"meta.image_positions{suffix}"][:], named[f"meta.image_rows{suffix}"][:] = pair
     table = samples.pieces
     longest, _, labels = pack(
-        buffer, offsets, stride_of(one.width), samples.tokens.values, samples.loss.values, table.first, table.length,
-        table.plain, table.origin, (one.begin, chosen.stop - chosen.start), silent, one.cu, *_cutting(plan, one),
+        buffer, offsets, stride_of(one.width), samples.tokens.values, samples.loss.values, table.first,
+        table.first_loss, table.length, table.plain, table.labels, table.origin,
+        (one.begin, chosen.stop - chosen.start), silent, one.cu, slots, *_cutting(plan, one),
     )  # fmt: skip
-    if layout.positions != "plain":
+    if positions_at is not None:
         whole = _mrope(plan, packing, one, items, segment_of, media)
-        _fill_mrope(buffer, positions_at, layout, whole, one, plan.slicing)
+        _fill_mrope(buffer, *positions_at, layout, whole, one, plan.slicing)
     scalars = {"meta.local_cp_size": sharing.of, "meta.loss_tokens": labels}
     if layout.keys == "hf" and not one.rows:
         # With a cache, transformers' eager and sdpa attention do not look for packed samples: they would mix silently.
@@ -147,35 +168,24 @@ def pack_microbatch(
     return packed, [(int(items.sample[at]), reason) for at, reason in faults]
 
 
-def _cutting(plan: LoadingPlan, one: _Bin) -> tuple[tuple[int, int, int], Int64s, Int64s, Int64s, Int64s]:
-    """Return how the kernel cuts: (ranks, chunks of a segment, the only part), or runs if chunks cross segments."""
-    of, part = one.sharing.of, one.sharing.part
-    only = -1 if part is None else part
+def _cutting(plan: LoadingPlan, one: _Bin) -> tuple[tuple[int, int], Int64s, Int64s, Int64s, Int64s, Int64s]:
+    """Return how the kernel cuts: (ranks, chunks of a segment), or runs if chunks cross segments."""
+    of = one.sharing.of
     if of == 1:
-        return (1, 1, only), _NONE, _NONE, _NONE, _NONE
+        return (1, 1), _NONE, _NONE, _NONE, _NONE, _NONE
     if one.rows or plan.slicing == "zigzag":
-        return (of, of if plan.slicing == "contiguous" else 2 * of, only), _NONE, _NONE, _NONE, _NONE
-    runs = _runs(plan.slicing, one)
-    return (of, 0, only), runs.segment, runs.begin, runs.length, runs.part * stride_of(one.width) + runs.place
-
-
-def _runs(slicing: str, one: _Bin) -> Runs:
-    runs = cut_runs(one.cu, one.sharing.of, slicing, rows=one.rows)
-    return runs if one.sharing.part is None else runs.of_part(one.sharing.part)
+        return (of, of if plan.slicing == "contiguous" else 2 * of), _NONE, _NONE, _NONE, _NONE, _NONE
+    runs = cut_runs(one.cu, of, plan.slicing)
+    return (of, 0), runs.segment, runs.begin, runs.length, runs.part, runs.place
 
 
 def _share(plan: LoadingPlan, chosen: slice, bucket: int) -> _Sharing:
     if plan.cp_sizes is not None and plan.first_ranks is not None and chosen.stop > chosen.start:
-        return _Sharing(int(plan.cp_sizes[chosen.start]), ("",), bucket - int(plan.first_ranks[chosen.start]))
+        return _Sharing(int(plan.cp_sizes[chosen.start]), bucket - int(plan.first_ranks[chosen.start]))
     cp = plan.mesh.cp
     if cp == 1 or plan.axis == "CP" or "CP" in plan.broadcast:
-        return _Sharing(1, ("",))  # not cut: the trainer cuts what it broadcasts
-    return _Sharing(cp, _suffixes(cp))
-
-
-@functools.cache
-def _suffixes(cp: int) -> tuple[str, ...]:
-    return tuple(f"@{rank}" for rank in range(cp))
+        return _Sharing(1, 0)  # not cut: the trainer cuts what it broadcasts
+    return _Sharing(cp)
 
 
 def _boundaries(plan: LoadingPlan, samples: StepSamples, chosen: slice, of: int) -> Int64s:
@@ -187,20 +197,25 @@ def _boundaries(plan: LoadingPlan, samples: StepSamples, chosen: slice, of: int)
     return behind[chosen.start : chosen.stop + 1] - behind[chosen.start]
 
 
-def _add_arrays(blueprint: Blueprint, plan: LoadingPlan, layout: Layout, one: _Bin) -> tuple[tuple[int, ...], int]:
-    """Add the arrays of the sequence; return the offset of each that the kernel writes (-1 if absent).
+def _add_arrays(
+    blueprint: Blueprint, plan: LoadingPlan, layout: Layout, one: _Bin, wanted: Wanted
+) -> tuple[tuple[int, ...], Int64s, tuple[int, Int64s] | None]:
+    """Add the arrays of the sequence; return the offset of each that the kernel writes (-1 if absent), and the slots.
 
-    Also returns the offset of positions with several axes.
+    Also returns the offset and the slots of positions with several axes.
     """
     segments, width = len(one.cu) - 1, one.width
     shape: tuple[int, ...] = (segments, width // segments) if one.rows else (1, width)
     if layout.keys == "torchtitan" and not one.rows:
         shape = (width,)
     at, stride = dict.fromkeys(FIELDS, _NOWHERE), stride_of(width)
-    for field, names in _slice_names(layout.keys, one.rows, plan.mesh.cp, one.sharing.suffixes):
+    several: tuple[int, Int64s] | None = None
+    names_of, slots = _slices(layout.keys, one.rows, plan.mesh.cp, one.sharing, wanted)
+    for field, names in names_of:
         if field == "positions" and layout.positions != "plain":
             axes = _AXES[layout.positions]
-            several = blueprint.add_slices(names, "<i8", (axes, *shape), stride_of(axes * width))
+            place = blueprint.add_slices(names, "<i8", (axes, *shape), stride_of(axes * width))
+            several = (place, slots[_SLICED.index(field)])
             continue
         at[field] = blueprint.add_slices(names, "<f4" if field == "mask" else "<i8", shape, stride)
     at["origin"] = blueprint.add("meta.origin", "<i8", (5, segments))
@@ -212,17 +227,29 @@ def _add_arrays(blueprint: Blueprint, plan: LoadingPlan, layout: Layout, one: _B
             at["longest"] = blueprint.add("max_seqlen", "<i4", (1,))
         if plan.cp_sizes is not None:
             at["ranks"] = blueprint.add("local_cp_size", "<i4", (1,))
-    return tuple(at.values()), several if layout.positions != "plain" else _NOWHERE
+    return tuple(at.values()), slots, several
 
 
-@functools.cache
-def _slice_names(keys: str, rows: bool, cp: int, suffixes: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the fields that a layout has, and the names of their slices."""
+@functools.lru_cache(1024)
+def _slices(
+    keys: str, rows: bool, cp: int, sharing: _Sharing, wanted: Wanted
+) -> tuple[list[tuple[str, tuple[str, ...]]], Int64s]:
+    """Return the fields that are made and the names of their slices; and [field, rank]: which slice is a rank's.
+
+    A rank without one has -1 there.
+    """
     # The label of a slice's last token is in another rank's slice, so ranks that share a sequence get shifted labels.
-    wanted = {f: name for f, name in _NAMES[keys].items() if f != "shifted" or keys != "hf" or cp > 1}
+    fields = {f: name for f, name in _NAMES[keys].items() if f != "shifted" or keys != "hf" or cp > 1}
     if keys == "hf" and rows:
-        wanted["attention"] = "attention_mask"
-    return [(field, tuple(name + suffix for suffix in suffixes)) for field, name in wanted.items()]
+        fields["attention"] = "attention_mask"
+    made: list[tuple[str, tuple[str, ...]]] = []
+    slots = np.full((len(_SLICED), sharing.of), -1, np.int64)
+    for field, key in fields.items():
+        parts = sharing.parts(wanted(key))
+        slots[_SLICED.index(field), list(parts)] = np.arange(len(parts))
+        if parts:
+            made.append((field, tuple(sharing.name(key, part) for part in parts)))
+    return made, slots
 
 
 def _mrope(
@@ -241,14 +268,19 @@ def _mrope(
     )  # fmt: skip
 
 
-def _fill_mrope(buffer: Bytes, offset: int, layout: Layout, whole: Int64s, one: _Bin, slicing: str) -> None:
+def _fill_mrope(
+    buffer: Bytes, offset: int, slots: Int64s, layout: Layout, whole: Int64s, one: _Bin, slicing: str
+) -> None:
     """Write positions of several rows into the slices of the ranks."""
-    axes, width, runs = _AXES[layout.positions], one.width, _runs(slicing, one)
+    axes, width = _AXES[layout.positions], one.width
+    runs = cut_runs(one.cu, one.sharing.of, slicing, rows=one.rows)
+    here = np.flatnonzero(slots[runs.part] >= 0)
     stride = stride_of(axes * width)
     if axes == 4:  # the first row is that of plain text
         whole = np.concatenate([[np.arange(int(one.cu[-1])) - np.repeat(one.cu[:-1], np.diff(one.cu))], whole])
-    block = buffer[offset : offset + 8 * stride * len(one.sharing.suffixes)].view(np.int64)
-    copy_runs(whole, block, one.cu[runs.segment] + runs.begin, runs.length, runs.part * stride + runs.place, width)
+    block = buffer[offset : offset + 8 * stride * (int(slots.max()) + 1)].view(np.int64)
+    begins = (one.cu[runs.segment] + runs.begin)[here]
+    copy_runs(whole, block, begins, runs.length[here], (slots[runs.part] * stride + runs.place)[here], width)
 
 
 # -- the inputs of an encoder that runs apart from the backbone ------------------------------------------------------
@@ -457,6 +489,11 @@ class PackedMicrobatch(NamedTuple):
     def named(self) -> dict[str, Array]:
         """Return every array by its name."""
         return {spec.name: spec.view(self.buffer) for spec in self.arrays}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays; one with several names counts once."""
+        return sum({spec.offset: spec.nbytes for spec in self.arrays}.values())
 
 
 class Blueprint:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from overlord.core.draw import Pieces
 from overlord.core.messages import Media, Payload
-from overlord.core.plan import LoadingPlan
+from overlord.core.plan import LoadingPlan, Share, count_labels
 from overlord.core.ragged import Ragged, expand_ranges, offsets_of
 from overlord.transforms.microbatches.packing_kernels import rows_of_ones
 from overlord.transforms.samples.per_sample import MediaDecoder, Place, Workers, decode_into, decode_media
@@ -61,27 +61,43 @@ class PieceTable:
 
     first: Int64s
     """The piece's first token in the joined tokens."""
+    first_loss: Int64s
+    """The same in the joined loss masks, which need not be of the same samples."""
     length: Int64s
     plain: Bools
     """Whether every token of its sample counts in the loss."""
-    behind: Int64s
-    """Offsets of the pieces if all pieces of the step are concatenated, padding included; one more than there are."""
+    labels: Int64s
+    """Tokens of the piece that count in the loss, and are not its first."""
     origin: Int64s
     """[5, pieces]: source, epoch, row, first token inside the sample, tokens."""
+    behind: Int64s
+    """Offsets of the pieces if all pieces of the step are concatenated, padding included; one more than there are."""
 
     @staticmethod
-    def of(plan: LoadingPlan, tokens: Ragged, loss: Ragged, row_of: Int64s) -> PieceTable:
-        """Compute it."""
-        pieces, meta = plan.pieces, plan.draw.meta
-        origin = np.empty((5, len(pieces)), np.int64)
+    def of(
+        plan: LoadingPlan, tokens: Ragged, loss: Ragged, row_of: Int64s, chosen: Int64s | None, labels: Int64s | None
+    ) -> PieceTable:
+        """Compute it for some pieces, by default for all; their labels are counted here unless they are given."""
+        pieces = plan.pieces if chosen is None else plan.pieces.take(chosen)
+        meta, rows = plan.draw.meta, row_of[pieces.sample]
         columns = (plan.draw.source, meta["epoch"], meta["row"])
-        for row, column in zip(origin, columns, strict=False):
-            row[:] = column[pieces.sample]
-        origin[3], origin[4] = pieces.start + meta["start"][pieces.sample], pieces.length
-        rows = row_of[pieces.sample]
-        first = tokens.offsets[rows] + pieces.start
+        start = pieces.start + meta["start"][pieces.sample]
+        origin = np.array([*(column[pieces.sample] for column in columns), start, pieces.length], np.int64)
+        first, marks = tokens.offsets[rows] + pieces.start, loss.offsets[rows] + pieces.start
         plain = rows_of_ones(loss.values, loss.offsets)[rows] if len(loss) else np.zeros(len(rows), np.bool_)
-        return PieceTable(first, pieces.length.astype(np.int64), plain, offsets_of(plan.in_batch), origin)
+        length = pieces.length.astype(np.int64)
+        if labels is None:
+            labels = count_labels(loss.values, marks, length)
+        made: tuple[Any, ...] = (first, marks, length, plain, labels, origin)
+        if chosen is not None:  # pieces keep their numbers; pages of those of other hosts are never touched
+            made = tuple(_spread(column, chosen, len(plan.pieces)) for column in made)
+        return PieceTable(*made, offsets_of(plan.in_batch))
+
+
+def _spread(column: npt.NDArray[Any], places: Int64s, count: int) -> npt.NDArray[Any]:
+    out = np.zeros((*column.shape[:-1], count), column.dtype)
+    out[..., places] = column
+    return out
 
 
 @dataclass(eq=False)
@@ -100,6 +116,8 @@ class StepSamples:
     """The source of each of them."""
     row_of: Int64s
     """The row of each drawn sample that is here."""
+    row_labels: Int64s
+    """Labels of each sample that is here, over all hosts."""
     counted: int = 0
     """Labels of the whole step, as the loaders counted them."""
     late: bool = False
@@ -111,28 +129,36 @@ class StepSamples:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        return self.tokens.nbytes + self.loss.nbytes + sum(media.nbytes for media in self.media)
+        """Bytes held: token ids, loss masks and media; not what is known of them."""
+        held = (self.tokens, self.loss)
+        rows = sum(int(one.offsets[-1] - one.offsets[0]) * one.values.itemsize for one in held)
+        return rows + sum(media.nbytes for media in self.media)
 
     @property
     def labels(self) -> int:
         """Labels of the whole step, on all hosts, without those of samples known not to decode."""
         return self.counted - sum(self.lost.values())
 
-    def lose(self, plan: LoadingPlan, samples: Iterable[int]) -> None:
+    def lose(self, samples: Iterable[int]) -> None:
         """Subtract the labels of samples that do not decode; may be repeated, and called from several threads."""
         chosen = np.array(sorted(set(samples)), np.int64)
-        labels = plan.labels_of(chosen, self.loss.take(self.row_of[chosen]))
+        labels = self.row_labels[self.row_of[chosen]]
         self.lost.update(zip(chosen.tolist(), labels.tolist(), strict=True))
 
-    def unopened(self, plan: LoadingPlan) -> set[tuple[int, int]]:
-        """Return every (bucket, microbatch) with media that are not decoded yet, and so may turn out to be bad."""
+    def unopened(self, plan: LoadingPlan, *, here: bool = True) -> set[tuple[int, int]]:
+        """Return every (bucket, microbatch) with media that are not decoded yet, and so may turn out to be bad.
+
+        With `here` those that are decoded on this host, otherwise those that other hosts decode: the ranks here need
+        only know which samples count in the loss.
+        """
         encoded = np.array([media.encoded for media in self.media], np.bool_)
         if not encoded.any():
             return set()
+        late = encoded[self.items.payload]
+        late &= self._column(self.items, "here", np.empty(len(self.items), np.bool_)) == here
         samples = np.zeros(self.count, np.bool_)
-        samples[self.items.sample[encoded[self.items.payload]]] = True
-        pieces = np.flatnonzero(samples[plan.pieces.sample])
+        samples[self.items.sample[late]] = True
+        pieces = np.flatnonzero(samples[plan.pieces.sample] & (plan.pieces.length > 0))  # a slice has some of them
         bins = np.unique(np.searchsorted(plan.bin_offsets, pieces, side="right") - 1)
         return {divmod(one, plan.num_microbatches) for one in bins.tolist()}
 
@@ -162,7 +188,10 @@ class StepSamples:
 
     @cached_property
     def silent(self) -> Bools:
-        """Drawn samples with an item that is known not to decode: none of their tokens counts in the loss."""
+        """Drawn samples with an item that is known not to decode: none of their tokens counts in the loss.
+
+        What other hosts find while they decode is added here before the samples are packed.
+        """
         silent = np.zeros(self.count, np.bool_)
         silent[self.items.sample[self.bad(self.items)]] = True
         return silent
@@ -230,18 +259,32 @@ class StepSamples:
         return int(np.flatnonzero((self.items.payload == payload) & (self.items.number == number))[0])
 
 
-def join_payloads(plan: LoadingPlan, payloads: list[Payload]) -> StepSamples:
-    """Join the payloads of a step; every source's rows are in drawing order already."""
+def join_payloads(plan: LoadingPlan, payloads: list[Payload], share: Share | None = None) -> StepSamples:
+    """Join the payloads of a step; every source's rows are in drawing order already.
+
+    Args:
+        plan: The plan of the step.
+        payloads: All of the step, or the part of one host.
+        share: What that host needs of the plan.
+    """
+    share = None if share is None or share.whole else share
     row_of = np.zeros(len(plan.draw), np.int64)  # samples of other hosts are never looked up here
     base = 0
+    chosen = None if share is None else share.pieces
+    labels = None if chosen is None else np.zeros(len(chosen), np.int64)
+    row_labels: list[Int64s] = [_NONE]
     columns: list[tuple[Int64s, ...]] = []
     media: list[Media] = []
     sources: list[int] = []
     for payload in payloads:
         mine = plan.draw.samples_of(payload.source).astype(np.int64)
-        mine = mine if payload.chosen is None else mine[payload.chosen]
+        mine = mine if share is None else mine[share.samples[mine]]
         row_of[mine] = base + np.arange(len(mine))
         base += len(mine)
+        known = payload.row_labels
+        row_labels.append(plan.labels_of(mine, payload.loss) if known is None else known)
+        if chosen is not None and labels is not None and payload.pieces is not None:
+            labels[np.searchsorted(chosen, payload.pieces)] = payload.piece_labels  # type: ignore[assignment]
         if payload.media is None:
             continue
         held = payload.media
@@ -260,13 +303,14 @@ def join_payloads(plan: LoadingPlan, payloads: list[Payload]) -> StepSamples:
     return StepSamples(
         tokens=tokens,
         loss=loss,
-        pieces=PieceTable.of(plan, tokens, loss, row_of),
+        pieces=PieceTable.of(plan, tokens, loss, row_of, chosen, labels),
         images=plan.draw.images if plan.encoder is not None else None,
         items=items,
         count=len(plan.draw),
         media=media,
         sources=sources,
         row_of=row_of,
+        row_labels=np.concatenate(row_labels),
         counted=sum(payload.labels for payload in payloads),
         late=any(payload.late for payload in payloads),
     )

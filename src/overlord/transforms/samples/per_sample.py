@@ -409,18 +409,22 @@ def run_rows(
 
 
 def decode_media(media: Media, decoder: MediaDecoder, workers: Workers) -> tuple[Media, list[Fault]]:
-    """Return the media decoded into one array, and (item, reason) of those that do not decode."""
+    """Return the media decoded into one array, and (item, reason) of those that do not decode.
+
+    Items whose bytes are on other hosts stay as they are.
+    """
     if not media.encoded:
         return media, []
-    sizes = decoder.item_bytes(media.grids)
-    offsets = offsets_of(sizes)
+    here = media.here
+    sizes = np.where(here, decoder.item_bytes(media.grids), 0)
+    offsets, items = offsets_of(sizes), np.flatnonzero(here)
     values = np.empty(int(offsets[-1]), np.uint8)
-    places = [values[begin : begin + size] for begin, size in zip(offsets.tolist(), sizes.tolist(), strict=False)]
-    faults = decode_into(media, np.arange(len(sizes)), decoder, places, workers)
+    places = [values[offsets[item] : offsets[item + 1]] for item in items.tolist()]
+    faults = decode_into(media, items, decoder, places, workers)
     bad = media.bad.copy()
     bad[[item for item, _ in faults]] = True
-    done = dataclasses.replace(media, values=values, begin=offsets[:-1], nbytes_of=sizes, bad=bad, encoded=False)
-    return done, faults
+    begin = np.where(here, offsets[:-1], -1)
+    return dataclasses.replace(media, values=values, begin=begin, nbytes_of=sizes, bad=bad, encoded=False), faults
 
 
 def decode_into(

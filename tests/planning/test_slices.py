@@ -1,0 +1,114 @@
+"""Slices of a plan: each host reads its own, and finds there what the whole plan says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.planning.test_dgraph import ALL, buffer_of, meshes
+
+import overlord as ol
+from overlord.core.place_tree import ranks_of_host
+from overlord.core.plan import PlanSlice, Share, known_early, plan_from_bytes, plan_to_bytes
+from overlord.core.ragged import Ragged, offsets_of
+from overlord.planning.checking import run_strategy
+
+HOSTS = 3
+
+
+@pytest.mark.parametrize("name", ["backbone", "long_short", "vlm", "vlm group", "hdp", "hdp equal"])
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=40),
+    st.lists(st.integers(1, 900), min_size=1, max_size=12),
+    meshes,
+)
+def test_a_slice_says_what_the_plan_says(name, lengths, images, tree):
+    buffer = buffer_of(lengths, images)
+    plan = run_strategy(ALL[name], buffer, tree).with_ends(np.arange(6).reshape(2, 3))
+    sources = [plan_from_bytes(plan_to_bytes(plan, PlanSlice.for_sources(plan, [source]))) for source in range(2)]
+    for host in range(HOSTS):
+        ranks = ranks_of_host(host, HOSTS, tree.world_size)
+        part = plan_from_bytes(plan_to_bytes(plan, PlanSlice.for_ranks(plan, ranks)))
+        assert (part.digest, part.draw.digest, part.mesh) == (plan.digest, plan.draw.digest, plan.mesh)
+        assert part.covers(ranks) and (part.covers(range(tree.world_size)) == (len(ranks) == tree.world_size))
+        for mine, whole in zip(part.drawn, plan.drawn, strict=True):
+            assert np.array_equal(mine, whole)
+        share = Share.of(plan, ranks)
+        check_share(Share.of(part, ranks), share)
+        for rank in ranks:
+            check_rank(part, plan, rank)
+        for source, loader in enumerate(sources):
+            check_loader(loader, plan, source, share, Share.of(loader, ranks))
+
+
+def check_share(found, expected):
+    for field in dataclasses.fields(Share):
+        mine, whole = getattr(found, field.name), getattr(expected, field.name)
+        assert field.name == "plan" or np.array_equal(mine, whole), field.name
+
+
+def check_rank(part, plan, rank):
+    bucket = plan.mesh.bucket_of(plan.axis, rank)
+    assert part.microbatch_counts[bucket] == plan.microbatch_counts[bucket]
+    early = known_early(plan), known_early(part)
+    for microbatch in range(plan.num_microbatches):
+        at = plan.bin_range(bucket, microbatch)
+        assert part.bin_range(bucket, microbatch) == at
+        samples = plan.pieces.sample[at]
+        for column in ("sample", "start", "length"):
+            assert np.array_equal(getattr(part.pieces, column)[at], getattr(plan.pieces, column)[at])
+        for column in ("cp_sizes", "first_ranks"):
+            if getattr(plan, column) is not None:
+                assert np.array_equal(getattr(part, column)[at], getattr(plan, column)[at])
+        assert np.array_equal(part.in_batch[at], plan.in_batch[at])
+        assert np.array_equal(part.draw.meta[samples], plan.draw.meta[samples])
+        assert np.array_equal(part.draw.source[samples], plan.draw.source[samples])
+        if plan.encoder is not None:
+            assert early[0][samples].all() and early[1][samples].all()
+        if plan.routing is not None:
+            for head in plan.routing.heads[bucket]:
+                for mine, whole in zip(part.routing.arrivals(head, microbatch), plan.routing.arrivals(head, microbatch),
+                                       strict=True):  # fmt: skip
+                    assert np.array_equal(mine, whole)
+    if plan.encoder is not None:
+        runs, expected = part.encoder.bin(rank, 0), plan.encoder.bin(rank, 0)
+        for mine, whole in zip(part.draw.image_at(runs.sample, runs.start),
+                               plan.draw.image_at(expected.sample, expected.start), strict=True):  # fmt: skip
+            assert np.array_equal(mine, whole), "images are numbered over the whole step"
+        for name in ("send_splits", "recv_splits", "send_rows", "vit_cu_seqlens"):
+            assert np.array_equal(getattr(part.routing, name)(rank), getattr(plan.routing, name)(rank))
+
+
+def check_loader(loader, plan, source, share, found):
+    """A loader host has its source, and sends each host the same as with the whole plan."""
+    mine = plan.draw.samples_of(source)
+    assert np.array_equal(loader.draw.samples_of(source), mine)
+    order, expected = loader.order_of(source), plan.order_of(source)
+    assert np.array_equal(order.meta, expected.meta) and order.end == expected.end
+    assert np.array_equal(known_early(loader)[mine], known_early(plan)[mine])
+    for column in ("samples", "tokens", "loss", "media"):
+        assert np.array_equal(getattr(found, column)[mine], getattr(share, column)[mine])
+    if not share.whole:
+        of = plan.draw.source[plan.pieces.sample[share.pieces]] == source
+        assert np.array_equal(found.pieces, share.pieces[of])
+        if share.images is not None:
+            of = plan.draw.source[plan.draw.images.sample] == source
+            assert np.array_equal(found.images[of], share.images[of])
+    lengths = plan.draw.meta["tokens"][mine].astype(np.int64)
+    loss = Ragged(np.ones(int(lengths.sum()), np.uint8), offsets_of(lengths))
+    assert np.array_equal(loader.labels_of(mine.astype(np.int64), loss), plan.labels_of(mine.astype(np.int64), loss))
+
+
+def test_a_slice_is_as_small_as_its_host():
+    rng = np.random.default_rng(0)
+    lengths = {f"s{n:02d}": rng.integers(16, 2048, 1000) for n in range(32)}
+    buffer = ol.summary_buffer(lengths, context_length=2048, microbatch_tokens=16384)
+    tree = ol.ClientPlaceTree(dp=512)
+    plan = run_strategy(ol.strategies.backbone_balance(), buffer, tree).with_ends(np.zeros((32, 3), np.int64))
+    whole = len(plan_to_bytes(plan))
+    constructors = [len(plan_to_bytes(plan, PlanSlice.for_ranks(plan, range(n, n + 8)))) for n in range(0, 512, 8)]
+    loaders = [len(plan_to_bytes(plan, PlanSlice.for_sources(plan, [n]))) for n in range(32)]
+    assert max(constructors) < whole / 30 and max(loaders) < whole / 20

@@ -1,0 +1,178 @@
+"""What each host fetches, holds and packs is what the views of its ranks need, and no more."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from benchmarks.sharing import BAR, measure, table
+from tests.law.test_bad_data import jpeg
+from tests.runtimes.test_many_hosts import hosts_of
+
+import overlord as ol
+from overlord.core.client_messages import GetPlan, GetStatus
+from overlord.core.place_tree import ranks_of_host
+from overlord.core.plan import plan_from_bytes
+from overlord.runtimes.hosts.step_server import AttachedClients
+
+HOSTS, STEPS = 3, 3
+
+IDS = {"input_ids", "tokens", "input"}
+LABELS = {"labels", "shift_labels", "loss_mask"}
+BY_CP = IDS | LABELS | {"position_ids", "positions", "attention_mask", "meta.image_positions", "meta.image_rows"}
+ALIASES = {"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_padded"}
+"""Other names of `meta.cu_seqlens`."""
+
+QUICK, OTHERS = "pp=4,cp=2", ["pp=4", "cp=4", "tp=4", "dp=4", "pp=2,cp=4", "pp=3,dp=2,tp=2", "dp=3,cp=2,tp=2"]
+MESHES = [QUICK, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in OTHERS)]
+
+
+def views_of(clients):
+    """Take all steps with all ranks side by side: (step, rank, microbatch) -> arrays; -1 is what the rank encodes."""
+    found = {}
+    for index in range(STEPS):
+        for rank, client in enumerate(clients):
+            step = next(client)
+            assert step.index == index
+            batches = dict(enumerate(step.microbatches)) | ({-1: step.encoder} if step.encoder is not None else {})
+            for number, batch in batches.items():
+                meta = {} if number < 0 else batch.meta._columns
+                arrays = {key: value for key, value in batch.items() if isinstance(value, np.ndarray)}
+                columns = {f"meta.{key}": meta[key] for key in meta.keys() & {"origin", "cu_seqlens"}}
+                columns |= {f"meta.{key}": meta[key] for key in meta.keys() & {"image_positions", "image_rows"}}
+                found[index, rank, number] = {key: np.array(value) for key, value in (arrays | columns).items()}
+    for client in clients:
+        client.close()
+    return found
+
+
+def least_of(views, plans, tree, ranks, encoded=None):
+    """Work out from what the ranks of a host were given: bytes fetched, most held of a step, packed.
+
+    Images travel as large as they are in a batch, or as they are stored: `encoded` has the bytes of each row.
+    """
+    fetched, packed = [], 0
+    for index, plan in enumerate(plans):
+        arrays, tokens, loss, media = {}, set(), set(), defaultdict(int)
+        lengths = plan.draw.meta["tokens"]
+        for rank in ranks:
+            at, bucket = tree.coords(rank), tree.bucket_of(plan.axis, rank)
+            for (step, whose, number), view in views.items():
+                if (step, whose) != (index, rank):
+                    continue
+                place = (rank if number < 0 else bucket, number)
+                for key, array in view.items():
+                    if key not in ALIASES or number < 0:
+                        arrays[(*place, key, at.cp if key in BY_CP else 0)] = array.nbytes
+                samples = set() if number < 0 else set(plan.bin(bucket, number).sample.tolist())
+                tokens |= samples if view.keys() & (IDS | LABELS) else set()
+                loss |= samples if view.keys() & LABELS else set()
+                if "pixel_values" in view and view.get("image_ids", np.zeros(1))[0] >= 0:
+                    rows = plan.draw.meta["row"][sorted(samples)] if encoded else ()
+                    media[place] = sum(encoded[row] for row in rows) if encoded else view["pixel_values"].nbytes
+        fetched.append(sum(4 * int(lengths[s]) for s in tokens) + sum(int(lengths[s]) for s in loss))
+        fetched[-1] += sum(media.values())
+        packed += sum(arrays.values())
+    return {"fetched_bytes": sum(fetched), "held_bytes": max(fetched), "packed_bytes": packed}
+
+
+def check(views, plans, status, tree, encoded=None):
+    """Compare what hosts say with what their ranks were given."""
+    for host in range(HOSTS):
+        ranks = ranks_of_host(host, HOSTS, tree.world_size)
+        assert status["constructors"][str(host)] == least_of(views, plans, tree, ranks, encoded), (
+            f"host {host} of {tree}"
+        )
+
+
+def shared(job, tmp_path, cache, tree, **options):
+    """Run a job on three hosts of this process: views, plans and status."""
+    with hosts_of(job.replace(max_steps=STEPS), tmp_path, cache, mesh=tree, hosts=HOSTS, loader_hosts=2,
+                  prefetch=1, **options) as (service, planner, _):  # fmt: skip
+        views = views_of([service.client(rank) for rank in range(tree.world_size)])
+        plans = [plan_from_bytes(planner.role.ask(GetPlan(step)).plan) for step in range(STEPS)]
+        return views, plans, planner.role.ask(GetStatus()).content
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_host_fetches_holds_and_packs_what_its_views_need(mixed_job, tmp_path, cache, mesh):
+    tree = ol.ClientPlaceTree.parse(mesh)
+    # Decoded by loaders, an image is as large on its way as in a batch.
+    views, plans, status = shared(mixed_job, tmp_path, cache, tree, placement="loader")
+    assert any("pixel_values" in view for view in views.values())
+    check(views, plans, status, tree)
+
+
+@pytest.mark.slow
+def test_an_image_goes_where_it_is_encoded(mixed_job, tmp_path, cache):
+    tree, strategy = ol.ClientPlaceTree(pp=2, dp=2, tp=2), ol.strategies.vlm_hybrid()
+    views, plans, status = shared(mixed_job, tmp_path, cache, tree, placement="loader", strategy=strategy)
+    assert any("pixel_values" in view for view in views.values())
+    check(views, plans, status, tree)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory, demo_files):
+    """Images of many sizes, some of which do not decode; and the bytes of each row."""
+    folder = tmp_path_factory.mktemp("pictures")
+    files = [jpeg(48 + 8 * (seed % 5), 64, seed) for seed in range(60)]
+    files = [one[: len(one) // 3] if i % 4 == 0 else one for i, one in enumerate(files)]
+    pq.write_table(pa.table({"jpg": files, "txt": ["a picture of something"] * 60}), folder / "p.parquet")
+    source = ol.Source("p", str(folder / "p.parquet"), sample=ol.ImageText("jpg", "txt"), tolerance=1)
+    job = ol.Job(sources=[source], tokenizer=str(demo_files.tokenizer), batch=ol.Batch(256, global_samples=12))
+    return job, [len(one) for one in files]
+
+
+@pytest.mark.parametrize("keys", ["hf", pytest.param("megatron", marks=pytest.mark.slow)])
+def test_stages_without_images_know_which_of_them_decode(pictures, tmp_path, cache, keys, monkeypatch):
+    """The first stage decodes them, and only it has them: the others are told which samples count in the loss."""
+    # What is packed for a rank that is not attached yet, to know what decodes, is packed for it again when it comes.
+    wanted, ranks = AttachedClients.wanted, set()
+    take = AttachedClients.take
+    monkeypatch.setattr(AttachedClients, "take", lambda self, rank, *at: (ranks.add(rank), take(self, rank, *at))[1])
+    monkeypatch.setattr(AttachedClients, "wanted", lambda self: wanted(self) if len(ranks) == 6 else {})
+    job, encoded = pictures
+    tree, layout = ol.ClientPlaceTree(pp=3, dp=2), ol.Layout(keys=keys, positions="mrope")
+    options = {"placement": "constructor", "layout": layout}
+    with ol.launch(job, mesh=tree, runtime="inline", cache=cache, **options) as service:
+        clients = [service.client(rank) for rank in range(tree.world_size)]
+        expected = [[_told(next(client)) for client in clients] for _ in range(STEPS)]
+    views, plans, status = shared(job, tmp_path, cache, tree, **options)
+    check(views, plans, status, tree, encoded)
+    assert not any("pixel_values" in view for (_, rank, _), view in views.items() if tree.coords(rank).pp)
+    with hosts_of(job, tmp_path / "again", cache, mesh=tree, hosts=HOSTS, loader_hosts=2, **options) as (service, *_):
+        clients = [service.client(rank) for rank in range(tree.world_size)]
+        assert [[_told(next(client)) for client in clients] for _ in range(STEPS)] == expected
+    lost = [plan.global_loss_tokens - step[0][0] for plan, step in zip(plans, expected, strict=True)]
+    assert all(labels > 0 for labels in lost), "every step has images that do not decode"
+
+
+def _told(step):
+    return step.global_loss_tokens, [(batch.meta.loss_tokens, batch.digest()) for batch in step.microbatches]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mesh", ["pp=4,dp=3", "pp=3,cp=4", "dp=3,cp=2,tp=2"])
+def test_it_holds_on_three_ray_nodes(mixed_job, cache, ray_address, mesh):
+    tree = ol.ClientPlaceTree.parse(mesh)
+    options = {"address": ray_address, "ranks_per_host": tree.world_size // HOSTS, "prefetch": 1}
+    job = mixed_job.replace(max_steps=STEPS)
+    with ol.launch(job, mesh=tree, runtime="ray", cache=cache, placement="loader", **options) as service:
+        views = views_of([service.client(rank) for rank in range(tree.world_size)])
+        plans = [service.plan_raw(step) for step in range(STEPS)]
+        status = service.status()
+    assert len({one["node"] for one in status["ray"]["placement"] if one["role"].startswith("constructor")}) == HOSTS
+    check(views, plans, status, tree)
+
+
+def test_the_documented_table_is_what_is_measured():
+    found = measure()
+    assert "\n".join(table(found)) in (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
+    apart, shared = found[4, 4]
+    assert shared < BAR * apart
