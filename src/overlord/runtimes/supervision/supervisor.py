@@ -71,8 +71,6 @@ from overlord.scaling.dealing import Deal, deal
 logger = logging.getLogger("overlord")
 
 KEPT_FAULTS = 256
-WORKERS_PER_HOST = 8
-"""w_actor: workers that a loader host has room for, unless there are to be more than all hosts have."""
 ROOMY = 0.75
 """A spare host is ended when all workers fit into this share of the room of the other hosts."""
 
@@ -211,6 +209,9 @@ class Supervisor:
         self._positions = self._call(roles[PLANNER], "open_store", OpenedSources(self._facts))
         progress("indexing files", 0, 1)
         self._call_all("loader", "begin", self._positions)
+        for one in self.table.running("loader"):
+            if sizes := self.hosts.sizes_of(one.site.number):  # what the auto-partition gives it
+                self._call(one, "resize", Resize(sizes))
         progress("planning the first step", 0, 1)
         first: FirstStep = self._call(roles[PLANNER], "begin", BeginPlanning())
         self.first_step = first.step
@@ -567,7 +568,7 @@ class HostChanges:
         self._start = start
         self._per_host = per_host
         self._spares = {one.site.number for one in table.roles.values() if one.asleep}
-        self._sizes: dict[int, dict[int, tuple[int, Part]]] = {}
+        self._sizes = _launched_sizes(table)
 
     def sizes_of(self, host: int) -> dict[int, tuple[int, Part]]:
         """Return the workers that a replaced host begins with."""
@@ -693,35 +694,49 @@ class HostChanges:
         return self._table.peers.insist(loader_name(host), method, message)
 
 
+def _launched_sizes(table: RoleTable) -> dict[int, dict[int, tuple[int, Part]]]:
+    """Return the workers that the auto-partition gives each loader host, by its sources; nothing without one."""
+    sites = [one.site for one in table.roles.values() if one.site.workers]
+    of_source = {source: table.assignment.primary[source] for site in sites for source in site.sources}
+    return {
+        site.number: {
+            source: (count, Part(of_source[source].index(site.number), len(of_source[source])))
+            for source, count in zip(site.sources, site.workers, strict=True)
+        }
+        for site in sites
+    }
+
+
 def spares_of(options: ServiceOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:
     """Return loader hosts that sleep at first, and how many workers one has room for: all workers there may be fit."""
     if options.cluster is None:  # one process has room for all workers
         return [], options.worker_threads
     loaders = [site for site in sites if site.role == "loader"]
     hosts = len(loaders)
-    spares = 0 if options.scaling is None else max(0, -(-options.worker_threads // WORKERS_PER_HOST) - hosts)
+    room = options.workers_per_actor  # more where there are to be more workers than all hosts have room for
+    spares = 0 if options.scaling is None else max(0, -(-options.worker_threads // room) - hosts)
     asleep = [
         dataclasses.replace(loaders[number % hosts], number=hosts + number, sources=(), shadows=())
         for number in range(spares)
     ]
-    return asleep, max(WORKERS_PER_HOST, -(-options.worker_threads // (hosts + spares)))
+    return asleep, max(room, -(-options.worker_threads // (hosts + spares)))
 
 
 # --------------------------------------------------------------------------------------------------------------
 # The service process of a service whose roles run apart from it.
 
 
-def unbundled(bundle: bytes, folder: Path) -> tuple[Job, ServiceOptions, int]:
-    """Read what the launcher sent: the job, the options, and how many sources there are, with those its store knows.
+def unbundled(bundle: bytes, folder: Path) -> tuple[Job, ServiceOptions, list[str]]:
+    """Read what the launcher sent: the job, the options, and the sources by number, with those its store knows.
 
     Raises:
         SpecError: for what cannot be launched.
     """
     job, options = unpack(bundle)
     options = dataclasses.replace(options, numbering=peek(options, options.store or str(folder / "store")))
-    known = with_added_sources(job, options.numbering)
-    check_launch(canonical(known, options.numbering), options)
-    return job, options, len(known.sources)
+    known = canonical(with_added_sources(job, options.numbering), options.numbering)
+    check_launch(known, options)
+    return job, options, list(known.names)
 
 
 @contextlib.contextmanager

@@ -145,6 +145,7 @@ class RayEngine:
         handle = self._actor.options(
             name=f"{self._folder.name}/{site.name}/{generation}",
             num_cpus=site.cpus if generation == 1 else 0,
+            memory=site.bytes if generation == 1 else 0,
             max_restarts=0,
             max_concurrency=16 + 4 * self._hosts,
             scheduling_strategy=where,
@@ -211,7 +212,7 @@ def _lives(node: dict[str, Any]) -> bool:
 def _reserve(sites: Sequence[Site], name: str, limit_s: float) -> Any:
     """Reserve a bundle for every site, on the node it was placed on: all of them, or none."""
     group = placement_group(
-        [{"CPU": site.cpus} for site in sites],
+        [{"CPU": site.cpus, "memory": site.bytes} if site.bytes else {"CPU": site.cpus} for site in sites],
         strategy="PACK",
         name=name,
         bundle_label_selector=[{"ray.io/node-id": site.node.id} for site in sites],
@@ -234,6 +235,7 @@ def nodes_of_cluster() -> list[Node]:
             id=one["NodeID"],
             name=one["NodeManagerHostname"],
             cpus=idle.get(one["NodeID"], {}).get("CPU", 0.0),
+            bytes=idle.get(one["NodeID"], {}).get("memory", 0.0),
             accelerators=max((one["Resources"].get(kind, 0.0) for kind in ACCELERATORS), default=0.0),
             trainer=TRAINER in one["Resources"],
             here=one["NodeID"] == here,
@@ -282,12 +284,12 @@ def _attached(sources: int, options: ServiceOptions, folder: Path) -> Iterator[N
 @contextlib.contextmanager
 def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     """Serve a job on a cluster."""
-    job, options, count = unbundled(bundle, folder)
+    job, options, names = unbundled(bundle, folder)
     assert options.cluster is not None, "a launch on Ray says how"
     progress("starting Ray" if options.cluster.address is None else "attaching to Ray", 0, 1)
-    with _attached(count, options, folder):
+    with _attached(len(names), options, folder):
         sites = place(
-            nodes_of_cluster(), options.cluster, world_size=options.mesh.world_size, num_sources=count,
+            nodes_of_cluster(), options.cluster, world_size=options.mesh.world_size, names=names,
             loader_cpus=options.threads,
         )  # fmt: skip
         engine = RayEngine(pack(job, options), folder, sites, Limits(options.heartbeat_s))
