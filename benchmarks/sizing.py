@@ -81,8 +81,8 @@ def fed(job: ol.Job, launch: LaunchOptions, cache: str, warm_up_s: float, second
 
 def _done(status: dict[str, Any]) -> tuple[float, float, float]:
     """Return what a service has prepared, how long its workers were busy, and the CPU seconds of its processes."""
-    pids, sources = {status["pid"], *(host["pid"] for host in status["hosts"])}, status["sources"].values()
-    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    root, sources = psutil.Process(status["pid"]), status["sources"].values()
+    times = [one.cpu_times() for one in (root, *root.children(recursive=True))]
     prepared, busy_s = sum(one["samples_prepared"] for one in sources), sum(one["busy_s"] for one in sources)
     return float(prepared), busy_s, sum(one.user + one.system for one in times)
 

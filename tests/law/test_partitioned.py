@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,14 @@ def test_a_shadow_takes_over_an_actor(job, cache, profile, expected):
 
         assert digest_service(service, steps=STEPS, before=before) == expected
         assert service.status()["faults"][0]["promoted"] == 1
+
+
+@pytest.mark.slow
+def test_workers_come_and_go_from_what_the_partition_started(job, cache, profile, expected):
+    launched = {"mesh": MESH, "loaders_per_source": "auto", "profile": profile, "budget": BUDGET, "threads": 1}
+    scaling = ol.Scaling(interval_s=0.1, patience=2, window=2)
+    with ol.launch(job, **launched, scaling=scaling, runtime="local", cache=cache) as service:
+        check_fleet(service.status(), planned(job, profile, scaling=True, threads=1))
+        assert digest_service(service, steps=STEPS, before=lambda service, step: time.sleep(0.1)) == expected
+        # The sources are quick in truth, so workers are given back: what is started is where scaling goes on from.
+        assert any(one["after"] < one["before"] for one in service.status()["scaling"]["events"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ol
-from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, cpus_needed, place
+from overlord.runtimes.launching.cluster_placement import ClusterOptions, Node, Site, cpus_needed, place, room_for
 from overlord.scaling.partition import Actor
 
 
@@ -97,6 +97,15 @@ def test_actors_need_memory_too():
     assert sorted(where(sites, "loader")) == ["c0", "g0"]
     with pytest.raises(ol.SpecError, match=r"no host with 2 idle CPUs and 2,147 MB for actor 1 of the partition's 2"):
         sites_of(nodes[:1], options, world_size=8, num_sources=2)
+
+
+def test_a_further_loader_host_goes_beside_trainers_first_and_then_to_the_emptiest_host():
+    spare = Site("loader", gpu(0), cpus=2.0, number=2)
+    nodes = [gpu(0, 2), gpu(1, 3), cpu(0, 16), cpu(1, 32)]
+    assert room_for(spare, nodes, {"g0", "g1"}).id == "g1"
+    assert room_for(spare, [gpu(0, 1), gpu(1, 1), *nodes[2:]], {"g0", "g1"}).id == "c1"
+    with pytest.raises(ol.SpecError, match=r"no host of the cluster has 2 idle CPUs for loader host 2.*gpu-0 1"):
+        room_for(spare, [gpu(0, 1)], {"g0"})
 
 
 def test_sources_that_came_after_the_partition_join_an_actor_and_shadows_another():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -166,6 +166,29 @@ def place(
         primary = [(source % len(loaders),) for source in range(len(names))]
     dealt = Assignment(tuple(primary), shadow_hosts(loaders, options, primary))
     return sites + [_with_sources(site, dealt, options, names) for site in loaders]
+
+
+def room_for(site: Site, nodes: Sequence[Node], sidecars: Collection[str]) -> Node:
+    """Return where a further loader host goes while the service runs: on a host of trainers, or else on another one.
+
+    `sidecars` are the ids of the hosts of trainers.
+
+    Raises:
+        SpecError: No host has room.
+
+    Example:
+        >>> spare = Site("loader", Node("a", "gpu-0", 0), cpus=2.0, number=1)
+        >>> room_for(spare, [Node("a", "gpu-0", 1), Node("b", "cpu-0", 8), Node("c", "cpu-1", 32)], {"a"}).name
+        'cpu-1'
+    """
+    roomy = [node for node in nodes if node.cpus + _ROUNDING >= site.cpus and node.bytes >= site.bytes]
+    if not roomy:
+        idle = {node.id: node.cpus for node in nodes}
+        raise SpecError(
+            f"no host of the cluster has {site.cpus:g} idle CPUs for {site.name} (idle: {_idle(nodes, idle)}); sources "
+            "keep the workers that fit. Add CPU hosts, they are taken up."
+        )
+    return min(roomy, key=lambda node: (node.id not in sidecars, -node.cpus, node.id))
 
 
 def place_here(options: ClusterOptions | None, *, world_size: int, names: Sequence[str], threads: int) -> list[Site]:
