@@ -322,10 +322,9 @@ BENCHMARKS = (
     ),
     Benchmark(
         "sizing",
-        what="feed rate of 306 sources whose costs spread over three orders of magnitude, predicted by the "
-        "auto-partition from a profile of a few samples; the figure is how far it is off, as a factor, in the worse of "
-        "two mixtures",
-        against='samples/s of a launch with `loaders_per_source="auto"`, taken from as fast as it goes',
+        what="feed rate of 306 sources whose costs spread over three orders of magnitude, predicted by `partition` "
+        "from a profile of a few samples; the figure is how far it is off, as a factor, in the worse of two mixtures",
+        against="samples/s of a launch with those workers, taken from as fast as it goes",
         figure="off_by",
         bar="bar",
         at_least=False,
