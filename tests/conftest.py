@@ -110,9 +110,10 @@ RAY_START_S = 90.0
 """How long the cluster may take to start: less than a test's own limit, which would hide the reason."""
 
 
-def start_ray(owner: int, file: Path) -> None:
+def start_ray(owner: int, file: Path, nodes: list[dict[str, Any]] | None = None) -> None:
     """Start a cluster of three nodes that lives as long as a process, and writes its address to a file."""
     command = [sys.executable, str(Path(__file__).parent / "ray_nodes.py"), str(owner), str(file)]
+    command += [] if nodes is None else [json.dumps(nodes)]
     # By a shell that goes at once: it ends by itself, and is nobody's child that a test could take for a leftover.
     shell = ["/bin/sh", "-c", '"$@" > "$0" 2>&1 < /dev/null &', str(file.with_suffix(".log"))]
     environment = {name: value for name, value in os.environ.items() if name != "TMPDIR"}

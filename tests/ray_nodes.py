@@ -1,13 +1,14 @@
 """A Ray cluster of three nodes on this machine, for the tests: lives as long as the process that wants it.
 
-    python tests/ray_nodes.py PID FILE
+    python tests/ray_nodes.py PID FILE [NODES]
 
-writes its address to FILE, and takes the node away whose id is written to FILE.gone. In a process of its own, since
-Ray's imports warn, and warnings fail our tests.
+writes its address to FILE, has the options of each node from NODES (a JSON list) if that is given, and takes the node
+away whose id is written to FILE.gone. In a process of its own, since Ray's imports warn, and warnings fail our tests.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -34,8 +35,9 @@ def main() -> None:
     os.environ["RAY_TMPDIR"] = folder
     (Path(folder) / "ray").mkdir()
     common = {"num_cpus": CPUS, "object_store_memory": 200 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={**common, "temp_dir": folder})
-    nodes = [cluster.add_node(**common) for _ in range(NODES - 1)]
+    given = json.loads(sys.argv[3]) if len(sys.argv) > 3 else [{}] * NODES
+    cluster = Cluster(initialize_head=True, head_node_args={**common, **given[0], "temp_dir": folder})
+    nodes = [cluster.add_node(**{**common, **one}) for one in given[1:]]
     file.with_suffix(".tmp").write_text(cluster.address)
     file.with_suffix(".tmp").rename(file)
     try:

@@ -155,7 +155,16 @@ class Budget(Spec):
     cpus: Annotated[int, whole(1, _NOTHING)] | None = None
     """Workers that all sources may have together; by default one for each core of this host."""
     memory: _Bytes | None = None
-    """Bytes that the files and read buffers of all sources may take; by default there is no limit."""
+    """Bytes that the loaders may take: files and read buffers of all sources, and of the auto-partition its actors; by
+    default there is no limit."""
+    workers_per_source: Annotated[int, whole(1, _NOTHING)] | None = None
+    """Workers that one source may have (the paper's w_src); by default as many as `cpus`."""
+    workers_per_actor: Annotated[int, whole(1, _NOTHING)] | None = None
+    """Workers that run at the same time in one loader host (the paper's w_actor); 8 by default."""
+    memory_per_actor: _Bytes | None = None
+    """Bytes that one actor of the auto-partition may take; by default only `memory` is a limit."""
+    cluster_size: Annotated[int, whole(1, _NOTHING)] | None = None
+    """Sources of a cluster in the auto-partition; 4 by default, as in the paper."""
 
 
 def profile_path(job: Path) -> Path:

@@ -29,13 +29,13 @@ from overlord.launch_spec import Budget, Launch, LaunchOptions
 from overlord.planning.checking import Strategy
 from overlord.roles.changes import FIXED_WHILE_RUNNING, mixture_to_json, source_to_json
 from overlord.roles.client import Client
-from overlord.runtimes.autoscaling.scaler import sizing_of
+from overlord.runtimes.autoscaling.sizing import sizing_of
 from overlord.runtimes.client_feed import refuse_torch_workers
 from overlord.runtimes.launching.deployment import Progress, few_samples, limits_of
 from overlord.runtimes.launching.inline_service import InlineService
 from overlord.runtimes.launching.resume import canonical
-from overlord.runtimes.launching.service_options import ServiceOptions, cluster_of, shadows_of
-from overlord.runtimes.supervision.child import ONE_THREAD, usable_cpus
+from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.runtimes.supervision.child import ONE_THREAD
 from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
 from overlord.runtimes.supervision.service_process import ServiceProcess, ray_service
 from overlord.scaling.autoscaler import Scaling
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from overlord.runtimes.autoscaling.metrics import MetricsServer
 
 logger = logging.getLogger("overlord")
-
-LOADER_CPUS = 2
-"""Threads of a loader host of a cluster, and the CPUs it reserves."""
 
 
 class Service:
@@ -432,8 +429,7 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
     return ServiceOptions(
         mesh=options.mesh,
         prefetch=options.prefetch,
-        **sizing_of(job, options.loaders_per_source, options.scaling, options.budget, options.profile),
-        threads=options.threads or _default_threads(options),
+        **sizing_of(job, options),
         heartbeat_s=options.heartbeat,
         store=None if options.store is None else _store_of(options.store),
         store_options=options.store_options,
@@ -447,7 +443,6 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
         skip_steps=options.skip_steps,
         layout=options.layout,
         placement=options.placement,
-        cluster=cluster_of(options, shadows_of(canonical(job), options)),
         reconcile=options.reconcile,
         on_source_failure=options.on_source_failure,
         service=uuid.uuid4().hex,
@@ -462,19 +457,6 @@ def _job_text(job: Job, options: Launch) -> str | None:
         return dump_job_yaml(resolved_job(job.replace(sources=public), here), launched)
     except SpecError:
         return None
-
-
-def _default_threads(options: Launch) -> int:
-    """Return how many threads or workers decode: the cores of this host, less one for each trainer.
-
-    At least half of them, and two: trainers mostly wait for their accelerators.
-    """
-    if options.runtime == "ray":
-        return LOADER_CPUS
-    cpus = usable_cpus()
-    if options.budget is not None and options.budget.cpus is not None:
-        cpus = min(cpus, options.budget.cpus)
-    return max(min(cpus, 2), cpus // 2, cpus - options.mesh.world_size)
 
 
 def _new_id() -> str:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 
 import pytest
 from rich.console import Console
 
 import overlord as ol
-from overlord.cli.profile import schedule_shares, show_plan
+from overlord.cli.profile import show_plan
 from overlord.errors import SpecError
 from overlord.launch_spec import LaunchOptions
-from overlord.scaling.profiles import Resources, SourceCost
+from overlord.scaling.profiles import SourceCost, schedule_shares
 
 MS = {"web": 0.3, "photos": 40.0, "audio": 160.0}
-RESOURCES = Resources(cpus=16, bytes=8 << 30)
+LAUNCH = LaunchOptions(budget=ol.Budget(cpus=16, memory=8 << 30), threads=4)
 
 
 class Known:
@@ -39,14 +38,14 @@ def printed(shown) -> str:
 
 
 def test_a_person_reads_what_each_source_got_and_why():
-    text = " ".join(printed(show_plan(Known(), job_of(), LaunchOptions(), RESOURCES, False)).split())
-    limit = "one more worker for 'audio' does not fit the 16 CPUs"
+    text = " ".join(printed(show_plan(Known(), job_of(), LAUNCH, False)).split())
+    limit = "one more worker for 'audio' does not fit the 16 workers of all sources"
     for words in ("web", "photos", "audio", "160 ms", "keep", "busy", "samples/s", limit, "are left"):
         assert words in text.replace("\u202f", " ")
 
 
 def test_a_program_reads_the_same():
-    told = json.loads(json.dumps(show_plan(Known(), job_of(), LaunchOptions(), RESOURCES, True)))
+    told = json.loads(json.dumps(show_plan(Known(), job_of(), LAUNCH, True)))
     by_name = {one["name"]: one for one in told["allotments"]}
     assert by_name["audio"]["workers"] > by_name["photos"]["workers"] >= by_name["web"]["workers"] == 1
     assert by_name["audio"]["share"] == pytest.approx(1 / 3)
@@ -59,38 +58,44 @@ def test_a_schedule_is_sized_for_its_mean_and_its_worst_is_told():
     mixture = ol.Mixture.stages([(0, {"web": 1.0}), (100, {"audio": 1.0})])
     points = schedule_shares(job_of(mixture), 200, [Known().cost(name) for name in MS])
     assert points[0][1] == [1.0, 0.0, 0.0] and points[-1][1] == [0.0, 0.0, 1.0]
-    launch = LaunchOptions(steps=200)
-    told = show_plan(Known(), job_of(mixture), launch, RESOURCES, True)
+    told = show_plan(Known(), job_of(mixture), LAUNCH, True)
     assert told["slowest"]["source"] == "audio" and told["slowest"]["step"] >= 100
-    assert "The mixture changes" in printed(show_plan(Known(), job_of(mixture), launch, RESOURCES, False))
+    assert "The mixture changes" in printed(show_plan(Known(), job_of(mixture), LAUNCH, False))
 
 
-def test_more_workers_than_cpus_are_told_only_where_somebody_waits():
-    words = "A launch bounds workers"
-    assert words not in printed(show_plan(Known(), job_of(), LaunchOptions(), RESOURCES, False))
-    costs = {name: dataclasses.replace(Known().cost(name), cpu_share=0.1) for name in MS}
-
-    class Waiting:
+def test_decoding_behind_the_hand_over_bounds_the_feed():
+    class Decoded:
         def cost(self, name: str) -> SourceCost:
-            return costs[name]
+            return dataclasses.replace(Known().cost(name), decode_s=0.03)
 
-    text = " ".join(printed(show_plan(Waiting(), job_of(), LaunchOptions(), RESOURCES, False)).split())
-    told = show_plan(Waiting(), job_of(), LaunchOptions(), RESOURCES, True)
-    at_once = math.ceil(sum(one["busy"] if one["busy"] < 0.5 else one["workers"] for one in told["allotments"]))
-    assert at_once > 14 and f"with --cpus {at_once} (budget=ol.Budget(cpus={at_once})) it has them all" in text
+    def told(launch: LaunchOptions, profile=Decoded):
+        return show_plan(profile(), job_of(), launch, True)
+
+    without = told(LAUNCH, Known)["samples_per_s"]
+    assert without > 180
+    four = told(LAUNCH)
+    assert four["samples_per_s"] == pytest.approx(4 / 0.03) and "4 threads of the constructors" in four["limit"]
+    # Two trainer hosts of a cluster decode side by side, with CPUs that are not those of the loaders.
+    there = LAUNCH.model_copy(update={"runtime": "ray", "mesh": ol.ClientPlaceTree(dp=4), "ranks_per_host": 2})
+    assert told(there)["samples_per_s"] == pytest.approx(without)
+    # On one host they are the same: decoding leaves fewer for the workers.
+    many = told(LAUNCH.model_copy(update={"threads": 64}))
+    assert 4 / 0.03 < many["samples_per_s"] < without and "16 CPUs" in many["limit"]
+    assert many["cpus"] <= 16 + 1e-6
 
 
-def test_each_trainer_host_has_a_constructor_that_is_paid_first():
-    launch = LaunchOptions(runtime="ray", mesh=ol.ClientPlaceTree(dp=8), ranks_per_host=2)
-    told = show_plan(Known(), job_of(), launch, RESOURCES, True)
-    assert told["resources"]["constructors"] == 4
+def test_each_trainer_host_has_a_constructor():
+    launch = LaunchOptions(runtime="ray", mesh=ol.ClientPlaceTree(dp=8), ranks_per_host=2, budget=LAUNCH.budget)
+    told = show_plan(Known(), job_of(), launch, True)
+    assert told["resources"]["constructors"] == 4 and told["resources"]["decoders"] == 8
 
 
 def test_too_little_is_named():
-    with pytest.raises(SpecError, match="more are needed for one worker"):
-        show_plan(Known(), job_of(), LaunchOptions(), Resources(cpus=1, bytes=8 << 30), False)
+    small = LaunchOptions(budget=ol.Budget(cpus=4, memory="70MB"))
+    with pytest.raises(SpecError, match="are missing; source 'web' takes most"):
+        show_plan(Known(), job_of(), small, False)
 
 
 def test_a_source_that_was_not_profiled_is_refused():
     with pytest.raises(SpecError, match="not in the profile"):
-        show_plan(Known(), job_of(names=("web", "new")), LaunchOptions(), RESOURCES, False)
+        show_plan(Known(), job_of(names=("web", "new")), LAUNCH, False)

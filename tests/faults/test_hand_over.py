@@ -383,3 +383,34 @@ def test_anybody_is_lost_while_groups_change_hands(wave, cache, roles, seed):
 @pytest.mark.slow
 def test_actors_are_lost_while_groups_change_hands(wave, cache, ray_address):
     hunt(wave, cache, ("loader",), signal.SIGKILL, runtime="ray", address=ray_address)
+
+
+def test_a_cluster_without_room_is_gone_on_with_and_what_is_reserved_is_given_back(job, cache, expected, monkeypatch):
+    """Room is found before a host starts, and no other one is started when there is none."""
+    held, refused = set(), []
+    with launch_for_faults(job, mesh=MESH, shadows=False, most_workers=WORKERS, cache=cache) as (service, storm):
+        supervisor, engine = storm.cluster.supervisor, storm.engine
+
+        def reserve(site, sidecars):
+            assert sidecars == {supervisor.table.roles["constructor host 0"].site.node.id}
+            if len(refused) < 2:
+                refused.append(site.name)
+                raise ol.SpecError("no host of the cluster has room")
+            held.add(site.name)
+            return site
+
+        monkeypatch.setattr(engine, "reserve", reserve)
+        monkeypatch.setattr(engine, "release", lambda site: held.discard(site.name))
+
+        def before(service, step):
+            storm.reach(step)
+            if step in SPLIT:
+                storm.resize(SPLIT[step], later=False)
+            storm.wait(0.5)
+            up = {name for name, one in supervisor.table.roles.items() if one.peer is not None and "loader" in name}
+            assert up - {"loader host 0", "loader host 1"} == held
+
+        assert digest_service(service, steps=STEPS, before=before) == expected
+        assert refused == ["loader host 2"] * 2 and held
+        storm.resize([1, 1, 1])
+        assert not held

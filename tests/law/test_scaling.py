@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 import urllib.request
 from dataclasses import dataclass, field
@@ -10,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import write_ids
+from tests.conftest import ray_started, start_ray, write_ids
 
 import overlord as ol
 from overlord.core.plan import chain_digest
@@ -203,6 +207,66 @@ def test_hosts_are_woken_and_end_when_nobody_needs_them(slow, cache, expected):
         children = psutil.Process(service.pid).children(recursive=True)
         assert until(lambda: {one.pid for one in children if one.is_running()} <= before)
     assert found.steps == expected.steps
+
+
+TRAINER_NODE = {"resources": {"overlord_trainer": 1}}
+NODES = [{**TRAINER_NODE, "num_cpus": 3}, {**TRAINER_NODE, "num_cpus": 2}, {"num_cpus": 8}]
+"""Two hosts of trainers, full with planner, constructors and a loader host of one CPU each, and one that is idle."""
+
+IDLE = """
+import logging, sys
+import ray
+from ray._private.state import available_resources_per_node
+ray.init(sys.argv[1], logging_level=logging.ERROR)
+print(max(node.get("CPU", 0.0) for node in available_resources_per_node().values()))
+"""
+
+
+def idle_cpus(address: str) -> float:
+    """Return the idle CPUs of the host that has most of them."""
+    command = [sys.executable, "-W", "ignore", "-c", IDLE, address]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True], ids=["", "killed in the move"])
+def test_an_idle_host_is_used_when_the_hosts_of_trainers_are_full(slow, cache, expected, tmp_path, killed):
+    owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        start_ray(owner.pid, tmp_path / "nodes", NODES)
+        where = {"runtime": "ray", "address": ray_started(tmp_path / "nodes"), "ranks_per_host": 1, "threads": 1}
+        options = {**SCALED, "budget": ol.Budget(cpus=8, workers_per_actor=2)}
+        further: list[dict[str, Any]] = []
+        left: list[float] = []
+        with ol.launch(slow, mesh=MESH, **where, **options, cache=cache) as service:
+            loaders = [one for one in service.status()["hosts"] if one["role"].startswith("loader")]
+            beside = {one["node"] for one in loaders}
+            assert len(loaders) == len(beside) == 2
+
+            def look(service, step):
+                hosts = service.status()["hosts"]
+                found = [one for one in hosts if one["role"] in ("loader host 2", "loader host 3") and one["pid"]]
+                if found and not further:
+                    left.append(idle_cpus(where["address"]))
+                    if killed:
+                        os.kill(found[0]["pid"], signal.SIGKILL)
+                further.extend(found)
+
+            found = train(service, STEPS, before=look)
+            assert further, found.events
+            assert {one["node"] for one in further}.isdisjoint(beside), "the idle host"
+            assert left[0] in (6.0, 7.0), "a CPU of it is reserved for each"
+
+            def given_back() -> bool:
+                note(service, found)
+                return len(found.loaders[-1]) == 2 and idle_cpus(where["address"]) == 8.0
+
+            assert until(given_back, 40.0), found.events
+        assert found.steps == expected.steps
+    finally:
+        owner.kill()
+        owner.wait()
 
 
 def change(newcomer: ol.Source):

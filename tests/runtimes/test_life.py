@@ -152,7 +152,7 @@ class SlowEngine:
 
 def test_the_end_of_a_service_waits_for_the_replacement_of_a_role():
     """What is under way when an engine ends would abort it, and Ray would start a cluster of its own for it."""
-    sites = place_here(None, world_size=1, num_sources=1, threads=1)
+    sites = place_here(None, world_size=1, names=["a"], threads=1)
     engine = SlowEngine()
     supervisor = Supervisor(engine, sites, ServiceOptions(mesh=ol.ClientPlaceTree(), cache=""))
     supervisor.begin(lambda what, done, of: None)

@@ -67,6 +67,64 @@ def test_a_source_that_is_drawn_less_gets_less():
     assert partition(costs, [3, 1], plenty(8)).workers == (6, 2)
 
 
+GOLDEN = {
+    1: ((8, 6, 5, 4, 3, 2, 2, 1, 1, 1, 1, 1), 1200, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
+    2: ((7, 6, 5, 4, 3, 3, 2, 1, 1, 1, 1, 1), 1029, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
+    3: ((7, 5, 5, 4, 3, 3, 1, 1, 1, 1, 1, 1), 947, [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]),
+    4: ((7, 6, 5, 5, 3, 2, 2, 1, 1, 1, 1, 1), 1043, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]),
+    6: ((7, 6, 5, 4, 4, 2, 2, 1, 1, 1, 1, 1), 1029, [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]),
+    12: ((7, 6, 5, 4, 3, 3, 2, 1, 1, 1, 1, 1), 1050, [0] * 12),
+    40: ((7, 6, 5, 4, 3, 3, 2, 1, 1, 1, 1, 1), 1050, [0] * 12),
+}
+
+
+@pytest.mark.parametrize("size", GOLDEN)
+def test_golden_fleets_by_the_size_of_a_cluster(size):
+    workers, rate, clusters = GOLDEN[size]
+    costs = [cost(f"s{n}", ms) for n, ms in enumerate((80, 60, 50, 40, 30, 20, 12, 8, 4, 2, 1, 0.5))]
+    found = partition(costs, [1.0] * 12, plenty(32), cluster_size=size)
+    assert found.workers == workers and round(found.samples_per_s) == rate
+    assert [one.cluster for one in found.allotments] == clusters
+    assert found.samples_per_s <= feed_of(found, costs, [1.0] * 12) * (1 + 1e-9)
+
+
+def test_a_cluster_gives_sources_that_cost_about_the_same_alike():
+    """Figures of few samples differ by chance; sources far from the mean have what they need themselves."""
+    costs = [cost(name, ms) for name, ms in (("a", 45), ("b", 40), ("c", 36), ("d", 3))]
+    alone, together = (partition(costs, [1.0] * 4, plenty(40), cluster_size=size) for size in (1, 4))
+    assert alone.workers == (14, 13, 12, 1) == together.workers
+    near = [cost(name, ms) for name, ms in (("a", 45), ("b", 40), ("c", 36), ("d", 31))]
+    alone, together = (partition(near, [1.0] * 4, plenty(40), cluster_size=size) for size in (1, 4))
+    assert alone.workers == (12, 11, 9, 8) and together.workers == (11, 10, 9, 9)
+
+
+# bounds of a launch
+
+
+def test_workers_of_all_sources_are_bounded_whatever_they_wait_for():
+    remote = [cost("a", 100, cpu_share=0.01), cost("b", 100, cpu_share=0.01)]
+    found = partition(remote, [1, 1], plenty(32, workers=10.0))
+    assert found.workers == (5, 5) and "does not fit the 10 workers of all sources" in found.limit
+
+
+def test_decoding_behind_the_hand_over_is_counted():
+    photos = cost("photos", 10, decode_s=0.02)
+    assert partition([photos], [1], plenty(8)).samples_per_s == pytest.approx(800)
+    bounded = partition([photos], [1], plenty(8, decoders=4.0))
+    assert bounded.samples_per_s == pytest.approx(200) and bounded.workers == (2,)
+    shared = partition([photos], [1], plenty(8, decoders=8.0, one_host=True))
+    assert shared.samples_per_s < 8 / 0.03 and shared.cpus <= 10 + 1e-6
+    with pytest.raises(SpecError, match=r"20 threads busy with decoding.*At most 200"):
+        partition([photos], [1], plenty(16, decoders=4.0), samples_per_s=1000)
+
+
+def test_a_source_that_cannot_be_divided_has_one_actor():
+    costs = [cost("video", 100), cost("web", 20)]
+    found = partition(costs, [1, 1], plenty(16, per_actor=4), most_actors={"video": 1})
+    assert [one.workers_per_actor for one in found.allotments] == [(4,), (1,)]
+    assert "it can be divided over 1 actor" in found.limit
+
+
 # the three parallelisms
 
 
@@ -166,7 +224,7 @@ def test_work_that_waits_is_bounded_by_workers_not_by_cpus():
 def test_the_limit_names_the_source_that_needs_cpus_not_one_that_waits():
     costs = [cost("remote", 100, cpu_share=0.01), cost("video", 50)]
     with pytest.raises(SpecError, match="source 'video' alone needs 10 workers"):
-        partition(costs, [1, 1], plenty(8, per_source=64), samples_per_s=400)
+        partition(costs, [1, 1], plenty(8, per_source=64), samples_per_s=400, cluster_size=1)
 
 
 def test_a_source_that_only_waits_is_not_limited_by_cpus():
@@ -263,7 +321,10 @@ def test_budgets_and_bounds_hold(drawn, cpus, gigabytes, per_source, per_actor):
         assert len(one.actors) == len(set(one.actors)) == len(one.workers_per_actor) >= 1
         assert sum(one.workers_per_actor) == one.workers
         assert min(one.workers_per_actor) >= 1
-        assert all(one.name in found.actors[actor].sources for actor in one.actors)
+        for actor, there in zip(one.actors, one.workers_per_actor, strict=True):
+            held = found.actors[actor]
+            assert dict(zip(held.sources, held.source_workers, strict=True))[one.name] == there
+    assert sum(actor.cpus for actor in found.actors) == pytest.approx(sum(one.cpus for one in found.allotments))
     # What it promises is what its workers deliver.
     assert found.samples_per_s <= feed_of(found, costs, shares) * (1 + 1e-6)
     whole = [one.workers for one in found.allotments if one.busy >= 0.5]

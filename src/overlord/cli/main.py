@@ -179,8 +179,10 @@ def profile(
         bool,
         typer.Option("--plan", help="Show how workers are given to the sources, by the profile that is there."),
     ] = False,
-    cpus: Annotated[float | None, typer.Option("--cpus", help="With --plan: cores for loading.")] = None,
-    memory: Annotated[str | None, typer.Option("--memory", help="With --plan: memory for loading, as 64GiB.")] = None,
+    cpus: Annotated[int | None, typer.Option("--cpus", help="With --plan: workers of all sources together.")] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="With --plan: memory of the loaders, as 64GiB.")
+    ] = None,
     cache: Cache = CACHE,
     as_json: AsJson = False,
 ) -> None:
@@ -191,11 +193,11 @@ def profile(
     loaded = dataclasses.replace(loaded, launch=loaded.launch.model_copy(update={"placement": placement}))
     if not seconds > 0:
         raise SpecError(f"--seconds is {seconds:g}; nothing could be measured. Give seconds above 0.")
-    from overlord.cli.profile import find_profile, resources_of, show_plan
+    from overlord.cli.profile import budget_of, find_profile, show_plan
     from overlord.cli.sources import choose_sources
     from overlord.reports.profile_page import headlines, profile_tables, ranked, render_profile
 
-    resources = resources_of(plan, cpus, memory)
+    launch = budget_of(plan, loaded.launch, cpus, memory)
     path = profile_path(job) if output is None else output
     check_writable("--output", path)
     check_writable("--html", html)
@@ -212,8 +214,8 @@ def profile(
         "sources": [dataclasses.asdict(one) for one in ranked(found)],
         "failed": dict(failed),
     }
-    if resources is not None:
-        shown = show_plan(found, loaded.job, loaded.launch, resources, as_json)
+    if plan:
+        shown = show_plan(found, loaded.job, launch, as_json)
         if isinstance(shown, dict):
             told["plan"] = shown
         else:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from overlord.errors import SpecError
 from overlord.job.spec_model import as_bytes
 from overlord.job.specs import Job
 from overlord.job_files import JobFile
-from overlord.launch_spec import LaunchOptions as LaunchSection
+from overlord.launch_spec import Budget, LaunchOptions
 from overlord.reports.profile_page import plan_table
 from overlord.runtimes.autoscaling.profiling import (
     check_profile,
@@ -26,69 +24,45 @@ from overlord.runtimes.autoscaling.profiling import (
     read_profile,
     write_profile,
 )
+from overlord.runtimes.autoscaling.sizing import LoaderPlan, plan_loaders
 from overlord.runtimes.launching.service_options import ServiceOptions
-from overlord.runtimes.supervision.child import usable_cpus
-from overlord.scaling.partition import Partition, partition
-from overlord.scaling.profiles import Profile, Resources, SourceCost, mean_shares, schedule_shares
+from overlord.scaling.profiles import Profile
 
 # --------------------------------------------------------------------------------------------------------------
 # `overlord profile --plan`: the placement that a profile and some resources give, for a person and for a program.
 
 
-def show_plan(
-    profile: Profile, job: Job, launch: LaunchSection, resources: Resources, as_json: bool
-) -> RenderableType | dict[str, Any]:
-    """Return how the sources of a job would be partitioned: something to print, or what JSON is made of.
+def show_plan(profile: Profile, job: Job, launch: LaunchOptions, as_json: bool) -> RenderableType | dict[str, Any]:
+    """Return how the sources of a job are partitioned: something to print, or what JSON is made of.
 
-    Workers are sized for the mean of the mixture's schedule.
-
-    Args:
-        profile: What each source costs.
-        job: The job with the sources that are placed.
-        launch: How many trainer hosts, and so constructors, there are.
-        resources: What there is; its number of constructors is taken from the launch.
-        as_json: Whether a program reads it.
+    It is what a launch with `loaders_per_source="auto"` and the same budget starts.
 
     Raises:
-        SpecError: The resources do not suffice, or a source was not profiled.
+        SpecError: The budget does not suffice, or a source was not profiled.
     """
-    costs = [profile.cost(name) for name in job.names]
-    resources = dataclasses.replace(resources, constructors=_constructors(launch, resources))
-    points = schedule_shares(job, launch.steps or job.max_steps, costs)
-    shares = mean_shares(points)
-    found = partition(costs, shares, resources)
-    worst = _slowest_point(found, costs, points)
+    plan = plan_loaders(job, launch, profile)
+    worst = _slowest_point(plan)
     if as_json:
-        return _as_json(found, shares, resources, worst)
-    return plan_table(found, costs, shares, resources, worst)
+        return _as_json(plan, worst)
+    return plan_table(plan.found, plan.costs, plan.shares, plan.resources, worst)
 
 
-def _constructors(launch: LaunchSection, resources: Resources) -> int:
-    """Return how many constructors there are: one for each trainer host."""
-    if launch.runtime != "ray" or launch.ranks_per_host is None:
-        return resources.constructors
-    return max(1, math.ceil(launch.mesh.world_size / launch.ranks_per_host))
-
-
-def _slowest_point(
-    found: Partition, costs: Sequence[SourceCost], points: Sequence[tuple[int, list[float]]]
-) -> tuple[int, float, str]:
+def _slowest_point(plan: LoaderPlan) -> tuple[int, float, str]:
     """Return the step of the schedule that the fleet feeds slowest: (step, samples/s, the source that holds it up)."""
     rates = [
         (n / (share * max(cost.transform_s, 1e-12)), step, cost.name)
-        for step, shares in points
-        for n, share, cost in zip(found.workers, shares, costs, strict=True)
+        for step, shares in plan.points
+        for n, share, cost in zip(plan.found.workers, shares, plan.costs, strict=True)
         if share > 0
     ]
     rate, step, name = min(rates)
-    return step, min(rate, found.samples_per_s) if len(points) == 1 else rate, name
+    return step, min(rate, plan.found.samples_per_s) if len(plan.points) == 1 else rate, name
 
 
-def _as_json(
-    found: Partition, shares: Sequence[float], resources: Resources, worst: tuple[int, float, str]
-) -> dict[str, Any]:
+def _as_json(plan: LoaderPlan, worst: tuple[int, float, str]) -> dict[str, Any]:
+    found, resources = plan.found, plan.resources
     told = dataclasses.asdict(found)
-    for one, share in zip(told["allotments"], shares, strict=True):
+    for one, share in zip(told["allotments"], plan.shares, strict=True):
         one["share"] = share
     step, rate, source = worst
     return told | {
@@ -156,18 +130,16 @@ def find_profile(
     return profile, failed
 
 
-def resources_of(plan: bool, cpus: float | None, memory: str | None) -> Resources | None:
-    """Return what there is for loading, if it is to be planned: by default, what this host has."""
-    if not plan:
-        for name, value in (("--cpus", cpus), ("--memory", memory)):
-            if value is not None:
-                raise SpecError(f"{name} is {value} and --plan is not given; it would have no effect. Add --plan.")
-        return None
+def budget_of(plan: bool, launch: LaunchOptions, cpus: int | None, memory: str | None) -> LaunchOptions:
+    """Return a launch with the budget that is to be planned for: that of the job file, where nothing else is given."""
+    for name, value in (("--cpus", cpus), ("--memory", memory)):
+        if value is not None and not plan:
+            raise SpecError(f"{name} is {value} and --plan is not given; it would have no effect. Add --plan.")
     if cpus is not None and not cpus > 0:
-        raise SpecError(f"--cpus is {cpus:g}; nothing could be loaded. Give the cores that loading may use.")
+        raise SpecError(f"--cpus is {cpus:g}; nothing could be loaded. Give the workers that all sources may have.")
     try:
-        given = None if memory is None else as_bytes(memory)
+        given = {"cpus": cpus, "memory": None if memory is None else as_bytes(memory)}
     except Fault as fault:
         raise SpecError(f"--memory is {memory!r:.80}: {fault}. Write it as 64GiB.") from None
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Resources(cpus=cpus or float(usable_cpus()), bytes=have if given is None else given)
+    budget = (launch.budget or Budget()).model_copy(update={k: v for k, v in given.items() if v is not None})
+    return launch.model_copy(update={"budget": budget})

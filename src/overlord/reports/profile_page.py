@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from rich import box
@@ -15,7 +14,7 @@ from overlord.reports.pages import Figure, Row, Table, render, terminal_table
 from overlord.reports.summary import count, number, percent, seconds, shorten, size, without_zeros
 from overlord.reports.svg import OURS, ROW, THEIRS, Frame
 from overlord.scaling.partition import Allotment, Partition
-from overlord.scaling.profiles import TINY, Profile, Resources, SourceCost, SourceProfile
+from overlord.scaling.profiles import Profile, Resources, SourceCost, SourceProfile
 
 MOST_ROWS = 40
 """Sources that a table of the terminal and a figure hold, the most expensive ones."""
@@ -232,23 +231,18 @@ def plan_words(found: Partition, resources: Resources, worst: tuple[int, float, 
     """Return what matters most of a plan, in sentences."""
     shared = sum(one.parallelism == "source" for one in found.allotments)
     spread = sum(one.parallelism == "data" for one in found.allotments)
+    bounded = resources.bytes < 1 << 62
     busy = number(sum(one.workers for one in found.allotments), "worker")
+    clusters = number(1 + max(one.cluster for one in found.allotments), "cluster")
+    within = f" of {size(resources.bytes)}; {size(resources.bytes - found.bytes)} are left" if bounded else ""
     words = [
         f"Expected: {count(found.samples_per_s)} samples/s; {found.limit}.",
-        f"{busy} in {number(len(found.actors), 'actor')}: {number(shared, 'source')} share actors, "
-        f"{spread} {'is' if spread == 1 else 'are'} spread over several.",
-        f"CPUs: {found.cpus:.3g} of {resources.cpus:g}, {resources.cpus - resources.loader_cpus:g} of them for the "
-        f"planner and {number(resources.constructors, 'constructor')}; {resources.cpus - found.cpus:.3g} are left.",
-        f"Memory: {size(found.bytes)} of {size(resources.bytes)}; {size(resources.bytes - found.bytes)} are left.",
+        f"{clusters} of up to {number(found.cluster_size, 'source')}. {busy} in {number(len(found.actors), 'actor')}: "
+        f"{number(shared, 'source')} share actors, {spread} {'is' if spread == 1 else 'are'} spread over several.",
+        f"CPUs: {found.cpus:.3g} of {resources.cpus:g}; {resources.cpus - found.cpus:.3g} are left. "
+        f"{number(resources.constructors, 'constructor host')} and the planner have their own.",
+        f"Memory of the actors: {size(found.bytes)}{within}.",
     ]
-    at_once = sum(one.busy if one.busy < TINY else one.workers for one in found.allotments)
-    if at_once > resources.loader_cpus + 1e-6:
-        most = math.ceil(at_once - 1e-6)
-        words.append(
-            f"{number(most, 'worker')} at once are more than the CPUs for them ({resources.loader_cpus:g}): part of "
-            f"their time is waiting. A launch bounds workers, not CPUs: with --cpus {most} "
-            f"(budget=ol.Budget(cpus={most})) it has them all."
-        )
     step, rate, source = worst
     if rate < 0.99 * found.samples_per_s:
         words.append(

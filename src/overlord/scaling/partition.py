@@ -6,22 +6,25 @@ Three stages, as in the paper:
 (2) Resource levels: the ratio of a cluster's mean P to that of the cheapest cluster is the number of workers of its
     sources per worker of a cheapest source. The CPUs that planner and constructors leave, divided by all workers, are
     the resource block of a worker.
-(3) Configuration: workers are put into actors, at most `per_actor` in each (data parallel beyond that); tiny sources
-    share actors; if memory is short there are fewer workers, or fewer sources in an actor.
+(3) Configuration: workers are put into actors, at most `per_actor` in each (data parallel beyond that); sources of the
+    lowest level, which keep less than half a worker busy, share actors; if memory is short there are fewer workers, or
+    fewer sources in an actor.
 
 Where this goes beyond the paper:
 
 - A source that is drawn rarely needs fewer workers than its cost says, so a level is weighted by the share of the
   mixture. Shares that are all the same give the paper's rule.
-- Inside a cluster workers are divided by the cost of each source, not equally: in a cluster with sources that differ
-  tenfold the most expensive one would starve and the others would idle. Equal costs give the paper's rule.
+- A source that costs more than the mean of its cluster, or less than half of it, counts with its own cost: the first
+  would starve otherwise and all others wait for it, the second would have idle workers. Equal costs within a cluster
+  give the paper's rule exactly.
 - The scale of the levels is chosen: the largest feed rate that the resources allow, or the smallest fleet that reaches
   a given rate.
 - A source that keeps less than half a worker busy has one worker that shares a CPU with those of other sources and
   counts only the part that it uses: hundreds of sources fit on a few CPUs and in a few processes.
 
 Rules of this file:
-- Feed rate: min over sources of workers / (share x P), at most 1 / (mean T), within the CPUs and bytes available.
+- Feed rate: the largest at which every source has the workers of its level, at most 1 / (mean T), within the workers,
+  CPUs and bytes available, and at most what decoding behind the hand-over allows.
 - More of a resource never makes a feed slower: CPUs and bytes of a fleet only grow with its rate.
 """
 
@@ -29,7 +32,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,12 +41,16 @@ from overlord.scaling.profiles import TINY, Resources, SourceCost
 
 Parallelism = Literal["worker", "source", "data"]
 """How a source is spread: workers in an actor of its own, an actor shared with other sources, or several actors."""
+CLUSTER_SIZE = 4
+"""Sources of a cluster: the paper found 4 best in most scenarios."""
 _WAITING = 0.9
 """A source that needs a CPU for less than this part of P is reported as waiting."""
 _HALVINGS = 90
 """Bisection steps for the best rate: enough for the precision of a float."""
 _ROUNDING = 1e-9
 """A load this little above a whole number counts as that number."""
+_ALIKE = 2.0
+"""A source follows the level of its cluster if the mean cost there is at most so many times its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +82,12 @@ class Actor:
 
     number: int
     sources: tuple[str, ...]
+    source_workers: tuple[int, ...]
+    """Workers of each of them here."""
     workers: int
     """Workers that are busy at the same time, at most: those of tiny sources take turns."""
+    cpus: float
+    """CPUs that they use."""
     bytes: int
 
 
@@ -95,6 +106,8 @@ class Partition:
     """CPUs of all roles."""
     block_cpus: float
     """The paper's worker resource block: available CPUs for each worker that is busy at the same time."""
+    cluster_size: int
+    """Sources of a cluster, as given or as chosen."""
     limit: str
     """What limits the feed rate, in words."""
 
@@ -110,8 +123,9 @@ def partition(
     resources: Resources,
     *,
     samples_per_s: float | None = None,
-    cluster_size: int = 4,
+    cluster_size: int = CLUSTER_SIZE,
     group_tiny: bool = True,
+    most_actors: Mapping[str, int] | None = None,
     headroom: float = 1.2,
 ) -> Partition:
     """Return how many workers and actors each source gets, and why.
@@ -122,9 +136,11 @@ def partition(
         resources: What is available, and the bounds w_src and w_actor.
         samples_per_s: The rate trainers need: the smallest fleet that reaches it is returned, with headroom where the
             resources have it. None: the fastest fleet that the resources allow.
-        cluster_size: Sources of a cluster.
+        cluster_size: Sources of a cluster. With 1, workers follow what each source was measured to cost; larger ones
+            give sources that cost about the same alike, which evens out what was measured on few samples.
         group_tiny: Whether tiny sources share actors. False is the paper's default, one source in an actor: then
             each source also needs a whole CPU.
+        most_actors: Actors that some sources can be divided over at most; the others as many as they need.
         headroom: How many times `samples_per_s` the fleet should reach.
 
     Raises:
@@ -139,9 +155,7 @@ def partition(
     _check_arguments(costs, shares, resources, samples_per_s, cluster_size)
     total = sum(shares)
     shares = [share / total for share in shares]
-    loads = [share * max(cost.transform_s, 1e-12) for share, cost in zip(shares, costs, strict=True)]
-    handover = sum(share * cost.handover_s for share, cost in zip(shares, costs, strict=True))
-    search = _Search(costs, loads, handover, resources, group_tiny)
+    search = _Search.of(costs, shares, resources, cluster_size, group_tiny, most_actors or {})
     search.check_least()
     draft, limit = search.fastest()
     if samples_per_s is not None:
@@ -150,10 +164,10 @@ def partition(
         if samples_per_s * headroom <= draft.rate:
             draft = search.fleet(samples_per_s * headroom)
             limit = f"{headroom:g} times the {samples_per_s:g} samples/s asked for are reached"
-    return _with_reasons(draft, limit, search, shares, cluster_size)
+    return _with_reasons(draft, limit, search)
 
 
-def cluster_sources(costs: Sequence[SourceCost], cluster_size: int = 4) -> list[int]:
+def cluster_sources(costs: Sequence[SourceCost], cluster_size: int = CLUSTER_SIZE) -> list[int]:
     """Return the cluster of each source: sorted by P, the most expensive first, `cluster_size` in each.
 
     Example:
@@ -167,7 +181,27 @@ def cluster_sources(costs: Sequence[SourceCost], cluster_size: int = 4) -> list[
     return found
 
 
-def levels(costs: Sequence[SourceCost], shares: Sequence[float], cluster_size: int = 4) -> list[float]:
+def cluster_means(costs: Sequence[SourceCost], clusters: Sequence[int]) -> list[float]:
+    """Return the mean P of each cluster."""
+    sums = [0.0] * (max(clusters) + 1)
+    counts = [0] * len(sums)
+    for cluster, cost in zip(clusters, costs, strict=True):
+        sums[cluster] += max(cost.transform_s, 1e-12)
+        counts[cluster] += 1
+    return [total / count for total, count in zip(sums, counts, strict=True)]
+
+
+def _level_s(own_s: float, mean_s: float) -> float:
+    """Return the seconds that a source counts with: the mean of its cluster, if that is more, and its cost is like it.
+
+    Example:
+        >>> [_level_s(own, 0.04) for own in (0.05, 0.03, 0.01)]
+        [0.05, 0.04, 0.01]
+    """
+    return mean_s if own_s < mean_s <= _ALIKE * own_s else own_s
+
+
+def levels(costs: Sequence[SourceCost], shares: Sequence[float], cluster_size: int = CLUSTER_SIZE) -> list[float]:
     """Return how many workers each source needs per worker of a mean source of the cheapest cluster.
 
     With equal shares this is the paper's ratio of cluster means; a source that is drawn twice as often as the mean
@@ -179,13 +213,7 @@ def levels(costs: Sequence[SourceCost], shares: Sequence[float], cluster_size: i
         [4.0, 4.0, 1.0, 1.0]
     """
     clusters = cluster_sources(costs, cluster_size)
-    sums = [0.0] * (max(clusters) + 1)
-    counts = [0] * len(sums)
-    for cluster, cost in zip(clusters, costs, strict=True):
-        sums[cluster] += max(cost.transform_s, 1e-12)
-        counts[cluster] += 1
-    means = [total / count for total, count in zip(sums, counts, strict=True)]
-    even = sum(shares) / len(costs)
+    means, even = cluster_means(costs, clusters), sum(shares) / len(costs)
     return [means[cluster] / means[-1] * share / even for cluster, share in zip(clusters, shares, strict=True)]
 
 
@@ -221,32 +249,78 @@ class _Search:
     """
 
     costs: Sequence[SourceCost]
+    shares: Sequence[float]
     loads: Sequence[float]
     """Seconds of work of each source for one sample of the mixture: its share of it, times its P."""
+    needs: Sequence[float]
+    """The same by its level, with about the mean P of its cluster. Its workers follow from this."""
+    clusters: Sequence[int]
     handover: float
     """Mean T."""
+    decoding: float
+    """Mean seconds of decoding behind the hand-over."""
     resources: Resources
+    cluster_size: int
     group_tiny: bool
+    most_actors: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls,
+        costs: Sequence[SourceCost],
+        shares: Sequence[float],
+        resources: Resources,
+        cluster_size: int,
+        group_tiny: bool,
+        most_actors: Mapping[str, int],
+    ) -> _Search:
+        """Cluster the sources and weigh their levels by the mixture."""
+        clusters = cluster_sources(costs, cluster_size)
+        means, given = cluster_means(costs, clusters), list(zip(costs, shares, clusters, strict=True))
+        return cls(
+            costs,
+            shares,
+            [share * max(cost.transform_s, 1e-12) for cost, share, _ in given],
+            [share * _level_s(max(cost.transform_s, 1e-12), means[cluster]) for cost, share, cluster in given],
+            clusters,
+            sum(share * cost.handover_s for cost, share, _ in given),
+            sum(share * cost.decode_s for cost, share, _ in given),
+            resources,
+            cluster_size,
+            group_tiny,
+            most_actors,
+        )
 
     def fastest(self) -> tuple[_Draft, str]:
         """Return the fastest fleet that the resources allow, and what limits it.
 
-        The rate is bounded by the workers of one source, then by the hand-over, then by CPUs (bisection), then by bytes
-        (bisection over drafts). If bytes bind, a second way is tried: more sources share actors.
+        The rate is bounded by the workers of one source, then by the hand-over and what is decoded behind it, then by
+        workers and CPUs (bisection), then by bytes (bisection over drafts). If bytes bind, a second way is tried: more
+        sources share actors.
         """
         resources = self.resources
-        slowest = _first_largest(self.loads)
-        most = resources.per_source / self.loads[slowest]
-        limit = (
-            f"source {self.costs[slowest].name!r} has all the {resources.per_source} workers that one source may have "
-            "(per_source)"
+        caps = [self.cap(cost) for cost in self.costs]
+        slowest = _first_largest([load / cap for load, cap in zip(self.loads, caps, strict=True)])
+        most = caps[slowest] / self.loads[slowest]
+        actors = self.most_actors.get(self.costs[slowest].name)
+        why = (
+            "per_source"
+            if caps[slowest] == resources.per_source
+            else f"it can be divided over {actors} actor{'' if actors == 1 else 's'}"
         )
+        limit = f"source {self.costs[slowest].name!r} has all the {caps[slowest]} workers that it may have ({why})"
         if self.handover * most > 1:
             most = 1 / self.handover
             limit = f"planning and handing over take {self.handover * 1e6:,.0f} µs of each sample"
-        rate = _largest(lambda rate: sum(self.cpus(rate)) <= resources.loader_cpus + 1e-9, most)
+        if resources.decoders is not None and self.decoding * most > resources.decoders:
+            most = resources.decoders / self.decoding
+            limit = (
+                f"{resources.decoders:g} threads of the constructors decode behind the hand-over, "
+                f"{1000 * self.decoding:.3g} ms of each sample"
+            )
+        rate = _largest(lambda rate: self._missing(rate) is None, most)
         if rate < most:
-            limit = f"{self._next_cpu(rate)} does not fit the {resources.cpus:g} CPUs"
+            limit = f"{self._next_cpu(rate)} does not fit the {self._missing(rate * (1 + 1e-6)) or 'CPUs'}"
         found: list[_Draft] = []
         for below in self._groupings():
 
@@ -265,13 +339,27 @@ class _Search:
         drafts = [self._draft(rate, below) for below in self._groupings()]
         return next((draft for draft in drafts if draft.bytes <= self.resources.loader_bytes), drafts[-1])
 
+    def workers(self, rate: float) -> list[int]:
+        """Return the workers of each source at a rate, by its level."""
+        return [
+            min(self.cap(cost), whole_workers(rate * need)) for cost, need in zip(self.costs, self.needs, strict=True)
+        ]
+
+    def busy(self, rate: float) -> list[float]:
+        """Return the workers of each source that count: those of a tiny source only as much as they are busy."""
+        return [
+            rate * load if self.group_tiny and rate * need < TINY else float(count)
+            for load, need, count in zip(self.loads, self.needs, self.workers(rate), strict=True)
+        ]
+
     def cpus(self, rate: float) -> list[float]:
         """Return the CPUs that the workers of each source use; a tiny source uses only what it keeps busy."""
-        return [
-            cost.cpu_share
-            * (rate * load if self.group_tiny and rate * load < TINY else float(whole_workers(rate * load)))
-            for load, cost in zip(self.loads, self.costs, strict=True)
-        ]
+        return [cost.cpu_share * count for cost, count in zip(self.costs, self.busy(rate), strict=True)]
+
+    def cap(self, cost: SourceCost) -> int:
+        """Return how many workers a source may have (w_src), in as many actors as it can be divided over."""
+        most, actors = self.resources.per_source, self.most_actors.get(cost.name)
+        return most if actors is None else max(1, min(most, actors * self.room(cost)))
 
     def room(self, cost: SourceCost) -> int:
         """Return how many workers of a source fit in one actor, by count and by bytes; 0 if not even one does."""
@@ -283,19 +371,32 @@ class _Search:
             return resources.per_actor if left >= 0 else 0
         return max(0, min(resources.per_actor, left // cost.buffer_bytes))
 
+    def _missing(self, rate: float) -> str | None:
+        """Return which of CPUs and workers do not suffice for a rate, in words; None where both do."""
+        resources, busy = self.resources, self.busy(rate)
+        if resources.workers is not None and sum(busy) > resources.workers + 1e-9:
+            return f"{resources.workers:g} workers of all sources"
+        needed = sum(cost.cpu_share * count for cost, count in zip(self.costs, busy, strict=True))
+        needed += rate * self.decoding if resources.one_host else 0.0
+        return f"{resources.cpus:g} CPUs" if needed > resources.loader_cpus + 1e-9 else None
+
     def _next_cpu(self, rate: float) -> str:
-        """Return in words which source would need more CPUs for a slightly faster feed; waiting does not count."""
+        """Return in words what would need more CPUs, or workers, for a slightly faster feed."""
         more = rate * (1 + 1e-6)
-        grown = [after - before for before, after in zip(self.cpus(rate), self.cpus(more), strict=True)]
+        bounded = "workers" in (self._missing(more) or "")  # else waiting does not count
+        before, after = (self.busy if bounded else self.cpus)(rate), (self.busy if bounded else self.cpus)(more)
+        grown = [new - old for old, new in zip(before, after, strict=True)]
+        if self.resources.one_host and not bounded and (more - rate) * self.decoding > sum(grown):
+            return "more decoding behind the hand-over"
         first = _first_largest(grown)
-        if self.group_tiny and more * self.loads[first] < TINY:
+        if self.group_tiny and more * self.needs[first] < TINY:
             return "more work of tiny sources"
-        own = self.group_tiny and rate * self.loads[first] < TINY  # it shared a CPU, and would now need a whole worker
+        own = self.group_tiny and rate * self.needs[first] < TINY  # it shared a CPU, and would now need a whole worker
         return f"{'a whole' if own else 'one more'} worker for {self.costs[first].name!r}"
 
     def _next_worker(self, rate: float) -> str:
         """Return in words what a faster feed would need first."""
-        busy = [rate * load for load in self.loads]
+        busy = [rate * need for need in self.needs]
         # The source with the busiest workers: its load is nearest below a whole number.
         first = _first_largest([-whole_workers(one) / max(one, 1e-12) for one in busy])
         return f"one more worker for {self.costs[first].name!r}" if busy[first] >= TINY else "more work of tiny sources"
@@ -310,11 +411,9 @@ class _Search:
         Sources that keep fewer workers busy than `grouped_below` share actors; a single one of them joins the emptiest
         actor of another source. Every other source has actors of its own, as many as its workers need.
         """
-        costs, loads = self.costs, self.loads
-        workers = tuple(whole_workers(rate * load) for load in loads)
-        busy = [rate * load if rate * load < TINY else float(n) for load, n in zip(loads, workers, strict=True)]
+        costs, workers, busy = self.costs, tuple(self.workers(rate)), self.busy(rate)
         held = [cost.held_bytes(n) for cost, n in zip(costs, workers, strict=True)]
-        grouped = [s for s in range(len(costs)) if rate * loads[s] < grouped_below]
+        grouped = [s for s in range(len(costs)) if rate * self.needs[s] < grouped_below]
         lone = grouped[0] if len(grouped) == 1 < len(costs) else None
         # Actors are numbered as they are made: first the shared ones, then those of a single source.
         members, most = ([], []) if lone is not None else self._share_actors(grouped, busy, held, grouped_below)
@@ -411,23 +510,34 @@ class _Search:
     def shortfall(self, asked: float, reached: float) -> SpecError:
         """Return the error for a rate that the resources do not reach: which one is short, and by how much."""
         resources, costs, what = self.resources, self.costs, f"{asked:g} samples/s"
-        workers = [whole_workers(asked * load) for load in self.loads]
-        most = _first_largest(workers)
-        at_best = f"At most {reached:,.4g} samples/s are possible."
-        if workers[most] > resources.per_source:
+        own = [whole_workers(asked * load) for load in self.loads]
+        most = _first_largest([count - self.cap(cost) for count, cost in zip(own, costs, strict=True)])
+        at_best, cap = f"At most {reached:,.4g} samples/s are possible.", self.cap(costs[most])
+        if own[most] > cap:
             return SpecError(
-                f"{what} need {workers[most]} workers of source {costs[most].name!r} "
-                f"({1000 * costs[most].transform_s:.3g} ms a sample), and one source may have {resources.per_source}: "
-                f"{workers[most] - resources.per_source} are missing. {at_best} Raise per_source, or draw it less "
-                "often."
+                f"{what} need {own[most]} workers of source {costs[most].name!r} "
+                f"({1000 * costs[most].transform_s:.3g} ms a sample), and it may have {cap}: {own[most] - cap} are "
+                f"missing. {at_best} Raise per_source, or draw it less often."
             )
+        workers = self.workers(asked)
         if asked * self.handover > 1:
             return SpecError(
                 f"{what} cannot be handed over: a sample takes {self.handover * 1e6:,.0f} µs of planning and handing "
                 f"over, which is {asked * self.handover:.3g} s of work in a second. {at_best} Use fewer, larger "
                 "samples."
             )
-        needed = sum(self.cpus(asked))
+        if resources.decoders is not None and asked * self.decoding > resources.decoders:
+            return SpecError(
+                f"{what} keep {asked * self.decoding:.3g} threads busy with decoding behind the hand-over, and the "
+                f"constructors have {resources.decoders:g}. {at_best} Give them more threads, or decode in the loaders."
+            )
+        if resources.workers is not None and sum(self.busy(asked)) > resources.workers + 1e-9:
+            short = sum(self.busy(asked)) - resources.workers
+            return SpecError(
+                f"{what} need {short:.3g} workers more than the {resources.workers:g} that all sources may have "
+                f"together. {at_best} Raise budget.cpus, or ask for less."
+            )
+        needed = sum(self.cpus(asked)) + (asked * self.decoding if resources.one_host else 0.0)
         if needed > resources.loader_cpus + 1e-9:
             paid = resources.cpus - resources.loader_cpus
             most = _first_largest([cost.cpu_share * n for cost, n in zip(costs, workers, strict=True)])
@@ -516,32 +626,40 @@ def _deal_out(
     return members
 
 
-def _with_reasons(draft: _Draft, limit: str, search: _Search, shares: Sequence[float], cluster_size: int) -> Partition:
+def _with_reasons(draft: _Draft, limit: str, search: _Search) -> Partition:
     """Return a fleet with the reasons for it."""
     costs, resources = search.costs, search.resources
-    clusters, ratios = cluster_sources(costs, cluster_size), levels(costs, shares, cluster_size)
-    allotments = [
-        _allot(draft, source, search, shares[source], clusters[source], ratios[source]) for source in range(len(costs))
-    ]
+    ratios = levels(costs, search.shares, search.cluster_size)
+    allotments = [_allot(draft, source, search, ratios[source]) for source in range(len(costs))]
     actors = [
-        Actor(number=n, sources=tuple(costs[s].name for s in sources), workers=workers, bytes=held)
+        Actor(
+            number=n,
+            sources=tuple(costs[s].name for s in sources),
+            source_workers=(here := tuple(dict(draft.places[s])[n] for s in sources)),
+            workers=workers,
+            cpus=sum(draft.source_cpus[s] * w / draft.workers[s] for s, w in zip(sources, here, strict=True)),
+            bytes=held,
+        )
         for n, (sources, workers, held) in enumerate(
             zip(draft.actor_sources, draft.actor_workers, draft.actor_bytes, strict=True)
         )
     ]
+    decoding = draft.rate * search.decoding if resources.one_host else 0.0
     return Partition(
         allotments=tuple(allotments),
         actors=tuple(actors),
         samples_per_s=draft.rate,
         bytes=resources.bytes - resources.loader_bytes + draft.bytes,
-        cpus=min(resources.cpus, resources.cpus - resources.loader_cpus + sum(draft.source_cpus)),
+        cpus=min(resources.cpus, resources.cpus - resources.loader_cpus + sum(draft.source_cpus) + decoding),
         block_cpus=resources.loader_cpus / max(sum(draft.actor_workers), 1),
+        cluster_size=search.cluster_size,
         limit=limit,
     )
 
 
-def _allot(draft: _Draft, source: int, search: _Search, share: float, cluster: int, level: float) -> Allotment:
+def _allot(draft: _Draft, source: int, search: _Search, level: float) -> Allotment:
     cost, places, workers = search.costs[source], draft.places[source], draft.workers[source]
+    share = search.shares[source]
     busy = draft.rate * search.loads[source]
     others = len(draft.actor_sources[places[0][0]]) - 1
     kind: Parallelism = "data" if len(places) > 1 else "source" if others else "worker"
@@ -564,7 +682,7 @@ def _allot(draft: _Draft, source: int, search: _Search, share: float, cluster: i
         what = f"{workers} worker{'' if workers == 1 else 's'} in an actor of its own"
     return Allotment(
         name=cost.name,
-        cluster=cluster,
+        cluster=search.clusters[source],
         level=level,
         busy=busy,
         workers=workers,

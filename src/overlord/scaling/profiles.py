@@ -55,6 +55,12 @@ class SourceCost:
     cpu_share: float = 1.0
     """The part of P that needs a CPU: 1.0 for decoding, near 0 for waiting on remote reads. The rest is bounded by
     workers alone."""
+    decode_s: float = 0.0
+    """Seconds of a CPU for decoding the media of a sample behind the hand-over, in a constructor; not in P."""
+    groups: int = 0
+    """Groups of its order in an epoch, at least; 0 where that is not known."""
+    group_rows: float = 0.0
+    """Rows of one of them, on average."""
 
     @property
     def samples_per_s(self) -> float:
@@ -86,6 +92,13 @@ class Resources:
     """w_actor: workers that one actor may have."""
     bytes_per_actor: int | None = None
     """Bytes of one actor at most, where a pod or a host sets a limit; None: only the total `bytes` is limited."""
+    workers: float | None = None
+    """Workers of all sources together, where a launch bounds them, whatever they wait for; those of tiny sources count
+    as much as they are busy. None: only the CPUs limit them."""
+    decoders: float | None = None
+    """Threads of all constructors that decode behind the hand-over; None: as many as there is work for."""
+    one_host: bool = False
+    """Whether decoding behind the hand-over takes the CPUs of the workers, since all roles are on one host."""
 
     @property
     def loader_cpus(self) -> float:
@@ -134,6 +147,30 @@ def demand(shares: Sequence[float], costs: Sequence[SourceCost], samples_per_s: 
         [3.0, 1.0]
     """
     return [samples_per_s * share * cost.transform_s for share, cost in zip(shares, costs, strict=True)]
+
+
+AHEAD = 8
+"""Requests of a planner that the workers of a source prepare ahead."""
+
+
+def most_actors(cost: SourceCost, rows_per_step: float) -> int | None:
+    """Return how many actors a source can be divided over (data parallel); None where that is not known.
+
+    Actors take the groups of its order in turn, and prepare `AHEAD` requests of theirs while the groups of others are
+    handed out: of groups that are much larger, one actor would make nearly all while the others wait for their turn.
+    The paper bounds this degree by the batch size.
+
+    Example:
+        >>> cost = SourceCost(name="web", transform_s=0.01, groups=100, group_rows=200)
+        >>> [most_actors(cost, rows) for rows in (1, 13, 17, 30)]
+        [1, 2, 3, 100]
+    """
+    if not cost.groups:
+        return None
+    ahead = AHEAD * rows_per_step
+    if cost.group_rows <= ahead:
+        return cost.groups
+    return min(cost.groups, math.floor(1 / (1 - ahead / cost.group_rows) + 1e-9))
 
 
 # The shares of the sources over the schedule of a job.
@@ -294,6 +331,10 @@ class SourceProfile:
     """Bytes of it that are kept once it is measured."""
     delivered_bytes: float
     """Bytes of it that are handed over."""
+    groups: int = 0
+    """Groups of its order in an epoch, at least; 0 in a profile from before they were counted."""
+    group_rows: float = 0.0
+    """Rows of one of them, on average."""
     entries: tuple[Entry, ...] = ()
     """How the figures came about, oldest first."""
 

@@ -676,6 +676,7 @@ def _measure(
     fetched = {where: _fetched(order.group(*where)) for where, _, _ in timing.read}
     read = time_of_reading(timing.read, fetched)
     mean, per_sample, rows = timing.mean(read), timing.rows_per_sample, len(timed.places)
+    groups = _first_groups(order)
     found = SourceProfile(
         name=source.name,
         digest=_digest(prepared, source, files.listing_digest()),
@@ -690,11 +691,13 @@ def _measure(
         decoded_in="" if timed.decoder is None else loader.placement.where,
         handover_s=timing.handed_over.mean.seconds,
         file_bytes=_file_bytes(files, order),
-        buffer_bytes=_buffer_bytes(order, timed.read_bytes / rows, timing),
+        buffer_bytes=_buffer_bytes(groups, timed.read_bytes / rows, timing),
         tokens=timing.tokens / timing.samples,
         read_bytes=timed.read_bytes / rows,
         kept_bytes=timed.kept_bytes / rows,
         delivered_bytes=timing.delivered_bytes / timing.samples,
+        groups=len(groups) + len(order.windows(0)) - 1,
+        group_rows=sum(group.num_rows for group in groups) / len(groups),
     )
     return found.noted(Entry(when, "measured", timing.samples, found.transform_s))
 
@@ -714,17 +717,20 @@ def _file_bytes(files: SourceFiles, order: SourceOrder) -> int:
     return listed + 8 * (_INDEX_ARRAYS + _ORDER_ARRAYS) * blocks
 
 
-def _buffer_bytes(order: SourceOrder, row_bytes: float, timing: TimedSource) -> int:
-    """Return what one worker holds at the end of the largest group of the first window.
+def _first_groups(order: SourceOrder) -> list[Group]:
+    """Return the first groups of the first window."""
+    first = order.first_group(0)
+    return [order.group(0, n) for n in range(first, first + _MOST_GROUPS) if order.has_group(0, n)]
+
+
+def _buffer_bytes(groups: Sequence[Group], row_bytes: float, timing: TimedSource) -> int:
+    """Return what one worker holds at the end of the largest of some groups.
 
     Its open readers (a group held whole, or k streams: the bytes of their rows, or what Arrow's pool grew by when they
     were opened, if that is more) and the rows that it has measured, by the bytes that the loader itself reports. The
     resident memory of this process would tell nothing: allocators keep what the source before has freed, and Python's
     own tracing does not see Arrow. A worker stops at `WORKER_BYTES` of rows kept ahead of the plan.
     """
-    first = order.first_group(0)
-    numbers = range(first, first + _MOST_GROUPS)
-    groups = [order.group(0, number) for number in numbers if order.has_group(0, number)]
     largest = max(groups, key=lambda group: group.num_rows)
     held = largest.num_rows * row_bytes if largest.whole else len(largest.rows) * stream_bytes(largest.row_bytes)
     kept = min(largest.num_rows * timing.buffer_row_bytes, max(WORKER_BYTES, timing.buffer_row_bytes))

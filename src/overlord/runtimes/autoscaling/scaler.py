@@ -21,95 +21,14 @@ from typing import Any
 
 from overlord.core.client_messages import Document, GetWorkload
 from overlord.core.messages import SourceFacts
-from overlord.core.spec_errors import did_you_mean
-from overlord.errors import OverlordError, SpecError
-from overlord.job.specs import Job
-from overlord.launch_spec import Budget, Loaders
+from overlord.errors import OverlordError
 from overlord.runtimes.autoscaling.profiling import digests_of, read_profile, refresh
 from overlord.runtimes.launching.deployment import Prepared
 from overlord.runtimes.launching.service_options import ServiceOptions
-from overlord.runtimes.supervision.child import usable_cpus
 from overlord.scaling.autoscaler import Bottleneck, Fleet, Scaling, Waited, decide, find_bottleneck
-from overlord.scaling.partition import partition
-from overlord.scaling.profiles import (
-    Resources,
-    SourceCost,
-    counted_by_workers,
-    demand,
-    mean_shares,
-    sample_shares,
-    schedule_shares,
-)
+from overlord.scaling.profiles import SourceCost, demand, sample_shares
 
 logger = logging.getLogger("overlord")
-
-MOST_WORKER_THREADS = 64
-"""Workers of a host that may run at the same time where a launch does not say how many."""
-
-
-def sizing_of(
-    job: Job, loaders: Loaders, scaling: bool | Scaling, budget: Budget | None, profile: str | None
-) -> dict[str, Any]:
-    """Return the fields of `ServiceOptions` that say how many workers there are, and what they may take.
-
-    Raises:
-        SpecError: for what cannot be; nothing has run.
-
-    Example:
-        >>> from overlord.job.specs import Batch, Source, Text
-        >>> web = Source("web", "web.jsonl", sample=Text("text", tokenized=True))
-        >>> job = Job(sources=[web], batch=Batch(8, global_samples=4))
-        >>> sizing_of(job, {"web": 4}, False, Budget(cpus=16), None)["workers"]
-        {'web': 4}
-    """
-    given = budget or Budget()
-    settings = scaling if isinstance(scaling, Scaling) else Scaling() if scaling else None
-    cpus = given.cpus or usable_cpus()
-    if given.memory is not None and settings is None and loaders != "auto":
-        raise SpecError(
-            f"launch: budget.memory is {given.memory} and loaders_per_source is {loaders!r:.80} without scaling, so no "
-            "number of workers follows from it; it would have no effect. Use loaders_per_source='auto' or scaling, or "
-            "leave memory out; budget.ahead bounds what is held ahead of the trainers."
-        )
-    sized = settings is not None or given.cpus is not None or loaders == "auto"
-    found: dict[str, Any] = {
-        "worker_threads": cpus if sized else MOST_WORKER_THREADS,
-        "scaling": settings,
-        "memory": given.memory or 1 << 62,
-        "budget_bytes": given.ahead,
-        "profile": profile,
-    }
-    if isinstance(loaders, Mapping):
-        return found | {"workers": _by_name(job, loaders)}
-    if loaders == "auto":
-        return found | {"workers": _partitioned(job, profile, cpus, found["memory"], settings)}
-    return found | {"loaders_per_source": loaders}
-
-
-def _partitioned(job: Job, profile: str | None, cpus: int, memory: int, scaling: Scaling | None) -> dict[str, int]:
-    """Return the workers of the auto-partition: for the first step where they follow the mixture, else for its mean."""
-    known = None if profile is None else read_profile(Path(profile))
-    if known is None:
-        what = "there is no profile=" if profile is None else f"there is no file {profile!r}"
-        raise SpecError(
-            f"launch: loaders_per_source is 'auto' and {what}; what sources cost is not known. Run `overlord "
-            "profile JOB` and name the file it writes, or give numbers."
-        )
-    costs = counted_by_workers(known.cost(name) for name in job.names)  # a budget here bounds workers
-    points = schedule_shares(job, job.max_steps, costs)
-    shares = points[0][1] if scaling is not None else mean_shares(points)
-    # All workers are threads of the service here: nothing is taken off for the other roles.
-    resources = Resources(
-        cpus=float(cpus),
-        bytes=memory,
-        planner_cpus=0.0,
-        planner_bytes=0,
-        constructor_cpus=0.0,
-        constructor_bytes=0,
-        actor_bytes=0,
-        per_source=cpus,
-    )
-    return {one.name: max(1, one.workers) for one in partition(costs, shares, resources).allotments}
 
 
 def check_sizes(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> None:
@@ -131,16 +50,6 @@ def refresh_profile(options: ServiceOptions, status: Callable[[], Mapping[str, A
             refresh(Path(options.profile), status(), datetime.now(UTC).isoformat(timespec="seconds"))
         except (OverlordError, OSError) as error:
             logger.warning("the profile %s could not be brought up to date: %s", options.profile, error)
-
-
-def _by_name(job: Job, loaders: Mapping[str, int]) -> dict[str, int]:
-    for name in loaders:
-        if name not in job.names:
-            raise SpecError(
-                f"launch: loaders_per_source names {name!r:.80}, which is no source of the job; its workers would have "
-                f"nothing to do.{did_you_mean(str(name), job.names)} Name sources of the job."
-            )
-    return dict(loaders)
 
 
 # -- while it runs ----------------------------------------------------------------------------------------------
@@ -192,13 +101,14 @@ class Scaler:
         *,
         cpus: int,
         memory: int,
+        per_source: int | None = None,
         known: Mapping[str, SourceCost] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watch = watch
         self._act = act
         self._scaling = scaling
-        self._cpus, self._memory = cpus, memory
+        self._cpus, self._memory, self._per_source = cpus, memory, min(per_source or cpus, cpus)
         self._costs = dict(known or {})
         # Seconds and samples are summed up apart, since workers may end their stretches all at once: few samples come
         # in one interval of many busy seconds, many in the next. The mean of such quotients is far too high.
@@ -266,7 +176,11 @@ class Scaler:
             return
         workers = tuple(int(seen.sources[name]["workers"]) for name in names)
         fleet = Fleet(
-            workers=workers, samples_per_s=self._wanted, cpus=self._cpus, bytes=self._memory, per_source=self._cpus
+            workers=workers,
+            samples_per_s=self._wanted,
+            cpus=self._cpus,
+            bytes=self._memory,
+            per_source=self._per_source,
         )
         history = [[past.get(name, 0.0) for name in names] for past in self._history]
         coming = [sample_shares(weights, costs, facts["level"]) for weights in facts["coming"]]
@@ -375,6 +289,7 @@ def service_scaler(
         options.scaling or Scaling(interval_s=LOOK_EVERY_S),
         cpus=options.worker_threads,
         memory=options.memory,
+        per_source=options.workers_per_source,
         known=_known_costs(options),
     )
 

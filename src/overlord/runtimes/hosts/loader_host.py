@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterable, Mapping
 
@@ -47,6 +48,16 @@ class LoaderHost(RoleHost):
 
     def open(self, message: Prepare) -> OpenedSources:
         """Open the sources of this host; tell what a planner must know of them."""
+        # An actor of the auto-partition has its own number of cores, and of workers that run at the same time. Where
+        # workers come and go, there is room for all that one actor may have.
+        given, at_once = self._options, self._site.get("busy_workers", 0)
+        self._options = dataclasses.replace(
+            given,
+            threads=self._site.get("threads") or given.threads,
+            worker_threads=max(at_once, given.workers_per_actor if given.scaling else 0)
+            if at_once
+            else given.worker_threads,
+        )
         isolate = self._environment.isolate(self._options.threads, self._ends)
         self._executors = self._environment.executors(self._options.threads, self._options.worker_threads, self._ends)
         isolate_reader = self._environment.isolate_reader(self._options.threads, self._ends)

@@ -26,6 +26,7 @@ from overlord.core.samples import WHOLE, Cursor, Part
 from overlord.errors import ReaderError, SourceError
 from overlord.roles.source_loader import AHEAD_BYTES, SourceLoader, Staged, Stretch, rows_at_once
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
+from overlord.scaling.profiles import AHEAD
 from overlord.transforms.samples.per_sample import Workers
 
 T = TypeVar("T")
@@ -279,7 +280,7 @@ WORKER_BYTES = 8 << 20
 """What one worker may hold ahead at most; a group that is larger is prepared as it is used."""
 STRETCH_S = 0.1
 """A stretch should not take a worker much longer: a request for its first row waits for all of it."""
-REQUESTS_AHEAD = 8
+REQUESTS_AHEAD = AHEAD
 """How many requests like the last ones are prepared ahead: more would be wasted when the mixture turns away."""
 POOL_STRETCHES = 8
 """Stretches of a source that are under way at once where they are measured in the host's pool: with one at a time, its

@@ -1,7 +1,8 @@
 """Which role goes to which host of a cluster. Pure: nodes in, sites out.
 
 Sidecar first (the paper's section 6.2): a constructor host on the host of the ranks it feeds, loader hosts on the idle
-CPUs of those hosts, and on other hosts only when those are full.
+CPUs of those hosts, and on other hosts only when those are full. Loader hosts are the actors of the auto-partition
+where a launch has one, each with its own sources, workers, CPUs and bytes; else sources are dealt to them in turn.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from overlord.core.place_tree import ranks_of_host
+from overlord.core.spec_errors import list_some
 from overlord.errors import SpecError
 from overlord.roles.assignment import NO_HOST, Assignment
+from overlord.scaling.partition import Actor
 
 TRAINER = "overlord_trainer"
 """The custom resource that marks the hosts of trainers."""
 PLANNER_CPUS = 1.0
 CONSTRUCTOR_CPUS = 1.0
+LEAST_CPUS = 0.1
+"""Of an actor whose workers wait nearly all the time."""
+_ROUNDING = 1e-6
 
 Role = Literal["planner", "loader", "constructor"]
 
@@ -35,6 +41,10 @@ class ClusterOptions:
     """Ranks of one trainer host."""
     loader_hosts: int | Literal["per_source"] | None = None
     """Loader hosts; by default one for each trainer host."""
+    actors: tuple[Actor, ...] = ()
+    """The loader hosts of the auto-partition; without them sources are dealt to `loader_hosts`."""
+    threads: int | None = None
+    """Cores of each loader host, where the launch says; else what its actor needs."""
     shadows: tuple[bool, ...] = ()
     """Which sources have a shadow; none by default."""
     engine: Literal["ray", "local"] = "ray"
@@ -50,6 +60,8 @@ class Node:
     """What people call it."""
     cpus: float
     """Idle ones."""
+    bytes: float = math.inf
+    """Idle memory."""
     accelerators: float = 0.0
     trainer: bool = False
     """Whether it is marked as the host of trainers."""
@@ -72,6 +84,14 @@ class Site:
     """Of a loader host: the sources it has at first."""
     shadows: tuple[int, ...] = ()
     """Of a loader host: the sources it follows at first."""
+    workers: tuple[int, ...] = ()
+    """Of an actor of the auto-partition: the workers of each of its sources."""
+    busy_workers: int = 0
+    """Of such an actor: how many of them may run at the same time; 0 where the launch says."""
+    threads: int = 0
+    """Of such an actor: cores for what its workers compute; 0 where the launch says."""
+    bytes: int = 0
+    """Of such an actor: its memory."""
 
     @property
     def name(self) -> str:
@@ -88,6 +108,8 @@ class Site:
             "sources": list(self.sources),
             "shadows": list(self.shadows),
             "hosts": hosts,
+            "busy_workers": self.busy_workers,
+            "threads": self.threads,
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -95,21 +117,24 @@ class Site:
         found: dict[str, Any] = {"role": self.name, "host": self.node.name, "node": self.node.id, "cpus": self.cpus}
         if self.ranks:
             found["ranks"] = f"{self.ranks[0]}-{self.ranks[-1]}"
+        found |= {"bytes": self.bytes} if self.bytes else {}
         found |= {"sources": len(self.sources)} if self.sources else {}
         return found | ({"shadows": len(self.shadows)} if self.shadows else {})
 
 
 def place(
-    nodes: Sequence[Node], options: ClusterOptions, *, world_size: int, num_sources: int, loader_cpus: int
+    nodes: Sequence[Node], options: ClusterOptions, *, world_size: int, names: Sequence[str], loader_cpus: int
 ) -> list[Site]:
     """Return a site for every role: the planner, then constructor hosts, then loader hosts.
+
+    `names` are those of the sources, by their numbers.
 
     Raises:
         SpecError: where the cluster is too small for the mesh; it says what is missing.
 
     Example:
         >>> nodes = [Node("a", "gpu-0", cpus=8, accelerators=8), Node("b", "cpu-0", cpus=64)]
-        >>> sites = place(nodes, ClusterOptions(), world_size=8, num_sources=3, loader_cpus=2)
+        >>> sites = place(nodes, ClusterOptions(), world_size=8, names=["a", "b", "c"], loader_cpus=2)
         >>> [(site.name, site.node.name) for site in sites]
         [('planner', 'gpu-0'), ('constructor host 0', 'gpu-0'), ('loader host 0', 'gpu-0')]
     """
@@ -133,22 +158,53 @@ def place(
     for number, node in enumerate(chosen):
         ranks = tuple(ranks_of_host(number, count, world_size))
         sites.append(Site("constructor", node, _take(idle, node, CONSTRUCTOR_CPUS, "constructor host"), number, ranks))
-    return sites + _loaders(nodes, chosen, idle, options, num_sources, loader_cpus)
+    if options.actors:
+        loaders = _actors(nodes, chosen, idle, options)
+        primary = _actors_of_sources(options.actors, names)
+    else:
+        loaders = _loaders(nodes, chosen, idle, options, len(names), loader_cpus)
+        primary = [(source % len(loaders),) for source in range(len(names))]
+    dealt = Assignment(tuple(primary), shadow_hosts(loaders, options, primary))
+    return sites + [_with_sources(site, dealt, options, names) for site in loaders]
 
 
-def place_here(options: ClusterOptions | None, *, world_size: int, num_sources: int, threads: int) -> list[Site]:
+def room_for(site: Site, nodes: Sequence[Node], sidecars: Collection[str]) -> Node:
+    """Return where a further loader host goes while the service runs: on a host of trainers, or else on another one.
+
+    `sidecars` are the ids of the hosts of trainers.
+
+    Raises:
+        SpecError: No host has room.
+
+    Example:
+        >>> spare = Site("loader", Node("a", "gpu-0", 0), cpus=2.0, number=1)
+        >>> room_for(spare, [Node("a", "gpu-0", 1), Node("b", "cpu-0", 8), Node("c", "cpu-1", 32)], {"a"}).name
+        'cpu-1'
+    """
+    roomy = [node for node in nodes if node.cpus + _ROUNDING >= site.cpus and node.bytes >= site.bytes]
+    if not roomy:
+        idle = {node.id: node.cpus for node in nodes}
+        raise SpecError(
+            f"no host of the cluster has {site.cpus:g} idle CPUs for {site.name} (idle: {_idle(nodes, idle)}); sources "
+            "keep the workers that fit. Add CPU hosts, they are taken up."
+        )
+    return min(roomy, key=lambda node: (node.id not in sidecars, -node.cpus, node.id))
+
+
+def place_here(options: ClusterOptions | None, *, world_size: int, names: Sequence[str], threads: int) -> list[Site]:
     """Return sites on this host, which has room for all of them; without options, in this process."""
     name = "this process" if options is None else "this host"
     here = Node("here", name, cpus=math.inf, here=True)
     loader_cpus = 1 if options is None else threads
-    return place(
-        [here], options or ClusterOptions(), world_size=world_size, num_sources=num_sources, loader_cpus=loader_cpus
-    )
+    return place([here], options or ClusterOptions(), world_size=world_size, names=names, loader_cpus=loader_cpus)
 
 
 def cpus_needed(options: ClusterOptions, *, num_sources: int, loader_cpus: int) -> int:
     """Return the CPUs of a cluster of one host that fits everything."""
-    return int(PLANNER_CPUS + CONSTRUCTOR_CPUS) + _loader_count(options, 1, num_sources) * loader_cpus
+    actors = [_actor_cpus(actor, options) for actor in options.actors]
+    loaders = sum(actors) if actors else _loader_count(options, 1, num_sources) * loader_cpus
+    spare = LEAST_CPUS if len(actors) == 1 and any(options.shadows) else 0.0
+    return math.ceil(PLANNER_CPUS + CONSTRUCTOR_CPUS + loaders + spare)
 
 
 def _trainer_hosts(nodes: Sequence[Node]) -> list[Node]:
@@ -199,27 +255,94 @@ def _loaders(
                 f"{_idle(nodes, idle)}). Add CPU hosts, lower threads= (CPUs of a loader host) or loader_hosts=."
             )
         sites.append(Site("loader", fitting[0], _take(idle, fitting[0], cpus, "loader host"), number))
-    dealt = deal(sites, options, num_sources)
-    return [
-        dataclasses.replace(site, sources=tuple(dealt.sources_of(at)), shadows=tuple(dealt.shadows_of(at)))
-        for at, site in enumerate(sites)
-    ]
+    return sites
 
 
-def deal(sites: Sequence[Site], options: ClusterOptions, num_sources: int) -> Assignment:
-    """Deal sources to loader hosts, and shadows to other ones: on another machine, where there is one."""
+def _actors(
+    nodes: Sequence[Node], trainers: Sequence[Node], idle: dict[str, float], options: ClusterOptions
+) -> list[Site]:
+    """Place the actors of a partition, the largest first: each on the trainer host, or else the other, with most room.
+
+    The actors of one source are on different hosts where that does not bring them off the trainer hosts.
+    """
+    memory = {node.id: node.bytes for node in nodes}
+    held: dict[str, Counter[str]] = {node.id: Counter() for node in nodes}
+    placed: dict[int, Site] = {}
+    actors = list(options.actors)
+    if len(actors) == 1 and any(options.shadows):  # a shadow never shares its primary's process
+        actors.append(Actor(number=1, sources=(), source_workers=(), workers=1, cpus=0.0, bytes=0))
+
+    def by_room(actor: Actor) -> list[Node]:
+        def key(node: Node) -> tuple[int, bool, int, float]:
+            here = held[node.id]
+            spread = here.total() if any(options.shadows) else 0  # a shadow is worth most on another machine
+            return spread, node not in trainers, sum(here[name] for name in actor.sources), -idle[node.id]
+
+        return sorted(nodes, key=key)
+
+    for actor in sorted(actors, key=lambda one: (-_actor_cpus(one, options), -one.bytes, one.number)):
+        cpus = _actor_cpus(actor, options)
+        fitting = [n for n in by_room(actor) if idle[n.id] + _ROUNDING >= cpus and memory[n.id] >= actor.bytes]
+        if not fitting:
+            raise SpecError(
+                f"the cluster has no host with {cpus:g} idle CPUs and {actor.bytes / 1e6:,.0f} MB for actor "
+                f"{actor.number} of the partition's {len(actors)} ({_few(actor.sources)}; idle: {_idle(nodes, idle)}). "
+                "Add CPU hosts, or lower budget.cpus, budget.workers_per_actor or budget.memory_per_actor."
+            )
+        node = fitting[0]
+        idle[node.id] -= cpus
+        memory[node.id] -= actor.bytes
+        held[node.id].update(actor.sources)
+        threads = options.threads or max(1, math.ceil(actor.cpus - _ROUNDING))
+        placed[actor.number] = Site(
+            "loader", node, cpus, actor.number, busy_workers=actor.workers, threads=threads, bytes=actor.bytes
+        )
+    return [placed[number] for number in sorted(placed)]
+
+
+def _actor_cpus(actor: Actor, options: ClusterOptions) -> float:
+    """Return the CPUs that are reserved for an actor."""
+    return float(options.threads or max(LEAST_CPUS, math.ceil(100 * actor.cpus - _ROUNDING) / 100))
+
+
+def _actors_of_sources(actors: Sequence[Actor], names: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the actors of each source; one that came after the partition was made joins the actor with the fewest."""
+    held = Counter({actor.number: len(actor.sources) for actor in actors})
+    found: list[tuple[int, ...]] = []
+    for name in names:
+        own = tuple(actor.number for actor in actors if name in actor.sources)
+        if not own:
+            own = (min(held, key=lambda number: (held[number], number)),)
+            held[own[0]] += 1
+        found.append(own)
+    return found
+
+
+def _with_sources(site: Site, dealt: Assignment, options: ClusterOptions, names: Sequence[str]) -> Site:
+    sources = tuple(dealt.sources_of(site.number))
+    actor = next((one for one in options.actors if one.number == site.number), None)
+    counts = {} if actor is None else dict(zip(actor.sources, actor.source_workers, strict=True))
+    workers = tuple(counts.get(names[source], 1) for source in sources) if actor is not None else ()
+    return dataclasses.replace(site, sources=sources, shadows=tuple(dealt.shadows_of(site.number)), workers=workers)
+
+
+def shadow_hosts(sites: Sequence[Site], options: ClusterOptions, primary: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the host of each source's shadow: on another machine, where there is one."""
     count = len(sites)
-    primary = [source % count for source in range(num_sources)]
-    shadow = [NO_HOST] * num_sources
+    shadow = [NO_HOST] * len(primary)
     for source, wanted in enumerate(options.shadows):
         if wanted:
-            mine = sites[primary[source]]
-            others = [(primary[source] + step) % count for step in range(1, count)]
-            far = [at for at in others if sites[at].node.id != mine.node.id]
+            first = primary[source][0]
+            others = [(first + step) % count for step in range(1, count)]
+            far = [at for at in others if sites[at].node.id != sites[first].node.id]
             # Taken in turn, so that those of one host are spread over the others.
             near = far or others
             shadow[source] = near[(source // count) % len(near)]
-    return Assignment(tuple((host,) for host in primary), tuple(shadow))
+    return tuple(shadow)
+
+
+def _few(names: Sequence[str]) -> str:
+    return list_some(names, limit=4) if names else "of shadows"
 
 
 def _loader_count(options: ClusterOptions, trainers: int, num_sources: int) -> int:

@@ -33,7 +33,7 @@ from overlord.runtimes.hosts.role_host import RoleEnvironment, RoleHost
 from overlord.runtimes.hosts.shared_planner import left_behind
 from overlord.runtimes.launching.cluster_placement import Site, place_here
 from overlord.runtimes.launching.deployment import Progress
-from overlord.runtimes.launching.resume import peek, with_added_sources
+from overlord.runtimes.launching.resume import canonical, peek, with_added_sources
 from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
 from overlord.runtimes.supervision.supervisor import Supervisor
@@ -165,8 +165,8 @@ class InlineService:
         numbering = peek(options, str(options.store))
         self._given = dataclasses.replace(options, numbering=numbering)
         self.restarts += 1
-        count, world = len(with_added_sources(self._job, numbering).sources), options.mesh.world_size
-        sites = place_here(options.cluster, world_size=world, num_sources=count, threads=1)
+        names, world = canonical(with_added_sources(self._job, numbering), numbering).names, options.mesh.world_size
+        sites = place_here(options.cluster, world_size=world, names=names, threads=1)
         self._supervisor = self._make_supervisor(sites)
         self._supervisor.begin(self._progress)
 

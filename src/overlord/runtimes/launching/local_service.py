@@ -32,9 +32,9 @@ from overlord.runtimes.transport.role_endpoint import ROLES
 @contextlib.contextmanager
 def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     """Serve a job with threads of this process, or with processes of this host."""
-    job, options, count = unbundled(bundle, folder)
+    job, options, names = unbundled(bundle, folder)
     check_file_limit(options.mesh.world_size)
-    sites = place_here(options.cluster, world_size=options.mesh.world_size, num_sources=count, threads=options.threads)
+    sites = place_here(options.cluster, world_size=options.mesh.world_size, names=names, threads=options.threads)
     if options.cluster is not None:
         processes = ProcessEngine(pack(job, options), folder, hosts=1, limits=Limits(options.heartbeat_s))
         with supervised(processes, sites, options, folder, progress) as address:

@@ -21,13 +21,17 @@ from overlord.errors import SpecError
 from overlord.job.layout_specs import DEFAULT_HEARTBEAT_S, Layout, OnSourceFailure, Placement
 from overlord.job.reconcile import Reconcile
 from overlord.job.specs import Job, Source
-from overlord.launch_spec import Launch
+from overlord.launch_spec import LaunchOptions
 from overlord.planning.checking import Strategy
 from overlord.roles.assignment import shadowed
 from overlord.runtimes.launching.cluster_placement import ClusterOptions
 from overlord.runtimes.supervision.child import usable_cpus
 from overlord.scaling.autoscaler import Scaling
+from overlord.scaling.partition import Actor
 from overlord.version import VERSION
+
+WORKERS_PER_ACTOR = 8
+"""w_actor: workers that a loader host has room for, where a launch does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +47,10 @@ class ServiceOptions:
     """Workers of sources for which that number does not hold; they all work ahead."""
     worker_threads: int = 64
     """Workers of all sources of a host that may run at the same time."""
+    workers_per_source: int | None = None
+    """Workers that one source may have while workers come and go (w_src); None: as many as all together."""
+    workers_per_actor: int = WORKERS_PER_ACTOR
+    """Workers that one loader host has room for (w_actor)."""
     scaling: Scaling | None = None
     """When workers come and go while the service runs; None leaves them as they are."""
     memory: int = 1 << 62
@@ -105,7 +113,7 @@ class ServiceOptions:
 # What a launch says of processes and hosts, as the runtimes take it.
 
 
-def shadows_of(job: Job, launch: Launch) -> tuple[bool, ...]:
+def shadows_of(job: Job, launch: LaunchOptions) -> tuple[bool, ...]:
     """Return which sources have a shadow.
 
     Raises:
@@ -120,10 +128,18 @@ def shadows_of(job: Job, launch: Launch) -> tuple[bool, ...]:
     return wanted
 
 
-def cluster_of(launch: Launch, shadows: tuple[bool, ...]) -> ClusterOptions | None:
-    """Return the cluster of a launch; None where all roles are in one process."""
-    apart = launch.runtime == "local" and (any(shadows) or launch.loader_hosts is not None)
-    if launch.runtime != "ray" and not apart:
+def cluster_of(
+    launch: LaunchOptions, shadows: tuple[bool, ...], actors: tuple[Actor, ...] = ()
+) -> ClusterOptions | None:
+    """Return the cluster of a launch; None where all roles are in one process.
+
+    Args:
+        launch: The launch.
+        shadows: Which sources have a shadow.
+        actors: The loader hosts of the auto-partition; a single one of a local launch is the service process itself.
+    """
+    apart = any(shadows) or launch.loader_hosts is not None or len(actors) > 1
+    if launch.runtime == "inline" or (launch.runtime == "local" and not apart):
         return None
     return ClusterOptions(
         address=launch.address,
@@ -131,6 +147,8 @@ def cluster_of(launch: Launch, shadows: tuple[bool, ...]) -> ClusterOptions | No
         shadows=shadows,
         engine="ray" if launch.runtime == "ray" else "local",
         loader_hosts=launch.loader_hosts,
+        actors=actors,
+        threads=launch.threads if actors else None,
     )
 
 
@@ -216,7 +234,7 @@ def _spelled(head: Any) -> str:
 @functools.cache
 def _fields_digest() -> str:
     """Digest the names and the order of all fields that travel."""
-    plain = [ServiceOptions, ClusterOptions, Scaling, ClientPlaceTree]
+    plain = [ServiceOptions, ClusterOptions, Actor, Scaling, ClientPlaceTree]
     names = [f"{kind.__name__}.{field.name}" for kind in plain for field in dataclasses.fields(kind)]
     names += [f"{kind.__name__}.{name}" for kind in (Job, Source, Layout) for name in kind.model_fields]
     return hashlib.sha256("\n".join(names).encode()).hexdigest()

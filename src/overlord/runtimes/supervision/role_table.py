@@ -71,10 +71,12 @@ class RoleTable:
         """Held while the table changes."""
         self.moving = threading.Lock()
         """Held while sources move or are added: one change of the assignment at a time, beside promotions."""
-        primary = {source: site.number for site in sites for source in site.sources}
+        primary: dict[int, tuple[int, ...]] = {}
+        for site in sites:
+            primary |= {source: (*primary.get(source, ()), site.number) for source in site.sources}
         shadow = {source: site.number for site in sites for source in site.shadows}
         self.assignment = Assignment(
-            tuple((primary[source],) for source in range(len(primary))),
+            tuple(primary[source] for source in range(len(primary))),
             tuple(shadow.get(source, NO_HOST) for source in range(len(primary))),
         )
         """Which loader host has which sources, and shadows which."""

@@ -71,8 +71,6 @@ from overlord.scaling.dealing import Deal, deal
 logger = logging.getLogger("overlord")
 
 KEPT_FAULTS = 256
-WORKERS_PER_HOST = 8
-"""w_actor: workers that a loader host has room for, unless there are to be more than all hosts have."""
 ROOMY = 0.75
 """A spare host is ended when all workers fit into this share of the room of the other hosts."""
 
@@ -211,6 +209,9 @@ class Supervisor:
         self._positions = self._call(roles[PLANNER], "open_store", OpenedSources(self._facts))
         progress("indexing files", 0, 1)
         self._call_all("loader", "begin", self._positions)
+        for one in self.table.running("loader"):
+            if sizes := self.hosts.sizes_of(one.site.number):  # what the auto-partition gives it
+                self._call(one, "resize", Resize(sizes))
         progress("planning the first step", 0, 1)
         first: FirstStep = self._call(roles[PLANNER], "begin", BeginPlanning())
         self.first_step = first.step
@@ -541,10 +542,12 @@ def check_same_files(known: Mapping[str, SourceFacts], opened: Mapping[str, Sour
 # --------------------------------------------------------------------------------------------------------------
 # Workers dealt to loader hosts while a service runs: groups move between hosts, hosts are started and ended.
 #
-#   more workers than the hosts have room for       a spare host is started, and brought up like a replaced one
+#   more workers than the hosts have room for       a spare host is started where CPUs can be reserved for it, beside
+#                                                   trainers first, and brought up like a replaced one
 #   a source moves to a host                        the host opens its files first, then all roles are told
 #   a source leaves a host                          all roles are told first; it answers until no role calls it any more
-#   a host that has nothing left                    is ended, if it was a spare one at the beginning
+#   a host that has nothing left                    is ended, if it was a spare one at the beginning: one that is beside
+#                                                   no trainers first
 #
 # Rules of this part:
 # 1. A host that is called can answer: one that has a source open serves any group of it, whichever host prepares it.
@@ -567,7 +570,8 @@ class HostChanges:
         self._start = start
         self._per_host = per_host
         self._spares = {one.site.number for one in table.roles.values() if one.asleep}
-        self._sizes: dict[int, dict[int, tuple[int, Part]]] = {}
+        self._sizes = _launched_sizes(table)
+        self._no_room = ""
 
     def sizes_of(self, host: int) -> dict[int, tuple[int, Part]]:
         """Return the workers that a replaced host begins with."""
@@ -630,12 +634,19 @@ class HostChanges:
             hosts[now.primary[source][0]] = max(0, hosts.get(now.primary[source][0], 0) - count)
         free = [0 if source in fixed else count for source, count in enumerate(workers)]
         dealt = deal(free, now.primary, hosts, self._per_host, loads=loads)
-        for spare in sorted(self._spares & set(hosts), reverse=True):  # the one that was started last goes first
+        for spare in sorted(self._spares & set(hosts), key=self._goes_last, reverse=True):
             fewer = {host: room for host, room in hosts.items() if host != spare}
             if not dealt.further and sum(free) <= ROOMY * sum(fewer.values()):
                 smaller = deal(free, now.primary, fewer, self._per_host, loads=loads)
                 dealt, hosts = (smaller, fewer) if not smaller.further else (dealt, hosts)
         return dealt
+
+    def _goes_last(self, host: int) -> tuple[bool, int]:
+        """Rank spare hosts: one beside no trainers is ended first, then the one that was started last."""
+        return self._table.roles[loader_name(host)].site.node.id not in self._sidecars(), host
+
+    def _sidecars(self) -> set[str]:
+        return {one.site.node.id for one in self._table.running("constructor")}
 
     def _assignment(self, now: Assignment, dealt: Deal) -> Assignment:
         """Return which host has what: hosts that stay keep their place, so that few groups move."""
@@ -665,15 +676,23 @@ class HostChanges:
         came = 0
         for host in sorted(self._spares - set(self._running()))[:count]:
             one = self._table.roles[loader_name(host)]
+            try:
+                site = self._engine.reserve(dataclasses.replace(one.site, sources=(), shadows=()), self._sidecars())
+            except Exception as error:  # rule 3
+                if str(error) != self._no_room:  # told once, not at every interval
+                    logger.warning("loader host %d could not be started: %s", host, error)
+                self._no_room = str(error)
+                break
             with self._table.lock:
                 one.generation += 1
             try:
-                peer, pid = self._start(one, dataclasses.replace(one.site, sources=(), shadows=()))
+                peer, pid = self._start(one, site)
             except Exception as error:  # rule 3
                 logger.warning("loader host %d could not be started: %s", host, error)
+                self._engine.release(site)
                 break
             self._table.came_up(one, peer, pid)
-            logger.info("loader host %d was started", host)
+            logger.info("loader host %d was started on %s", host, one.site.node.name)
             came += 1
         return came
 
@@ -686,6 +705,7 @@ class HostChanges:
             self._table.publish()
         if peer is not None:
             self._engine.kill(peer, one.site, pid)
+        self._engine.release(one.site)
         self._sizes.pop(host, None)
         logger.info("loader host %d has nothing left, and was ended", host)
 
@@ -693,35 +713,49 @@ class HostChanges:
         return self._table.peers.insist(loader_name(host), method, message)
 
 
+def _launched_sizes(table: RoleTable) -> dict[int, dict[int, tuple[int, Part]]]:
+    """Return the workers that the auto-partition gives each loader host, by its sources; nothing without one."""
+    sites = [one.site for one in table.roles.values() if one.site.workers]
+    of_source = {source: table.assignment.primary[source] for site in sites for source in site.sources}
+    return {
+        site.number: {
+            source: (count, Part(of_source[source].index(site.number), len(of_source[source])))
+            for source, count in zip(site.sources, site.workers, strict=True)
+        }
+        for site in sites
+    }
+
+
 def spares_of(options: ServiceOptions, sites: Sequence[Site]) -> tuple[list[Site], int]:
-    """Return loader hosts that sleep at first, and how many workers one has room for: all workers there may be fit."""
+    """Return loader hosts that sleep at first, and how many workers one has room for (w_actor): all that may be fit."""
     if options.cluster is None:  # one process has room for all workers
         return [], options.worker_threads
     loaders = [site for site in sites if site.role == "loader"]
-    hosts = len(loaders)
-    spares = 0 if options.scaling is None else max(0, -(-options.worker_threads // WORKERS_PER_HOST) - hosts)
+    hosts, room = len(loaders), options.workers_per_actor
+    spares = 0 if options.scaling is None else max(0, -(-options.worker_threads // room) - hosts)
+    like = max(loaders, key=lambda site: site.cpus)  # one that is started has the CPUs of the largest one
     asleep = [
-        dataclasses.replace(loaders[number % hosts], number=hosts + number, sources=(), shadows=())
+        dataclasses.replace(like, number=hosts + number, sources=(), shadows=(), workers=(), busy_workers=0)
         for number in range(spares)
     ]
-    return asleep, max(WORKERS_PER_HOST, -(-options.worker_threads // (hosts + spares)))
+    return asleep, max(room, -(-options.worker_threads // (hosts + spares)))
 
 
 # --------------------------------------------------------------------------------------------------------------
 # The service process of a service whose roles run apart from it.
 
 
-def unbundled(bundle: bytes, folder: Path) -> tuple[Job, ServiceOptions, int]:
-    """Read what the launcher sent: the job, the options, and how many sources there are, with those its store knows.
+def unbundled(bundle: bytes, folder: Path) -> tuple[Job, ServiceOptions, list[str]]:
+    """Read what the launcher sent: the job, the options, and the sources by number, with those its store knows.
 
     Raises:
         SpecError: for what cannot be launched.
     """
     job, options = unpack(bundle)
     options = dataclasses.replace(options, numbering=peek(options, options.store or str(folder / "store")))
-    known = with_added_sources(job, options.numbering)
-    check_launch(canonical(known, options.numbering), options)
-    return job, options, len(known.sources)
+    known = canonical(with_added_sources(job, options.numbering), options.numbering)
+    check_launch(known, options)
+    return job, options, list(known.names)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,6 +220,13 @@ class DirectEngine:
     def place_again(self, site: Site) -> Site:
         """Return the same site: there is one host."""
         return site
+
+    def reserve(self, site: Site, sidecars: Collection[str]) -> Site:
+        """Return the same site: there is one host, and nothing of it is reserved."""
+        return site
+
+    def release(self, site: Site) -> None:
+        """Nothing was reserved."""
 
     def describe(self, sites: Sequence[tuple[Site, int]]) -> dict[str, Any]:
         """Return that there are no hosts that could be lost by themselves."""

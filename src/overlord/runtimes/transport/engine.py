@@ -7,7 +7,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -94,6 +94,18 @@ class Engine(Protocol):
 
     def place_again(self, site: Site) -> Site:
         """Return where a lost role goes: where it was, or to another host if that one is gone."""
+        ...
+
+    def reserve(self, site: Site, sidecars: Collection[str]) -> Site:
+        """Find room for a loader host beyond those of the launch, and reserve it: on hosts of trainers first.
+
+        Raises:
+            SpecError: There is none.
+        """
+        ...
+
+    def release(self, site: Site) -> None:
+        """Give back what was reserved for such a host."""
         ...
 
     def describe(self, sites: Sequence[tuple[Site, int]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,13 @@ class ProcessEngine:
     def place_again(self, site: Site) -> Site:
         """Return the same site: there is one host."""
         return site
+
+    def reserve(self, site: Site, sidecars: Collection[str]) -> Site:
+        """Return the same site: there is one host, and nothing of it is reserved."""
+        return site
+
+    def release(self, site: Site) -> None:
+        """Nothing was reserved."""
 
     def describe(self, sites: Sequence[tuple[Site, int]]) -> dict[str, Any]:
         """Return nothing more than what the supervisor tells."""

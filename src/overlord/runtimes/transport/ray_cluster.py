@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from overlord.errors import AnswerLost, ServiceLost, SpecError
 from overlord.runtimes.hosts.peers import Blobs
-from overlord.runtimes.launching.cluster_placement import TRAINER, ClusterOptions, Node, Site, cpus_needed, place
+from overlord.runtimes.launching.cluster_placement import (
+    TRAINER,
+    ClusterOptions,
+    Node,
+    Site,
+    cpus_needed,
+    place,
+    room_for,
+)
 from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.service_options import ServiceOptions, pack
 from overlord.runtimes.supervision.child import LIMITS, Limits
@@ -132,19 +140,27 @@ class RayEngine:
         self._order = {site.name: number for number, site in enumerate(sites)}
         self._hosts = sum(site.role == "constructor" for site in sites)
         self._group = _reserve(sites, folder.name, limits.ray_reserve)
+        self._limits = limits
+        self._spares: dict[str, Any] = {}
+        """Placement groups of loader hosts beyond those of the launch."""
+        self._unused: set[str] = set()
+        """Those of them that no actor has been started in."""
         self._actor, self._bundle = ray.remote(concurrency_groups={"aside": ASIDE_THREADS})(Host), ray.put(bundle)
 
     def start(self, site: Site, generation: int) -> Peer:
         """Start an actor: the first in the bundle that was reserved for it, its replacements wherever there is room."""
-        if generation == 1:
-            where: Any = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=self._order[site.name]
-            )
+        reserved = generation == 1 or site.name in self._unused
+        if site.name in self._unused:
+            self._unused.remove(site.name)
+            where: Any = PlacementGroupSchedulingStrategy(self._spares[site.name], placement_group_bundle_index=0)
+        elif generation == 1:
+            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._order[site.name])
         else:  # nothing is reserved: the actor that it replaces may hang, and hold on to what was
             where = NodeAffinitySchedulingStrategy(site.node.id, soft=True)
         handle = self._actor.options(
             name=f"{self._folder.name}/{site.name}/{generation}",
-            num_cpus=site.cpus if generation == 1 else 0,
+            num_cpus=site.cpus if reserved else 0,
+            memory=site.bytes if reserved else 0,
             max_restarts=0,
             max_concurrency=16 + 4 * self._hosts,
             scheduling_strategy=where,
@@ -186,6 +202,20 @@ class RayEngine:
             raise ServiceLost(f"no host of the cluster is left for the {site.name}; start some, they are taken up.")
         return dataclasses.replace(site, node=others[0])
 
+    def reserve(self, site: Site, sidecars: Collection[str]) -> Site:
+        """Reserve CPUs for a further loader host: on the hosts of trainers while they have some, then on others."""
+        site = dataclasses.replace(site, node=room_for(site, nodes_of_cluster(), sidecars))
+        self._spares[site.name] = _reserve([site], f"{self._folder.name}/{site.name}", self._limits.ray_reserve)
+        self._unused.add(site.name)
+        return site
+
+    def release(self, site: Site) -> None:
+        """Give back the CPUs of such a host."""
+        self._unused.discard(site.name)
+        group = self._spares.pop(site.name, None)
+        if group is not None:
+            remove_placement_group(group)
+
     def describe(self, sites: Sequence[tuple[Site, int]]) -> dict[str, Any]:
         """Return the cluster and where each role is on it."""
         nodes = [{"host": n["NodeManagerHostname"], "node": n["NodeID"], "resources": n["Resources"]}
@@ -196,7 +226,8 @@ class RayEngine:
 
     def close(self) -> None:
         """Give back what was reserved."""
-        remove_placement_group(self._group)
+        for group in (self._group, *self._spares.values()):
+            remove_placement_group(group)
 
 
 def _lives(node: dict[str, Any]) -> bool:
@@ -211,7 +242,7 @@ def _lives(node: dict[str, Any]) -> bool:
 def _reserve(sites: Sequence[Site], name: str, limit_s: float) -> Any:
     """Reserve a bundle for every site, on the node it was placed on: all of them, or none."""
     group = placement_group(
-        [{"CPU": site.cpus} for site in sites],
+        [{"CPU": site.cpus, "memory": site.bytes} if site.bytes else {"CPU": site.cpus} for site in sites],
         strategy="PACK",
         name=name,
         bundle_label_selector=[{"ray.io/node-id": site.node.id} for site in sites],
@@ -234,6 +265,7 @@ def nodes_of_cluster() -> list[Node]:
             id=one["NodeID"],
             name=one["NodeManagerHostname"],
             cpus=idle.get(one["NodeID"], {}).get("CPU", 0.0),
+            bytes=idle.get(one["NodeID"], {}).get("memory", 0.0),
             accelerators=max((one["Resources"].get(kind, 0.0) for kind in ACCELERATORS), default=0.0),
             trainer=TRAINER in one["Resources"],
             here=one["NodeID"] == here,
@@ -263,6 +295,9 @@ def _attached(sources: int, options: ServiceOptions, folder: Path) -> Iterator[N
             ray.init(cluster.address, **common)
         else:
             cpus = cpus_needed(cluster, num_sources=sources, loader_cpus=options.threads)
+            if options.scaling is not None:  # hosts that are started later count theirs too
+                each = max((options.threads, *(math.ceil(actor.cpus) for actor in cluster.actors)))
+                cpus += each * math.ceil(options.worker_threads / options.workers_per_actor)
             ray.init(
                 "local", num_cpus=cpus, num_gpus=0, include_dashboard=False, _temp_dir=str(folder / "ray"),
                 object_store_memory=STORE_BYTES + math.ceil(1.5 * options.budget_bytes), **common,
@@ -282,12 +317,12 @@ def _attached(sources: int, options: ServiceOptions, folder: Path) -> Iterator[N
 @contextlib.contextmanager
 def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
     """Serve a job on a cluster."""
-    job, options, count = unbundled(bundle, folder)
+    job, options, names = unbundled(bundle, folder)
     assert options.cluster is not None, "a launch on Ray says how"
     progress("starting Ray" if options.cluster.address is None else "attaching to Ray", 0, 1)
-    with _attached(count, options, folder):
+    with _attached(len(names), options, folder):
         sites = place(
-            nodes_of_cluster(), options.cluster, world_size=options.mesh.world_size, num_sources=count,
+            nodes_of_cluster(), options.cluster, world_size=options.mesh.world_size, names=names,
             loader_cpus=options.threads,
         )  # fmt: skip
         engine = RayEngine(pack(job, options), folder, sites, Limits(options.heartbeat_s))
