@@ -286,6 +286,7 @@ def make_pool(
     pool = options.threads if by_pool and options.pooled else 0
     several = count > 1 or source.name in options.workers or options.scaling is not None
     helpers = SourceWorkers(executors.prefetch) if several else None
+    hook = prepared.hooks.get("loader_do_plan")
     loader = SourceLoader(
         job,
         number,
@@ -297,6 +298,7 @@ def make_pool(
         telemetry=FaultLog(),
         placement=choice,
         poisoned=verdicts,
+        hook=None if hook is None else hook.start(),
     )
     if not (several or pool):
         return PrefetchPool(loader)

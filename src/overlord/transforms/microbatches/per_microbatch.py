@@ -24,6 +24,7 @@ import numpy.typing as npt
 from overlord.core.plan import LoadingPlan
 from overlord.core.ragged import offsets_of
 from overlord.job.layout_specs import Layout
+from overlord.transforms.hooks import Result, RunningHook, microbatch_part
 from overlord.transforms.microbatches.packing_kernels import FIELDS, copy_runs, pack
 from overlord.transforms.microbatches.positions import mrope_positions
 from overlord.transforms.microbatches.step_samples import KINDS, Items, Opening, StepSamples
@@ -49,6 +50,13 @@ _AXES = {"plain": 0, "mrope": 3, "mrope_text": 4}
 _NONE = np.empty(0, np.int64)
 _NONE_SILENT = np.empty(0, np.bool_)
 _VISION = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+_KEYS = {name for names in _NAMES.values() for name in names.values()} - {"tokens"}
+_KEYS |= {name for names in (*_BOUNDS.values(), *_VISION.values()) for name in names}
+_KEYS |= {
+    "attention_mask", "cu_seqlens", "max_seqlen", "local_cp_size", "max_length_q", "max_length_k", "use_cache",
+    "second_per_grid_ts", "input_features", "feature_attention_mask", "send_rows",
+}  # fmt: skip
+"""Keys that batches of some layout have: no column of a hook may have such a name. Its "tokens" replace the tokens."""
 _SIZES = {"<i8": 8, "<i4": 4, "<f4": 4, "|u1": 1}
 
 ALIGNMENT = 64
@@ -64,6 +72,8 @@ class PackingJob:
     layout: Layout
     media: MediaShape
     opening: Opening
+    hook: RunningHook | None = None
+    """What a user's `constructor_do_plan` does with the segments of a microbatch."""
 
 
 class _Sharing(NamedTuple):
@@ -115,6 +125,16 @@ def pack_microbatch(
     if len(items) or layout.dummy_image:
         media = MediaKeys(samples, items, layout, packing.media, routed=plan.encoder is not None)
         media.add_arrays(blueprint)
+    made: Result = {}
+    if packing.hook is not None:
+        part = microbatch_part(plan, samples, chosen, one.cu, (items, segment_of), packing.hook.seed)
+        where = f"step {plan.step}, microbatch {microbatch} of bucket {bucket}"
+        made = packing.hook.run(part, where)
+        for name, column in made.items():
+            if name in _KEYS:
+                raise packing.hook.column_taken(part, where, name)
+            if name != "tokens":
+                blueprint.add(name, column.dtype.str, column.shape)
     if plan.routing is not None:
         arrivals = [plan.routing.arrivals(rank, microbatch) for rank in plan.routing.heads[bucket]]
         for (places, _), suffix in zip(arrivals, sharing.suffixes, strict=False):
@@ -131,10 +151,16 @@ def pack_microbatch(
         if plan.routing is not None:
             for pair, suffix in zip(arrivals, sharing.suffixes, strict=False):
                 named[f"meta.image_positions{suffix}"][:], named[f"meta.image_rows{suffix}"][:] = pair
-    table = samples.pieces
+    table, tokens, loss, begin = samples.pieces, samples.tokens.values, samples.loss.values, one.begin
+    if made:
+        named = blueprint.views(buffer)
+        for name in made.keys() - {"tokens"}:
+            named[name][:] = made[name]
+    if "tokens" in made:  # only the pieces of this microbatch, one behind the other
+        table, tokens, loss, begin = table.alone(chosen), made["tokens"], np.array(part.loss.values), 0
     longest, _, labels = pack(
-        buffer, offsets, stride_of(one.width), samples.tokens.values, samples.loss.values, table.first, table.length,
-        table.plain, table.origin, (one.begin, chosen.stop - chosen.start), silent, one.cu, *_cutting(plan, one),
+        buffer, offsets, stride_of(one.width), tokens, loss, table.first, table.length, table.plain, table.origin,
+        (begin, chosen.stop - chosen.start), silent, one.cu, *_cutting(plan, one),
     )  # fmt: skip
     if layout.positions != "plain":
         whole = _mrope(plan, packing, one, items, segment_of, media)

@@ -83,6 +83,12 @@ class PieceTable:
         plain = rows_of_ones(loss.values, loss.offsets)[rows] if len(loss) else np.zeros(len(rows), np.bool_)
         return PieceTable(first, pieces.length.astype(np.int64), plain, offsets_of(plan.in_batch), origin)
 
+    def alone(self, chosen: slice) -> PieceTable:
+        """Return the table of a run of pieces whose tokens are one behind the other, without padding."""
+        length = self.length[chosen]
+        behind = offsets_of(length)
+        return PieceTable(behind[:-1], length, self.plain[chosen], behind, np.ascontiguousarray(self.origin[:, chosen]))
+
 
 @dataclass(eq=False)
 class StepSamples:
