@@ -181,8 +181,8 @@ def test_the_face():
     assert set(overlord.__all__) == {
         "Audio", "Augment", "Batch", "Budget", "Chat", "Client", "ClientPlaceTree", "ClosedError", "Custom", "DGraph",
         "HookError", "ImageText", "Interleaved", "Job", "Layout", "Learn", "LoadingPlan", "Mixture", "OverlordError",
-        "PlanError", "ReaderError", "ReportMissing", "SampleId", "Scaling", "Service", "ServiceLost", "Source", "SourceError",
-        "SpecError", "StateError", "StoreError", "Text", "ToleranceError", "Video", "balance", "connect",
+        "PlanError", "ReaderError", "ReportMissing", "SampleId", "Scaling", "Service", "ServiceLost", "Source",
+        "SourceError", "SpecError", "StateError", "StoreError", "Text", "ToleranceError", "Video", "balance", "connect",
         "constructor_do_plan", "costs", "hooks", "launch", "load_job", "loader_do_plan", "plan_raw", "replay",
         "strategies", "summary_buffer",
     }  # fmt: skip

@@ -17,7 +17,7 @@ from tests.conftest import write_ids
 import overlord as ol
 from overlord.core.ragged import Ragged
 from overlord.job_files import LaunchOptions, dump_job_yaml, load_job_file
-from overlord.testing import launch_for_faults
+from overlord.testing import FaultScript, launch_for_faults
 from overlord.testing.digests import digest_service
 
 MESH = ol.ClientPlaceTree(dp=2, cp=2)
@@ -141,7 +141,10 @@ def test_neither_processes_nor_workers_change_what_a_hook_makes(whole_job, cache
 
 
 def test_a_source_that_several_hosts_share_gives_the_same_parts(tmp_path, cache):
-    """A step has samples of several groups, which belong to several hosts: a hook sees group by group on each."""
+    """A step has samples of several groups, which belong to several hosts: a hook sees group by group on each.
+
+    Hosts are killed meanwhile, and their successors pass the same samples through the hooks again.
+    """
     for name, files in (("a", 9), ("b", 7)):
         for number in range(files):
             write_ids(tmp_path / name / f"{number}.jsonl", range(2, 5), 100 * number)
@@ -152,11 +155,14 @@ def test_a_source_that_several_hosts_share_gives_the_same_parts(tmp_path, cache)
     hosts = set()
 
     def resize(service, step):
+        storm.reach(step)
         storm.resize([20, 8] if step % 2 else [12, 20])
         storm.wait(0.5)
         hosts.update(len(storm.cluster.supervisor.table.assignment.parts_of(source)) for source in range(2))
 
-    with launch_for_faults(job, most_workers=32, cache=cache, mesh=MESH, shadows=False, **BOTH) as (service, storm):
+    script = FaultScript().kill("loader host 0", 2).kill("constructor host 0", 3).kill("loader host 1", 4)
+    options = {"most_workers": 32, "cache": cache, "mesh": MESH, "shadows": False}
+    with launch_for_faults(job, script, **options, **BOTH) as (service, storm):
         assert digest_service(service, steps=STEPS, before=resize) == alone
     assert max(hosts) > 1, "else it would pass for nothing"
 

@@ -97,7 +97,8 @@ def _imported(path: str) -> object:
         ) from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise Fault(f"the module {module!r} has no {part!r}; nothing would run.{did_you_mean(part, vars(found))}")
+            known = [name for name, one in getattr(found, "__dict__", {}).items() if hasattr(one, "version")]
+            raise Fault(f"the module {module!r} has no {part!r}; nothing would run.{did_you_mean(part, known)}")
         found = getattr(found, part)
     return found
 
