@@ -180,11 +180,11 @@ def test_the_five_steps_of_the_workflow_are_marked():
 def test_the_face():
     assert set(overlord.__all__) == {
         "Audio", "Augment", "Batch", "Budget", "Chat", "Client", "ClientPlaceTree", "ClosedError", "Custom", "DGraph",
-        "ImageText", "Interleaved", "Job", "Layout", "Learn", "LoadingPlan", "Mixture", "OverlordError", "PlanError",
-        "ReaderError", "ReportMissing", "SampleId", "Scaling", "Service", "ServiceLost", "Source", "SourceError",
-        "SpecError", "StateError", "StoreError", "Text", "ToleranceError", "Video", "balance", "connect",
-        "constructor_do_plan", "costs", "launch", "load_job", "loader_do_plan", "plan_raw", "replay", "strategies",
-        "summary_buffer",
+        "HookError", "ImageText", "Interleaved", "Job", "Layout", "Learn", "LoadingPlan", "Mixture", "OverlordError",
+        "PlanError", "ReaderError", "ReportMissing", "SampleId", "Scaling", "Service", "ServiceLost", "Source",
+        "SourceError", "SpecError", "StateError", "StoreError", "Text", "ToleranceError", "Video", "balance", "connect",
+        "constructor_do_plan", "costs", "hooks", "launch", "load_job", "loader_do_plan", "plan_raw", "replay",
+        "strategies", "summary_buffer",
     }  # fmt: skip
     assert all(getattr(overlord, name).__doc__ for name in overlord.__all__)
 
@@ -222,7 +222,7 @@ def test_the_lazy_face_is_complete():
     assert set(overlord.__all__) == set(overlord._HOME_OF)
     assert set(overlord.__all__) <= set(dir(overlord))
     modules = {name for name in overlord.__all__ if inspect.ismodule(getattr(overlord, name))}
-    assert modules == {"costs", "strategies"}, "a function that is called as its file is a function here"
+    assert modules == {"costs", "hooks", "strategies"}, "a function that is called as its file is a function here"
     assert overlord.balance([5, 4, 3, 2], 2).tolist() == [0, 1, 1, 0]
     with pytest.raises(AttributeError, match="no attribute 'lunch'"):
         overlord.lunch

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from overlord.core.samples import SampleId
     from overlord.errors import (
         ClosedError,
+        HookError,
         OverlordError,
         PlanError,
         ReaderError,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from overlord.runtimes.client_feed import connect
     from overlord.scaling.autoscaler import Scaling
     from overlord.session import Service, launch, replay
+    from overlord.transforms import hooks
 
 __version__ = VERSION
 
@@ -66,6 +68,7 @@ __all__ = [
     "ClosedError",
     "Custom",
     "DGraph",
+    "HookError",
     "ImageText",
     "Interleaved",
     "Job",
@@ -93,6 +96,7 @@ __all__ = [
     "connect",
     "constructor_do_plan",
     "costs",
+    "hooks",
     "launch",
     "load_job",
     "loader_do_plan",
@@ -124,6 +128,7 @@ _HOMES = {
     ),
     "errors": (
         "ClosedError",
+        "HookError",
         "OverlordError",
         "PlanError",
         "ReaderError",
@@ -155,6 +160,7 @@ _HOMES = {
         "launch",
         "replay",
     ),
+    "transforms.hooks": ("hooks",),
 }
 """Where each name lives."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -164,7 +170,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = importlib.import_module(f"overlord.{_HOME_OF[name]}")
-    found = getattr(home, name, home)  # `costs` and `strategies` are modules themselves
+    found = getattr(home, name, home)  # `costs`, `strategies` and `hooks` are modules themselves
     globals()[name] = found
     return found
 

@@ -9,6 +9,7 @@
     |   `-- ReportMissing a step depends on a report of the trainer that has not arrived
     |-- ReaderError       a file that was readable before cannot be read
     |-- ToleranceError    a source has more bad samples than its tolerance allows
+    |-- HookError         a hook of the user failed, or returned what was not planned
     |-- StoreError        the journal or a snapshot cannot be written or read
     |   `-- Fenced        another service owns the store now; this one must not write to it
     |       `-- Succeeded   the new owner is a later incarnation of the same service
@@ -63,6 +64,10 @@ class ReaderError(OverlordError):
 
 class ToleranceError(OverlordError):
     """A source has more bad samples than it may have."""
+
+
+class HookError(OverlordError):
+    """A hook of the user raised, or returned something else than what was planned."""
 
 
 class StoreError(OverlordError):

@@ -26,6 +26,7 @@ import yaml
 
 from overlord.core.spec_errors import MOST_PROBLEMS, Loc, Locate, did_you_mean, follow
 from overlord.errors import OverlordError, SpecError, joined
+from overlord.job.hook_specs import HOOK_KINDS, search_beside
 from overlord.job.spec_model import Spec, describe_schema
 from overlord.job.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Text, Video
 from overlord.launch_spec import Launch, LaunchOptions
@@ -135,6 +136,7 @@ def _load_yaml(file: Path) -> JobFile:
         job = Job.from_mapping(data, locate)
     except SpecError as error:
         problems.append(error)
+    search_beside(file.parent, launch_data)
     try:
         launch = LaunchOptions.from_mapping(
             {} if launch_data is None else launch_data,
@@ -267,7 +269,7 @@ def _load_python(file: Path) -> JobFile:
         raise SpecError(
             f"{file}: the file {found}; there is nothing to run. Write job = ol.Job(..) at the top level of it."
         )
-    given = {name: names[name] for name in ("mesh", "strategy", "layout") if names.get(name) is not None}
+    given = {name: names[name] for name in ("mesh", "strategy", "layout", *HOOK_KINDS) if names.get(name) is not None}
     return _resolved(job, LaunchOptions.from_mapping(given, lambda _: str(file)), file.parent)
 
 
@@ -297,7 +299,7 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
     """Return a job as a YAML file to edit, with a comment on each key; reading it gives the same job.
 
     Raises:
-        SpecError: A sample, the mixture's rule or the strategy is a Python function, which YAML cannot hold.
+        SpecError: A sample, the mixture's rule, the strategy or a hook is a Python function, which YAML cannot hold.
     """
     for source in job.sources:
         if isinstance(source.sample, Custom):
@@ -312,6 +314,10 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
         )
     if launch is not None and launch.strategy is not None:
         written_strategy(launch.strategy)  # here, where its own error is raised
+    for kind in HOOK_KINDS:
+        hook = getattr(launch, kind, None)
+        if hook is not None:
+            hook.written(kind)
     out = ["# A job of overlord. Run it with: overlord run FILE", ""]
     for name, field in Job.model_fields.items():
         value = getattr(job, name)
@@ -322,7 +328,7 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
         elif name == "batch":
             value = job.batch.model_dump(mode="json", exclude_none=True)
         out += [f"# {field.description}", _yaml(name, value), ""]
-    out += ["# How the job is run; nothing here changes the stream.", "launch:"]
+    out += ["# How the job is run; nothing here changes which samples are drawn.", "launch:"]
     written = (launch or LaunchOptions()).model_dump(mode="json")
     for name, field in LaunchOptions.model_fields.items():
         value = written[name]

@@ -1,5 +1,5 @@
 """Every option of a launch, declared and checked once: the arguments of `ol.launch` and of the torch `DataLoader`, the
-`launch` section of a job file, and the flags of the command line. Nothing here changes the stream.
+`launch` section of a job file, and the flags of the command line. Nothing here changes which samples are drawn.
 
 It stands above `planning` and `scaling` and not in `job`, since it names strategies and `ol.Scaling`.
 """
@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, field_serializer, m
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import Fault, Locate, conflict, did_you_mean, name_choices
 from overlord.errors import SpecError
+from overlord.job.hook_specs import HOOK_KINDS, AnyHook, Hook, search_beside
 from overlord.job.layout_specs import (
     DEFAULT_CACHE,
     DEFAULT_HEARTBEAT_S,
@@ -178,7 +179,7 @@ def profile_path(job: Path) -> Path:
 
 
 class LaunchOptions(Spec):
-    """How a job is run: everything a job file may say that does not change the stream."""
+    """How a job is run: everything a job file may say that does not change which samples are drawn."""
 
     mesh: Annotated[ClientPlaceTree, PlainValidator(_as_tree, json_schema_input_type=_Mesh | str)] = ClientPlaceTree()
     """Sizes of the trainer's axes: pp, dp, cp, tp; also as text, such as dp=2,cp=2,tp=2."""
@@ -186,6 +187,10 @@ class LaunchOptions(Spec):
     """Where samples go: a name such as hdp, or {hdp: {equal_counts: true}}; backbone_balance by default."""
     layout: Annotated[Layout, BeforeValidator(_as_layout, json_schema_input_type=Layout | Keys)] = Layout()
     """Keys and shapes of a batch: hf, megatron or torchtitan, or {keys: hf, rows: padded}."""
+    loader_do_plan: AnyHook | None = None
+    """A function or class, as module:name, that every loader passes its planned samples through."""
+    constructor_do_plan: AnyHook | None = None
+    """A function or class, as module:name, that every constructor passes the segments of a microbatch through."""
     placement: Annotated[
         Placement, one_of(Placement, "it would be unclear where images, clips and sounds are decoded")
     ] = "auto"
@@ -267,6 +272,8 @@ class LaunchOptions(Spec):
         if given.get("runtime") not in (None, "ray", self.runtime):
             said |= dict.fromkeys(CLUSTER_KEYS)
         said |= {name: value for name, value in given.items() if value is not None}
+        if job is not None:
+            search_beside(job.parent, given)
         found = Launch.from_mapping(said, locate or (lambda _: "launch"))
         if job is not None and found.profile is None and (found.loaders_per_source == "auto" or found.scaling):
             beside = profile_path(job)
@@ -282,6 +289,10 @@ class LaunchOptions(Spec):
     def _short_layout(self, layout: Layout) -> object:
         changed = layout.model_dump(mode="json", exclude_defaults=True)
         return {"keys": layout.keys} | changed if set(changed) - {"keys"} else layout.keys
+
+    @field_serializer(*HOOK_KINDS)
+    def _hook_path(self, hook: Hook | None) -> str | None:
+        return None if hook is None else hook.path
 
     @field_serializer("strategy")
     def _short_strategy(self, strategy: Strategy | None) -> object:

@@ -20,6 +20,7 @@ from overlord.core.plan import LoadingPlan, plan_from_bytes
 from overlord.core.spec_errors import is_whole
 from overlord.core.states import check_seal
 from overlord.errors import SpecError, StateError
+from overlord.job.hook_specs import HOOK_KINDS, Hook
 from overlord.job.layout_specs import DEFAULT_CACHE, Keys, Layout, OnSourceFailure, Placement, Runtime
 from overlord.job.reconcile import Reconcile
 from overlord.job.spec_model import as_number
@@ -226,6 +227,8 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     strategy: Strategy | Mapping[str, Any] | str | None = None,
     runtime: Runtime | None = None,
     layout: Keys | Layout | Mapping[str, Any] | None = None,
+    loader_do_plan: Callable[..., Any] | Hook | str | None = None,
+    constructor_do_plan: Callable[..., Any] | Hook | str | None = None,
     placement: Placement | None = None,
     prefetch: int | None = None,
     shadows: bool | Literal["auto"] | Collection[str] | None = None,
@@ -264,6 +267,11 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
             "inline": everything in this process, single-threaded, for tests and debugging.
         layout: The keys and shapes of a batch: "hf" (default; what Hugging Face models take), "megatron", "torchtitan",
             or an `ol.Layout` (or a mapping of its fields) with padding, slicing, alignment and positions.
+        loader_do_plan: A function (or a class, or "module:name") of `ol.hooks.LoaderPart`, which every SourceLoader
+            passes its planned samples through: it returns other tokens and loss masks of the same lengths. It has a
+            `version`, which states keep (default: samples stay as they are).
+        constructor_do_plan: The same of `ol.hooks.MicrobatchPart`, which every DataConstructor passes the segments of a
+            microbatch through: it returns other tokens of the same lengths, and new columns of the batch.
         placement: Where images, clips and sounds are decoded: in the "loader", in the "constructor" (behind the
             hand-over), or "auto" (default), where fewer bytes travel. It never changes the stream.
         prefetch: Steps built ahead of each trainer (default: 2).
@@ -345,6 +353,8 @@ def replay(
     mesh: ClientPlaceTree | Mapping[str, Any] | str | None = None,
     strategy: Strategy | Mapping[str, Any] | str | None = None,
     layout: Layout | Mapping[str, Any] | str | None = None,
+    loader_do_plan: Callable[..., Any] | Hook | str | None = None,
+    constructor_do_plan: Callable[..., Any] | Hook | str | None = None,
     store_options: StorageOptions | None = None,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
 ) -> Service:
@@ -361,6 +371,8 @@ def replay(
             is refused.
         strategy: The strategy of the run (default: that of its launch).
         layout: The layout of the run (default: that of its launch).
+        loader_do_plan: The hook of the run (default: that of its launch, imported as "module:name").
+        constructor_do_plan: The same.
         store_options: Credentials and the like of a store that is a URL.
         cache: Folder for the indices of files.
 
@@ -392,12 +404,13 @@ def replay(
                 f"replay: the store {path!r} does not hold the job of its run, which has Python functions or is of an "
                 "older version; nothing could be read. Give job=, and the mesh, strategy and layout of the run."
             )
-        loaded, given = _loaded(text if job is None else job), {"mesh": mesh, "strategy": strategy, "layout": layout}
-        options = loaded.call({name: value for name, value in given.items() if value is not None})
-        service = launch(
-            loaded.job, mesh=options.mesh, strategy=options.strategy, layout=options.layout, runtime="inline",
-            store=copied, state=number, cache=cache,
-        )  # fmt: skip
+        loaded = _loaded(text if job is None else job)
+        options = loaded.call({
+            "mesh": mesh, "strategy": strategy, "layout": layout,
+            "loader_do_plan": loader_do_plan, "constructor_do_plan": constructor_do_plan,
+        })  # fmt: skip
+        of_run = {name: getattr(options, name) for name in ("mesh", "strategy", "layout", *HOOK_KINDS)}
+        service = launch(loaded.job, **of_run, runtime="inline", store=copied, state=number, cache=cache)
         service.scratch = copied
     except BaseException:
         remove_scratch(copied)
@@ -442,6 +455,8 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
         strategy=options.strategy,
         skip_steps=options.skip_steps,
         layout=options.layout,
+        loader_do_plan=options.loader_do_plan,
+        constructor_do_plan=options.constructor_do_plan,
         placement=options.placement,
         reconcile=options.reconcile,
         on_source_failure=options.on_source_failure,
@@ -452,7 +467,10 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
 def _job_text(job: Job, options: Launch) -> str | None:
     """Return a job as a file that `replay` can read, without credentials; None where it holds Python functions."""
     here, public = Path.cwd(), [source.replace(storage_options={}) for source in job.sources]
-    launched = LaunchOptions(mesh=options.mesh, strategy=options.strategy, layout=options.layout)
+    launched = LaunchOptions(
+        mesh=options.mesh, strategy=options.strategy, layout=options.layout,
+        loader_do_plan=options.loader_do_plan, constructor_do_plan=options.constructor_do_plan,
+    )  # fmt: skip
     try:
         return dump_job_yaml(resolved_job(job.replace(sources=public), here), launched)
     except SpecError:

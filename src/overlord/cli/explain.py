@@ -627,6 +627,7 @@ def explain_job(
         cache=launch.cache,
         strategy=launch.strategy,
         layout=launch.layout,
+        loader_do_plan=launch.loader_do_plan,
         placement=launch.placement,
     )
     with closing(InlineService(job, options, tell, _ExplainEnvironment(tell))) as service:

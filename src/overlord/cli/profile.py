@@ -102,7 +102,10 @@ def find_profile(
     Returns:
         The profile, and why sources could not be measured, by their names.
     """
-    options = ServiceOptions(mesh=loaded.launch.mesh, cache=cache, placement=loaded.launch.placement)
+    launch = loaded.launch
+    options = ServiceOptions(
+        mesh=launch.mesh, cache=cache, placement=launch.placement, loader_do_plan=launch.loader_do_plan
+    )
     before: Profile | None = None
     try:
         before = read_profile(path)

@@ -429,8 +429,10 @@ class Share:
     """Whether the host has all ranks, so that it needs every sample."""
 
     @classmethod
-    def of(cls, plan: LoadingPlan, ranks: Collection[int]) -> Share:
+    def of(cls, plan: LoadingPlan, ranks: Collection[int], *, all_columns: bool = False) -> Share:
         """Work out what some ranks need of a plan.
+
+        With `all_columns` they need tokens and loss of all their samples, as a hook of the constructor does.
 
         Example:
             Which half of a step the second data-parallel rank needs::
@@ -454,7 +456,8 @@ class Share:
             mine = plan.pieces.sample[pieces[-1]]
             embeds, has_loss = 0 in here, tree.pp - 1 in here
             samples[mine] = True
-            for column, needed in ((tokens, embeds or has_loss), (loss, has_loss), (media, embeds)):
+            needs = ((tokens, all_columns or embeds or has_loss), (loss, all_columns or has_loss), (media, embeds))
+            for column, needed in needs:
                 if needed:
                     column[mine] = True
         images = None

@@ -2,7 +2,8 @@
 
 `summary_buffer` makes the input of a strategy, `plan_raw` a plan from your own placement; `loader_do_plan` and
 `constructor_do_plan` return the part of a plan that a SourceLoader or a DataConstructor uses. The roles have methods of
-the same names.
+the same names; to replace what they do with their part, give `ol.launch` hooks (`loader_do_plan=`,
+`constructor_do_plan=`; see `ol.hooks`).
 """
 
 from __future__ import annotations

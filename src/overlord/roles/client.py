@@ -42,20 +42,6 @@ FIRST_STAGE_KEYS = (
 """What embedding needs: token ids, and what the encoders read."""
 LAST_STAGE_KEYS = ("labels", "shift_labels", "loss_mask")
 """What the loss needs."""
-EVERY_STAGE_KEYS = (
-    "attention_mask",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "max_length_q",
-    "max_length_k",
-    "max_seqlen",
-    "local_cp_size",
-    "positions",
-    "use_cache",
-)
-"""What attention needs in every layer."""
 TOKEN_KEYS = ("input_ids", "tokens", "input")
 
 
@@ -99,7 +85,7 @@ def needs(stage: Stage, key: str, *, mtp: bool = False, rotary: bool = True) -> 
         return stage.embeds or (mtp and stage.has_loss and key in TOKEN_KEYS)
     if key in LAST_STAGE_KEYS:
         return stage.has_loss
-    return key in EVERY_STAGE_KEYS
+    return True  # what attention needs in every layer, and columns that a hook has added
 
 
 # -- what a rank receives: steps, microbatches as mappings of arrays, and the provenance of every segment --------------

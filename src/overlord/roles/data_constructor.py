@@ -72,7 +72,8 @@ class DataConstructor:
         collect = self._loaders.loader_do_plan(plan, asking)  # (2) positional fetches from the SourceLoaders
 
         def join() -> StepSamples:
-            samples = join_payloads(plan, collect(), Share.of(plan, asking))
+            share = Share.of(plan, asking, all_columns=self._packing.hook is not None)
+            samples = join_payloads(plan, collect(), share)
             if len(samples.items):
                 early = np.ones(len(plan.draw), np.bool_) if open_all else known_early(plan)
                 faults = samples.open_media(self._packing.opening, early)

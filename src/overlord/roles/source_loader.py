@@ -68,6 +68,7 @@ from overlord.job.layout_specs import Placement
 from overlord.job.specs import Job, Source
 from overlord.roles.poisoned_rows import PoisonedRowLog
 from overlord.roles.ports import Telemetry
+from overlord.transforms.hooks import RunningHook, run_loader_hook
 from overlord.transforms.samples.per_sample import (
     Fault,
     Finished,
@@ -409,6 +410,7 @@ class SourceLoader:
         telemetry: Telemetry,
         placement: PlacementChoice | None = None,
         poisoned: PoisonedRowLog | None = None,
+        hook: RunningHook | None = None,
     ) -> None:
         self._number = number
         self._source = job.sources[number]
@@ -436,6 +438,7 @@ class SourceLoader:
         """Offset -> reason of the bad rows that begin the first group; None once a good row is found there."""
         self._wrong_lengths: set[tuple[int, int]] = set()
         self._poisoned = poisoned
+        self._hook = hook
         self.placement = placement or PlacementChoice("loader")
         """Where this source's media are decoded."""
 
@@ -552,12 +555,14 @@ class SourceLoader:
         self._drop_if_resting()
 
     def finish(self, staged: Staged) -> Finished:
-        """Run the per-sample transforms. It changes no state of the loader, so steps may overlap here."""
+        """Run the per-sample transforms and the hook. It changes no state of the loader, so steps may overlap here."""
         meta = staged.order.meta
         start = meta["start"].astype(np.int64)
         done = self._transform.finish(staged.kept, start + meta["tokens"], (meta["flags"] & BAD) > 0, self._workers)
         if start.any():
             without_beginning(done, start)
+        if self._hook is not None:
+            done = run_loader_hook(self._hook, self.name, staged.order, done)
         decoder = self._transform.decoder
         if done.media is None or decoder is None or not len(done.media.grids):
             return done

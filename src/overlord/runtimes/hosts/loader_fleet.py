@@ -286,6 +286,7 @@ def make_pool(
     pool = options.threads if by_pool and options.pooled else 0
     several = count > 1 or source.name in options.workers or options.scaling is not None
     helpers = SourceWorkers(executors.prefetch) if several else None
+    hook = prepared.hooks.get("loader_do_plan")
     loader = SourceLoader(
         job,
         number,
@@ -297,6 +298,7 @@ def make_pool(
         telemetry=FaultLog(),
         placement=choice,
         poisoned=verdicts,
+        hook=None if hook is None else hook.start(),
     )
     if not (several or pool):
         return PrefetchPool(loader)
@@ -340,8 +342,9 @@ class _StagedStep:
 class StagedSteps:
     """Hands every constructor host its part of each step."""
 
-    def __init__(self, fleet: LoaderFleet, *, hosts: int, budget_bytes: int) -> None:
+    def __init__(self, fleet: LoaderFleet, *, hosts: int, budget_bytes: int, all_columns: bool = False) -> None:
         self._fleet = fleet
+        self._all_columns = all_columns
         self._hosts = hosts
         self._budget = budget_bytes
         self._staged: OrderedDict[_Asked, _StagedStep] = OrderedDict()
@@ -366,7 +369,7 @@ class StagedSteps:
 
         def collect() -> list[Payload]:
             try:
-                share = Share.of(plan, ranks)
+                share = Share.of(plan, ranks, all_columns=self._all_columns)
                 return [share.cut(payload) for payload in staged.payloads()]
             finally:
                 self._let_go(plan, ranks, asked)

@@ -98,7 +98,12 @@ class LoaderHost(RoleHost):
         fleet.followers = self._workers_for("shadows")
         fleet.restore(message.snapshots)
         self._ends.callback(fleet.interrupt)
-        self._host = StagedSteps(fleet, hosts=self._site["hosts"], budget_bytes=self._options.budget_bytes // 2)
+        self._host = StagedSteps(
+            fleet,
+            hosts=self._site["hosts"],
+            budget_bytes=self._options.budget_bytes // 2,
+            all_columns=self._options.constructor_do_plan is not None,
+        )
         give_back_freed_memory()
         return Nothing()
 

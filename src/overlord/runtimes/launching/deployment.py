@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from overlord.core.samples import FILE_SHIFT, Cursor
 from overlord.core.spec_errors import list_some
 from overlord.core.states import StreamState, restricted_parts
 from overlord.errors import NothingToDraw, OverlordError, SourceError, SpecError, joined
+from overlord.job.hook_specs import HOOK_KINDS, HookKind
 from overlord.job.layout_specs import Layout, bin_multiple, piece_multiple
 from overlord.job.reconcile import reconcile_state, unweighted
 from overlord.job.sample_specs import ImageSpec
@@ -49,6 +50,7 @@ from overlord.runtimes.launching.resume import (
     without_files,
 )
 from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.transforms.hooks import RunningHook
 from overlord.transforms.microbatches.packing_kernels import copy_runs, warm_packing
 from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob
 from overlord.transforms.microbatches.positions import mrope_positions
@@ -347,6 +349,8 @@ class Prepared:
     """Brings the reading of files into reader processes."""
     coming: int = 0
     """How many of the sources, the last ones, come only at a later step."""
+    hooks: Mapping[HookKind, RunningHook] = field(default_factory=dict[HookKind, RunningHook])
+    """The user's hooks; a host starts those of its own roles."""
     gone: frozenset[str] = frozenset()
     """Sources that came and were removed while the stream ran: they keep their numbers, and are not opened again."""
 
@@ -385,9 +389,12 @@ def prepare(
     transforms = [transform_of(source, tokenizer, isolate, pooled=options.pooled) for source in job.sources]
     digest = tokenizer.digest if tokenizer else ""
     warm_job(job, options.layout)  # no step may wait for a compiler; a wrong job need not either
+    given = {kind: getattr(options, kind) for kind in HOOK_KINDS}
+    hooks = {kind: RunningHook(hook, kind, job.seed) for kind, hook in given.items() if hook is not None}
     return Prepared(
-        job, options, digest, transforms, isolate, isolate_reader, coming=len(names_to_come(state)), gone=gone
-    )
+        job, options, digest, transforms, isolate, isolate_reader,
+        coming=len(names_to_come(state)), hooks=hooks, gone=gone,
+    )  # fmt: skip
 
 
 def try_files(
@@ -443,9 +450,11 @@ def state_to_resume(prepared: Prepared, facts: Mapping[str, SourceFacts], point:
 
 
 def parts_of(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> dict[str, Any]:
-    """Return what the stream's fingerprint covers."""
+    """Return what the stream's fingerprint covers; hooks only where there are some, as older states know none."""
     listings = {name: fact.listing for name, fact in facts.items()}
-    return stream_parts(prepared.job, tokenizer_digest=prepared.tokenizer_digest, listings=listings)
+    parts = stream_parts(prepared.job, tokenizer_digest=prepared.tokenizer_digest, listings=listings)
+    given = {kind: getattr(prepared.options, kind) for kind in prepared.hooks}
+    return parts | ({"hooks": {kind: hook.identity for kind, hook in given.items()}} if given else {})
 
 
 def first_needs(
@@ -466,7 +475,9 @@ def make_constructor(prepared: Prepared, loaders: Loaders, workers: Workers) -> 
     """Make the DataConstructor of one host."""
     options = prepared.options
     opening = Opening([transform.decoder for transform in prepared.transforms], workers)
-    return DataConstructor(loaders, PackingJob(options.layout, media_shape(prepared.job), opening))
+    hook = prepared.hooks.get("constructor_do_plan")
+    hook = None if hook is None else hook.start()
+    return DataConstructor(loaders, PackingJob(options.layout, media_shape(prepared.job), opening, hook))
 
 
 def transform_of(

@@ -18,6 +18,7 @@ import cloudpickle
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
+from overlord.job.hook_specs import Hook
 from overlord.job.layout_specs import DEFAULT_HEARTBEAT_S, Layout, OnSourceFailure, Placement
 from overlord.job.reconcile import Reconcile
 from overlord.job.specs import Job, Source
@@ -88,6 +89,10 @@ class ServiceOptions:
     """Global batches to pass over before the first step."""
     layout: Layout = field(default_factory=Layout)
     """Keys and shapes of the batches."""
+    loader_do_plan: Hook | None = None
+    """What loaders pass their planned samples through."""
+    constructor_do_plan: Hook | None = None
+    """What constructors pass the segments of a microbatch through."""
     placement: Placement = "auto"
     """Where media are decoded."""
     cluster: ClusterOptions | None = None
@@ -178,8 +183,8 @@ def pack(job: Job, options: ServiceOptions) -> bytes:
     except Exception as error:  # whatever a user's object raises when it is pickled
         raise SpecError(
             f"the job cannot be sent to the service process ({type(error).__name__}: {error}); nothing could run. "
-            "Let functions (Custom, strategy, learn) hold only what pickles (open files and locks do not), or use "
-            "runtime='inline'."
+            "Let functions (Custom, strategy, learn, hooks) hold only what pickles (open files and locks do not), or "
+            "use runtime='inline'."
         ) from error
     return json.dumps(_head()).encode() + b"\n" + body.getvalue()
 
@@ -234,7 +239,7 @@ def _spelled(head: Any) -> str:
 @functools.cache
 def _fields_digest() -> str:
     """Digest the names and the order of all fields that travel."""
-    plain = [ServiceOptions, ClusterOptions, Actor, Scaling, ClientPlaceTree]
+    plain = [ServiceOptions, ClusterOptions, Actor, Scaling, ClientPlaceTree, Hook]
     names = [f"{kind.__name__}.{field.name}" for kind in plain for field in dataclasses.fields(kind)]
     names += [f"{kind.__name__}.{name}" for kind in (Job, Source, Layout) for name in kind.model_fields]
     return hashlib.sha256("\n".join(names).encode()).hexdigest()

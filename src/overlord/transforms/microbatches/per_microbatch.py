@@ -24,6 +24,7 @@ import numpy.typing as npt
 from overlord.core.plan import LoadingPlan
 from overlord.core.ragged import offsets_of
 from overlord.job.layout_specs import Layout
+from overlord.transforms.hooks import MicrobatchPart, Result, RunningHook, microbatch_part
 from overlord.transforms.microbatches.packing_kernels import FIELDS, copy_runs, pack
 from overlord.transforms.microbatches.positions import mrope_positions
 from overlord.transforms.microbatches.step_samples import KINDS, Items, Opening, StepSamples
@@ -53,6 +54,13 @@ _NONE_SILENT = np.empty(0, np.bool_)
 _VISION = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 _SLICED = FIELDS[:6]
 """What ranks that share a sequence have slices of."""
+_KEYS = {name for names in _NAMES.values() for name in names.values()} - {"tokens"}
+_KEYS |= {name for names in (*_BOUNDS.values(), *_VISION.values()) for name in names}
+_KEYS |= {
+    "attention_mask", "cu_seqlens", "max_seqlen", "local_cp_size", "max_length_q", "max_length_k", "use_cache",
+    "second_per_grid_ts", "input_features", "feature_attention_mask", "send_rows",
+}  # fmt: skip
+"""Keys that batches of some layout have: no column of a hook may have such a name. Its "tokens" replace the tokens."""
 _SIZES = {"<i8": 8, "<i4": 4, "<f4": 4, "|u1": 1}
 
 ALIGNMENT = 64
@@ -68,6 +76,8 @@ class PackingJob:
     layout: Layout
     media: MediaShape
     opening: Opening
+    hook: RunningHook | None = None
+    """What a user's `constructor_do_plan` does with the segments of a microbatch."""
 
 
 class _Sharing(NamedTuple):
@@ -133,6 +143,9 @@ def pack_microbatch(
     filled = media if wanted("pixel_values") else None
     if filled is not None:
         filled.add_arrays(blueprint)
+    made, given = _run_hook(plan, samples, (bucket, microbatch), packing.hook, one, (items, segment_of))
+    for name in made.keys() - {"tokens"}:
+        blueprint.add(name, made[name].dtype.str, made[name].shape)
     arrivals: dict[str, tuple[Int64s, Int64s]] = {}
     if plan.routing is not None:
         for part in sharing.parts(wanted("meta.image_positions")):
@@ -151,11 +164,16 @@ def pack_microbatch(
             silent[segment_of[bad]] = True
         for suffix, pair in arrivals.items():
             named[f"meta.image_positions{suffix}"][:], named[f"meta.image_rows{suffix}"][:] = pair
-    table = samples.pieces
+    table, tokens, loss, begin = samples.pieces, samples.tokens.values, samples.loss.values, one.begin
+    if made:
+        named = blueprint.views(buffer)
+        for name in made.keys() - {"tokens"}:
+            named[name][:] = made[name]
+    if given is not None and "tokens" in made:  # only the pieces of this microbatch, one behind the other
+        table, tokens, loss, begin = table.alone(chosen), made["tokens"], np.array(given.loss.values), 0
     longest, _, labels = pack(
-        buffer, offsets, stride_of(one.width), samples.tokens.values, samples.loss.values, table.first,
-        table.first_loss, table.length, table.plain, table.labels, table.origin,
-        (one.begin, chosen.stop - chosen.start), silent, one.cu, slots, *_cutting(plan, one),
+        buffer, offsets, stride_of(one.width), tokens, loss, table.first, table.first_loss, table.length, table.plain,
+        table.labels, table.origin, (begin, chosen.stop - chosen.start), silent, one.cu, slots, *_cutting(plan, one),
     )  # fmt: skip
     if positions_at is not None:
         whole = _mrope(plan, packing, one, items, segment_of, media)
@@ -166,6 +184,26 @@ def pack_microbatch(
         scalars |= {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
     packed = PackedMicrobatch(buffer, tuple(blueprint.arrays), scalars)
     return packed, [(int(items.sample[at]), reason) for at, reason in faults]
+
+
+def _run_hook(
+    plan: LoadingPlan,
+    samples: StepSamples,
+    where: tuple[int, int],
+    hook: RunningHook | None,
+    one: _Bin,
+    media: tuple[Items, Int64s],
+) -> tuple[Result, MicrobatchPart | None]:
+    """Return what a user's hook makes of the microbatch `where` (bucket, microbatch), and what it was given."""
+    if hook is None:
+        return {}, None
+    given = microbatch_part(plan, samples, plan.bin_range(*where), one.cu, media, hook.seed)
+    told = f"step {plan.step}, microbatch {where[1]} of bucket {where[0]}"
+    made = hook.run(given, told)
+    for name in made:
+        if name in _KEYS:
+            raise hook.column_taken(given, told, name)
+    return made, given
 
 
 def _cutting(plan: LoadingPlan, one: _Bin) -> tuple[tuple[int, int], Int64s, Int64s, Int64s, Int64s, Int64s]:

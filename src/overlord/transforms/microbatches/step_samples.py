@@ -99,6 +99,13 @@ def _spread(column: npt.NDArray[Any], places: Int64s, count: int) -> npt.NDArray
     out[..., places] = column
     return out
 
+    def alone(self, chosen: slice) -> PieceTable:
+        """Return the table of a run of pieces whose tokens are one behind the other, without padding."""
+        length = self.length[chosen]
+        behind = offsets_of(length)
+        origin = np.ascontiguousarray(self.origin[:, chosen])
+        return PieceTable(behind[:-1], behind[:-1], length, self.plain[chosen], self.labels[chosen], origin, behind)
+
 
 @dataclass(eq=False)
 class StepSamples:

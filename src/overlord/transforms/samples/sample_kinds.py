@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from overlord.transforms.samples.per_sample import (
     UInt64s,
     Workers,
     finish_tokens,
+    innermost_line,
     measured_text,
     ragged_column,
     run_rows,
@@ -174,11 +174,7 @@ class _WrongReturn(Exception):
 def _reason(error: Exception) -> str:
     if isinstance(error, _WrongReturn):
         return f"the custom function returned {error}"
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})" if trace is not None else ""
-    return f"the custom function raised {type(error).__name__}: {error}{where}"
+    return f"the custom function raised {type(error).__name__}: {error}{innermost_line(error)}"
 
 
 def _checked_custom(made: object) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
