@@ -93,18 +93,18 @@ class PieceTable:
             made = tuple(_spread(column, chosen, len(plan.pieces)) for column in made)
         return PieceTable(*made, offsets_of(plan.in_batch))
 
-
-def _spread(column: npt.NDArray[Any], places: Int64s, count: int) -> npt.NDArray[Any]:
-    out = np.zeros((*column.shape[:-1], count), column.dtype)
-    out[..., places] = column
-    return out
-
     def alone(self, chosen: slice) -> PieceTable:
         """Return the table of a run of pieces whose tokens are one behind the other, without padding."""
         length = self.length[chosen]
         behind = offsets_of(length)
         origin = np.ascontiguousarray(self.origin[:, chosen])
         return PieceTable(behind[:-1], behind[:-1], length, self.plain[chosen], self.labels[chosen], origin, behind)
+
+
+def _spread(column: npt.NDArray[Any], places: Int64s, count: int) -> npt.NDArray[Any]:
+    out = np.zeros((*column.shape[:-1], count), column.dtype)
+    out[..., places] = column
+    return out
 
 
 @dataclass(eq=False)
