@@ -44,8 +44,8 @@ GOLDEN = {
     "hdp": "53046010cf09caf4eda5700b381fdc9f",
     "hdp equal": "38d9020a33780073cf7e2e152ec6fc92",
     "hdp lockstep": "38d9020a33780073cf7e2e152ec6fc92",
-    "hdp any": "d6afaa7848f3b1180b973e4e74c8a526",
-    "hdp any equal": "9f2973b5228c9a281dcee2758b910ef0",
+    "hdp any": "289d20087bf4d919334ea5f652c74b3f",
+    "hdp any equal": "575ec85eb95352e9a1d704687425bac8",
     "hdp pipelines": "3e5f1bf5232c565c5ee13e54ae11e420",
 }
 

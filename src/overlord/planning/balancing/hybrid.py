@@ -16,7 +16,6 @@ Two ways to place items, which `hybrid_microbatches` chooses by what is made sma
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -383,7 +382,9 @@ def _even(problem: _Problem) -> HybridPlacement | None:
     if int(needed.max(initial=1)) > most:
         return None
     best, least, fitting = None, NO_LIMIT, 0
-    for count in _round_counts(problem):
+    count = problem.count or _first_count(problem, _shared(problem, *_widths(problem, needed, most, 1, np.inf))[1])
+    last = 8 * (count + problem.multiple)  # blocks, ranks and rounds each leave less than half of their room unused
+    while count <= last:
         tried, fits = 0, False
         for relaxed in _RELAXED if problem.widen else (np.inf,):
             blocks, widths = _shared(problem, *_widths(problem, needed, most, count, relaxed))
@@ -396,27 +397,31 @@ def _even(problem: _Problem) -> HybridPlacement | None:
             if least <= problem.good_time or (tried >= _TRIES and (fits or problem.count is None)):
                 break
         fitting += fits
-        if fitting == _TRIES or least <= problem.good_time:
+        if fitting == _TRIES or least <= problem.good_time or problem.count is not None:
             break
+        more = 1 if fits else count // 32 + 1
+        count = -(-(count + more) // problem.multiple) * problem.multiple
     return best
 
 
-def _round_counts(problem: _Problem) -> Sequence[int]:
-    """Return the numbers of rounds to try: from the first that leaves the balancer room for tokens and for cost."""
-    if problem.count is not None:
-        return [problem.count]
-    costs, lengths, multiple = problem.costs, problem.lengths, problem.multiple
-    room = problem.num_ranks * problem.cap
-    total = int(lengths.sum())
+def _first_count(problem: _Problem, widths: Int64s) -> int:
+    """Return the first number of rounds to try: there the balancer has room for tokens and for cost.
+
+    `widths` are the ranks of the blocks that memory needs.
+    """
+    costs, lengths, ranks = problem.costs, problem.lengths, problem.num_ranks
+    total, room = int(lengths.sum()), ranks * problem.cap
     first = 1 if total <= room else math.ceil(total / (SLACK * room))
     short = lengths <= problem.cap
     if short.any():
         # Higher rounds than a rank full of short items would leave such ranks idle; wider blocks make rounds lower.
         full = room * (int(costs[short].sum()) / int(lengths[short].sum()))
         first = max(first, min(math.ceil(int(costs.sum()) / max(full, 1.0)), first + first // 2))
-    first = -(-first // multiple) * multiple
-    # Blocks, ranks and rounds each waste less than half of their room where they do not divide evenly.
-    return range(first, 8 * (first + multiple), multiple)
+    # Fewer do not hold the blocks beside each other, nor the items of which a rank takes one only.
+    beside, _ = _first_fit(widths, np.argsort(-widths, kind="stable"), ranks, len(widths))
+    alone = int((short & (2 * lengths > problem.cap)).sum())
+    first = max(first, int(beside.max(initial=-1)) + 1, -(-alone // ranks))
+    return -(-first // problem.multiple) * problem.multiple
 
 
 def _rounds(problem: _Problem, blocks: Int64s, shared: Int64s, count: int) -> tuple[int, HybridPlacement] | None:
