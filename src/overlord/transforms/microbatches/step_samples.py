@@ -90,7 +90,8 @@ class PieceTable:
         made: tuple[Any, ...] = (first, marks, length, plain, labels, origin)
         if chosen is not None:  # pieces keep their numbers; pages of those of other hosts are never touched
             made = tuple(_spread(column, chosen, len(plan.pieces)) for column in made)
-        return PieceTable(*made, offsets_of(plan.in_batch))
+        first, marks, length, plain, labels, origin = made
+        return PieceTable(first, marks, length, plain, labels, origin, offsets_of(plan.in_batch))
 
 
 def _spread(column: npt.NDArray[Any], places: Int64s, count: int) -> npt.NDArray[Any]:
