@@ -193,6 +193,11 @@ class AttachedClients:
         attached = frozenset(client.rank for client in self._clients.values() if client.rank < world_size)
         return frozenset(expected) if attached <= frozenset(expected) else attached
 
+    def coming_to(self, step: int, ranks: Collection[int]) -> set[int]:
+        """Return those of some ranks that may still want a step: they are not past it, or were never attached."""
+        at = self.positions
+        return {rank for rank in ranks if (at[rank] <= step if rank in at else rank not in self._reached)}
+
     @property
     def ever_attached(self) -> bool:
         """Whether a client ever attached."""
@@ -896,9 +901,10 @@ class StepServer:
                     self._packing.difference_update(left)
             with self._changed:
                 self._cache.keep(self._wanted_steps())  # the clients may have moved on meanwhile
-                if step in self._cache.plans and self._cache.has_step(step, self._wanted_steps()[step]):
-                    held = self._cache.samples.get(step)
-                    if held is not None and held.ranks <= self._clients.reached.keys():  # others are about to attach
+                held = self._cache.samples.get(step)
+                if held is not None and step in self._cache.plans:
+                    coming = self._clients.coming_to(step, held.ranks)
+                    if self._cache.has_step(step, coming | self._wanted_steps()[step]):
                         del self._cache.samples[step]
                 self._changed.notify_all()
 

@@ -91,7 +91,8 @@ class PieceTable:
         made: tuple[Any, ...] = (first, marks, length, plain, labels, origin)
         if chosen is not None:  # pieces keep their numbers; pages of those of other hosts are never touched
             made = tuple(_spread(column, chosen, len(plan.pieces)) for column in made)
-        return PieceTable(*made, offsets_of(plan.in_batch))
+        first, marks, length, plain, labels, origin = made
+        return PieceTable(first, marks, length, plain, labels, origin, offsets_of(plan.in_batch))
 
     def alone(self, chosen: slice) -> PieceTable:
         """Return the table of a run of pieces whose tokens are one behind the other, without padding."""
