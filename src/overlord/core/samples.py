@@ -20,11 +20,12 @@ META = np.dtype(
         ("group", "<i8"),
         ("offset", "<i8"),
         ("row", "<i8"),
-        ("tokens", "<i4"),  # delivered tokens, after the overlength policy
+        ("tokens", "<i4"),  # delivered tokens, after the overlength policy; of this part, where steps share a sample
         ("loss_tokens", "<i4"),
         ("image_tokens", "<i4"),
         ("images", "<i4"),
-        ("bytes", "<i8"),
+        ("bytes", "<u4"),
+        ("start", "<i4"),  # first token of this part of the sample; 0 unless a step before has drawn its beginning
         ("items", "<i8"),  # 1 + the first row of its images in `Draw.items`; 0: at most one image, at the beginning
     ]
 )
@@ -40,6 +41,12 @@ OVERLONG = 8
 """Longer than the context under overlength="error"."""
 PLAIN = 16
 """Every token but the first of a piece counts in the loss, so that a cut costs exactly one label."""
+
+CONTINUES = 32
+"""The step has only a part of the sample: what follows it is drawn by a later step."""
+
+UNDIVIDED = 64
+"""All of it belongs into one step: it has a sound, of which the metadata does not tell where it is."""
 
 
 class SampleId(NamedTuple):

@@ -50,7 +50,19 @@ from overlord.core.ragged import (
     slice_rows,
     take_rows,
 )
-from overlord.core.samples import BAD, ENDS_EPOCH, FILE_SHIFT, META, PLAIN, Cursor, MetaArray, SampleId, derive, hash64
+from overlord.core.samples import (
+    BAD,
+    ENDS_EPOCH,
+    FILE_SHIFT,
+    META,
+    PLAIN,
+    UNDIVIDED,
+    Cursor,
+    MetaArray,
+    SampleId,
+    derive,
+    hash64,
+)
 from overlord.errors import ReaderError, SourceError, StateError, ToleranceError
 from overlord.job.layout_specs import Placement
 from overlord.job.specs import Job, Source
@@ -67,6 +79,7 @@ from overlord.transforms.samples.per_sample import (
     decode_media,
     flat,
     ragged_column,
+    without_beginning,
 )
 
 Int64s = npt.NDArray[np.int64]
@@ -544,9 +557,10 @@ class SourceLoader:
     def finish(self, staged: Staged) -> Finished:
         """Run the per-sample transforms and the hook. It changes no state of the loader, so steps may overlap here."""
         meta = staged.order.meta
-        done = self._transform.finish(
-            staged.kept, meta["tokens"].astype(np.int64), (meta["flags"] & BAD) > 0, self._workers
-        )
+        start = meta["start"].astype(np.int64)
+        done = self._transform.finish(staged.kept, start + meta["tokens"], (meta["flags"] & BAD) > 0, self._workers)
+        if start.any():
+            without_beginning(done, start)
         if self._hook is not None:
             done = run_loader_hook(self._hook, self.name, staged.order, done)
         decoder = self._transform.decoder
@@ -698,7 +712,9 @@ class SourceLoader:
         meta["loss_tokens"] = labels
         if images is not None and measured.images.any():
             count_images(meta, images)
-        meta["bytes"] = row_bytes_of(measured.kept, len(numbers))
+        elif images is not None:
+            meta["flags"][images.sample] |= UNDIVIDED
+        meta["bytes"] = np.minimum(row_bytes_of(measured.kept, len(numbers)), np.iinfo(np.uint32).max)
         return [
             (
                 Chunk(*one.cursor, meta[begin:end], slice_rows(measured.kept, begin, end), measured.margin),
