@@ -184,6 +184,21 @@ def test_a_hook_that_returns_what_it_got_changes_nothing(whole_job, cache, layou
     assert digests(whole_job, cache, **options, loader_do_plan=same, constructor_do_plan=same) == bare
 
 
+def test_a_hook_sees_what_a_step_has_of_a_split_sample(ids_job, cache):
+    starts = []
+
+    def same(part):
+        starts.append(int(part.starts.max(initial=0)))
+        return {"tokens": part.tokens}
+
+    same.version = "1"
+    job = ids_job.replace(batch=ol.Batch(32, global_tokens=256))
+    bare = digests(job, cache, runtime="inline")
+    assert digests(job, cache, runtime="inline", loader_do_plan=same) == bare
+    assert max(starts) > 0, "an earlier step has the beginning"
+    assert digests(job, cache, runtime="inline", constructor_do_plan=same) == bare
+
+
 def test_media_keep_their_placeholders_wherever_they_are_decoded(mixed_job, cache):
     def louder(part):
         tokens = np.array(part.tokens.values)

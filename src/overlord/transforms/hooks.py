@@ -29,7 +29,7 @@ import numpy.typing as npt
 from overlord.core.messages import LoaderOrder
 from overlord.core.plan import LoadingPlan
 from overlord.core.ragged import Ragged, expand_ranges, offsets_of
-from overlord.core.samples import BAD, MetaArray, SampleId, derive, hash64
+from overlord.core.samples import BAD, SampleId, derive, hash64
 from overlord.core.spec_errors import list_some
 from overlord.errors import HookError
 from overlord.job.hook_specs import Hook, HookKind
@@ -58,6 +58,8 @@ class Samples:
     epochs: Int64s
     rows: Int64s
     """Row number in the source: file << 32 | row of the file."""
+    starts: Int64s
+    """The first token inside the sample; not 0 for later pieces, and where an earlier step has the beginning."""
     tokens: Ragged
     """Token ids (int32): `tokens[i]` are those of sample i, `tokens.values` and `tokens.offsets` those of all."""
     loss: Ragged
@@ -81,7 +83,8 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPart(Samples):
-    """The samples of a step from one group of one source's order, with their planned lengths.
+    """The samples of a step from one group of one source's order, with their planned lengths: of a sample that is split
+    over steps, what this step has.
 
     `loader_do_plan` returns {"tokens": .., "loss": ..}, or one of them: rows as long as planned, as a `Ragged`, or as
     one array of all rows. None leaves everything as it is.
@@ -101,8 +104,6 @@ class MicrobatchPart(Samples):
     the batch. None leaves everything as it is.
     """
 
-    starts: Int64s
-    """The first token of each segment inside its sample; not 0 for later pieces of a sample that was split."""
     cu_seqlens: Int64s
     """Where segments (or padded rows) begin in the sequence of the microbatch, padding included, and where it ends."""
 
@@ -274,7 +275,7 @@ def run_loader_hook(hook: RunningHook, name: str, order: LoaderOrder, done: Fini
     if done.media is not None:
         sample = np.repeat(np.arange(len(meta)), np.diff(done.media.rows))
         held[expand_ranges(tokens.offsets[sample] + done.media.start, done.media.length)] = True
-    epochs, rows = meta["epoch"].astype(np.int64), meta["row"].astype(np.int64)
+    epochs, rows, starts = (meta[name].astype(np.int64) for name in ("epoch", "row", "start"))
     new_group = (np.diff(meta["group"]) != 0) | (np.diff(epochs) != 0)
     bounds = [0, *(np.flatnonzero(new_group) + 1).tolist(), len(meta)]
     new_tokens: list[Array] = []
@@ -282,17 +283,19 @@ def run_loader_hook(hook: RunningHook, name: str, order: LoaderOrder, done: Fini
     for first, last in itertools.pairwise(bounds):
         low, high = int(tokens.offsets[first]), int(tokens.offsets[last])
         offsets = tokens.offsets[first : last + 1] - low
+        key = derive(hook.seed, "loader_do_plan", name, int(epochs[first]))
         part = LoaderPart(
             step=order.step,
             source_names=(name,),
             source_ids=_sealed(np.zeros(last - first, np.int64)),
             epochs=_sealed(epochs[first:last]),
             rows=_sealed(rows[first:last]),
+            starts=_sealed(starts[first:last]),
             tokens=_sealed_rows(tokens.values[low:high], offsets),
             loss=_sealed_rows(loss.values[low:high], offsets),
             placeholders=_sealed(held[low:high]),
             bad=_sealed(bad[first:last]),
-            seeds=_seeds(derive(hook.seed, "loader_do_plan", name, int(epochs[first])), meta[first:last]),
+            seeds=hash64(key, hash64(key, rows[first:last]) ^ starts[first:last].astype(np.uint64)),
         )
         result = hook.run(part, f"step {order.step}, source {name!r}")
         counts = np.repeat(~bad[first:last], np.diff(offsets))
@@ -303,11 +306,6 @@ def run_loader_hook(hook: RunningHook, name: str, order: LoaderOrder, done: Fini
         tokens=Ragged(np.concatenate(new_tokens), tokens.offsets),
         loss=Ragged(np.concatenate(new_loss), tokens.offsets),
     )
-
-
-def _seeds(key: int, meta: MetaArray) -> npt.NDArray[np.uint64]:
-    seeds, starts = hash64(key, meta["row"].astype(np.int64)), meta["start"].astype(np.uint64)
-    return np.where(starts > 0, hash64(key, seeds ^ starts), seeds)
 
 
 # -- a DataConstructor's samples -------------------------------------------------------------------------------------
@@ -326,7 +324,8 @@ def microbatch_part(
     offsets = offsets_of(table.length[chosen])
     held = np.zeros(len(places), np.bool_)
     if len(items):
-        held[expand_ranges(offsets[segment] + items.start - inside[segment], items.length)] = True
+        inside = items.start - plan.pieces.start[chosen][segment]  # counted in what the step has of the sample
+        held[expand_ranges(offsets[segment] + inside, items.length)] = True
     seeds = _source_keys(seed, plan.draw.names)[source]
     for column in (epochs, rows, starts):
         seeds = hash64(derive(seed, "constructor_do_plan"), seeds ^ column.astype(np.uint64))

@@ -340,6 +340,14 @@ def finish_tokens(kept: RowBatch, planned: Int64s, bad: Bools, kind: str | None 
     return Finished(tokens, Ragged(counted, loss.offsets), media, [], [])
 
 
+def innermost_line(error: Exception) -> str:
+    """Return where an exception of the user's code was raised, as " (file.py, line 7)"; "" where that is not known."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
+
+
 def without_beginning(done: Finished, start: Int64s) -> None:
     """Drop the first tokens of some samples, and the media among them: earlier steps have delivered those."""
     lengths = done.tokens.lengths - start
@@ -353,14 +361,6 @@ def without_beginning(done: Finished, start: Int64s) -> None:
         done.media = done.media.keep(done.media.start >= start[rows])
         rows = np.repeat(np.arange(len(start)), np.diff(done.media.rows))
         done.media = dataclasses.replace(done.media, start=(done.media.start - start[rows]).astype(np.int32))
-
-
-def innermost_line(error: Exception) -> str:
-    """Return where an exception of the user's code was raised, as " (file.py, line 7)"; "" where that is not known."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "" if trace is None else f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
 
 
 # -- where a function over rows runs: in this thread, or in process workers, which a row may kill ------------------
