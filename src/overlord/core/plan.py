@@ -12,7 +12,7 @@ import hashlib
 import json
 import operator
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,9 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+ENCODED_BY = {"encoder": "images", "audio_encoder": "audio"}
+"""What each encoder of a plan takes, by the name of its field; "images" are images and clips."""
+
 
 @dataclass(frozen=True, eq=False)
 class LoadingPlan:
@@ -53,7 +56,7 @@ class LoadingPlan:
     axis: str = "DP"
     """Which consumers the buckets are: "DP", "CP" (data parallel x context parallel ranks alike) or "WORLD"."""
     modality: str = "tokens"
-    """What a length counts: "tokens", or the image tokens of "images"."""
+    """What a length counts: "tokens", or the media tokens of "images" (and clips), "videos" or "audio"."""
     broadcast: tuple[str, ...] = ()
     """Axes along which the trainer broadcasts: there only coordinate 0 fetches."""
     cp_sizes: Int32s | None = None
@@ -63,9 +66,13 @@ class LoadingPlan:
     counts: Int32s | None = None
     """Microbatches of each bucket where they differ; otherwise all have `num_microbatches`."""
     encoder: LoadingPlan | None = None
-    """Where the images are encoded, when that is not where their tokens are."""
+    """Where the images and clips are encoded, when that is not where their tokens are."""
     routing: Routing | None = None
-    """How encoded images reach the ranks of their tokens."""
+    """How encoded images and clips reach the ranks of their tokens."""
+    audio_encoder: LoadingPlan | None = None
+    """Where the sounds are encoded, when that is not where their tokens are."""
+    audio_routing: Routing | None = None
+    """How encoded sounds reach the ranks of their tokens."""
     ends: Int64s | None = None
     """Where the step leaves each source: rows of (epoch, group, offset); set by the planner."""
     slicing: str = "zigzag"
@@ -78,6 +85,8 @@ class LoadingPlan:
     """Set where a strategy cuts samples elsewhere than at the context length: how many cuts the context makes."""
     tree: ClientPlaceTree | None = None
     """The mesh of the step, set when the plan is checked; see `mesh`."""
+    metrics: Mapping[str, float] | None = None
+    """The report that the strategy followed; None where it followed none."""
 
     def __repr__(self) -> str:
         shape = f"{self.num_buckets} {self.axis} buckets x {self.num_microbatches} microbatches"
@@ -94,6 +103,20 @@ class LoadingPlan:
         if self.tree is None:
             raise ValueError("this plan has no mesh; take it from a planner, or call plan.on(mesh)")
         return self.tree
+
+    @property
+    def encoders(self) -> dict[str, tuple[LoadingPlan, Routing | None]]:
+        """The plan and the routes of every encoder that runs apart from the backbone, by the name of its field."""
+        found = {"encoder": (self.encoder, self.routing), "audio_encoder": (self.audio_encoder, self.audio_routing)}
+        return {name: (plan, routing) for name, (plan, routing) in found.items() if plan is not None}
+
+    @property
+    def encoded_apart(self) -> Bools:
+        """Drawn samples whose media, if they have any, are encoded apart from their tokens."""
+        apart = np.zeros(len(self.draw), np.bool_)
+        for name in self.encoders:
+            apart |= self.draw.samples_with(ENCODED_BY[name])
+        return apart
 
     @property
     def nbytes(self) -> int:
@@ -236,13 +259,13 @@ class LoadingPlan:
         optional = (self.cp_sizes, self.first_ranks, self.counts)
         for column in (*columns, *(c for c in optional if c is not None)):
             digest.update(np.ascontiguousarray(column).data)
-        if self.encoder is not None:
-            digest.update(self.encoder.digest.encode())
+        for encoder, _ in self.encoders.values():
+            digest.update(encoder.digest.encode())
         return digest.hexdigest()
 
     @cached_property
     def drawn_lengths(self) -> Int32s:
-        """The whole length of the sample (or image) of each piece."""
+        """The whole length of the sample (or of its media) of each piece."""
         column = "tokens" if self.modality == "tokens" else "image_tokens"
         return np.ascontiguousarray(self.draw.meta[column])[self.pieces.sample]
 
@@ -254,9 +277,9 @@ class LoadingPlan:
             sums[filled] = np.add.reduceat(costs, self.bin_offsets[filled])
         return sums.reshape(self.num_buckets, self.num_microbatches)
 
-    def with_ends(self, after: Int64s) -> LoadingPlan:
-        """Return the plan that also says where it leaves its sources."""
-        return self._revised(("buckets", "drawn_lengths", "padded", "digest"), ends=after)
+    def with_ends(self, after: Int64s, metrics: Mapping[str, float] | None = None) -> LoadingPlan:
+        """Return the plan that also says where it leaves its sources, and which report its strategy followed."""
+        return self._revised(("buckets", "drawn_lengths", "padded", "digest"), ends=after, metrics=metrics)
 
     def with_kind(self, axis: str, modality: str, broadcast: tuple[str, ...]) -> LoadingPlan:
         """Return the plan for other consumers."""
@@ -378,7 +401,7 @@ class Share:
     samples: Bools
     """Drawn samples of which the host needs tokens or media."""
     media: Bools
-    """Drawn samples of which the host needs the bytes of images and clips; of the others only shapes and bad marks."""
+    """Drawn samples of which the host needs the bytes of media; of the others only shapes and bad marks."""
     whole: bool
     """Whether the host has all ranks, so that it needs every sample."""
 
@@ -400,11 +423,12 @@ class Share:
         fetching = [rank for rank in ranks if tree.fetches(rank, plan.broadcast)]
         for bucket in {tree.bucket_of(plan.axis, rank) for rank in fetching}:
             samples[_of_bucket(plan, bucket)] = True
-        if plan.encoder is None:
+        if not plan.encoders:
             return cls(samples, samples, whole=False)
-        media = np.zeros(len(plan.draw), np.bool_)
-        for rank in ranks:
-            media[plan.encoder.bin(rank, 0).sample] = True
+        media = samples & ~plan.encoded_apart
+        for encoder, _ in plan.encoders.values():
+            for rank in ranks:
+                media[encoder.bin(rank, 0).sample] = True
         return cls(samples | media, media, whole=False)
 
     def cut(self, plan: LoadingPlan, payload: Payload) -> Payload:
@@ -414,8 +438,7 @@ class Share:
         mine = plan.draw.samples_of(payload.source)
         mine = mine if payload.chosen is None else mine[payload.chosen]
         chosen = np.flatnonzero(self.samples[mine])
-        audio = payload.media is not None and payload.media.kind == "audio"  # sounds stay with their tokens
-        part = payload.take(chosen, np.ones(len(chosen), np.bool_) if audio else self.media[mine[chosen]])
+        part = payload.take(chosen, self.media[mine[chosen]])
         return part if payload.chosen is None else replace(part, chosen=payload.chosen[chosen])
 
 
@@ -437,10 +460,10 @@ def with_labels(plan: LoadingPlan, payload: Payload) -> Payload:
 def known_early(plan: LoadingPlan) -> Bools:
     """Return the drawn samples of which the loader must decode the media to know whether they are bad.
 
-    A bad image masks the loss of its whole sample. Where images are encoded on other ranks than their tokens, or a
+    A bad image masks the loss of its whole sample. Where media are encoded on other ranks than their tokens, or a
     sample is cut into pieces, several hosts must know that. Other media are decoded when they are packed.
     """
-    early = np.full(len(plan.draw), plan.encoder is not None)
+    early = plan.encoded_apart
     early[plan.pieces.sample[plan.pieces.start > 0]] = True
     return early
 
@@ -473,7 +496,7 @@ class Routing:
     heads: Int64s
     """[bucket, cp]: the ranks of the first pipeline stage that hold the tokens (the first of each TP group)."""
     images: tuple[Int64s, Int64s]
-    """Patches of each image (or run of one) in encoding order, and the first image of each rank."""
+    """Patches of each image (or run of one; frames of each sound) in encoding order, and the first of each rank."""
 
     @cached_property
     def _sender_offsets(self) -> Int64s:
@@ -566,9 +589,11 @@ _PLAN_SCALARS = (
     "bin_multiple",
     "row_tokens",
     "context_cuts",
+    "metrics",
 )
 _OPTIONAL = ("cp_sizes", "first_ranks", "counts", "ends")
 _TOTALS = ("global_loss_tokens", "total_tokens", "squared_tokens")
+_ROUTING = {"encoder": "routing", "audio_encoder": "audio_routing"}
 _ROUTES = ("sender", "receiver", "microbatch", "position", "length", "sample", "start", "row", "heads")
 
 
@@ -591,12 +616,13 @@ def plan_to_bytes(plan: LoadingPlan) -> memoryview:
     }
     if plan.tree is not None:
         scalars["tree"] = plan.tree.sizes()
-    if plan.encoder is not None:
-        scalars["encoder"] = _plan_columns(plan.encoder, "encoder.", arrays)
-    if plan.routing is not None:
-        scalars["world_size"] = plan.routing.world_size
-        arrays.update({f"routing.{name}": getattr(plan.routing, name) for name in _ROUTES})
-        arrays.update(zip(("routing.patches", "routing.begins"), plan.routing.images, strict=True))
+    for name, (encoder, routing) in plan.encoders.items():
+        scalars[name] = _plan_columns(encoder, f"{name}.", arrays)
+        if routing is not None:
+            lead = f"{_ROUTING[name]}."
+            scalars["world_size"] = routing.world_size
+            arrays.update({f"{lead}{column}": getattr(routing, column) for column in _ROUTES})
+            arrays.update({f"{lead}patches": routing.images[0], f"{lead}begins": routing.images[1]})
     return _write(scalars, arrays)
 
 
@@ -619,14 +645,17 @@ def plan_from_bytes(blob: bytes | memoryview) -> LoadingPlan:
     # Digests and indices travel with the plan: a role that needs only a part must not compute them again.
     draw.__dict__.update(digest=scalars["order_digest"], by_source=(arrays["by_source"], arrays["source_offsets"]))
     plan = _plan_of(draw, scalars["plan"], "", arrays)
-    if "encoder" in scalars:
-        plan = dataclasses.replace(plan, encoder=_plan_of(draw, scalars["encoder"], "encoder.", arrays))
-    if "world_size" in scalars:
-        routes = {name: arrays[f"routing.{name}"] for name in _ROUTES}
-        images = (arrays["routing.patches"], arrays["routing.begins"])
-        plan = dataclasses.replace(plan, routing=Routing(scalars["world_size"], **routes, images=images))
+    found: dict[str, Any] = {}
+    for name, routing in _ROUTING.items():
+        if name in scalars:
+            found[name] = _plan_of(draw, scalars[name], f"{name}.", arrays)
+        if f"{routing}.sender" in arrays:
+            routes = {column: arrays[f"{routing}.{column}"] for column in _ROUTES}
+            images = (arrays[f"{routing}.patches"], arrays[f"{routing}.begins"])
+            found[routing] = Routing(scalars["world_size"], **routes, images=images)
     if "tree" in scalars:
-        plan = dataclasses.replace(plan, tree=ClientPlaceTree.from_sizes(scalars["tree"], what="the mesh of a plan"))
+        found["tree"] = ClientPlaceTree.from_sizes(scalars["tree"], what="the mesh of a plan")
+    plan = dataclasses.replace(plan, **found)
     plan.__dict__.update(scalars["totals"], digest=scalars["plan_digest"])
     return plan
 

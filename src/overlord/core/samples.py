@@ -22,7 +22,7 @@ META = np.dtype(
         ("row", "<i8"),
         ("tokens", "<i4"),  # delivered tokens, after the overlength policy
         ("loss_tokens", "<i4"),
-        ("image_tokens", "<i4"),
+        ("image_tokens", "<i4"),  # of its images; of its clips or sounds where `flags` has CLIPS or SOUNDS
         ("images", "<i4"),
         ("bytes", "<i8"),
         ("items", "<i8"),  # 1 + the first row of its images in `Draw.items`; 0: at most one image, at the beginning
@@ -40,6 +40,10 @@ OVERLONG = 8
 """Longer than the context under overlength="error"."""
 PLAIN = 16
 """Every token but the first of a piece counts in the loss, so that a cut costs exactly one label."""
+CLIPS = 256
+"""What `images` and `image_tokens` count are clips."""
+SOUNDS = 512
+"""What `images` and `image_tokens` count are sounds."""
 
 
 class SampleId(NamedTuple):
