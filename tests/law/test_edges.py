@@ -13,22 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from examples.demo.demo_data import media_job, write_media
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import overlord as ol
 from overlord.testing import digest_service
-
-WORDS = {"<unk>": 0, "<image>": 1, "<vs>": 2, "<ve>": 3, **{f"w{i}": 4 + i for i in range(40)}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> str:
-    words = Tokenizer(models.WordLevel(WORDS, "<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.add_special_tokens(["<image>", "<vs>", "<ve>"])
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    words.save(str(path))
-    return str(path)
 
 
 def jpeg(side: int = 16, *, cut: bool = False) -> bytes:

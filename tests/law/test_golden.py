@@ -26,9 +26,9 @@ GOLDEN = {
         "365738123da4ba44bd0b235e54d23fbe",
     ),
     "tokens": (
-        "001be76f9193aaf270c9751385adee3a",
-        "863cebc5ea758f2f679c9e6648cbd237",
-        "6c59ace75cb1e3cb90bd8e55ef7422cf",
+        "84b9c12995990f4c708afcc743d31853",
+        "a376db3eb2c0ec8da4c86e03bb0d30c3",
+        "3e256c3945e9fad0649ac93dea39207d",
     ),
 }
 

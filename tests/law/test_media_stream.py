@@ -222,6 +222,27 @@ def test_another_seed_gives_other_media_and_the_same_seed_the_same(tmp_path):
     assert all(written[0][name] != written[2][name] for name in written[0])
 
 
+def test_a_sample_with_a_sound_goes_on_in_the_next_step_behind_its_sound(job, cache):
+    whole, parts = {}, {}
+    small = job.replace(batch=ol.Batch(160, global_tokens=200), overlength="split")
+    for found, one in ((whole, job), (parts, small)):
+        with ol.launch(one, runtime="inline", cache=cache) as service:
+            for step, _ in zip(service.client(), range(40), strict=False):
+                for batch in step.microbatches:
+                    ids = segments(batch, "input_ids")
+                    sounds = {sample for (sample, _), begin in zip(ids, batch.meta.segment_offsets, strict=True)
+                              if sample.source == "sounds" and begin == 0}  # fmt: skip
+                    assert len(batch.get("input_features", ())) == len(sounds), "a sound is where its sample begins"
+                    for (sample, tokens), begin in zip(ids, batch.meta.segment_offsets, strict=True):
+                        found.setdefault(sample, {})[int(begin)] = tokens
+    cut = [sample for sample in parts if sample.source == "sounds" and len(parts[sample]) > 1 and sample in whole]
+    assert cut, "some are cut"
+    for sample in cut:
+        joined = np.concatenate([tokens for _, tokens in sorted(parts[sample].items())])
+        expected = np.concatenate([tokens for _, tokens in sorted(whole[sample].items())])
+        assert joined.tolist() == expected[: len(joined)].tolist()
+
+
 # -- sounds that are encoded apart from their tokens -----------------------------------------------
 
 OMNI = ol.strategies.vlm_hybrid(ol.costs.tokens, ol.costs.tokens, audio=ol.costs.tokens)

@@ -6,13 +6,14 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
 from overlord.core.ragged import expand_ranges, offsets_of
-from overlord.core.samples import CLIPS, OVERLONG, SKIP, SOUNDS, MetaArray, SampleId
+from overlord.core.samples import CLIPS, CONTINUES, ENDS_EPOCH, OVERLONG, PLAIN, SKIP, SOUNDS, MetaArray, SampleId
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -80,9 +81,17 @@ class Draw:
             names = tuple(name for name, some in zip(names, drawn.tolist(), strict=True) if some)
             source = (np.cumsum(drawn) - 1).astype(np.int32)[source]
         digest.update("\n".join(names).encode())
-        for column in (source, self.meta["row"], self.meta["epoch"]):
+        columns = [source, self.meta["row"], self.meta["epoch"]]
+        if len(self.parts):
+            columns += [self.meta["start"], self.meta["tokens"]]
+        for column in columns:
             digest.update(np.ascontiguousarray(column).data)
         return digest.hexdigest()
+
+    @cached_property
+    def parts(self) -> Int64s:
+        """The samples of which the step has only a part: other steps have the rest."""
+        return np.flatnonzero((self.meta["start"] > 0) | (self.meta["flags"] & CONTINUES > 0))
 
     @cached_property
     def media(self) -> Pieces:
@@ -259,6 +268,60 @@ def cut_pieces(tokens: npt.NDArray[np.integer], context_length: int, images: Pie
     start = (np.arange(len(sample)) - first[sample]) * context_length
     length = np.minimum(tokens[sample] - start, context_length)
     return Pieces(sample.astype(np.int32), start.astype(np.int32), length.astype(np.int32))
+
+
+def last_cut(meta: Any, items: Int32s | None, most: int) -> int:
+    """Return the last token at or before `most` where a sample may be cut: not inside an image.
+
+    Args:
+        meta: The metadata of the sample.
+        items: Its images, as in `Draw.items`; None for at most one image, at the beginning.
+        most: Tokens.
+
+    Example:
+        >>> from overlord.core.samples import META
+        >>> meta = np.zeros(1, META)[0]
+        >>> last_cut(meta, np.array([[4, 6, 1, 1]]), 9), last_cut(meta, np.array([[4, 6, 1, 1]]), 11)
+        (3, 11)
+    """
+    if items is None:
+        return most if most >= int(meta["image_tokens"]) else 0
+    begin, end = items[:, 0] - items[:, 2], items[:, 0] + items[:, 1] + items[:, 3]
+    inside = np.flatnonzero((begin < most) & (most < end))
+    return int(begin[inside[0]]) if len(inside) else most
+
+
+def part_of_sample(
+    meta: Any, items: Int32s | None, begin: int, end: int, context_length: int
+) -> tuple[Any, Int32s | None]:
+    """Return the metadata and the images of the tokens begin .. end of a sample, as if they were a sample.
+
+    Labels are exact where every token counts in the loss; of other samples they are the least there can be: the loss
+    of a step is divided by what its loaders count.
+
+    Example:
+        >>> from overlord.core.samples import META
+        >>> meta = np.zeros(1, META)[0]
+        >>> meta["tokens"], meta["loss_tokens"], meta["flags"] = 100, 90, 0
+        >>> part, _ = part_of_sample(meta, None, 40, 100, 30)
+        >>> int(part["start"]), int(part["tokens"]), int(part["loss_tokens"])
+        (40, 60, 50)
+    """
+    part, whole, tokens = meta.copy(), int(meta["tokens"]), end - begin
+    part["start"], part["tokens"] = begin, tokens
+    if end < whole:
+        part["flags"] = int(part["flags"]) & ~ENDS_EPOCH | CONTINUES
+    plain = int(meta["flags"]) & PLAIN
+    part["loss_tokens"] = (
+        tokens - -(-tokens // context_length) if plain else max(meta["loss_tokens"] - whole + tokens, 0)
+    )
+    if meta["image_tokens"]:
+        if items is None:
+            items = np.array([[0, int(meta["image_tokens"]), 0, 0]], np.int32)
+        items = items[(items[:, 0] >= begin) & (items[:, 0] < end)] - np.array([[begin, 0, 0, 0]], np.int32)
+        part["images"], part["image_tokens"] = len(items), items[:, 1].sum()
+        part["items"] = len(items) > 1 or (len(items) == 1 and items[0, 0] > 0)
+    return part, items if part["items"] else None
 
 
 def context_pieces(buffer: Buffer) -> Pieces:

@@ -95,6 +95,12 @@ class Media:
         begin = int(self.begin[item])
         return memoryview(self.values[begin : begin + int(self.nbytes_of[item])])  # type: ignore[arg-type]
 
+    def keep(self, chosen: npt.NDArray[np.bool_]) -> Media:
+        """Return some of the items; the samples stay the same."""
+        columns = ("start", "length", "grids", "seconds", "seeds", "bad", "begin", "nbytes_of")
+        rows = np.concatenate([[0], np.cumsum(chosen)])[self.rows]
+        return replace(self, rows=rows, **{name: getattr(self, name)[chosen] for name in columns})
+
     def take(self, samples: Int64s, with_bytes: npt.NDArray[np.bool_]) -> Media:
         """Return the media of some samples; without bytes where `with_bytes` is False (shapes and bad marks only)."""
         counts = np.diff(self.rows)[samples]

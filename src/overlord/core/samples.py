@@ -20,11 +20,12 @@ META = np.dtype(
         ("group", "<i8"),
         ("offset", "<i8"),
         ("row", "<i8"),
-        ("tokens", "<i4"),  # delivered tokens, after the overlength policy
+        ("tokens", "<i4"),  # delivered tokens, after the overlength policy; of this part, where steps share a sample
         ("loss_tokens", "<i4"),
         ("image_tokens", "<i4"),  # of its images; of its clips or sounds where `flags` has CLIPS or SOUNDS
         ("images", "<i4"),
-        ("bytes", "<i8"),
+        ("bytes", "<u4"),
+        ("start", "<i4"),  # first token of this part of the sample; 0 unless a step before has drawn its beginning
         ("items", "<i8"),  # 1 + the first row of its images in `Draw.items`; 0: at most one image, at the beginning
     ]
 )
@@ -40,9 +41,11 @@ OVERLONG = 8
 """Longer than the context under overlength="error"."""
 PLAIN = 16
 """Every token but the first of a piece counts in the loss, so that a cut costs exactly one label."""
-CLIPS = 256
+CONTINUES = 32
+"""The step has only a part of the sample: what follows it is drawn by a later step."""
+CLIPS = 64
 """What `images` and `image_tokens` count are clips."""
-SOUNDS = 512
+SOUNDS = 128
 """What `images` and `image_tokens` count are sounds."""
 
 

@@ -28,7 +28,11 @@ STATE_VERSION = 3
 
 Int64s = npt.NDArray[np.int64]
 
-_COLUMNS = ("epoch", "group", "offset", "deficit", "samples", "tokens", "skipped", "passed", "epoch_rows", "finished")
+_COLUMNS = (
+    "epoch", "group", "offset", "deficit", "samples", "tokens", "skipped", "passed", "epoch_rows", "finished", "start",
+)  # fmt: skip
+_LEAST_COLUMNS = list(_COLUMNS[:-1])
+"""The columns of a state in which no sample is drawn in part, and of those saved before there was such a column."""
 
 
 _MOST = (1 << 63) - 1
@@ -57,6 +61,8 @@ class StreamState:
     """Rows of a whole epoch; 0 until the first one ended."""
     finished: Int64s
     """1 when the source has left the mixture."""
+    start: Int64s
+    """Tokens of the sample at the cursor that earlier steps have drawn: it is split over steps."""
     mixer: Mapping[str, Any] | None = None
     """The state of a mixture that learns, or was changed while running; JSON."""
 
@@ -69,13 +75,8 @@ class StreamState:
 
     @classmethod
     def of(cls, step: int, columns: Sequence[Int64s], mixer: Mapping[str, Any] | None) -> StreamState:
-        """Return a state from its arrays, in the order of `columns()`."""
+        """Return a state from its arrays, in the order of the fields."""
         return cls(step, **dict(zip(_COLUMNS, columns, strict=True)), mixer=mixer)  # type: ignore[arg-type]
-
-    @staticmethod
-    def columns() -> tuple[str, ...]:
-        """Return the names of the arrays, in the order of the constructor."""
-        return _COLUMNS
 
     def cursor(self, source: int) -> Cursor:
         """Return the cursor of one source."""
@@ -106,12 +107,13 @@ class StreamState:
 
         "verdicts" is left out when there are none, "order" when the sources are numbered by name.
         """
-        table = np.stack([getattr(self, name) for name in _COLUMNS], axis=1).tolist()
+        columns = list(_COLUMNS) if self.start.any() else _LEAST_COLUMNS
+        table = np.stack([getattr(self, name) for name in columns], axis=1).tolist()
         state = {
             "version": STATE_VERSION,
             "step": self.step,
             "fingerprint": dict(parts),
-            "columns": list(_COLUMNS),
+            "columns": columns,
             "sources": dict(zip(names, table, strict=True)),
             "reports": {str(step): report for step, report in reports.items()},
             "changes": list(changes),
@@ -125,9 +127,11 @@ class StreamState:
     def from_json(cls, state: Mapping[str, Any], names: Sequence[str], parts: Mapping[str, Any]) -> StreamState:
         """Read a state; refuse one of another version or another job."""
         check_state(state, parts)
+        width = len(state["columns"])
         for name in names:
-            _check_row(name, state["sources"][name])
-        rows = np.array([state["sources"][name] for name in names], np.int64)
+            _check_row(name, state["sources"][name], width)
+        rows = np.zeros((len(names), len(_COLUMNS)), np.int64)
+        rows[:, :width] = [state["sources"][name] for name in names]
         return cls.of(state["step"], [rows[:, i].copy() for i in range(len(_COLUMNS))], state["mixer"])
 
 
@@ -142,7 +146,8 @@ def check_state(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
             + ". Resuming would lose or repeat samples silently. Restore the job, or start anew without state. Sources "
             "may come and go with reconcile='allow_add' or 'allow_add_remove'."
         )
-    if state.get("columns") != list(_COLUMNS) or set(state["sources"]) != set(parts.get("sources", state["sources"])):
+    known = state.get("columns") in (list(_COLUMNS), _LEAST_COLUMNS)
+    if not known or set(state["sources"]) != set(parts.get("sources", state["sources"])):
         raise _damaged("the columns or names of its table of sources do not match the job")
 
 
@@ -239,10 +244,10 @@ def _no_state(missing: str) -> StateError:
     )
 
 
-def _check_row(name: str, row: Any) -> None:
-    if not isinstance(row, Sequence) or len(row) != len(_COLUMNS):
-        raise _damaged(f"the row of source {name!r} is {row!r:.80}, not {len(_COLUMNS)} numbers")
-    for column, value in zip(_COLUMNS, row, strict=True):
+def _check_row(name: str, row: Any, width: int) -> None:
+    if not isinstance(row, Sequence) or len(row) != width:
+        raise _damaged(f"the row of source {name!r} is {row!r:.80}, not {width} numbers")
+    for column, value in zip(_COLUMNS, row, strict=False):
         least, most = _RANGES.get(column, (0, _MOST))
         if not is_whole(value, least, most) or (column == "group" and value == NO_GROUP):
             raise _damaged(f"{column} of source {name!r} is {value!r:.80}")

@@ -90,7 +90,7 @@ def reconcile_state(state: Mapping[str, Any], parts: Mapping[str, Any], how: Rec
     _refuse_changed(state["fingerprint"], parts, [name for name in known if name in wanted])
     found = _dropped(state, gone)
     found["fingerprint"] = _adapted(state["fingerprint"], parts, gone)
-    fresh_row = [int(getattr(StreamState.begin(1), column)[0]) for column in StreamState.columns()]
+    fresh_row = [int(getattr(StreamState.begin(1), column)[0]) for column in state.get("columns", [])]
     found["sources"] = {**found["sources"], **dict.fromkeys(fresh, fresh_row)}
     found["order"] = list(found["sources"])
     taken_over = _takes_over(state, found, parts, gone)

@@ -82,14 +82,23 @@ class Budget:
 
 
 def draw_more(
-    supply: Supply, weights: Int64s, tally: Tally, budget: Budget, *, by_tokens: bool, sequential: bool
+    supply: Supply,
+    weights: Int64s,
+    tally: Tally,
+    budget: Budget,
+    *,
+    by_tokens: bool,
+    sequential: bool,
+    strict: bool = False,
 ) -> tuple[Pause, int, Int32s, Int64s]:
     """Draw until the budget is met or the caller must act (see `Pause`).
 
-    Changes `supply.taken`, the tally and the budget's counters.
+    Changes `supply.taken`, the tally and the budget's counters. Unless `strict`, the first sample of a step is drawn
+    also where it alone is longer than the budget.
 
     Returns:
-        Why it paused, the source that caused it, and the drawn samples as (source, row in the supply).
+        Why it paused, the source that caused it (with FULL the one whose next sample has too many tokens, or -1), and
+        the drawn samples as (source, row in the supply).
     """
     room, num = budget.max_samples - budget.samples, len(weights)
     rows = supply.held - supply.taken
@@ -101,7 +110,8 @@ def draw_more(
     work += [*np.empty((2, _SLOTS), np.uint32)]
     queue = _Queue(weights, tally, by_tokens, sequential, slot_bits, np.empty(5, np.int64), *work)
     left = budget.max_tokens - budget.tokens
-    pause, which, drawn, tokens = _draw(supply, queue, room, left, budget.samples > 0, out_source, out_row)
+    begun = strict or budget.samples > 0
+    pause, which, drawn, tokens = _draw(supply, queue, room, left, begun, out_source, out_row)
     budget.samples += int(drawn)
     budget.tokens += int(tokens)
     return Pause(pause), int(which), out_source[:drawn], out_row[:drawn]
@@ -217,6 +227,7 @@ def _draw(
             row = supply.base[best] + supply.taken[best]
             tokens = int(supply.tokens[row])
             if begun and total + tokens > max_tokens:
+                which = best
                 break
             charge = tokens if queue.by_tokens else 1
             if time > 0 and time + charge > _LONGEST:

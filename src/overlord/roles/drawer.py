@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.draw import Draw
+from overlord.core.draw import Draw, last_cut, part_of_sample
 from overlord.core.messages import MetaDelta, MetaRequest
 from overlord.core.order import BEGIN
 from overlord.core.ragged import expand_ranges
@@ -35,7 +35,7 @@ from overlord.core.states import StreamState
 from overlord.errors import NothingToDraw, PlanError, ReportMissing, SpecError, StateError
 from overlord.job.reconcile import RULE_BEGINS
 from overlord.job.specs import Job, Mixture
-from overlord.planning.drawing import SUBSTEPS, Budget, Pause, Supply, Tally, draw_more, integer_weights
+from overlord.planning.drawing import SCALE, SUBSTEPS, Budget, Pause, Supply, Tally, draw_more, integer_weights
 from overlord.planning.learning.learner import Learner
 from overlord.planning.learning.rules import FunctionRule, make_rule
 from overlord.roles.changes import InputLog, Report
@@ -238,6 +238,8 @@ def _damaged(what: object) -> StateError:
 
 
 _UNLIMITED = 1 << 60
+_FULL_ENOUGH = 64
+"""No sample is split for less than this part of a step's tokens: steps are at most 1.6 % short."""
 
 _RAW = np.dtype((np.void, META.itemsize))
 """Rows of metadata as plain bytes: numpy copies those ten times as fast as records."""
@@ -257,6 +259,30 @@ class DrawnStep:
     after: StreamState
 
 
+@dataclass(slots=True)
+class _Drawn:
+    """What is drawn of a step so far."""
+
+    parts: list[tuple[Int32s, MetaArray]] = dataclasses.field(default_factory=list[tuple[Int32s, MetaArray]])
+    """Sources and metadata of the samples."""
+    cuts: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict[int, tuple[int, int]])
+    """Of samples that are drawn in part, by their number in the step: the first token, and the one after the last."""
+
+
+def _with_parts(
+    meta: MetaArray, items: Int32s | None, cuts: Mapping[int, tuple[int, int]], context_length: int
+) -> Int32s | None:
+    """Write the metadata of samples that are drawn in part; return the listed images with theirs."""
+    for at, (begin, end) in cuts.items():
+        first, row = int(meta["items"][at]) - 1, meta[at]
+        own = None if first < 0 or items is None else items[first : first + int(row["images"])]
+        meta[at], own = part_of_sample(row, own, begin, end, context_length)
+        if own is not None:
+            items = own if items is None else np.concatenate([items, own])
+            meta["items"][at] = 1 + len(items) - len(own)
+    return items
+
+
 class _MetadataBuffer:
     """Buffered metadata of all sources: one array in which each source has a range, with room to grow.
 
@@ -269,6 +295,8 @@ class _MetadataBuffer:
         num = len(state.epoch)
         self.next = np.stack([state.epoch, state.group, state.offset], axis=1)
         """The cursor after the buffered metadata of each source: rows of (epoch, group, offset)."""
+        self._start = state.start.copy()
+        """Tokens of the sample at the cursor that are drawn already, of sources without buffered metadata."""
         self.mean_tokens = np.full(num, _FIRST_GUESS)
         self.meta: MetaArray = np.empty(0, META)
         self.supply = Supply(np.empty(0, np.int32), np.empty(0, np.int32), *np.zeros((3, num), np.int64))
@@ -298,7 +326,9 @@ class _MetadataBuffer:
                 self.meta["items"][listed] += len(self._items)
                 self._items = np.concatenate([self._items, delta.items])
             supply.tokens[begin : begin + size] = tokens[at : at + size]
+            supply.tokens[begin] -= self._start[delta.source]
             supply.flags[begin : begin + size] = delta.meta["flags"]
+        self._start[which] = 0
         means = np.add.reduceat(tokens, given) / sizes
         self.mean_tokens[which] += (means - self.mean_tokens[which]) * sizes / (sizes + 16)  # a few rows say little
         self.next[which] = [delta.next_cursor for delta in deltas]
@@ -315,6 +345,15 @@ class _MetadataBuffer:
         found = self._items[expand_ranges(meta["items"][listed] - 1, count)]
         meta["items"][listed] = 1 + np.cumsum(count) - count
         return found
+
+    def pass_tokens(self, source: int, tokens: int) -> None:
+        """Note that the first tokens of the next sample of a source are drawn."""
+        self.supply.tokens[self.supply.base[source] + self.supply.taken[source]] -= tokens
+
+    def next_row(self, source: int) -> MetaArray:
+        """Return the metadata of the next sample of a source, which is buffered, as an array of one."""
+        row = int(self.supply.base[source] + self.supply.taken[source])
+        return self.meta[row : row + 1].copy()
 
     def _forget_drawn_items(self) -> None:
         rows = expand_ranges(self.supply.base + self.supply.taken, self.left)
@@ -428,24 +467,32 @@ class Drawer:
         work = self.state.copy()
         batch = self._job.batch
         budget = Budget(batch.global_samples or _UNLIMITED, batch.global_tokens or _UNLIMITED)
-        parts: list[tuple[Int32s, MetaArray]] = []
+        drawn = _Drawn()
         at = self.mixer.position(float(step), work)
         first = self._weights(at, work)
         self._rest_undrawn(first)
         for part in range(SUBSTEPS if self._job.mixture.granularity == "substep" else 1):
             position = self.mixer.position(step + part / SUBSTEPS, work) if part else at
             weights = self._weights(position, work) if part else first
-            self._draw_part(work, _part_of(budget, part, self._job.mixture), position, weights, budget, parts)
+            too_long = self._draw_part(
+                work, _part_of(budget, part, self._job.mixture), position, weights, budget, drawn
+            )
             if self._stopped:
                 break
+        if too_long is not None and self._job.overlength == "split":
+            self._draw_beginning(work, budget, *too_long, drawn)
+            if not drawn.parts:
+                self._draw_part(work, budget, position, weights, budget, drawn, whole_samples=True)
         short = self._stopped and budget.samples < budget.max_samples and budget.tokens < budget.max_tokens
-        if not parts or (short and self._job.drop_last):
+        if not drawn.parts or (short and self._job.drop_last):
             return None
         if self._stopped:
             work.finished[:] = 1  # a stream that is resumed here has ended too
+        parts = drawn.parts
         source, raw = parts[0] if len(parts) == 1 else (np.concatenate(column) for column in zip(*parts, strict=True))
         meta = raw.view(META)
         items = self._metadata.items_of(meta)
+        items = _with_parts(meta, items, drawn.cuts, batch.context_length)
         draw = Draw(step, self._roster.names, source, meta, tuple(first), self.mixer.version, items)
         self._refuse_overlong(draw)
         return DrawnStep(draw, self._after(work))
@@ -481,9 +528,13 @@ class Drawer:
         position: float,
         weights: Sequence[float],
         whole: Budget,
-        parts: list[tuple[Int32s, MetaArray]],
-    ) -> None:
-        """Draw until the budget of one part of the step is met; append (sources, metadata) to `parts`.
+        drawn: _Drawn,
+        whole_samples: bool = False,
+    ) -> tuple[int, Int64s] | None:
+        """Draw until the budget of one part of the step is met; add the samples to `drawn`.
+
+        If it ends with a sample that has too many tokens, the source of that sample and the weights are returned. With
+        `whole_samples` the first sample of a step is drawn however long it is.
 
         `draw_more` runs on the buffered metadata until it stops for one of four reasons: the budget is FULL; all
         sources with a weight are finished (DRY); source `which` has no buffered rows left (STARVED), so loaders are
@@ -493,7 +544,8 @@ class Drawer:
         exact = integer_weights(weights, work.finished == 0)
         self._top_up(exact, part)
         while True:
-            supply, taken = self._metadata.supply, self._metadata.supply.taken.copy()
+            metadata = self._metadata
+            supply, taken = metadata.supply, metadata.supply.taken.copy()
             pause, which, source, rows = draw_more(
                 supply,
                 exact,
@@ -501,10 +553,18 @@ class Drawer:
                 part,
                 by_tokens=self._job.mixture.level == "token",
                 sequential=self._job.mixture.order == "sequential",
+                strict=self._job.overlength == "split" and not whole_samples,
             )
             work.passed[:] += supply.taken - taken
             if len(source):
-                parts.append((source, self._metadata.meta.view(_RAW).take(rows)))
+                for i in np.flatnonzero((work.start > 0) & (supply.taken > taken)).tolist():  # its sample is complete
+                    at = int(np.argmax(source == i))
+                    drawn.cuts[part.samples - len(source) + at] = (
+                        int(work.start[i]),
+                        int(metadata.meta["tokens"][rows[at]]),
+                    )
+                    work.start[i] = 0
+                drawn.parts.append((source, metadata.meta.view(_RAW).take(rows)))
                 if self._nothing_drawn:
                     self._nothing_drawn.difference_update(np.flatnonzero(np.bincount(source)).tolist())
             if pause is Pause.FULL:
@@ -523,6 +583,31 @@ class Drawer:
                 weights = self._weights(position, work)
                 exact = integer_weights(weights, work.finished == 0)
         whole.samples, whole.tokens = part.samples, part.tokens
+        return (which, exact) if pause is Pause.FULL and which >= 0 else None
+
+    def _draw_beginning(self, work: StreamState, budget: Budget, source: int, weights: Int64s, drawn: _Drawn) -> None:
+        """Fill the step with the beginning of the sample that is too long for it; later steps draw what follows.
+
+        It is charged to the mixture by its tokens; as a sample when its last token is drawn. Nothing is drawn where the
+        step is full enough, or the sample cannot be cut here.
+        """
+        room, begin = budget.max_tokens - budget.tokens, int(work.start[source])
+        row = self._metadata.next_row(source)
+        end = last_cut(row[0], self._metadata.items_of(row.copy()), begin + room)
+        if room * _FULL_ENOUGH < budget.max_tokens or end <= begin:
+            return
+        drawn.parts.append((np.array([source], np.int32), row.view(_RAW)))
+        drawn.cuts[budget.samples] = (begin, end)
+        self._nothing_drawn.discard(source)
+        tokens = end - begin
+        budget.samples += 1
+        budget.tokens += tokens
+        work.tokens[source] += tokens
+        if self._job.mixture.level == "token":
+            work.deficit[:] += weights * tokens
+            work.deficit[source] -= SCALE * tokens
+        work.start[source] = end
+        self._metadata.pass_tokens(source, tokens)
 
     def _top_up(self, weights: Int64s, part: Budget, starved: int | None = None) -> None:
         """Request the metadata that the budget will probably need, of all sources at once; a group may end earlier."""

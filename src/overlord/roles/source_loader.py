@@ -50,7 +50,18 @@ from overlord.core.ragged import (
     slice_rows,
     take_rows,
 )
-from overlord.core.samples import BAD, ENDS_EPOCH, FILE_SHIFT, META, PLAIN, Cursor, MetaArray, SampleId, derive, hash64
+from overlord.core.samples import (
+    BAD,
+    ENDS_EPOCH,
+    FILE_SHIFT,
+    META,
+    PLAIN,
+    Cursor,
+    MetaArray,
+    SampleId,
+    derive,
+    hash64,
+)
 from overlord.errors import ReaderError, SourceError, StateError, ToleranceError
 from overlord.job.layout_specs import Placement
 from overlord.job.specs import Job, Source
@@ -66,6 +77,7 @@ from overlord.transforms.samples.per_sample import (
     decode_media,
     flat,
     ragged_column,
+    without_beginning,
 )
 
 Int64s = npt.NDArray[np.int64]
@@ -541,9 +553,10 @@ class SourceLoader:
     def finish(self, staged: Staged) -> Finished:
         """Run the per-sample transforms. It changes no state of the loader, so steps may overlap here."""
         meta = staged.order.meta
-        done = self._transform.finish(
-            staged.kept, meta["tokens"].astype(np.int64), (meta["flags"] & BAD) > 0, self._workers
-        )
+        start = meta["start"].astype(np.int64)
+        done = self._transform.finish(staged.kept, start + meta["tokens"], (meta["flags"] & BAD) > 0, self._workers)
+        if start.any():
+            without_beginning(done, start)
         decoder = self._transform.decoder
         if done.media is None or decoder is None or not len(done.media.grids):
             return done
@@ -693,7 +706,7 @@ class SourceLoader:
         meta["loss_tokens"] = labels
         if images is not None and measured.images.any():
             count_images(meta, images)
-        meta["bytes"] = row_bytes_of(measured.kept, len(numbers))
+        meta["bytes"] = np.minimum(row_bytes_of(measured.kept, len(numbers)), np.iinfo(np.uint32).max)
         return [
             (
                 Chunk(*one.cursor, meta[begin:end], slice_rows(measured.kept, begin, end), measured.margin),

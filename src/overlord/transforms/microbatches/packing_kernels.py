@@ -242,10 +242,11 @@ def _write_origin(
 def copy_runs(whole: Array, out: Array, begins: Array, lengths: Array, places: Array, width: int) -> None:
     """Copy runs of every row of `whole` to their places; the rows of a slice are `width` apart."""
     for run in range(len(begins)):
-        begin, count = begins[run], lengths[run]
+        begin, count = np.uintp(begins[run]), np.uintp(lengths[run])
         for axis in range(whole.shape[0]):
-            at = places[run] + axis * width
-            out[at : at + count] = whole[axis, begin : begin + count]
+            row, at = whole[axis], np.uintp(places[run] + axis * width)
+            for i in range(count):
+                out[at + i] = row[begin + i]
 
 
 @numba.njit(nogil=True, cache=True)

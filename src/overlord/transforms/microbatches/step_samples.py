@@ -77,7 +77,7 @@ class PieceTable:
         columns = (plan.draw.source, meta["epoch"], meta["row"])
         for row, column in zip(origin, columns, strict=False):
             row[:] = column[pieces.sample]
-        origin[3], origin[4] = pieces.start, pieces.length
+        origin[3], origin[4] = pieces.start + meta["start"][pieces.sample], pieces.length
         rows = row_of[pieces.sample]
         first = tokens.offsets[rows] + pieces.start
         plain = rows_of_ones(loss.values, loss.offsets)[rows] if len(loss) else np.zeros(len(rows), np.bool_)

@@ -339,6 +339,21 @@ def finish_tokens(kept: RowBatch, planned: Int64s, bad: Bools, kind: str | None 
     return Finished(tokens, Ragged(counted, loss.offsets), media, [], [])
 
 
+def without_beginning(done: Finished, start: Int64s) -> None:
+    """Drop the first tokens of some samples, and the media among them: earlier steps have delivered those."""
+    lengths = done.tokens.lengths - start
+    offsets = offsets_of(lengths)
+    done.tokens, done.loss = (
+        Ragged(rows.values[expand_ranges(rows.offsets[:-1] + start, lengths)], offsets)
+        for rows in (done.tokens, done.loss)
+    )
+    if done.media is not None:
+        rows = np.repeat(np.arange(len(start)), np.diff(done.media.rows))
+        done.media = done.media.keep(done.media.start >= start[rows])
+        rows = np.repeat(np.arange(len(start)), np.diff(done.media.rows))
+        done.media = dataclasses.replace(done.media, start=(done.media.start - start[rows]).astype(np.int32))
+
+
 # -- where a function over rows runs: in this thread, or in process workers, which a row may kill ------------------
 
 RowFunction = Callable[[RowBatch], RowBatch]
