@@ -158,7 +158,9 @@ def test_sounds_that_are_encoded_apart_arrive_at_their_tokens(tmp_path, cache, m
             monkeypatch.setattr("overlord.integrations.torch_loader.copies_to", lambda device, ahead, use=copies: use)
         with DataLoader(job, **options) as loader:
             for _, step in zip(range(3), loader, strict=False):
+                assert not step.progress.used
                 sounds = step.audio_encoder
+                assert step.progress.used, "a step whose sounds are encoded is trained on"
                 # An encoder that writes the number of its row into every output.
                 output = torch.arange(int(sounds["audio_lengths"].sum()), dtype=torch.float32)[:, None]
                 rows = exchange_images(output, sounds)

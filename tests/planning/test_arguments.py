@@ -64,6 +64,7 @@ CALLS = {
     "balance.level": lambda g, v: g.balance(level=v),
     "balance.reorder": lambda g, v: g.balance(reorder=v),
     "balance.equal_counts": lambda g, v: g.balance(equal_counts=v),
+    "balance.blocks": lambda g, v: g.balance(blocks=v),
     "pack.method": lambda g, v: g.pack(v),
     "placed.places": lambda g, v: g.placed(v, 1),
     "placed.num_microbatches": lambda g, v: g.placed(np.zeros(len(g.items), int), v),
@@ -72,7 +73,7 @@ CALLS = {
     "trace.sample": lambda g, v: g.trace(v),
 }
 LEFT_OUT = {"mix.sources", "distribute.group_size", "split.parts", "balance.objective", "balance.level",
-            "balance.reorder", "balance.equal_counts"}  # fmt: skip
+            "balance.reorder", "balance.equal_counts", "balance.blocks"}  # fmt: skip
 """Arguments for which None means that they are left out."""
 WHOLE = {"distribute.group_size", "split.parts", "placed.num_microbatches"}
 """Arguments that may be a whole number of at least 1."""
@@ -210,17 +211,19 @@ def test_lengths_are_patches_of_images_and_frames_of_sounds():
 @pytest.mark.parametrize(
     ("kind", "given", "why"),
     [
-        ("CP", {"objective": "pipeline"}, "objective is 'pipeline'"),
-        ("CP", {"objective": "sum", "equal_counts": True}, "objective is 'sum'.*not both"),
-        ("CP", {"objective": "lockstep", "equal_counts": False}, "objective is 'lockstep'"),
+        ("CP", {"objective": "pipeline"}, "objective is 'pipeline'.*one stage"),
+        ("CP", {"objective": "sum", "equal_counts": True}, "objective is 'sum'.*meet in each"),
+        ("CP", {"objective": "pipeline", "equal_counts": True}, "objective is 'pipeline'.*meet in each"),
         ("CP", {"level": "inter"}, "level is 'inter'.*fills its own"),
         ("CP", {"group_size": 2}, "group_size is 2.*blocks of any ranks"),
         ("DP", {"equal_counts": True}, "equal_counts is True.*as many microbatches of tokens over DP"),
+        ("DP", {"blocks": "any"}, "blocks is 'any'.*no blocks of ranks"),
         *(
             (kind, given, why)
             for kind in MEDIA
             for given, why in (
                 ({"equal_counts": False}, "equal_counts is False"),
+                ({"blocks": "aligned"}, "blocks is 'aligned'.*no blocks of ranks"),
                 ({"objective": "sum"}, f"objective is 'sum', and {kind}.*one microbatch"),
                 ({"level": "intra"}, "level is 'intra'.*one microbatch"),
                 ({"reorder": True}, "reorder is True.*one microbatch"),

@@ -19,6 +19,7 @@ from overlord.core.client_messages import GetPlan, GetStatus
 from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan import plan_from_bytes
 from overlord.runtimes.hosts.step_server import AttachedClients
+from overlord.testing.digests import digests_of
 
 HOSTS, STEPS = 3, 3
 
@@ -135,6 +136,27 @@ def test_a_sound_goes_where_it_is_encoded(tmp_path, cache, audio):
         assert {number for number, _ in heard} == {-2}
         assert any(len(view.get("meta.audio_rows", ())) for view in views.values())
     check(views, plans, status, tree)
+
+
+@pytest.mark.parametrize("placement", ["constructor", "loader"])
+@pytest.mark.parametrize("audio", [ol.costs.tokens, None])
+def test_all_hosts_know_which_sounds_do_not_decode(tmp_path, cache, audio, placement):
+    write_media(tmp_path, clips=4, sounds=8, corrupt=2)  # one in its body, one in its header
+    job, tree = media_job(tmp_path), ol.ClientPlaceTree(pp=2, dp=2, tp=2)
+    strategy = ol.strategies.vlm_hybrid(audio=audio)
+    options = {"placement": placement, "mesh": tree, "strategy": strategy}
+
+    def told(service):
+        clients = [service.client(rank) for rank in range(tree.world_size)]
+        steps = ([next(client) for client in clients] for _ in range(STEPS))
+        return [[(one.global_loss_tokens, digests_of(one)) for one in step] for step in steps]
+
+    with ol.launch(job, runtime="inline", cache=cache, **options) as service:
+        expected = told(service)
+        planned = [service.plan_raw(step).global_loss_tokens for step in range(STEPS)]
+    assert any(labels > step[0][0] for labels, step in zip(planned, expected, strict=True)), "some do not decode"
+    with hosts_of(job, tmp_path / "hosts", cache, hosts=HOSTS, loader_hosts=2, **options) as (service, *_):
+        assert told(service) == expected
 
 
 @pytest.fixture(scope="module")
