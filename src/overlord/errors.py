@@ -55,7 +55,7 @@ class NothingToDraw(PlanError):
 
 
 class ReportMissing(PlanError):
-    """A step's mixture depends on the report of an earlier step, which has not arrived."""
+    """The mixture or the strategy of a step follows the report of an earlier step, which has not arrived."""
 
 
 class ReaderError(OverlordError):

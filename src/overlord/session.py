@@ -196,9 +196,9 @@ class Service:
         return None if blob is None else plan_from_bytes(blob)
 
     def summary_buffer(self, step: int) -> Buffer | None:
-        """Return what a strategy sees of a step: its draw with the metadata and the job's limits."""
+        """Return what a strategy sees of a step: its draw with the metadata, the job's limits, the report."""
         plan = self.plan_raw(step)
-        return None if plan is None else Buffer(plan.draw, self._limits(plan.mesh))
+        return None if plan is None else Buffer(plan.draw, self._limits(plan.mesh), lambda: plan.metrics or {})
 
     def close(self) -> None:
         """End the service; nothing of it is left behind."""

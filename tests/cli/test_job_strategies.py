@@ -338,9 +338,9 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_documents_examples_load_and_run(tmp_path: Path) -> None:
-    assert len(blocks("yaml")) == 1 and len(blocks("python")) == 5
+    assert len(blocks("yaml")) == 1 and len(blocks("python")) == 7
     assert load(tmp_path, blocks("yaml")[0]).launch.strategy is not None
-    for text in blocks("python")[:2]:
+    for text in blocks("python")[:3]:
         names: dict[str, Any] = runpy.run_path(str(in_file(tmp_path, text)))
         assert isinstance(names.get("plan") or names["plans"]["backbone"], ol.LoadingPlan)
 

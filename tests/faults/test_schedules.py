@@ -172,6 +172,22 @@ def test_no_report_is_lost_or_counted_twice(job, cache, window):
         assert found == digest_service(service, steps=12, report=losses)
 
 
+def by_loss(lengths, metrics):
+    return lengths * (10.0 + metrics.get("loss/a", 0.0) * lengths)
+
+
+@pytest.mark.parametrize(
+    "window", [pytest.param(one, marks=pytest.mark.slow if at % 4 else ()) for at, one in enumerate(INPUTS)]
+)
+def test_plans_that_follow_the_reports_are_the_same(job, cache, window):
+    following = {"mesh": MESH, "cache": cache, "strategy": ol.strategies.backbone_balance(by_loss)}
+    job = job.replace(lag=3)
+    with launch_for_faults(job, INPUTS[window], keep=4, **following) as (service, storm):
+        found = digest_service(service, steps=12, before=lambda _, step: storm.pass_step(step), report=losses)
+    with ol.launch(job, runtime="inline", **following) as service:
+        assert found == digest_service(service, steps=12, report=losses)
+
+
 def test_the_faults_of_a_script_happen(job, cache):
     """Else all of these tests would pass for nothing."""
     script = FaultScript().kill("planner", 2).stop("loader host 0", 3, for_s=30.0).kill("service", 6)

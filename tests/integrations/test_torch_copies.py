@@ -10,13 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from examples.demo.demo_data import media_job, write_media
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
+from tokenizers import Tokenizer
 
 import overlord as ol
 from overlord.integrations.torch_batches import ALIGNMENT, Ahead, FlatHeader, HostCopies, pack
-from overlord.integrations.torch_loader import DataLoader, TorchBatch
+from overlord.integrations.torch_loader import DataLoader, TorchBatch, exchange_images
 from overlord.roles.client import Batch, RankView
 
 DTYPES = st.sampled_from(["<i8", "<i4", "|u1", "<f4", "|b1"])
@@ -143,6 +145,34 @@ def test_steps_fetched_ahead_are_the_steps(strategy, mixed_job, cache, monkeypat
     assert copies.by == {True, False}
     with pytest.raises(RuntimeError):
         copies.pool.submit(print)
+
+
+def test_sounds_that_are_encoded_apart_arrive_at_their_tokens(tmp_path, cache, monkeypatch):
+    write_media(tmp_path, clips=4, sounds=8)
+    job = media_job(tmp_path)
+    heard = Tokenizer.from_file(job.tokenizer).token_to_id("<|AUDIO|>")
+    options = {"strategy": ol.strategies.vlm_hybrid(audio=ol.costs.tokens), "cache": cache, "runtime": "inline"}
+    seen = []
+    for copies in (None, ThreadedCopies()):
+        if copies is not None:
+            monkeypatch.setattr("overlord.integrations.torch_loader.copies_to", lambda device, ahead, use=copies: use)
+        with DataLoader(job, **options) as loader:
+            for _, step in zip(range(3), loader, strict=False):
+                assert not step.progress.used
+                sounds = step.audio_encoder
+                assert step.progress.used, "a step whose sounds are encoded is trained on"
+                # An encoder that writes the number of its row into every output.
+                output = torch.arange(int(sounds["audio_lengths"].sum()), dtype=torch.float32)[:, None]
+                rows = exchange_images(output, sounds)
+                for batch in step.microbatches:
+                    assert "input_features" not in batch
+                    places = torch.nonzero(batch["input_ids"][0] == heard).flatten()
+                    assert batch.meta.audio_positions.tolist() == places.tolist()
+                    seen.append((copies is None, rows[batch.meta.audio_rows].flatten().tolist()))
+                assert sounds["input_features"].shape == (len(sounds["audio_ids"]), 80, 600)
+                assert step.encoder["pixel_values"].ndim == 2
+    assert [rows for plain, rows in seen if plain] == [rows for plain, rows in seen if not plain]
+    assert any(rows for _, rows in seen)
 
 
 @pytest.mark.parametrize(

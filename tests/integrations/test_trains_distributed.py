@@ -181,7 +181,7 @@ def rank_main(rank: int, folder: str, addresses: dict[str, str]) -> None:
 def ranks_per_image(plan: ol.LoadingPlan) -> np.ndarray:
     """Over how many ranks each image of a step is spread."""
     pieces = plan.encoder.pieces
-    image, _ = plan.draw.image_at(pieces.sample, pieces.start)
+    image, _ = plan.draw.media_at(pieces.sample, pieces.start)
     pairs = np.unique(np.stack([image, plan.encoder.buckets]), axis=1)
     return np.bincount(pairs[0])
 

@@ -366,3 +366,102 @@ def test_wrong_changes_are_refused(ids_job, cache):
             service.set_mixture(ol.Mixture({"a": 1}, level="token"))
         with pytest.raises(ol.SpecError, match="count is 0"):
             service.skip_steps(0)
+
+
+# -- strategies that follow the reports --------------------------------------------------------------
+
+
+def slower(lengths, metrics):
+    """A cost whose attention part is what the trainer measured."""
+    return lengths * (100.0 + metrics.get("attention", 0.0) * lengths)
+
+
+def by_metrics(buffer, tree):
+    """A strategy of the user that reads the metrics itself."""
+    cost = ol.costs.CostModel(alpha=buffer.metrics.get("attention", 0.0), beta=100.0)
+    return ol.DGraph.from_buffer(buffer, tree).distribute("DP").cost(cost).balance(reorder=False).plan()
+
+
+FOLLOWING = {"cost": ol.strategies.backbone_balance(slower), "strategy": by_metrics}
+
+
+def plans(service, stop, states=None, silent=()):
+    """Train, report what attention took, and return the digests of all steps."""
+    seen = []
+    with service.client(rank=0) as client:
+        for step in client:
+            seen.append((step.index, step.order_digest, step.plan_digest, [b.digest() for b in step.microbatches]))
+            if step.index not in silent:
+                client.report(step.index, {"attention": float(step.index), "loss/a": 1.0})
+            if states is not None:
+                states[step.index + 1] = json.loads(json.dumps(client.state_dict()))
+            if step.index + 1 == stop:
+                break
+    return seen
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_plans_that_follow_the_reports_resume_bit_exactly(name, ids_job, cache):
+    options = {"cache": cache, "mesh": ol.ClientPlaceTree(dp=2), "strategy": FOLLOWING[name]}
+    job, states = ids_job.replace(lag=LAG), {}
+    with ol.launch(job, runtime="inline", **options) as service:
+        whole = plans(service, STEPS, states)
+        assert service.plan_raw(STEPS - 1).metrics == {"attention": float(STEPS - 1 - LAG), "loss/a": 1.0}
+        assert service.summary_buffer(LAG - 1).metrics == {}
+    plain = {**options, "strategy": ol.strategies.backbone_balance(lambda lengths: lengths * 100.0)}
+    with ol.launch(job, runtime="inline", **plain) as service:
+        others = plans(service, STEPS)
+    assert [one[1] for one in others] == [one[1] for one in whole], "the order does not depend on the strategy"
+    assert [a[2] == b[2] for a, b in zip(others, whole, strict=True)][: LAG + 1] == [True] * (LAG + 1)
+    assert sum(a[2] != b[2] for a, b in zip(others, whole, strict=True)) > STEPS // 2, "the plans do"
+    for at in (1, LAG, 13, STEPS - 1):
+        with ol.launch(job, runtime="inline", state=states[at], **options) as service:
+            assert plans(service, STEPS) == whole[at:], at
+    with ol.launch(job, prefetch=3, loaders_per_source=2, **options) as service:
+        assert plans(service, STEPS) == whole, "another runtime"
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_a_plan_waits_for_the_report_it_follows(name, ids_job, cache, tmp_path):
+    job, options = ids_job.replace(lag=LAG), {"cache": cache, "strategy": FOLLOWING[name], "runtime": "inline"}
+    with ol.launch(job, **options) as service:
+        with pytest.raises(ol.ReportMissing, match=r"step 5 needs the report of step 0.*client\.report\(0"):
+            plans(service, STEPS, silent={0})
+        assert service.status()["planner"]["waits_for_report"] == 0
+    with ol.launch(job, **options) as service:
+        whole = plans(service, STEPS)
+    # The state is taken before its step is reported, so that the resumed stream waits for that report.
+    with ol.launch(job, store=tmp_path / "store", **options) as service, service.client() as client:
+        for _ in range(9):
+            step = next(client)
+            if step.index < 4:
+                client.report(step.index, {"attention": float(step.index), "loss/a": 1.0})
+        state = client.state_dict()
+    with ol.launch(job, state=state, **options) as service, service.client() as client:
+        with pytest.raises(ol.ReportMissing, match="step 9 needs the report of step 4"):
+            next(client)
+        for late in range(4, 9):
+            client.report(late, {"attention": float(late), "loss/a": 1.0})
+        assert next(client).plan_digest == whole[9][2]
+
+
+def test_a_service_waits_for_the_report_that_a_cost_follows(ids_job, cache):
+    job = ids_job.replace(lag=LAG)
+    with ol.launch(job, cache=cache, strategy=FOLLOWING["cost"]) as service, service.client() as client:
+        for _ in range(LAG):
+            next(client)
+        later = threading.Timer(1.0, lambda: client.report(0, {"attention": 1.0}))
+        later.start()
+        assert next(client).index == LAG
+        later.join()
+
+
+def test_a_recovered_planner_makes_the_same_plans(ids_job, cache, tmp_path):
+    job, options = ids_job.replace(lag=LAG), {"cache": cache, "strategy": FOLLOWING["strategy"], "runtime": "inline"}
+    with ol.launch(job, **options) as service:
+        whole = plans(service, STEPS)
+    with ol.launch(job, store=tmp_path / "store", **options) as service:
+        assert plans(service, 13) == whole[:13]
+    with ol.launch(job, store=tmp_path / "store", **options) as service:
+        seen = plans(service, STEPS)
+    assert seen == whole[seen[0][0] :] and len(seen) >= STEPS - 13

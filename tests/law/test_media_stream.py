@@ -12,8 +12,10 @@ from examples.demo.demo_data import media_job, write_media
 from tokenizers import Tokenizer
 
 import overlord as ol
+from overlord.core.plan import Share
 from overlord.job.specs import audio_tokens
 from overlord.testing import assert_resumes_anywhere, stream_digests
+from overlord.testing.digests import digest_service
 from overlord.transforms.samples.audio import AudioDecoder
 from overlord.transforms.samples.video import VideoDecoder
 
@@ -218,3 +220,129 @@ def test_another_seed_gives_other_media_and_the_same_seed_the_same(tmp_path):
         written.append({path.name: path.read_bytes() for path in files})
     assert written[0] == written[1]
     assert all(written[0][name] != written[2][name] for name in written[0])
+
+
+def test_a_sample_with_a_sound_goes_on_in_the_next_step_behind_its_sound(job, cache):
+    whole, parts = {}, {}
+    small = job.replace(batch=ol.Batch(160, global_tokens=200), overlength="split")
+    for found, one in ((whole, job), (parts, small)):
+        with ol.launch(one, runtime="inline", cache=cache) as service:
+            for step, _ in zip(service.client(), range(40), strict=False):
+                for batch in step.microbatches:
+                    ids = segments(batch, "input_ids")
+                    sounds = {sample for (sample, _), begin in zip(ids, batch.meta.segment_offsets, strict=True)
+                              if sample.source == "sounds" and begin == 0}  # fmt: skip
+                    assert len(batch.get("input_features", ())) == len(sounds), "a sound is where its sample begins"
+                    for (sample, tokens), begin in zip(ids, batch.meta.segment_offsets, strict=True):
+                        found.setdefault(sample, {})[int(begin)] = tokens
+    cut = [sample for sample in parts if sample.source == "sounds" and len(parts[sample]) > 1 and sample in whole]
+    assert cut, "some are cut"
+    for sample in cut:
+        joined = np.concatenate([tokens for _, tokens in sorted(parts[sample].items())])
+        expected = np.concatenate([tokens for _, tokens in sorted(whole[sample].items())])
+        assert joined.tolist() == expected[: len(joined)].tolist()
+
+
+# -- sounds that are encoded apart from their tokens -----------------------------------------------
+
+OMNI = ol.strategies.vlm_hybrid(ol.costs.tokens, ol.costs.tokens, audio=ol.costs.tokens)
+
+
+def exchanged(steps, outputs):
+    """Return the rows that every rank receives, by an all-to-all of the rows that each has encoded."""
+    splits = [np.cumsum([0, *step.audio_encoder["send_splits"]]) for step in steps]
+    sent = [out[step.audio_encoder["send_rows"]] for step, out in zip(steps, outputs, strict=True)]
+    return [
+        np.concatenate([sent[by][splits[by][to] : splits[by][to + 1]] for by in range(len(steps))])
+        for to in range(len(steps))
+    ]
+
+
+@pytest.mark.parametrize("tree", [ol.ClientPlaceTree(dp=4), ol.ClientPlaceTree(dp=2, cp=2)], ids=str)
+def test_sounds_are_encoded_on_any_rank_and_reach_their_tokens(job, cache, tree):
+    heard = Tokenizer.from_file(job.tokenizer).token_to_id("<|AUDIO|>")
+    features = {}
+    for batch in batches_of(job, cache):
+        sounds = [sample for sample in batch.meta.sample_ids if sample.source == "sounds"]
+        features |= dict(zip(sounds, batch.get("input_features", ()), strict=True))
+    spread, checked = set(), 0
+    with ol.launch(job, runtime="inline", cache=cache, mesh=tree, strategy=OMNI) as service:
+        clients = [service.client(rank) for rank in range(tree.world_size)]
+        for number in range(STEPS):
+            steps, plan = [next(client) for client in clients], service.plan_raw(number)
+            outputs = []
+            for rank, step in enumerate(steps):
+                inputs = step.audio_encoder
+                if inputs["audio_ids"][0] >= 0:
+                    spread.add(rank)
+                mine = plan.audio_encoder.bin(rank, 0)
+                for row, sample in enumerate(mine.sample.tolist()):
+                    np.testing.assert_array_equal(inputs["input_features"][row], features[plan.draw.sample_id(sample)])
+                assert audio_tokens(inputs["feature_attention_mask"].sum(axis=1))[: len(mine)].tolist() == (
+                    inputs["audio_lengths"].tolist() if len(mine) else []
+                )
+                # An encoder whose output says of which sample a row is, and which of its tokens.
+                rows = [(sample, at) for sample, n in zip(mine.sample, mine.length, strict=True) for at in range(n)]
+                outputs.append(np.array(rows, np.int64).reshape(-1, 2))
+            for step, received in zip(steps, exchanged(steps, outputs), strict=True):
+                for batch in step.microbatches:
+                    assert not {"input_features", "feature_attention_mask"} & set(batch)
+                    ids = batch["input_ids"][0]
+                    assert batch.meta.audio_positions.tolist() == np.flatnonzero(ids == heard).tolist()
+                    arrived = received[batch.meta.audio_rows]
+                    named = {str(plan.draw.sample_id(int(sample))) for sample in arrived[:, 0]}
+                    assert named <= {str(sample) for sample in batch.meta.sample_ids}
+                    if tree.cp == 1:
+                        for sample in np.unique(arrived[:, 0]):
+                            ordered = arrived[arrived[:, 0] == sample, 1]
+                            assert ordered.tolist() == list(range(len(ordered)))
+                    checked += len(arrived)
+    assert checked > 100 and len(spread) == tree.world_size
+
+
+def test_encoding_sounds_apart_is_the_same_at_every_scale(job, cache):
+    def digests(strategy=OMNI, **options):
+        options = {"runtime": "inline", "mesh": ol.ClientPlaceTree(dp=2, tp=2), "cache": cache} | options
+        with ol.launch(job, strategy=strategy, **options) as service:
+            return digest_service(service, steps=STEPS)
+
+    expected = digests()
+    assert expected != digests(ol.strategies.vlm_hybrid(ol.costs.tokens, ol.costs.tokens))
+    assert digests(runtime="local", loaders_per_source=2, prefetch=3) == expected
+    assert digests(placement="loader") == expected
+
+
+def test_a_host_gets_the_sounds_that_its_ranks_encode(job, cache):
+    tree = ol.ClientPlaceTree(dp=4)
+    with ol.launch(job, runtime="inline", cache=cache, mesh=tree, strategy=OMNI) as service:
+        plan = service.plan_raw(0)
+    sounds = plan.draw.samples_with("audio")
+    for rank in range(4):
+        share = Share.of(plan.on(tree), {rank})
+        encoded = plan.draw.media.sample[share.encoded]
+        mine = plan.audio_encoder.bin(rank, 0).sample
+        assert encoded[sounds[encoded]].tolist() == sorted(mine.tolist()) and share.samples[mine].all()
+        assert not (share.media & sounds).any(), "where only their tokens are, no sound is needed"
+        assert share.samples[plan.bin(rank, 0).sample].all()
+    apart = ol.strategies.vlm_hybrid(ol.costs.tokens, ol.costs.tokens)
+    with ol.launch(job, runtime="inline", cache=cache, mesh=tree, strategy=apart) as service:
+        plan = service.plan_raw(0)
+    for rank in range(4):
+        held = [sample for at in range(plan.num_microbatches) for sample in plan.bin(rank, at).sample.tolist()]
+        with_tokens = Share.of(plan.on(tree), {rank}).media & sounds
+        assert np.flatnonzero(with_tokens).tolist() == sorted(set(held) & set(np.flatnonzero(sounds).tolist()))
+
+
+def test_a_damaged_sound_that_is_encoded_apart_counts_nowhere(damaged, cache):
+    options = {"runtime": "inline", "cache": cache, "mesh": ol.ClientPlaceTree(dp=2)}
+    for strategy in (None, OMNI):
+        with ol.launch(damaged, strategy=strategy, **options) as service:
+            clients = [service.client(rank) for rank in range(2)]
+            totals = []
+            for _ in range(STEPS):
+                steps = [next(client) for client in clients]
+                labels = sum(int((batch["labels"] != -100).sum()) for step in steps for batch in step.microbatches)
+                assert labels == steps[0].global_loss_tokens
+                totals.append(labels)
+        expected = totals if strategy is None else expected  # noqa: F821
+        assert totals == expected, "the same labels, wherever sounds are encoded"

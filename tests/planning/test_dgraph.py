@@ -32,11 +32,11 @@ ALL = {
 }
 
 
-def buffer_of(lengths, images=(), context=1024, cap=None, **extra):
+def buffer_of(lengths, images=(), context=1024, cap=None, media=("image_tokens", "images"), **extra):
     sources = {"web": np.asarray(lengths)}
     if len(images):
         images = np.asarray(images)
-        sources["coyo"] = {"tokens": images + 5, "image_tokens": images, "images": np.ones(len(images), int)}
+        sources["coyo"] = {"tokens": images + 5, media[0]: images, media[1]: np.ones(len(images), int)}
     return ol.summary_buffer(sources, context_length=context, microbatch_tokens=cap, **extra)
 
 

@@ -1,4 +1,4 @@
-"""Images over the world: routes send what is received, every image once, at the places of its placeholders."""
+"""Media over the world: routes send what is received, every image once, at the places of its placeholders."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tests.conftest import slice_indices
 from tests.planning.test_dgraph import buffer_of
 
 import overlord as ol
+from overlord.core.plan import plan_from_bytes, plan_to_bytes
 from overlord.planning.checking import run_strategy
 
 meshes = st.builds(
@@ -38,12 +39,17 @@ def placeholders(plan, tree, rank, microbatch):
     st.sampled_from(["world", "group"]),
     st.booleans(),
     st.sampled_from([(), ("TP",), ("CP",), ("CP", "TP")]),
+    st.sampled_from([("image_tokens", "images"), ("clip_tokens", "clips"), ("audio_tokens", "sounds")]),
 )
-def test_routes(images, lengths, tree, scope, split, broadcast):
-    buffer = buffer_of(lengths, images, context=1152)
-    strategy = ol.strategies.vlm_hybrid(scope=scope, split=split, broadcast=broadcast)
+def test_routes(images, lengths, tree, scope, split, broadcast, media):
+    buffer = buffer_of(lengths, images, context=1152, media=media)
+    strategy = ol.strategies.vlm_hybrid(scope=scope, split=split, broadcast=broadcast, audio=ol.costs.vit_2b)
     plan = run_strategy(strategy, buffer, tree)
-    routing, world = plan.routing, tree.world_size
+    plan = plan_from_bytes(plan_to_bytes(plan))
+    name, other = ("encoder", "audio_encoder")[:: -1 if media[1] == "sounds" else 1]
+    encoder, routing = plan.encoders[name]
+    assert not len(plan.encoders[other][0].pieces) and not len(plan.encoders[other][1].sender)
+    world = tree.world_size
     sent = np.stack([routing.send_splits(rank) for rank in range(world)])
     received = np.stack([routing.recv_splits(rank) for rank in range(world)])
     assert np.array_equal(sent, received.T)
@@ -52,7 +58,7 @@ def test_routes(images, lengths, tree, scope, split, broadcast):
     assert np.array_equal(image_tokens, buffer.meta["image_tokens"] * copies), "every image once to each that needs it"
     for rank in range(world):
         at = tree.coords(rank)
-        images = plan.encoder.bin(rank, 0)
+        images = encoder.bin(rank, 0)
         patches = routing.vit_cu_seqlens(rank)
         assert np.array_equal(np.diff(patches), images.length.astype(int) * 4)
         sent = routing.sent_by(rank)
@@ -69,19 +75,28 @@ def test_routes(images, lengths, tree, scope, split, broadcast):
         assert (owner[routing.sender] == owner[routing.receiver]).all()
 
 
-def test_images_stay_near_their_tokens_where_that_costs_nothing():
+@pytest.mark.parametrize(
+    ("modality", "name", "media"),
+    [
+        ("images", "encoder", ("image_tokens", "images")),
+        ("videos", "encoder", ("clip_tokens", "clips")),
+        ("audio", "audio_encoder", ("audio_tokens", "sounds")),
+    ],
+)
+def test_media_stay_near_their_tokens_where_that_costs_nothing(modality, name, media):
     rng = np.random.default_rng(0)
-    buffer = buffer_of(rng.integers(1, 900, 256), rng.integers(64, 512, 512))
+    buffer = buffer_of(rng.integers(1, 900, 256), rng.integers(64, 512, 512), media=media)
     tree = ol.ClientPlaceTree(dp=4, tp=2)
-    near = run_strategy(ol.strategies.vlm_hybrid(), buffer, tree)
+    near = run_strategy(ol.strategies.vlm_hybrid(audio=ol.costs.vit_2b), buffer, tree)
 
     def anywhere(buffer, tree):
-        images = ol.DGraph.from_buffer(buffer, tree, modality="images").distribute("WORLD").cost(ol.costs.vit_2b)
-        return {"backbone": ol.strategies.backbone_balance()(buffer, tree), "encoder": images.balance().plan()}
+        items = ol.DGraph.from_buffer(buffer, tree, modality=modality).distribute("WORLD").cost(ol.costs.vit_2b)
+        return {"backbone": ol.strategies.backbone_balance()(buffer, tree), name: items.balance().plan()}
 
     far = run_strategy(anywhere, buffer, tree)
-    assert near.routing.crossing_tokens() < 0.8 * far.routing.crossing_tokens()
-    loads = near.encoder.loads(ol.costs.vit_2b(near.encoder.pieces.length.astype(np.int64) * 4)).sum(axis=1)
+    (encoder, routing), (_, others) = near.encoders[name], far.encoders[name]
+    assert routing.crossing_tokens() < 0.8 * others.crossing_tokens()
+    loads = encoder.loads(ol.costs.vit_2b(encoder.pieces.length.astype(np.int64) * 4)).sum(axis=1)
     assert loads.max() / loads.mean() < 1.03
 
 

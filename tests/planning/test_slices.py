@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.planning.test_dgraph import ALL, buffer_of, meshes
+from tests.planning.test_dgraph import ALL, meshes
 
 import overlord as ol
 from overlord.core.place_tree import ranks_of_host
@@ -17,18 +17,23 @@ from overlord.core.ragged import Ragged, offsets_of
 from overlord.planning.checking import run_strategy
 
 HOSTS = 3
+STRATEGIES = ALL | {"vlm audio": ol.strategies.vlm_hybrid(audio=ol.costs.tokens)}
 
 
-@pytest.mark.parametrize("name", ["backbone", "long_short", "vlm", "vlm group", "hdp", "hdp equal"])
+@pytest.mark.parametrize("name", ["backbone", "long_short", "vlm", "vlm group", "vlm audio", "hdp", "hdp equal"])
 @given(
     st.lists(st.integers(1, 3000), min_size=1, max_size=40),
     st.lists(st.integers(1, 900), min_size=1, max_size=12),
+    st.lists(st.integers(1, 900), min_size=1, max_size=12),
     meshes,
 )
-def test_a_slice_says_what_the_plan_says(name, lengths, images, tree):
-    buffer = buffer_of(lengths, images)
-    plan = run_strategy(ALL[name], buffer, tree).with_ends(np.arange(6).reshape(2, 3))
-    sources = [plan_from_bytes(plan_to_bytes(plan, PlanSlice.for_sources(plan, [source]))) for source in range(2)]
+def test_a_slice_says_what_the_plan_says(name, lengths, images, sounds, tree):
+    sources = {"said": {"tokens": np.add(sounds, 5), "audio_tokens": sounds, "sounds": np.ones(len(sounds), int)}}
+    sources |= {"web": lengths}
+    sources |= {"coyo": {"tokens": np.add(images, 5), "image_tokens": images, "images": np.ones(len(images), int)}}
+    buffer = ol.summary_buffer(sources, context_length=1024)
+    plan = run_strategy(STRATEGIES[name], buffer, tree).with_ends(np.arange(9).reshape(3, 3))
+    sources = [plan_from_bytes(plan_to_bytes(plan, PlanSlice.for_sources(plan, [source]))) for source in range(3)]
     for host in range(HOSTS):
         ranks = ranks_of_host(host, HOSTS, tree.world_size)
         part = plan_from_bytes(plan_to_bytes(plan, PlanSlice.for_ranks(plan, ranks)))
@@ -66,20 +71,22 @@ def check_rank(part, plan, rank):
         assert np.array_equal(part.in_batch[at], plan.in_batch[at])
         assert np.array_equal(part.draw.meta[samples], plan.draw.meta[samples])
         assert np.array_equal(part.draw.source[samples], plan.draw.source[samples])
-        if plan.encoder is not None:
-            assert early[0][samples].all() and early[1][samples].all()
-        if plan.routing is not None:
-            for head in plan.routing.heads[bucket]:
-                for mine, whole in zip(part.routing.arrivals(head, microbatch), plan.routing.arrivals(head, microbatch),
-                                       strict=True):  # fmt: skip
+        assert np.array_equal(part.encoded_apart[samples], plan.encoded_apart[samples])
+        for name, (_, routing) in plan.encoders.items():
+            for head in routing.heads[bucket]:
+                found = part.encoders[name][1].arrivals(head, microbatch)
+                for mine, whole in zip(found, routing.arrivals(head, microbatch), strict=True):
                     assert np.array_equal(mine, whole)
-    if plan.encoder is not None:
-        runs, expected = part.encoder.bin(rank, 0), plan.encoder.bin(rank, 0)
-        for mine, whole in zip(part.draw.image_at(runs.sample, runs.start),
-                               plan.draw.image_at(expected.sample, expected.start), strict=True):  # fmt: skip
-            assert np.array_equal(mine, whole), "images are numbered over the whole step"
-        for name in ("send_splits", "recv_splits", "send_rows", "vit_cu_seqlens"):
-            assert np.array_equal(getattr(part.routing, name)(rank), getattr(plan.routing, name)(rank))
+    assert part.encoders.keys() == plan.encoders.keys()
+    for name, (encoder, routing) in plan.encoders.items():
+        sliced, routes = part.encoders[name]
+        runs, expected = sliced.bin(rank, 0), encoder.bin(rank, 0)
+        for mine, whole in zip(part.draw.media_at(runs.sample, runs.start),
+                               plan.draw.media_at(expected.sample, expected.start), strict=True):  # fmt: skip
+            assert np.array_equal(mine, whole), "media are numbered over the whole step"
+        assert early[0][expected.sample].all() and early[1][expected.sample].all()
+        for column in ("send_splits", "recv_splits", "send_rows", "vit_cu_seqlens"):
+            assert np.array_equal(getattr(routes, column)(rank), getattr(routing, column)(rank))
 
 
 def check_loader(loader, plan, source, share, found):
@@ -94,9 +101,9 @@ def check_loader(loader, plan, source, share, found):
     if not share.whole:
         of = plan.draw.source[plan.pieces.sample[share.pieces]] == source
         assert np.array_equal(found.pieces, share.pieces[of])
-        if share.images is not None:
-            of = plan.draw.source[plan.draw.images.sample] == source
-            assert np.array_equal(found.images[of], share.images[of])
+        if share.encoded is not None:
+            of = plan.draw.source[plan.draw.media.sample] == source
+            assert np.array_equal(found.encoded[of], share.encoded[of])
     lengths = plan.draw.meta["tokens"][mine].astype(np.int64)
     loss = Ragged(np.ones(int(lengths.sum()), np.uint8), offsets_of(lengths))
     assert np.array_equal(loader.labels_of(mine.astype(np.int64), loss), plan.labels_of(mine.astype(np.int64), loss))

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from benchmarks.sharing import BAR, measure, table
+from examples.demo.demo_data import media_job, write_media
 from tests.law.test_bad_data import jpeg
 from tests.runtimes.test_many_hosts import hosts_of
 
@@ -18,12 +19,16 @@ from overlord.core.client_messages import GetPlan, GetStatus
 from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan import plan_from_bytes
 from overlord.runtimes.hosts.step_server import AttachedClients
+from overlord.testing.digests import digests_of
 
 HOSTS, STEPS = 3, 3
 
 IDS = {"input_ids", "tokens", "input"}
+MEDIA = {"pixel_values", "pixel_values_videos", "input_features"}
 LABELS = {"labels", "shift_labels", "loss_mask"}
-BY_CP = IDS | LABELS | {"position_ids", "positions", "attention_mask", "meta.image_positions", "meta.image_rows"}
+BY_CP = IDS | LABELS | {"position_ids", "positions", "attention_mask"}
+INDICES = {"image_positions", "image_rows", "audio_positions", "audio_rows"}
+BY_CP |= {f"meta.{name}" for name in INDICES}
 ALIASES = {"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_padded"}
 """Other names of `meta.cu_seqlens`."""
 
@@ -32,18 +37,20 @@ MESHES = [QUICK, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in OTHERS
 
 
 def views_of(clients):
-    """Take all steps with all ranks side by side: (step, rank, microbatch) -> arrays; -1 is what the rank encodes."""
+    """Take all steps with all ranks side by side: (step, rank, microbatch) -> arrays; -1 and -2 are what it encodes."""
     found = {}
     for index in range(STEPS):
         for rank, client in enumerate(clients):
             step = next(client)
             assert step.index == index
-            batches = dict(enumerate(step.microbatches)) | ({-1: step.encoder} if step.encoder is not None else {})
+            batches = dict(enumerate(step.microbatches))
+            encoded = {-1: step.encoder, -2: step.audio_encoder}
+            batches |= {number: batch for number, batch in encoded.items() if batch is not None}
             for number, batch in batches.items():
                 meta = {} if number < 0 else batch.meta._columns
                 arrays = {key: value for key, value in batch.items() if isinstance(value, np.ndarray)}
                 columns = {f"meta.{key}": meta[key] for key in meta.keys() & {"origin", "cu_seqlens"}}
-                columns |= {f"meta.{key}": meta[key] for key in meta.keys() & {"image_positions", "image_rows"}}
+                columns |= {f"meta.{key}": meta[key] for key in meta.keys() & INDICES}
                 found[index, rank, number] = {key: np.array(value) for key, value in (arrays | columns).items()}
     for client in clients:
         client.close()
@@ -71,9 +78,11 @@ def least_of(views, plans, tree, ranks, encoded=None):
                 samples = set() if number < 0 else set(plan.bin(bucket, number).sample.tolist())
                 tokens |= samples if view.keys() & (IDS | LABELS) else set()
                 loss |= samples if view.keys() & LABELS else set()
-                if "pixel_values" in view and view.get("image_ids", np.zeros(1))[0] >= 0:
+                stands_in = any(view[key][0] < 0 for key in ("image_ids", "audio_ids") if key in view)
+                if view.keys() & MEDIA and not stands_in:
                     rows = plan.draw.meta["row"][sorted(samples)] if encoded else ()
-                    media[place] = sum(encoded[row] for row in rows) if encoded else view["pixel_values"].nbytes
+                    made = sum(view[key].nbytes for key in view.keys() & MEDIA)
+                    media[place] = sum(encoded[row] for row in rows) if encoded else made
         fetched.append(sum(4 * int(lengths[s]) for s in tokens) + sum(int(lengths[s]) for s in loss))
         fetched[-1] += sum(media.values())
         packed += sum(arrays.values())
@@ -113,6 +122,41 @@ def test_an_image_goes_where_it_is_encoded(mixed_job, tmp_path, cache):
     views, plans, status = shared(mixed_job, tmp_path, cache, tree, placement="loader", strategy=strategy)
     assert any("pixel_values" in view for view in views.values())
     check(views, plans, status, tree)
+
+
+@pytest.mark.parametrize("audio", [ol.costs.tokens, None])
+def test_a_sound_goes_where_it_is_encoded(tmp_path, cache, audio):
+    write_media(tmp_path, clips=4, sounds=8)
+    tree, strategy = ol.ClientPlaceTree(pp=2, dp=2, tp=2), ol.strategies.vlm_hybrid(audio=audio)
+    views, plans, status = shared(media_job(tmp_path), tmp_path, cache, tree, placement="loader", strategy=strategy)
+    heard = {(number, rank) for (_, rank, number), view in views.items() if "input_features" in view}
+    if audio is None:
+        assert heard and all(number >= 0 and tree.coords(rank).pp == 0 for number, rank in heard)
+    else:
+        assert {number for number, _ in heard} == {-2}
+        assert any(len(view.get("meta.audio_rows", ())) for view in views.values())
+    check(views, plans, status, tree)
+
+
+@pytest.mark.parametrize("placement", ["constructor", "loader"])
+@pytest.mark.parametrize("audio", [ol.costs.tokens, None])
+def test_all_hosts_know_which_sounds_do_not_decode(tmp_path, cache, audio, placement):
+    write_media(tmp_path, clips=4, sounds=8, corrupt=2)  # one in its body, one in its header
+    job, tree = media_job(tmp_path), ol.ClientPlaceTree(pp=2, dp=2, tp=2)
+    strategy = ol.strategies.vlm_hybrid(audio=audio)
+    options = {"placement": placement, "mesh": tree, "strategy": strategy}
+
+    def told(service):
+        clients = [service.client(rank) for rank in range(tree.world_size)]
+        steps = ([next(client) for client in clients] for _ in range(STEPS))
+        return [[(one.global_loss_tokens, digests_of(one)) for one in step] for step in steps]
+
+    with ol.launch(job, runtime="inline", cache=cache, **options) as service:
+        expected = told(service)
+        planned = [service.plan_raw(step).global_loss_tokens for step in range(STEPS)]
+    assert any(labels > step[0][0] for labels, step in zip(planned, expected, strict=True)), "some do not decode"
+    with hosts_of(job, tmp_path / "hosts", cache, hosts=HOSTS, loader_hosts=2, **options) as (service, *_):
+        assert told(service) == expected
 
 
 @pytest.fixture(scope="module")

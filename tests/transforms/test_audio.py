@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import WhisperFeatureExtractor
 
 from overlord.core.ragged import BAD_COLUMN, Ragged, take_rows
-from overlord.core.samples import BAD
+from overlord.core.samples import BAD, SOUNDS
 from overlord.errors import SpecError
 from overlord.job.specs import Audio, Source, audio_frames, audio_tokens
 from overlord.transforms.samples.audio import AudioDecoder, AudioTransform, decode_sound, log_mel, resample, sound_size
@@ -180,12 +180,13 @@ def test_measuring_reads_headers_only(tokenizer, monkeypatch):
 
     monkeypatch.setattr(soundfile.SoundFile, "read", no_reading)
     measured = transform.measure(rows_of(encoded, texts), None, np.arange(3, dtype=np.uint64))
-    assert measured.faults == [] and not measured.flags.any()
+    assert measured.faults == [] and not (measured.flags & BAD).any()
     assert measured.kept["media_length"].values.tolist() == [25, 750, 12]
     assert measured.kept["media_start"].values.tolist() == [1, 1, 1]
     assert measured.kept["media_grid"].values.reshape(-1, 3).tolist() == [[f, 80, 3000] for f in (100, 3000, 50)]
     assert measured.tokens.tolist() == [25 + 2 + 2, 750 + 2 + 1, 12 + 2 + 1]
-    assert measured.image_tokens.tolist() == measured.images.tolist() == [0, 0, 0]
+    assert measured.image_tokens.tolist() == [25, 750, 12] and measured.images.tolist() == [1, 1, 1]
+    assert (measured.flags & SOUNDS).all()
     done = transform.finish(measured.kept, measured.tokens, np.zeros(3, np.bool_), Here())
     assert done.media is not None and done.media.kind == "audio"
 
@@ -234,7 +235,7 @@ def test_headers_that_make_no_sense_are_bad_rows(tokenizer):
     assert "no readable sound header" in reasons[1] and " at 0x" not in reasons[1]
     assert "empty" in reasons[4] and "too few for one token" in reasons[5]
     assert measured.kept["media_length"].values.tolist() == [12, 1, 1, 1, 1, 1]
-    bad = measured.flags > 0
+    bad = (measured.flags & BAD) > 0
     done = transform.finish(measured.kept, measured.tokens, bad, Here())
     assert done.tokens.lengths.tolist() == measured.tokens.tolist()
     assert [int(done.loss[i].sum()) for i in range(6)] == [2, 0, 0, 0, 0, 0]

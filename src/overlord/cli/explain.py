@@ -38,7 +38,7 @@ from overlord.planning.balancing.evenness import (
 )
 from overlord.planning.balancing.hybrid import buddy_lpt, ranks_needed
 from overlord.planning.costs import Cost, CostModel, llama_12b, vit_2b
-from overlord.planning.strategies import Strategy, StrategySpec, costs_of, meets_once
+from overlord.planning.strategies import Strategy, StrategySpec, costs_of, follows_reports, meets_once
 from overlord.readers.source_files import SourceFiles
 from overlord.reports.explanation import (
     BalanceFacts,
@@ -263,7 +263,10 @@ class Balance:
         # Split images are no items any more: each part is one.
         images = plan.encoder.pieces.length if plan.encoder is not None else tokens
         runs = None if plan.encoder is None else plan.encoder.pieces
-        of = tokens if runs is None else tokens[plan.draw.image_at(runs.sample, runs.start)[0]]
+        if runs is None:
+            of = tokens
+        else:
+            of = plan.draw.media.length[plan.draw.media_at(runs.sample, runs.start)[0]].astype(np.int64)
         shares = self._encoder(of * per_token) * (images / np.maximum(of, 1)) / after.mean()
         at = int(np.argmax(shares))
         if shares[at] > self.largest_image[1]:
@@ -613,7 +616,7 @@ def explain_job(
         SpecError: The job, the mesh or the strategy is wrong.
         PlanError: A step cannot be planned.
     """
-    steps, notes = _steps_to_plan(job, steps)
+    steps, notes = _steps_to_plan(job, launch.strategy, steps)
     if costs[2]:
         notes.append(
             f"{strategy_name(launch)} is judged by {costs[0].name}, since a function's own cost is not known here; "
@@ -654,12 +657,17 @@ class _ExplainEnvironment(CallerEnvironment):
         return super().prepare(job, options, **given | {"isolate_reader": isolated()})
 
 
-def _steps_to_plan(job: Job, wanted: int) -> tuple[int, list[str]]:
+def _steps_to_plan(job: Job, strategy: Strategy | None, wanted: int) -> tuple[int, list[str]]:
     learn = job.mixture.learn
-    if learn is None:
-        return wanted, []
     # The report of step s counts from step s + lag on: before that the mixture is what it begins with.
     steps = min(wanted, job.lag)
+    if learn is None and not follows_reports(strategy):
+        return wanted, []
+    if learn is None:
+        return steps, [
+            f"A cost of the strategy follows what a trainer reports: {steps} steps are shown, planned before the first "
+            f"report counts (lag {job.lag})."
+        ]
     return steps, [
         f"The mixture learns ({learn.method}) from reports, which only a trainer has: {steps} steps are shown, drawn "
         f"before the first report counts (lag {job.lag}), and everything here holds for the weights it begins with."

@@ -20,7 +20,7 @@ from rich.text import Text as Words
 
 from overlord.cli.sources import Opened, OpenSource, first_rows, token_words
 from overlord.core.ragged import Ragged, RowBatch
-from overlord.core.samples import BAD, SKIP, SampleId
+from overlord.core.samples import BAD, SKIP, SOUNDS, SampleId
 from overlord.job.specs import Audio, Chat, Custom, ImageSpec, Interleaved, Text, Video
 from overlord.reports.pages import render_file
 from overlord.reports.summary import number, size
@@ -456,7 +456,7 @@ def _preview_rows(one: Opened, rows: RowBatch, first: int) -> list[Preview]:
             sample=str(SampleId(one.source.name, first + row, 0)).rpartition("@")[0],
             tokens=int(measured.tokens[row]),
             delivered=int(planned[row]),
-            image_tokens=int(measured.image_tokens[row]),
+            image_tokens=0 if measured.flags[row] & SOUNDS else int(measured.image_tokens[row]),
             media_tokens=placeholders[row],
             loss_tokens=None if faults[row] else loss[row],
             text=texts[row].text,

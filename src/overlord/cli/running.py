@@ -28,6 +28,7 @@ from overlord.job.layout_specs import Layout
 from overlord.job.specs import Job, Source
 from overlord.job_files import read_text
 from overlord.launch_spec import Launch
+from overlord.planning.strategies import follows_reports
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
 from overlord.reports.summary import RunSummary, SourceSummary, media_of
@@ -58,6 +59,12 @@ def run_job(job: Job, name: str, options: Launch, steps: int, tell: Tell) -> Run
             f"mixture.learn is {job.mixture.learn.method!r}: the weights follow the losses that a trainer reports, and "
             "`overlord run` trains nothing, so it would wait for the first report for ever. Use `overlord serve` with "
             "a trainer, or `overlord explain`, which shows the mixture that the run begins with."
+        )
+    if follows_reports(options.strategy):
+        raise SpecError(
+            "a cost function of the strategy takes the metrics that a trainer reports, and `overlord run` trains "
+            "nothing, so it would wait for the first report for ever. Use `overlord serve` with a trainer, or "
+            "`overlord explain`, which shows the plans that the run begins with."
         )
     began = time.perf_counter()
     aside = aside_notes(options)

@@ -104,8 +104,8 @@ class StepHeader(Struct, frozen=True):
     mixture_version: int = 0
     weights: tuple[float, ...] = ()
     """The mixture's weights at the beginning of the step, one for each source."""
-    encodes: bool = False
-    """Whether images are encoded apart from their tokens: every rank then has encoder inputs."""
+    encodes: tuple[str, ...] = ()
+    """Encoders that run apart from the backbone ("encoder", "audio_encoder"): every rank then has inputs for them."""
     fetches: bool = True
     """False for a rank that gets its batches by the trainer's own broadcast (`broadcast_at`)."""
     names: tuple[str, ...] = ()

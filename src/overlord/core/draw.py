@@ -1,9 +1,10 @@
-"""The draw of one step, before any mesh or strategy is looked at: its samples, their images, their pieces."""
+"""The draw of one step, before any mesh or strategy is looked at: its samples, their media, their pieces."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.ragged import expand_ranges, offsets_of
-from overlord.core.samples import CONTINUES, ENDS_EPOCH, OVERLONG, PLAIN, SKIP, MetaArray, SampleId
+from overlord.core.samples import CLIPS, CONTINUES, ENDS_EPOCH, OVERLONG, PLAIN, SKIP, SOUNDS, MetaArray, SampleId
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class Limits:
     """Microbatches of a step; chosen by the plan when None."""
     patches_per_token: int = 4
     """Image patches behind one image token."""
+    frames_per_token: int = 4
+    """Mel frames behind one token of a sound."""
     slicing: str = "zigzag"
     """How context-parallel ranks share a sequence: "zigzag" (of every segment), "whole_zigzag" or "contiguous"."""
     rank_multiple: int = 1
@@ -54,7 +58,7 @@ class Draw:
     """The version of that mixture: it grows with every report that took effect and every live change."""
     items: Int32s | None = None
     """[images, 4]: first token, number of tokens, and how many tokens before and after it may not be cut off from it.
-    Only for samples with several images, or with one that is not at the beginning."""
+    Only for samples with several images (clips, sounds), or with one that is not at the beginning."""
 
     def __post_init__(self) -> None:
         # A strategy sees the draw and must not change it: the order would then depend on the strategy.
@@ -90,8 +94,8 @@ class Draw:
         return np.flatnonzero((self.meta["start"] > 0) | (self.meta["flags"] & CONTINUES > 0))
 
     @cached_property
-    def images(self) -> Pieces:
-        """Every image (or clip) of the step: its sample, its first token inside the sample, its tokens."""
+    def media(self) -> Pieces:
+        """Every image, clip and sound of the step: its sample, its first token inside the sample, its tokens."""
         meta = self.meta
         some = np.flatnonzero(meta["image_tokens"] > 0)
         if self.items is None:
@@ -105,10 +109,20 @@ class Draw:
         start[places], length[places] = self.items[rows, :2].T
         return Pieces(sample.astype(np.int32), start, length)
 
+    def samples_with(self, modality: str) -> Bools:
+        """Return which samples may hold media of a modality: a sample has images, clips or sounds, and no others."""
+        flags = self.meta["flags"]
+        return flags & SOUNDS == 0 if modality == "images" else flags & (CLIPS if modality == "videos" else SOUNDS) > 0
+
     @property
-    def image_spans(self) -> Pieces:
-        """Every image with the tokens around it that may not be cut off from it."""
-        images = self.images
+    def images(self) -> Pieces:
+        """The images and clips of `media`: what a vision encoder takes."""
+        return self.media.take(self.samples_with("images")[self.media.sample])
+
+    @property
+    def media_spans(self) -> Pieces:
+        """All of `media`, each with the tokens around it that may not be cut off from it."""
+        images = self.media
         if self.items is None:
             return images
         listed = self.meta["items"][images.sample] > 0
@@ -120,9 +134,9 @@ class Draw:
         return Pieces(images.sample, images.start - before, images.length + before + behind)
 
     @cached_property
-    def _image_keys(self) -> tuple[Int64s, Int64s]:
-        """Where each image begins among the image tokens of its sample; and (sample, that) as a sorted 64-bit key."""
-        images = self.images
+    def _media_keys(self) -> tuple[Int64s, Int64s]:
+        """Where each item begins among the media tokens of its sample; and (sample, that) as a sorted 64-bit key."""
+        images = self.media
         length = images.length.astype(np.int64)
         before = np.cumsum(length) - length
         fresh = np.ones(len(length), np.bool_)
@@ -130,17 +144,17 @@ class Draw:
         first = before - before[np.maximum.accumulate(np.where(fresh, np.arange(len(length)), 0))]
         return first, (images.sample.astype(np.int64) << 32) + first
 
-    @property
-    def image_runs(self) -> Pieces:
-        """Every image by its position among the image tokens of its sample, as plans of images count it."""
-        return Pieces(self.images.sample, self._image_keys[0].astype(np.int32), self.images.length)
+    def media_runs(self, modality: str) -> Pieces:
+        """Return the media of a modality, each by its position among the media tokens of its sample, as plans do."""
+        runs = Pieces(self.media.sample, self._media_keys[0].astype(np.int32), self.media.length)
+        return runs.take(self.samples_with(modality)[runs.sample])
 
-    def image_at(self, sample: Int32s, start: Int32s) -> tuple[Int64s, Int64s]:
-        """Return which image of `images` holds an image token of a sample, and where that image begins.
+    def media_at(self, sample: Int32s, start: Int32s) -> tuple[Int64s, Int64s]:
+        """Return which item of `media` holds a media token of a sample, and where that item begins.
 
-        Both count the image tokens of the sample alone, as plans of images do.
+        Both count the media tokens of the sample alone, as plans of media do.
         """
-        first, keys = self._image_keys
+        first, keys = self._media_keys
         image = np.searchsorted(keys, (sample.astype(np.int64) << 32) + start, side="right") - 1
         return image, first[image]
 
@@ -164,10 +178,20 @@ class Draw:
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """The input of a strategy: one step's draw with its metadata, and the job's limits."""
+    """The input of a strategy: one step's draw with its metadata, the job's limits, what the trainer reported."""
 
     draw: Draw
     limits: Limits
+    reported: Callable[[], Mapping[str, float]] | None = field(default=None, repr=False)
+    """Returns the report in force; raises ReportMissing where it has not arrived."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the trainer reported for the step `lag` before this one; empty before the first such step.
+
+        A strategy that reads it follows the reports: a step is planned once its report is there.
+        """
+        return {} if self.reported is None else dict(self.reported())
 
     @property
     def step(self) -> int:
@@ -304,7 +328,7 @@ def context_pieces(buffer: Buffer) -> Pieces:
     """Cut a step's samples at the context length."""
     tokens, most = buffer.meta["tokens"], buffer.limits.context_length
     long = len(tokens) and int(tokens.max()) > most
-    return cut_pieces(tokens, most, buffer.draw.image_spans if long else None)
+    return cut_pieces(tokens, most, buffer.draw.media_spans if long else None)
 
 
 def apply_overlength(

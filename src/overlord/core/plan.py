@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import operator
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,9 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+ENCODED_BY = {"encoder": "images", "audio_encoder": "audio"}
+"""What each encoder of a plan takes, by the name of its field; "images" are images and clips."""
+
 
 @dataclass(frozen=True, eq=False)
 class LoadingPlan:
@@ -53,7 +57,7 @@ class LoadingPlan:
     axis: str = "DP"
     """Which consumers the buckets are: "DP", "CP" (data parallel x context parallel ranks alike) or "WORLD"."""
     modality: str = "tokens"
-    """What a length counts: "tokens", or the image tokens of "images"."""
+    """What a length counts: "tokens", or the media tokens of "images" (and clips), "videos" or "audio"."""
     broadcast: tuple[str, ...] = ()
     """Axes along which the trainer broadcasts: there only coordinate 0 fetches."""
     cp_sizes: Int32s | None = None
@@ -63,9 +67,13 @@ class LoadingPlan:
     counts: Int32s | None = None
     """Microbatches of each bucket where they differ; otherwise all have `num_microbatches`."""
     encoder: LoadingPlan | None = None
-    """Where the images are encoded, when that is not where their tokens are."""
+    """Where the images and clips are encoded, when that is not where their tokens are."""
     routing: Routing | None = None
-    """How encoded images reach the ranks of their tokens."""
+    """How encoded images and clips reach the ranks of their tokens."""
+    audio_encoder: LoadingPlan | None = None
+    """Where the sounds are encoded, when that is not where their tokens are."""
+    audio_routing: Routing | None = None
+    """How encoded sounds reach the ranks of their tokens."""
     ends: Int64s | None = None
     """Where the step leaves each source: rows of (epoch, group, offset); set by the planner."""
     slicing: str = "zigzag"
@@ -80,6 +88,8 @@ class LoadingPlan:
     """The mesh of the step, set when the plan is checked; see `mesh`."""
     ranks: frozenset[int] | None = None
     """Of a slice for one host: the ranks that it is enough for; None for the whole plan. See `PlanSlice`."""
+    metrics: Mapping[str, float] | None = None
+    """The report that the strategy followed; None where it followed none."""
 
     def __repr__(self) -> str:
         shape = f"{self.num_buckets} {self.axis} buckets x {self.num_microbatches} microbatches"
@@ -96,6 +106,20 @@ class LoadingPlan:
         if self.tree is None:
             raise ValueError("this plan has no mesh; take it from a planner, or call plan.on(mesh)")
         return self.tree
+
+    @property
+    def encoders(self) -> dict[str, tuple[LoadingPlan, Routing | None]]:
+        """The plan and the routes of every encoder that runs apart from the backbone, by the name of its field."""
+        found = {"encoder": (self.encoder, self.routing), "audio_encoder": (self.audio_encoder, self.audio_routing)}
+        return {name: (plan, routing) for name, (plan, routing) in found.items() if plan is not None}
+
+    @property
+    def encoded_apart(self) -> Bools:
+        """Drawn samples whose media, if they have any, are encoded apart from their tokens."""
+        apart = np.zeros(len(self.draw), np.bool_)
+        for name in self.encoders:
+            apart |= self.draw.samples_with(ENCODED_BY[name])
+        return apart
 
     @property
     def nbytes(self) -> int:
@@ -268,13 +292,13 @@ class LoadingPlan:
         optional = (self.cp_sizes, self.first_ranks, self.counts)
         for column in (*columns, *(c for c in optional if c is not None)):
             digest.update(np.ascontiguousarray(column).data)
-        if self.encoder is not None:
-            digest.update(self.encoder.digest.encode())
+        for encoder, _ in self.encoders.values():
+            digest.update(encoder.digest.encode())
         return digest.hexdigest()
 
     @cached_property
     def drawn_lengths(self) -> Int32s:
-        """The whole length of the sample (or image) of each piece."""
+        """The whole length of the sample (or of its media) of each piece."""
         column = "tokens" if self.modality == "tokens" else "image_tokens"
         return np.ascontiguousarray(self.draw.meta[column])[self.pieces.sample]
 
@@ -286,9 +310,9 @@ class LoadingPlan:
             sums[filled] = np.add.reduceat(costs, self.bin_offsets[filled])
         return sums.reshape(self.num_buckets, self.num_microbatches)
 
-    def with_ends(self, after: Int64s) -> LoadingPlan:
-        """Return the plan that also says where it leaves its sources."""
-        return self._revised(("buckets", "drawn_lengths", "padded", "digest"), ends=after)
+    def with_ends(self, after: Int64s, metrics: Mapping[str, float] | None = None) -> LoadingPlan:
+        """Return the plan that also says where it leaves its sources, and which report its strategy followed."""
+        return self._revised(("buckets", "drawn_lengths", "padded", "digest"), ends=after, metrics=metrics)
 
     def with_kind(self, axis: str, modality: str, broadcast: tuple[str, ...]) -> LoadingPlan:
         """Return the plan for other consumers."""
@@ -414,15 +438,15 @@ class Share:
 
     plan: LoadingPlan
     samples: Bools
-    """Drawn samples with a segment or an image in a view of this host."""
+    """Drawn samples with a segment, or with media to encode, in a view of this host."""
     tokens: Bools
     """Those of which the host needs the token ids."""
     loss: Bools
     """Those of which it needs the loss mask."""
     media: Bools
-    """Those of which it needs the bytes of media; of the others only shapes and bad marks."""
-    images: Bools | None
-    """Where images and clips are encoded apart from their tokens: which of `draw.images` its ranks encode."""
+    """Those whose media it needs, where these are encoded with their tokens; of others only shapes and bad marks."""
+    encoded: Bools | None
+    """Where media are encoded apart from their tokens: which of `draw.media` its ranks encode."""
     pieces: Int64s
     """The pieces in its views, in the order of the plan."""
     whole: bool
@@ -460,14 +484,15 @@ class Share:
             for column, needed in needs:
                 if needed:
                     column[mine] = True
-        images = None
-        if plan.encoder is not None:
-            draw, images = plan.draw, np.zeros(len(plan.draw.images), np.bool_)
-            for rank in ranks:
-                runs = plan.encoder.pieces.take(plan.encoder.bucket_pieces(rank))
-                images[draw.image_at(runs.sample, runs.start)[0]] = True
+        encoded = None
+        if plan.encoders:
+            media &= ~plan.encoded_apart
+            encoded = np.zeros(len(plan.draw.media), np.bool_)
+            for encoder, rank in itertools.product((encoder for encoder, _ in plan.encoders.values()), ranks):
+                runs = encoder.pieces.take(encoder.bucket_pieces(rank))
+                encoded[plan.draw.media_at(runs.sample, runs.start)[0]] = True
                 samples[runs.sample] = True
-        return cls(plan, samples, tokens, loss, media, images, np.concatenate(pieces), whole=False)
+        return cls(plan, samples, tokens, loss, media, encoded, np.concatenate(pieces), whole=False)
 
     @cached_property
     def _of_source(self) -> dict[int, Int64s]:
@@ -503,12 +528,14 @@ class Share:
         if media is None:
             return None
         counts = np.diff(media.rows)[chosen]
-        if self.images is None or media.kind == "audio":  # sounds are never encoded apart from their tokens
-            return np.repeat(self.media[mine[chosen]], counts)
-        listed = self.plan.draw.images
+        with_tokens = np.repeat(self.media[mine[chosen]], counts)
+        if self.encoded is None:
+            return with_tokens
+        listed = self.plan.draw.media
         keys = (listed.sample.astype(np.int64) << 32) + listed.start
         start = media.start[expand_ranges(media.rows[:-1][chosen], counts)]
-        return self.images[np.searchsorted(keys, (np.repeat(mine[chosen], counts).astype(np.int64) << 32) + start)]
+        numbers = np.searchsorted(keys, (np.repeat(mine[chosen], counts).astype(np.int64) << 32) + start)
+        return with_tokens | self.encoded[numbers]
 
 
 _NO_PIECES = np.empty(0, np.int64)
@@ -537,10 +564,10 @@ def with_labels(plan: LoadingPlan, payload: Payload) -> Payload:
 def known_early(plan: LoadingPlan) -> Bools:
     """Return the drawn samples of which the loader must decode the media to know whether they are bad.
 
-    A bad image masks the loss of its whole sample. Where images are encoded on other ranks than their tokens, or a
+    A bad image masks the loss of its whole sample. Where media are encoded on other ranks than their tokens, or a
     sample is cut into pieces, several hosts must know that. Other media are decoded when they are packed.
     """
-    early = np.full(len(plan.draw), plan.encoder is not None)
+    early = plan.encoded_apart
     early[plan.pieces.sample[plan.pieces.start > 0]] = True
     return early
 
@@ -573,7 +600,7 @@ class Routing:
     heads: Int64s
     """[bucket, cp]: the ranks of the first pipeline stage that hold the tokens (the first of each TP group)."""
     images: tuple[Int64s, Int64s]
-    """Patches of each image (or run of one) in encoding order, and the first image of each rank."""
+    """Patches of each image (or run of one; frames of each sound) in encoding order, and the first of each rank."""
 
     @cached_property
     def _sender_offsets(self) -> Int64s:
@@ -651,40 +678,43 @@ class Routing:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PlanSlice:
-    """Which samples, pieces, images to encode and routes of a plan one host needs."""
+    """Which samples, pieces, media to encode and routes of a plan one host needs."""
 
     samples: Int64s
     pieces: Int64s
-    encoded: Int64s
-    """Pieces of the encoder's plan."""
-    routes: Int64s
+    encoded: Mapping[str, Int64s]
+    """Pieces of the plan of each encoder."""
+    routes: Mapping[str, Int64s]
+    """Routes to and from each encoder."""
     ranks: tuple[int, ...]
     """The ranks it is enough for; none for a loader host."""
 
     @classmethod
     def for_ranks(cls, plan: LoadingPlan, ranks: Collection[int]) -> PlanSlice:
-        """Return what a constructor host needs: the pieces of its ranks' buckets, the images that they encode."""
-        tree, encoder, routing = plan.mesh, plan.encoder, plan.routing
-        buckets = sorted({tree.bucket_of(plan.axis, rank) for rank in ranks})
+        """Return what a constructor host needs: the pieces of its ranks' buckets, the media that they encode."""
+        tree, mine = plan.mesh, sorted(ranks)
+        buckets = sorted({tree.bucket_of(plan.axis, rank) for rank in mine})
         pieces = np.concatenate([_NO_PIECES, *(plan.bucket_pieces(bucket) for bucket in buckets)])
-        encoded = routes = _NO_PIECES
-        if encoder is not None:
-            encoded = np.concatenate([_NO_PIECES, *(encoder.bucket_pieces(rank) for rank in sorted(ranks))])
-        if routing is not None:
-            wanted = np.zeros(routing.world_size, np.bool_)
-            wanted[list(ranks)] = True
-            wanted[routing.heads[buckets]] = True
-            routes = np.flatnonzero(wanted[routing.sender] | wanted[routing.receiver])
-        samples = [plan.pieces.sample[pieces], *([encoder.pieces.sample[encoded]] if encoder is not None else [])]
-        return cls(np.unique(np.concatenate(samples)).astype(np.int64), pieces, encoded, routes, tuple(sorted(ranks)))
+        samples = [plan.pieces.sample[pieces]]
+        encoded: dict[str, Int64s] = {}
+        routes: dict[str, Int64s] = {}
+        for name, (encoder, routing) in plan.encoders.items():
+            encoded[name] = np.concatenate([_NO_PIECES, *(encoder.bucket_pieces(rank) for rank in mine)])
+            samples.append(encoder.pieces.sample[encoded[name]])
+            if routing is not None:
+                wanted = np.zeros(routing.world_size, np.bool_)
+                wanted[mine] = True
+                wanted[routing.heads[buckets]] = True
+                routes[name] = np.flatnonzero(wanted[routing.sender] | wanted[routing.receiver])
+        return cls(np.unique(np.concatenate(samples)).astype(np.int64), pieces, encoded, routes, tuple(mine))
 
     @classmethod
     def for_sources(cls, plan: LoadingPlan, sources: Collection[int]) -> PlanSlice:
-        """Return what a loader host needs: the samples of its sources, and where their pieces and images go."""
+        """Return what a loader host needs: the samples of its sources, and where their pieces and media go."""
         mine = np.concatenate([_NO_PIECES, *(plan.draw.samples_of(source) for source in sources)])
         mine = np.sort(mine).astype(np.int64)
-        encoded = _NO_PIECES if plan.encoder is None else plan.encoder.pieces_of(mine)
-        return cls(mine, plan.pieces_of(mine), encoded, _NO_PIECES, ())
+        encoded = {name: encoder.pieces_of(mine) for name, (encoder, _) in plan.encoders.items()}
+        return cls(mine, plan.pieces_of(mine), encoded, dict.fromkeys(encoded, _NO_PIECES), ())
 
 
 # Plans as bytes: encoded once per step; every role reads its part without copying. A block is a JSON header (names,
@@ -708,11 +738,13 @@ _PLAN_SCALARS = (
     "bin_multiple",
     "row_tokens",
     "context_cuts",
+    "metrics",
 )
 _PIECE = ("sample", "start", "length")
 _PER_PIECE = ("cp_sizes", "first_ranks")
 _OPTIONAL = (*_PER_PIECE, "counts", "ends")
 _TOTALS = ("global_loss_tokens", "total_tokens", "squared_tokens")
+_ROUTING = {"encoder": "routing", "audio_encoder": "audio_routing"}
 _ROUTES = ("sender", "receiver", "microbatch", "position", "length", "sample", "start", "row", "heads")
 
 
@@ -735,12 +767,13 @@ def plan_to_bytes(plan: LoadingPlan, part: PlanSlice | None = None) -> memoryvie
     }
     if plan.tree is not None:
         scalars["tree"] = plan.tree.sizes()
-    if plan.encoder is not None:
-        scalars["encoder"] = _plan_columns(plan.encoder, "encoder.", arrays)
-    if plan.routing is not None:
-        scalars["world_size"] = plan.routing.world_size
-        arrays.update({f"routing.{name}": getattr(plan.routing, name) for name in _ROUTES})
-        arrays.update(zip(("routing.patches", "routing.begins"), plan.routing.images, strict=True))
+    for name, (encoder, routing) in plan.encoders.items():
+        scalars[name] = _plan_columns(encoder, f"{name}.", arrays)
+        if routing is not None:
+            lead = f"{_ROUTING[name]}."
+            scalars["world_size"] = routing.world_size
+            arrays.update({f"{lead}{column}": getattr(routing, column) for column in _ROUTES})
+            arrays.update({f"{lead}patches": routing.images[0], f"{lead}begins": routing.images[1]})
     if part is not None:
         scalars["slice"] = {"samples": len(draw), "ranks": part.ranks}
         _cut_columns(plan, part, arrays)
@@ -752,21 +785,25 @@ def _cut_columns(plan: LoadingPlan, part: PlanSlice, arrays: Arrays) -> None:
     draw, samples = plan.draw, part.samples
     source = draw.source[samples]
     arrays.pop("items", None)
-    if plan.encoder is not None:  # images are numbered over the whole step
-        arrays.update({f"images.{name}": getattr(draw.images, name) for name in _PIECE})
+    if plan.encoders:  # media are numbered over the whole step
+        arrays.update({f"media.{name}": getattr(draw.media, name) for name in _PIECE})
     arrays["by_source"] = samples[np.argsort(source, kind="stable")].astype(np.int32)
     arrays["source_offsets"] = offsets_of(np.bincount(source, minlength=len(draw.names)))
     arrays["drawn.source"], arrays["drawn.meta"] = plan.drawn
     arrays["source"], arrays["meta"] = source, take_meta(draw.meta, samples)
-    for prefix, one, rows in (("", plan, part.pieces), ("encoder.", plan.encoder, part.encoded)):
-        if one is not None:
-            for name in (*_PIECE, *(n for n in _PER_PIECE if getattr(one, n) is not None)):
-                arrays[f"{prefix}{name}"] = arrays[f"{prefix}{name}"][rows]
-            counts = np.diff(one.bin_offsets)
-            arrays[f"{prefix}bin_offsets"] = counts.astype(np.min_scalar_type(int(counts.max(initial=0))))
-    if plan.routing is not None:
-        arrays.update({f"routing.{n}": arrays[f"routing.{n}"][part.routes] for n in _ROUTES if n != "heads"})
-    arrays |= {"slice.samples": samples, "slice.pieces": part.pieces, "slice.encoded": part.encoded}
+    cut = {"": (plan, part.pieces)}
+    cut |= {f"{name}.": (encoder, part.encoded[name]) for name, (encoder, _) in plan.encoders.items()}
+    for prefix, (one, rows) in cut.items():
+        for name in (*_PIECE, *(n for n in _PER_PIECE if getattr(one, n) is not None)):
+            arrays[f"{prefix}{name}"] = arrays[f"{prefix}{name}"][rows]
+        counts = np.diff(one.bin_offsets)
+        arrays[f"{prefix}bin_offsets"] = counts.astype(np.min_scalar_type(int(counts.max(initial=0))))
+        arrays[f"slice.{prefix}pieces"] = rows
+    for name, (_, routing) in plan.encoders.items():
+        if routing is not None:
+            columns = [f"{_ROUTING[name]}.{column}" for column in _ROUTES if column != "heads"]
+            arrays.update({column: arrays[column][part.routes[name]] for column in columns})
+    arrays["slice.samples"] = samples
 
 
 def _fill_columns(scalars: dict[str, Any], arrays: Arrays) -> None:
@@ -779,8 +816,9 @@ def _fill_columns(scalars: dict[str, Any], arrays: Arrays) -> None:
 
     for name in ("source", "meta"):
         spread(name, arrays["slice.samples"], scalars["slice"]["samples"])
-    for prefix, rows in (("", arrays["slice.pieces"]), ("encoder.", arrays["slice.encoded"])):
+    for prefix in ("", *(f"{name}." for name in _ROUTING)):
         if f"{prefix}bin_offsets" in arrays:
+            rows = arrays[f"slice.{prefix}pieces"]
             offsets = arrays[f"{prefix}bin_offsets"] = offsets_of(arrays[f"{prefix}bin_offsets"])
             for name in (*_PIECE, *_PER_PIECE):
                 if f"{prefix}{name}" in arrays:
@@ -809,19 +847,23 @@ def plan_from_bytes(blob: bytes | memoryview) -> LoadingPlan:
     # Digests and indices travel with the plan: a role that needs only a part must not compute them again.
     draw.__dict__.update(digest=scalars["order_digest"], by_source=(arrays["by_source"], arrays["source_offsets"]))
     plan = _plan_of(draw, scalars["plan"], "", arrays)
-    if "encoder" in scalars:
-        plan = dataclasses.replace(plan, encoder=_plan_of(draw, scalars["encoder"], "encoder.", arrays))
-    if "world_size" in scalars:
-        routes = {name: arrays[f"routing.{name}"] for name in _ROUTES}
-        images = (arrays["routing.patches"], arrays["routing.begins"])
-        plan = dataclasses.replace(plan, routing=Routing(scalars["world_size"], **routes, images=images))
+    found: dict[str, Any] = {}
+    for name, routing in _ROUTING.items():
+        if name in scalars:
+            found[name] = _plan_of(draw, scalars[name], f"{name}.", arrays)
+        if f"{routing}.sender" in arrays:
+            routes = {column: arrays[f"{routing}.{column}"] for column in _ROUTES}
+            images = (arrays[f"{routing}.patches"], arrays[f"{routing}.begins"])
+            found[routing] = Routing(scalars["world_size"], **routes, images=images)
     if "tree" in scalars:
-        plan = dataclasses.replace(plan, tree=ClientPlaceTree.from_sizes(scalars["tree"], what="the mesh of a plan"))
+        found["tree"] = ClientPlaceTree.from_sizes(scalars["tree"], what="the mesh of a plan")
     if part is not None:
-        plan = dataclasses.replace(plan, ranks=frozenset(part["ranks"]))
+        found["ranks"] = frozenset(part["ranks"])
+    plan = dataclasses.replace(plan, **found)
+    if part is not None:
         plan.__dict__["drawn"] = (arrays["drawn.source"], arrays["drawn.meta"])
-        if plan.encoder is not None:
-            draw.__dict__["images"] = Pieces(*(arrays[f"images.{name}"] for name in _PIECE))
+        if plan.encoders:
+            draw.__dict__["media"] = Pieces(*(arrays[f"media.{name}"] for name in _PIECE))
     plan.__dict__.update(scalars["totals"], digest=scalars["plan_digest"])
     return plan
 

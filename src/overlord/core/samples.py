@@ -22,7 +22,7 @@ META = np.dtype(
         ("row", "<i8"),
         ("tokens", "<i4"),  # delivered tokens, after the overlength policy; of this part, where steps share a sample
         ("loss_tokens", "<i4"),
-        ("image_tokens", "<i4"),
+        ("image_tokens", "<i4"),  # of its images; of its clips or sounds where `flags` has CLIPS or SOUNDS
         ("images", "<i4"),
         ("bytes", "<u4"),
         ("start", "<i4"),  # first token of this part of the sample; 0 unless a step before has drawn its beginning
@@ -41,12 +41,12 @@ OVERLONG = 8
 """Longer than the context under overlength="error"."""
 PLAIN = 16
 """Every token but the first of a piece counts in the loss, so that a cut costs exactly one label."""
-
 CONTINUES = 32
 """The step has only a part of the sample: what follows it is drawn by a later step."""
-
-UNDIVIDED = 64
-"""All of it belongs into one step: it has a sound, of which the metadata does not tell where it is."""
+CLIPS = 64
+"""What `images` and `image_tokens` count are clips."""
+SOUNDS = 128
+"""What `images` and `image_tokens` count are sounds."""
 
 
 class SampleId(NamedTuple):

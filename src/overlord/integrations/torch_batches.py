@@ -29,7 +29,7 @@ _STAY = ("send_splits", "recv_splits")
 
 _ROWS_OF_ORIGIN = ("source", "epoch", "row", "segment_offsets", "segment_lengths")
 
-IMAGE_INDICES = ("image_positions", "image_rows")
+IMAGE_INDICES = ("image_positions", "image_rows", "audio_positions", "audio_rows")
 """Columns of the provenance that index tensors, and so are on the same device."""
 
 
@@ -43,6 +43,9 @@ class TorchMeta:
         """The positions of image tokens in this rank's sequences (all rows concatenated)."""
         self.image_rows = found["image_rows"]
         """Which of the rows that `exchange_images` returns belongs at each of them."""
+        self.audio_positions = found["audio_positions"]
+        """The same of sounds that are encoded apart (`step.audio_encoder`)."""
+        self.audio_rows = found["audio_rows"]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._meta, name)
@@ -84,6 +87,10 @@ class TorchBatch(KeyedBatch):
         return self
 
 
+def _copied(batch: Batch | None) -> TorchBatch | None:
+    return None if batch is None else TorchBatch(batch)
+
+
 class TorchMicrobatches(Microbatches[TorchBatch]):
     """The microbatches of one step, fetched and copied when they are accessed."""
 
@@ -108,7 +115,7 @@ class TorchStep:
         self,
         step: Step,
         take: Callable[[int], TorchBatch] | None = None,
-        encoder: Callable[[], TorchBatch | None] | None = None,
+        encode: Callable[[int], TorchBatch | None] | None = None,
         group: Any = None,
     ) -> None:
         """Take a step of arrays.
@@ -116,7 +123,8 @@ class TorchStep:
         Args:
             step: The step as this rank's client has it.
             take: Returns a microbatch by its number; by default it is copied out of shared memory.
-            encoder: Returns what this rank encodes; by default it is copied out of shared memory.
+            encode: Returns what this rank encodes, images (0) or sounds (1); by default it is copied out of shared
+                memory.
             group: The process group in which microbatches are broadcast.
         """
         self.index = step.index
@@ -141,7 +149,7 @@ class TorchStep:
         self.take = take or (lambda index: TorchBatch(step.microbatches[index]))
         """Return a microbatch by its number; the step does not count as used by that."""
         self.microbatches = TorchMicrobatches(self._use, len(step.microbatches))
-        self._encode = encoder or (lambda: None if step.encoder is None else TorchBatch(step.encoder))
+        self._encode = encode or (lambda which: _copied((step.encoder, step.audio_encoder)[which]))
 
     def _use(self, index: int) -> TorchBatch:
         self.progress.use()
@@ -151,7 +159,13 @@ class TorchStep:
     def encoder(self) -> TorchBatch | None:
         """What this rank encodes in this step (`vlm_hybrid`), and how the tokens travel; see `exchange_images`."""
         self.progress.use()
-        return self._encode()
+        return self._encode(0)
+
+    @cached_property
+    def audio_encoder(self) -> TorchBatch | None:
+        """The sounds that this rank encodes in this step (`vlm_hybrid` with `audio`); see `exchange_images`."""
+        self.progress.use()
+        return self._encode(1)
 
     def __repr__(self) -> str:
         return f"TorchStep(index={self.index}, microbatches={len(self.microbatches)}, samples={self.global_samples})"

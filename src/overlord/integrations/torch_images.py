@@ -1,4 +1,4 @@
-"""Images that are encoded apart from their tokens: pixel normalisation, and the exchange between ranks."""
+"""Images and sounds that are encoded apart from their tokens: pixel normalisation, the exchange between ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def exchange_images(output: torch.Tensor, encoder: Mapping[str, Any], group: Any
 
     Args:
         output: [image tokens of this rank, hidden].
-        encoder: `step.encoder`.
+        encoder: `step.encoder`; or `step.audio_encoder`, with the rows of sounds (`audio_lengths` of each).
         group: The process group of all ranks (default: the world).
     """
     rows = output[torch.as_tensor(encoder["send_rows"], device=output.device)]

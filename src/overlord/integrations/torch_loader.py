@@ -359,21 +359,22 @@ class DataLoader:
         if self._channel is None and copies.stream is None:
             return TorchStep(step)
 
-        def flat_encoder(_: int) -> FlatBatch | None:
-            return None if step.encoder is None else copies.send(step.encoder)
+        def flat_encoder(which: int) -> FlatBatch | None:
+            found = (step.encoder, step.audio_encoder)[which]
+            return None if found is None else copies.send(found)
 
-        def encoder() -> TorchBatch | None:
-            flat = encoded.take(0)
+        def encode(which: int) -> TorchBatch | None:
+            flat = encoded.take(which)
             return None if flat is None else flat.batch(names)
 
-        encoded = Ahead(flat_encoder, 1, copies.pool)
+        encoded = Ahead(flat_encoder, 2, copies.pool)
         count = len(step.microbatches)
         fetched = Ahead(lambda at: copies.send(step.microbatches[at]), count if step.fetches else 0, copies.pool)
         if self._channel is None:
-            return TorchStep(step, lambda at: fetched.take(at).batch(names), encoder)
+            return TorchStep(step, lambda at: fetched.take(at).batch(names), encode)
         fetch = fetched.take if step.fetches else None
         self._relay = relay = Relay(self._channel, copies, (step.index, count, names), fetch)
-        return TorchStep(step, relay.take, encoder, self._channel.group)
+        return TorchStep(step, relay.take, encode, self._channel.group)
 
     def _first_step(self) -> Step | None:
         """Take the first step, and agree with all ranks on which ranks fetch."""

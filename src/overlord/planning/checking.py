@@ -10,7 +10,7 @@ import numpy as np
 
 from overlord.core.draw import Buffer, Limits, Pieces, context_pieces
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan
+from overlord.core.plan import ENCODED_BY, LoadingPlan
 from overlord.core.samples import PLAIN
 from overlord.errors import OverlordError, PlanError, SpecError
 from overlord.job.layout_specs import shape_of
@@ -45,7 +45,7 @@ def run_strategy(strategy: Strategy, buffer: Buffer, tree: ClientPlaceTree) -> L
     name = getattr(strategy, "__name__", type(strategy).__name__)
     try:
         made: Any = strategy(buffer, tree)
-        plan = _counted(_joined(made, name, tree, buffer.limits.patches_per_token), buffer)
+        plan = _counted(_joined(made, name, tree, buffer.limits), buffer)
     except OverlordError:
         raise
     except (Exception, SystemExit) as error:  # code of the user may raise anything
@@ -75,37 +75,42 @@ def _where(error: BaseException) -> str:
 def check_plan(plan: LoadingPlan, buffer: Buffer, tree: ClientPlaceTree, name: str = "plan") -> None:
     """Raise PlanError where a plan does not carry every sample of the buffer to a rank, once."""
     try:
-        for one in (plan, plan.encoder):
-            if one is not None and one.draw is not buffer.draw:
+        encoders = {field: encoder for field, (encoder, _) in plan.encoders.items()}
+        for one in (plan, *encoders.values()):
+            if one.draw is not buffer.draw:
                 raise _Wrong("it is a plan of another draw", "Plan the buffer the strategy is called with")
         if plan.modality != "tokens":
-            raise _Wrong("it is a plan of images", "Return a plan of tokens, or {'backbone': .., 'encoder': ..}")
+            raise _Wrong(
+                f"it is a plan of {plan.modality}", "Return a plan of tokens, or {'backbone': .., 'encoder': ..}"
+            )
         _check_form(plan)
         _check_mesh(plan, tree, buffer.limits)
         _check_pieces(plan, buffer.draw.meta["tokens"], buffer)
         if plan.cp_sizes is not None or plan.first_ranks is not None:
             _check_blocks(plan)
         _check_room(plan, buffer, tree)
-        if plan.encoder is not None:
-            _check_form(plan.encoder)
-            _check_pieces(plan.encoder, buffer.meta["image_tokens"], buffer)
+        for field, encoder in encoders.items():
+            _check_form(encoder)
+            taken = buffer.draw.samples_with(ENCODED_BY[field])
+            _check_pieces(encoder, np.where(taken, buffer.meta["image_tokens"], 0), buffer)
     except _Wrong as wrong:
         what, remedy = wrong.args
         raise PlanError(f"the strategy {name} made a wrong plan of step {buffer.step}: {what}. {remedy}.") from None
 
 
-def _joined(made: Any, name: str, tree: ClientPlaceTree, patches: int) -> LoadingPlan:
+def _joined(made: Any, name: str, tree: ClientPlaceTree, limits: Limits) -> LoadingPlan:
     if isinstance(made, LoadingPlan):
         return made
-    if isinstance(made, Mapping) and "backbone" in made and set(made) <= {"backbone", "encoder"}:
-        plans = list(made.values())
-        if all(isinstance(plan, LoadingPlan) for plan in plans):
-            backbone = made["backbone"]
-            return join_encoder(backbone, made["encoder"], tree, patches) if "encoder" in made else backbone
+    named = isinstance(made, Mapping) and "backbone" in made and set(made) <= {"backbone", *ENCODED_BY}
+    if named and all(isinstance(plan, LoadingPlan) for plan in made.values()):
+        joined: LoadingPlan = made["backbone"]
+        for field in ENCODED_BY:
+            joined = join_encoder(joined, field, made[field], tree, limits) if field in made else joined
+        return joined
     shown = f"a mapping of {', '.join(map(str, made))}" if isinstance(made, Mapping) else type(made).__name__
     raise PlanError(
         f"the strategy {name} returned {shown}, not a plan; no rank would know what to load. Return graph.plan(), or "
-        "{'backbone': .., 'encoder': ..} with two of them."
+        "{'backbone': .., 'encoder': .., 'audio_encoder': ..} with several of them."
     )
 
 
@@ -188,7 +193,7 @@ def _check_pieces(plan: LoadingPlan, wanted: Any, buffer: Buffer) -> None:
             f"a piece of {int(length.max())} tokens is longer than the context of {buffer.limits.context_length}",
             "Cut samples as DGraph.from_buffer does",
         )
-    if len(plan.pieces) == len(wanted) and _each_once(plan):
+    if len(plan.pieces) == len(wanted) and (plan.modality == "tokens" or bool(wanted.all())) and _each_once(plan):
         return  # no sample is cut, as in most steps: this check is much cheaper
     # Sums of lengths show lost and duplicated tokens. Pieces that overlap and still sum up are found by sorting.
     got = np.bincount(sample, length, len(wanted)).astype(np.int64)

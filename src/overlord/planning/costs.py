@@ -39,8 +39,8 @@ _FLOAT_BITS = 30
 
 Int64s = npt.NDArray[np.int64]
 Unit = Literal["ms", "flops", "relative"]
-CostFunction = Callable[[Int64s], npt.ArrayLike]
-"""Any function of segment lengths that gives one cost for each."""
+CostFunction = Callable[..., npt.ArrayLike]
+"""Any function of segment lengths that gives one cost for each; with a parameter `metrics`, also of the report."""
 
 
 @dataclass(frozen=True)
@@ -191,11 +191,32 @@ class CostModel:
         return self.milliseconds(cost) / 1000
 
 
-def as_costs(function: CostFunction, lengths: npt.ArrayLike, what: str = "the cost function") -> Int64s:
+def takes_metrics(function: object) -> bool:
+    """Whether a cost function has a parameter `metrics`: it then gets what the trainer reported.
+
+    Example:
+        >>> takes_metrics(lambda lengths, metrics: lengths), takes_metrics(tokens)
+        (True, False)
+    """
+    if not callable(function) or isinstance(function, CostModel):
+        return False
+    try:
+        return "metrics" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return False
+
+
+def as_costs(
+    function: CostFunction,
+    lengths: npt.ArrayLike,
+    what: str = "the cost function",
+    metrics: Mapping[str, float] | None = None,
+) -> Int64s:
     """Call a cost model or a user's function of segment lengths, and return its checked costs as integers.
 
-    Floats are rounded. Where all are below 1000 they are first multiplied by a power of two that brings the largest
-    to 30 bits, so that rounding does not hide differences; the unit of such costs holds for one call only.
+    A function with a parameter `metrics` gets the report in force. Floats are rounded. Where all are below 1000 they
+    are first multiplied by a power of two that brings the largest to 30 bits, so that rounding does not hide
+    differences; the unit of such costs holds for one call only.
 
     Example:
         >>> as_costs(lambda s: s * s, [30, 70]).tolist()
@@ -206,12 +227,14 @@ def as_costs(function: CostFunction, lengths: npt.ArrayLike, what: str = "the co
     if isinstance(function, CostModel):
         return function(lengths)
     length = checked_lengths(lengths)
+    further = {"metrics": dict(metrics or {})} if takes_metrics(function) else {}
     try:
-        found: Any = np.asarray(function(length.copy()))
+        found: Any = np.asarray(function(length.copy(), **further))
     except (Exception, SystemExit) as error:  # the border to the user's code
         raise SpecError(
             f"{what} failed on {len(length)} lengths with {type(error).__name__}: {error}. It is called "
-            "with a numpy array of lengths and must return a cost for each"
+            "with a numpy array of lengths (and metrics=, empty before the first report, where it has that parameter) "
+            "and must return a cost for each"
         ) from error
     if found.shape != length.shape or found.dtype.kind not in "iuf":
         raise SpecError(

@@ -9,7 +9,7 @@ Rules of this file:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, get_args
@@ -30,11 +30,11 @@ from overlord.planning.balancing.methods import loads as loads_of
 from overlord.planning.balancing.microbatches import Placement, place_tokens
 from overlord.planning.balancing.packing import PackMethod, fill_bins, place_bins
 from overlord.planning.checking import SPLIT_AXES, check_inputs
-from overlord.planning.costs import CostFunction, as_costs
+from overlord.planning.costs import CostFunction, as_costs, takes_metrics
 from overlord.planning.encoder import Scope, place_images, split_images
 
 Int64s = npt.NDArray[np.int64]
-Modality = Literal["tokens", "images"]
+Modality = Literal["tokens", "images", "videos", "audio"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class DGraph:
     tree: ClientPlaceTree
     modality: Modality
     items: Pieces
-    """What is moved: pieces of samples, or the images of samples."""
+    """What is moved: pieces of samples, or the images, clips or sounds of samples."""
     edges: tuple[Edge, ...] = ()
     axis: str | None = None
     group_size: int | None = None
@@ -86,20 +86,19 @@ class DGraph:
         Args:
             buffer: One step's draw with its metadata.
             tree: The trainer's mesh.
-            modality: "tokens" (samples cut to the context, for the backbone) or "images" (for the encoder).
+            modality: "tokens" (samples cut to the context, for the backbone); for an encoder "images" (images and
+                clips), "videos" (clips alone) or "audio" (sounds).
         """
         check_inputs("DGraph.from_buffer", buffer, tree)
-        if modality == "tokens":
-            items = context_pieces(buffer)
-        elif modality == "images":
-            items = buffer.draw.image_runs
-        else:
+        known = get_args(Modality)
+        if modality not in known:
             raise SpecError(
-                f"DGraph.from_buffer: modality is {modality!r}; no metadata has that name."
-                f"{did_you_mean(str(modality), ['tokens', 'images'])} Use 'tokens' or 'images'."
+                f"DGraph.from_buffer: modality is {modality!r:.80}; no metadata has that name."
+                f"{did_you_mean(str(modality), known)} Use one of {', '.join(known)}."
             )
-        detail = f"{len(items)} {'pieces' if modality == 'tokens' else 'samples with images'} of step {buffer.step}"
-        return cls(buffer, tree, modality, items, (Edge("from_buffer", detail),))
+        items = context_pieces(buffer) if modality == "tokens" else buffer.draw.media_runs(modality)
+        what = {"tokens": "pieces", "images": "images", "videos": "clips", "audio": "sounds"}[modality]
+        return cls(buffer, tree, modality, items, (Edge("from_buffer", f"{len(items)} {what} of step {buffer.step}"),))
 
     def mix(self, sources: Collection[str] | None = None) -> DGraph:
         """Show the mixture the step was drawn by, or narrow the graph to some of its sources.
@@ -115,9 +114,11 @@ class DGraph:
             shown = ", ".join(shares[:6]) + (f" and {len(shares) - 6} more" if len(shares) > 6 else "")
             return self._with("mix", f"mixture {self.buffer.draw.mixture_version}: {shown or 'as drawn'}")
         wanted = [sources] if isinstance(sources, str) else sources
-        if not isinstance(wanted, Collection) or not all(isinstance(name, str) for name in wanted):
+        named = isinstance(wanted, Collection) and all(isinstance(name, str) for name in wanted)
+        if not named or not wanted or isinstance(wanted, Mapping):
             raise SpecError(
-                f"mix: sources is {sources!r:.80}, not a list of names; nothing could be chosen. Give a list of text."
+                f"mix: sources is {sources!r:.80}, not a list of names; nothing could be chosen. Give at least one "
+                "name; weights are those of the job's mixture."
             )
         for name in wanted:
             if name not in names:
@@ -158,8 +159,9 @@ class DGraph:
     def cost(self, fn: CostFunction) -> DGraph:
         """Say what an item costs: a model of `overlord.costs`, or any function of an array of lengths.
 
-        Lengths are tokens with their padding, or the patches of images. Costs become integers, so that every
-        machine compares alike.
+        A function with a parameter `metrics` also gets what the trainer reported for the step `lag` before.
+        Lengths are tokens with their padding, the patches of images and clips, or the mel frames of sounds. Costs
+        become integers, so that every machine compares alike.
         """
         if not callable(fn):
             raise SpecError(f"cost: {fn!r:.80} is not a function of lengths. Use a model of ol.costs, or a function.")
@@ -172,14 +174,17 @@ class DGraph:
             parts: Into how many runs each image is cut; by default as many as make it fit an even share.
         """
         self._need("split", axis=True, costs=True)
-        if self.modality != "images":
+        if self.modality == "tokens":
             raise SpecError("split: tokens are split by context parallelism; use distribute(axis='CP') for that.")
+        if self.modality == "audio":
+            raise SpecError("split: a sound is one window of its encoder, which takes it whole. Leave split() out.")
         assert self.costs is not None
         items, costs = split_images(self.items, self.costs, self.num_buckets, parts)
-        return self._with("split", f"{len(self.items)} images in {len(items)} runs", items=items, costs=costs)
+        detail = f"{len(self.items)} images in {len(items)} runs"
+        return self._with("split", detail, items=items, costs=costs, places=None)
 
     def toward(self, backbone: LoadingPlan, scope: Scope = "world") -> DGraph:
-        """Keep images near the ranks of their tokens.
+        """Keep images (clips, sounds) near the ranks of their tokens.
 
         Args:
             backbone: The plan of the tokens.
@@ -195,7 +200,7 @@ class DGraph:
         *,
         objective: Objective | None = None,
         level: Level | None = None,
-        reorder: bool = True,
+        reorder: bool | None = None,
         equal_counts: bool | None = None,
         blocks: Blocks | None = None,
     ) -> DGraph:
@@ -207,24 +212,26 @@ class DGraph:
             method: "greedy", "karmarkar_karp", "zigzag", or a function (costs, num_bins, sizes, capacity) -> bins.
             objective: What is made small: the largest "sum" of a bucket; "lockstep", the sum over microbatches of
                 the largest bucket (FSDP, EP), by default; "pipeline", the time of the slowest pipeline. Over "CP"
-                without equal counts it is by default "sum", or "pipeline" on a mesh with pipeline stages.
+                without equal counts it is by default "sum", or "pipeline" on a mesh with pipeline stages. With
+                "intra" it is "lockstep".
             level: "interleaved" (any item to any microbatch of any bucket; by default), "inter" (buckets first, then
                 the microbatches of each), "intra" (items stay in the microbatch they were drawn for).
-            reorder: Whether the longest item of a microbatch comes first; False keeps the drawing order.
+            reorder: Whether the costliest item of a microbatch comes first (by default); False keeps the drawing
+                order. Of tokens only: what a rank encodes is in the order in which it is sent.
             equal_counts: Over "CP": whether all ranks get the same number of microbatches, with dummies (by default,
                 unless the objective is "sum" or "pipeline").
             blocks: Over "CP": which ranks may share a sequence: "aligned", 2, 4, .. ranks from a multiple of their
                 number on (by default), or "any" number of neighbours.
         """
         self._need("balance", axis=True, costs=True)
-        _check_balance(self, objective, level, equal_counts, blocks)
+        _check_balance(self, objective, level, reorder, equal_counts, blocks)
         assert self.costs is not None
-        if self.modality == "images":
+        if self.modality != "tokens":
             places = place_images(
                 self.items, self.costs, self.num_buckets, method, self.tree, self.owner, self.scope, self.group_size
             )
-            detail = f"{_name(method)}: {len(self.items)} images over {self.num_buckets} ranks"
-            return self._with("balance", detail, places=places, num_microbatches=1, reorder=reorder)
+            detail = f"{_name(method)}: {len(self.items)} {self.modality} over {self.num_buckets} ranks"
+            return self._with("balance", detail, places=places, num_microbatches=1)
         if self.axis == "CP":
             equal = objective in (None, "lockstep") if equal_counts is None else equal_counts
             equal = equal or self.tree.is_lockstep  # experts meet in every microbatch: a rank with fewer would hang
@@ -240,7 +247,7 @@ class DGraph:
             how = partial(place, method=method, objective=aim, level=where, group_size=self.group_size)
             placed = place_tokens(self.buffer, self.items, self.costs, self.padded, self.tree, how)
             detail = f"{_name(method)}, {aim}, {where}: {placed.detail}"
-        return self._with_placement("balance", detail, placed, reorder=reorder)
+        return self._with_placement("balance", detail, placed, reorder=reorder is not False)
 
     def pack(self, method: PackMethod = "best_fit") -> DGraph:
         """Fill microbatches as full as they go, then give every bucket as many of them, those of like cost together.
@@ -265,6 +272,7 @@ class DGraph:
     def placed(self, places: npt.ArrayLike, num_microbatches: int, detail: str = "by hand") -> DGraph:
         """Place every item yourself: `places` is bucket * num_microbatches + microbatch of each."""
         self._need("placed", axis=True)
+        _check_placed(self, num_microbatches)
         wide = _checked_places(places, len(self.items), self.num_buckets, num_microbatches)
         return self._with("placed", detail, places=wide, num_microbatches=num_microbatches, reorder=False)
 
@@ -274,6 +282,11 @@ class DGraph:
         if name not in ("TP", "CP", "DP"):
             raise SpecError(
                 f"broadcast_at: axis is {axis!r}; the trainer cannot broadcast along it. Use 'TP', 'CP' or 'DP'."
+            )
+        if self.modality != "tokens":
+            raise SpecError(
+                f"broadcast_at: the graph is of {self.modality}, and each rank encodes others; it would be ignored. "
+                "Call it on the graph of tokens, whose broadcast the encoded rows follow."
             )
         self._refuse_broadcast(name)
         return self._with("broadcast_at", name, broadcast=tuple(sorted({*self.broadcast, name})))
@@ -357,9 +370,11 @@ class DGraph:
         return self._with(primitive, detail, reorder=reorder, cp_sizes=placed.cp_sizes, counts=placed.counts, **at)
 
     def _costed(self, fn: CostFunction) -> DGraph:
-        per_item = self.buffer.limits.patches_per_token if self.modality == "images" else 1
+        limits = self.buffer.limits
+        metrics = self.buffer.metrics if takes_metrics(fn) else None  # reading them may wait for a report
+        per_item = {"tokens": 1, "audio": limits.frames_per_token}.get(self.modality, limits.patches_per_token)
         lengths = pad_lengths(self.items.length, self.pad_multiple)  # padding to a full row costs no attention
-        return dataclasses.replace(self, costs=as_costs(fn, lengths * per_item, "cost"))
+        return dataclasses.replace(self, costs=as_costs(fn, lengths * per_item, "cost", metrics))
 
     def _need(self, primitive: str, *, axis: bool = False, costs: bool = False, places: bool = False) -> None:
         missing = [
@@ -373,7 +388,7 @@ class DGraph:
 
     def _refuse_broadcast(self, axis: str) -> None:
         within = SPLIT_AXES.get(self.axis or "", ())
-        if self.modality == "tokens" and axis in within and getattr(self.tree, axis.lower()) > 1:
+        if axis in within and getattr(self.tree, axis.lower()) > 1:
             raise SpecError(
                 f"broadcast_at: the samples are distributed over {self.axis}, so the ranks along {axis} need different "
                 "ones; only the first would get any. Broadcast along another axis."
@@ -484,7 +499,7 @@ def _checked_axis(axis: str, tree: ClientPlaceTree, modality: str, *, rows: bool
     if modality == "tokens" and name == "WORLD" and tree.num_buckets(axis) != tree.dp:
         raise SpecError(
             f"distribute: the mesh {tree} has pp, cp or tp above 1, and their ranks need the same tokens; "
-            "over WORLD they would train on different ones. Use axis='DP' (or 'CP') for tokens, 'WORLD' for images."
+            "over WORLD they would train on different ones. Use axis='DP' (or 'CP') for tokens, 'WORLD' for media."
         )
     if modality == "tokens" and name == "CP" and rows:
         raise SpecError(
@@ -513,11 +528,36 @@ def _checked_places(places: npt.ArrayLike, count: int, num_buckets: int, num_mic
     return given.astype(np.int64)
 
 
+def _check_placed(graph: DGraph, num_microbatches: int) -> None:
+    """Raise SpecError where a placement by hand would ignore what the graph was told before, or lose items."""
+    told = {"group_size": graph.group_size, "toward()": graph.owner}
+    for name, value in told.items():
+        if value is not None:
+            raise SpecError(
+                f"placed: {name} is given, and you place every item yourself; it would be ignored. Leave it out, or "
+                "use balance()."
+            )
+    if graph.modality != "tokens" and num_microbatches != 1:
+        raise SpecError(
+            f"placed: num_microbatches is {num_microbatches!r:.80}, and {graph.modality} are encoded in one; those of "
+            "others would be lost. Use 1."
+        )
+
+
 def _check_balance(
-    graph: DGraph, objective: Objective | None, level: Level | None, equal_counts: bool | None, blocks: Blocks | None
+    graph: DGraph,
+    objective: Objective | None,
+    level: Level | None,
+    reorder: bool | None,
+    equal_counts: bool | None,
+    blocks: Blocks | None,
 ) -> None:
     """Raise SpecError for an argument of `balance` that would have no effect on these items and this axis."""
     check_names(objective, level)
+    for name, flag in (("reorder", reorder), ("equal_counts", equal_counts)):
+        if flag is not None and not isinstance(flag, bool):
+            raise SpecError(f"balance: {name} is {flag!r:.80}, neither True nor False; it would not be known what is "
+                            "wanted. Use one of them, or leave it out.")  # fmt: skip
     hybrid = graph.modality == "tokens" and graph.axis == "CP"
 
     def refuse(name: str, value: object, why: str, remedy: str) -> SpecError:
@@ -539,11 +579,16 @@ def _check_balance(
             f"balance: blocks is {blocks!r:.80}, which is unknown; no rank would know its block."
             f"{did_you_mean(blocks, known)} Use one of {', '.join(known)}."
         )
-    if graph.modality == "images":
-        for name, value in (("objective", objective), ("level", level)):
+    if graph.modality != "tokens":
+        for name, value in (("objective", objective), ("level", level), ("reorder", reorder)):
             if value is not None:
-                why = "images are encoded in one microbatch, whose largest rank is made small"
+                why = f"{graph.modality} are encoded in one microbatch, whose largest rank is made small"
                 raise refuse(name, value, why, "Leave it out.")
+    if level == "intra" and objective not in (None, "lockstep"):
+        raise refuse(
+            "objective", objective, "with level='intra' every microbatch is balanced by itself, in drawing order",
+            "Leave objective out, or use level='interleaved'.",
+        )  # fmt: skip
     if not hybrid:
         return
     if level not in (None, "interleaved"):
@@ -593,11 +638,13 @@ def _check_owner(graph: DGraph, backbone: LoadingPlan, scope: str) -> None:
     """Raise SpecError where the items of a graph cannot follow a plan of tokens."""
     known = isinstance(backbone, LoadingPlan) and backbone.modality == "tokens"
     if not known or backbone.draw is not graph.buffer.draw:
-        raise SpecError("toward: the backbone is no plan of this step's tokens; images would have no destination.")
-    if graph.modality != "images" or scope not in ("world", "group"):
         raise SpecError(
-            f"toward: modality is {graph.modality!r} and scope {scope!r}; only images have an owner. Use it on a "
-            "graph of images, with scope 'world' or 'group'."
+            f"toward: the backbone is no plan of this step's tokens; {graph.modality} would have no destination."
+        )
+    if graph.modality == "tokens" or scope not in ("world", "group"):
+        raise SpecError(
+            f"toward: modality is {graph.modality!r} and scope {scope!r}; only images, clips and sounds have an owner. "
+            "Use it on a graph of them, with scope 'world' or 'group'."
         )
 
 

@@ -1,7 +1,7 @@
-"""Placement of images on the ranks that encode them, and the routes of their tokens to the backbone.
+"""Placement of images, clips and sounds on the ranks that encode them, and the routes of their tokens to the backbone.
 
-The backbone is planned first (its cost includes image tokens), which gives every image a destination. An image then
-goes to the least loaded rank, or to a rank of its destination if that is hardly more loaded.
+The backbone is planned first (its cost includes their tokens), which gives every item a destination. An image then
+goes to the least loaded rank, or to a rank of its destination if that is hardly more loaded; so do clips and sounds.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.draw import Pieces
+from overlord.core.draw import Limits, Pieces
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import LoadingPlan, Routing
+from overlord.core.plan import ENCODED_BY, LoadingPlan, Routing
 from overlord.errors import PlanError, SpecError
 from overlord.planning.balancing.balance import Method, balance, place
 
@@ -36,7 +36,7 @@ def place_images(
     scope: Scope,
     group_size: int | None = None,
 ) -> Int64s:
-    """Return the encoder rank of every image (or run of one)."""
+    """Return the encoder rank of every image, clip or sound (or run of one)."""
     if owner is None and group_size is None:
         return balance(costs, num_ranks, method=method)
     if owner is None:
@@ -46,13 +46,14 @@ def place_images(
         return places
     if group_size is not None:
         raise SpecError(
-            f"balance: group_size is {group_size}, and images that are kept near their tokens go to any rank; it would "
+            f"balance: group_size is {group_size}, and media that are kept near their tokens go to any rank; it would "
             "be ignored. Leave group_size or toward() out."
         )
     if method != "greedy" or num_ranks != tree.world_size:
         raise SpecError(
-            "balance: images are kept near their tokens by the greedy method over WORLD only; other methods "
-            "ignore the destination. Use balance('greedy') after distribute(axis='WORLD'), or leave toward() out."
+            f"balance: method is {method!r:.80} over {num_ranks} buckets, and images, clips and sounds are kept near "
+            "their tokens by the greedy method over WORLD only; others ignore the destination. Use balance('greedy') "
+            "after distribute(axis='WORLD'), or leave toward() out."
         )
     bucket = _destinations(owner, items)["bucket"]
     group = tree.buckets_of("DP")
@@ -90,30 +91,36 @@ def split_images(items: Pieces, costs: Int64s, num_ranks: int, parts: npt.ArrayL
 
 
 def join_encoder(
-    backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree, patches_per_token: int
+    backbone: LoadingPlan, name: str, encoder: LoadingPlan, tree: ClientPlaceTree, limits: Limits
 ) -> LoadingPlan:
-    """Return the backbone's plan with the images' plan and the routes between them.
+    """Return the backbone's plan with the plan of an encoder ("encoder", "audio_encoder") and the routes between them.
 
-    Every rank encodes its images in the order in which it sends their tokens: by destination, then by place there.
+    Every rank encodes its items in the order in which it sends their tokens: by destination, then by place there.
     """
-    if backbone.modality != "tokens" or encoder.modality != "images":
+    audio = name == "audio_encoder"
+    if backbone.modality != "tokens" or encoder.modality not in (("audio",) if audio else ("images", "videos")):
         raise PlanError(
-            f"the plans are of {backbone.modality!r} and {encoder.modality!r}; the backbone takes tokens and the "
-            "encoder images. Return {'backbone': plan of tokens, 'encoder': plan of images}."
+            f"the plans of 'backbone' and {name!r} are of {backbone.modality!r} and {encoder.modality!r}; the backbone "
+            "takes tokens, the encoder images and the audio_encoder sounds. Return {'backbone': plan of tokens, "
+            "'encoder': plan of images, 'audio_encoder': plan of audio}."
         )
-    if backbone.axis != "DP" or encoder.num_buckets != tree.world_size:
+    if backbone.axis != "DP" or encoder.num_buckets != tree.world_size or encoder.num_microbatches != 1:
         raise PlanError(
-            f"the tokens are distributed over {backbone.axis} and the images over {encoder.axis}; routes exist from "
-            "images over WORLD to tokens over DP. Use distribute(axis='WORLD') for the images and 'DP' for the tokens."
+            f"the tokens are distributed over {backbone.axis} and the {ENCODED_BY[name]} over {encoder.axis} in "
+            f"{encoder.num_microbatches} microbatches; routes exist from one microbatch over WORLD to tokens over DP. "
+            f"Use distribute(axis='WORLD') for the {ENCODED_BY[name]} and 'DP' for the tokens."
         )
     found, heads = _destinations(backbone, encoder.pieces), _first_stage(tree)[:, 0, 0]
     order = np.lexsort((found["position"], found["microbatch"], heads[found["bucket"]], encoder.buckets))
     encoder = dataclasses.replace(encoder, pieces=encoder.pieces.take(order))
-    return dataclasses.replace(backbone, encoder=encoder, routing=route(backbone, encoder, tree, patches_per_token))
+    routing = route(backbone, encoder, tree, limits.frames_per_token if audio else limits.patches_per_token)
+    if audio:
+        return dataclasses.replace(backbone, audio_encoder=encoder, audio_routing=routing)
+    return dataclasses.replace(backbone, encoder=encoder, routing=routing)
 
 
-def route(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree, patches_per_token: int) -> Routing:
-    """Return the routes of all image tokens from the ranks that encode them to those that need them.
+def route(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree, per_token: int) -> Routing:
+    """Return the routes of all media tokens from the ranks that encode them to those that need them.
 
     The first pipeline stage receives. Along TP and CP it follows the backbone's `broadcast_at`: with it the
     first rank gets everything; without it every TP rank gets a copy, and every CP rank the tokens of its slice.
@@ -143,7 +150,7 @@ def route(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree, pa
     columns["receiver"] = receiver
     names = ("sender", "receiver", "microbatch", "position", "length", "sample", "start", "row")
     routes = {name: columns[name][order].astype(np.int32) for name in names}
-    return Routing(tree.world_size, **routes, heads=ranks[:, :, 0].copy(), images=(length * patches_per_token, begins))
+    return Routing(tree.world_size, **routes, heads=ranks[:, :, 0].copy(), images=(length * per_token, begins))
 
 
 def _destinations(backbone: LoadingPlan, images: Pieces) -> dict[str, Int64s]:
@@ -154,8 +161,8 @@ def _destinations(backbone: LoadingPlan, images: Pieces) -> dict[str, Int64s]:
     # Pieces are found by the sorted key (sample, first token): the last piece that begins at or before the first token
     # of an image holds it, if it is of the same sample and reaches beyond that token.
     draw, pieces = backbone.draw, backbone.pieces
-    image, first = draw.image_at(images.sample, images.start)
-    token = draw.images.start[image] + images.start.astype(np.int64) - first if len(image) else image
+    image, first = draw.media_at(images.sample, images.start)
+    token = draw.media.start[image] + images.start.astype(np.int64) - first if len(image) else image
     keys = (pieces.sample.astype(np.int64) << 32) + pieces.start
     order = np.argsort(keys, kind="stable")
     wanted = (images.sample.astype(np.int64) << 32) + token
@@ -165,7 +172,7 @@ def _destinations(backbone: LoadingPlan, images: Pieces) -> dict[str, Int64s]:
     if not held.all():
         lost = int(images.sample[np.argmin(held)])
         raise PlanError(
-            f"step {backbone.step}: sample {draw.sample_id(lost)} has an image and no place in the backbone's plan; "
+            f"step {backbone.step}: sample {draw.sample_id(lost)} has media and no place in the backbone's plan; "
             "its tokens would be lost. Let the plan of tokens hold every sample of the buffer."
         )
     bins = np.repeat(np.arange(len(backbone.bin_offsets) - 1), np.diff(backbone.bin_offsets))

@@ -19,14 +19,16 @@ from overlord.core.draw import Buffer, Draw, Limits, Pieces, context_pieces
 from overlord.core.messages import LoaderOrder
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, lay_out
-from overlord.core.samples import META, Cursor
-from overlord.core.spec_errors import did_you_mean, is_whole
+from overlord.core.samples import CLIPS, META, SOUNDS, Cursor
+from overlord.core.spec_errors import did_you_mean, is_finite, is_whole
 from overlord.errors import SpecError
 from overlord.job.layout_specs import piece_multiple, shape_of
 from overlord.planning.checking import check_inputs, check_plan
 
 Columns = Mapping[str, npt.ArrayLike]
-_GIVEN = ("tokens", "loss_tokens", "image_tokens", "images", "bytes", "epoch", "row")
+_MEDIA = {"clip_tokens": ("image_tokens", CLIPS), "clips": ("images", CLIPS),
+          "audio_tokens": ("image_tokens", SOUNDS), "sounds": ("images", SOUNDS)}  # fmt: skip
+_GIVEN = ("tokens", "loss_tokens", "image_tokens", "images", *_MEDIA, "bytes", "epoch", "row")
 
 
 def summary_buffer(
@@ -36,8 +38,11 @@ def summary_buffer(
     microbatch_tokens: int | None = None,
     microbatches: int | None = None,
     step: int = 0,
+    metrics: Mapping[str, float] | None = None,
 ) -> Buffer:
     """Make the buffer of one step from metadata: of each source its lengths, or a mapping of columns.
+
+    `metrics` are what a strategy finds as reported by the trainer.
 
     Example:
         >>> buffer = summary_buffer({"web": [5, 3], "coyo": {"tokens": [9], "images": [1], "image_tokens": [4]}},
@@ -48,6 +53,11 @@ def summary_buffer(
     if not isinstance(sources, Mapping) or not all(isinstance(name, str) for name in sources):
         raise SpecError(
             f"summary_buffer: sources are {sources!r:.80}, not a mapping of names to lengths; nothing could be planned."
+        )
+    if metrics is not None and not (isinstance(metrics, Mapping) and all(map(is_finite, metrics.values()))):
+        raise SpecError(
+            f"summary_buffer: metrics are {metrics!r:.80}, not a mapping of names to finite numbers; no trainer could "
+            "report that. Write them as in {'loss/web': 2.1}."
         )
     counts = {"context_length": context_length, "step": step}
     optional = {"microbatch_tokens": microbatch_tokens, "microbatches": microbatches}
@@ -62,7 +72,7 @@ def summary_buffer(
     source = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
     shares = tuple(float(len(part)) for part in parts)
     limits = Limits(context_length, microbatch_tokens or context_length, microbatches)
-    return Buffer(Draw(step, tuple(sources), source, meta, shares), limits)
+    return Buffer(Draw(step, tuple(sources), source, meta, shares), limits, lambda: metrics or {})
 
 
 def plan_raw(
@@ -158,6 +168,7 @@ def _meta_of(name: str, given: npt.ArrayLike | Columns) -> npt.NDArray[Any]:
     meta = np.zeros(len(tokens), META)
     meta["row"] = meta["offset"] = np.arange(len(tokens))
     meta["loss_tokens"] = np.maximum(tokens - 1, 0)
+    kinds: set[int] = set()
     for key, values in columns.items():
         column = np.asarray(values)
         if column.shape != tokens.shape or column.dtype.kind not in "iu" or int(column.min(initial=0)) < 0:
@@ -165,9 +176,18 @@ def _meta_of(name: str, given: npt.ArrayLike | Columns) -> npt.NDArray[Any]:
                 f"summary_buffer: source {name!r}: {key} must be a whole number of at least 0 for each of the "
                 f"{len(tokens)} samples."
             )
-        meta[key] = column
+        field, flag = _MEDIA.get(key, (key, 0))
+        if field in ("images", "image_tokens"):
+            kinds.add(flag)
+        meta[field] = column
+        meta["flags"] |= flag
+    if len(kinds) > 1:
+        raise SpecError(
+            f"summary_buffer: source {name!r}: a sample holds images, clips or sounds, and columns of several are "
+            "given; one would hide the other. Give them to sources of their own."
+        )
     if bool((meta["image_tokens"] > meta["tokens"]).any()):
-        raise SpecError(f"summary_buffer: source {name!r}: an image has more tokens than its sample.")
+        raise SpecError(f"summary_buffer: source {name!r}: an image, clip or sound has more tokens than its sample.")
     return meta
 
 

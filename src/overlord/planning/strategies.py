@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import ConfigDict, Field, PlainValidator, create_model
+from pydantic import ConfigDict, Field, PlainValidator, create_model, model_validator
 
 from overlord.core.draw import Buffer
 from overlord.core.place_tree import ClientPlaceTree
@@ -33,6 +33,8 @@ from overlord.planning.encoder import Scope
 __all__ = ["Strategy", "backbone_balance", "curriculum", "hdp", "long_short", "packed", "vanilla", "vlm_hybrid"]
 
 _Axis = Literal["TP", "CP", "DP"]
+_COSTS = ("cost", "encoder", "backbone", "audio")
+"""Options that say what something costs."""
 _LLAMA: dict[str, Any] = {"default": "llama_12b"}  # how an editor shows a default
 _VIT: dict[str, Any] = {"default": "vit_2b"}
 
@@ -74,7 +76,7 @@ class StrategySpec(Spec, ABC):
         """
         name, options = type(self).__name__, dict[str, Any]()
         for option, value in self.__repr_args__():
-            if option in ("cost", "encoder", "backbone"):
+            if option in _COSTS:
                 options[option] = written_cost(value)
             elif callable(value):
                 raise SpecError(
@@ -132,20 +134,32 @@ class backbone_balance(StrategySpec):
         """Return the plan of a step."""
         graph = DGraph.from_buffer(buffer, tree, modality="tokens").mix()
         graph = graph.distribute(axis="DP", group_size=self.group_size).cost(self.cost)
-        aim = _objective(self.objective, tree)
+        aim = None if self.level == "intra" else _objective(self.objective, tree)
         graph = graph.balance(self.method, objective=aim, level=self.level, reorder=self.reorder)
         return _broadcast(graph, self.broadcast).plan()
 
+    @model_validator(mode="after")
+    def _check_together(self) -> backbone_balance:
+        if self.level == "intra" and self.objective not in (None, "lockstep"):
+            raise conflict(
+                "given, but with level: intra every microbatch is balanced by itself, in drawing order, so it would do "
+                "nothing. Leave it out, or use level: interleaved",
+                "objective",
+            )
+        return self
+
 
 class vlm_hybrid(StrategySpec):
-    """Balances images over all ranks, and tokens over the data-parallel groups."""
+    """Balances images (and sounds, where `audio` says what they cost) over all ranks, tokens over the DP groups."""
 
     encoder: AnyCost = Field(default=costs.vit_2b, kw_only=False, json_schema_extra=_VIT)
     """What an image of so many patches costs."""
     backbone: AnyCost = Field(default=costs.llama_12b, kw_only=False, json_schema_extra=_LLAMA)
     """What a sequence of so many tokens costs."""
+    audio: AnyCost | None = None
+    """What a sound of so many mel frames costs; without it sounds are encoded where their tokens are."""
     scope: Scope = "world"
-    """world: images may go to any rank; group: only to ranks of the group that holds their tokens."""
+    """world: images and sounds may go to any rank; group: only to ranks of the group that holds their tokens."""
     split: bool = False
     """Whether images that cost more than an even share are cut into runs of patches for several ranks."""
     method: _Balancing = "greedy"
@@ -161,7 +175,12 @@ class vlm_hybrid(StrategySpec):
         plan = tokens(buffer, tree)
         images = DGraph.from_buffer(buffer, tree, modality="images").mix()
         images = images.distribute(axis="WORLD").cost(self.encoder).toward(plan, self.scope)
-        return {"backbone": plan, "encoder": (images.split() if self.split else images).balance("greedy").plan()}
+        plans = {"backbone": plan, "encoder": (images.split() if self.split else images).balance("greedy").plan()}
+        if self.audio is not None:
+            sounds = DGraph.from_buffer(buffer, tree, modality="audio").mix()
+            sounds = sounds.distribute(axis="WORLD").cost(self.audio).toward(plan, self.scope)
+            plans["audio_encoder"] = sounds.balance("greedy").plan()
+        return plans
 
 
 class long_short(StrategySpec):
@@ -364,6 +383,14 @@ def costs_of(strategy: Strategy | None) -> tuple[CostFunction | None, CostFuncti
     if isinstance(strategy, vlm_hybrid):
         return strategy.backbone, strategy.encoder
     return (getattr(strategy, "cost", None) if isinstance(strategy, StrategySpec) else None), None
+
+
+def follows_reports(strategy: Strategy | None) -> bool:
+    """Whether a cost function of a strategy takes what the trainer reports. Of a function of your own it is unknown."""
+    if isinstance(strategy, curriculum):
+        return any(follows_reports(stage) for _, stage in strategy.stages)
+    known = [getattr(strategy, name, None) for name in _COSTS] if isinstance(strategy, StrategySpec) else []
+    return any(costs.takes_metrics(cost) for cost in known)
 
 
 def meets_once(strategy: Strategy | None) -> bool:

@@ -169,12 +169,12 @@ def dealt_loads(graph: DGraph) -> Int64s | None:
     """Return the loads if the same items were dealt round-robin; None where the consumers are not known.
 
     Tokens go to data-parallel groups in turn and fill microbatches in turn. Over "CP", all ranks of a group
-    share each item, as without hybrid data parallelism. Images go to ranks in turn and are not split.
+    share each item, as without hybrid data parallelism. Media go to ranks in turn and are not split.
     """
     if graph.axis is None or not len(graph.items):
         return None
     weights = graph.costs if graph.costs is not None else graph.padded
-    if graph.modality == "images":
+    if graph.modality != "tokens":
         _, whole = np.unique(graph.items.sample, return_inverse=True)
         weights = _sums(whole, weights, int(whole.max()) + 1)
         return _sums(np.arange(len(weights)) % graph.num_buckets, weights, graph.num_buckets)[:, None]

@@ -94,8 +94,8 @@ def needs(stage: Stage, key: str, *, mtp: bool = False, rotary: bool = True) -> 
 Array = npt.NDArray[Any]
 AnyBatch = TypeVar("AnyBatch")
 
-ENCODER = -1
-"""The number of the microbatch that holds the encoder inputs of a rank; its bucket is the rank itself."""
+ENCODERS = {"encoder": -1, "audio_encoder": -2}
+"""Encoders of a plan: the number of the microbatch that holds their inputs of a rank; its bucket is the rank itself."""
 
 _ORIGIN = ("source", "epoch", "row", "segment_offsets", "segment_lengths")
 
@@ -134,6 +134,10 @@ class BatchMeta:
         """The positions of image tokens in this rank's sequence, if they are encoded elsewhere (`step.encoder`)."""
         self.image_rows: npt.NDArray[np.int64] = columns.get("image_rows", _NOWHERE)
         """Which row of all that the rank received belongs at each of `image_positions`."""
+        self.audio_positions: npt.NDArray[np.int64] = columns.get("audio_positions", _NOWHERE)
+        """The positions of the tokens of sounds, if they are encoded elsewhere (`step.audio_encoder`)."""
+        self.audio_rows: npt.NDArray[np.int64] = columns.get("audio_rows", _NOWHERE)
+        """Which row of all that the rank received belongs at each of `audio_positions`."""
         self.local_cp_size = facts.get("local_cp_size", 1)
         """Ranks that share this microbatch's sequences: cp, or less where hybrid data parallelism decides."""
         self.loss_tokens = facts.get("loss_tokens", 0)
@@ -228,9 +232,10 @@ class Batch(KeyedBatch):
         return self._facts
 
     def digest(self) -> str:
-        """Return the content digest: keys, types, shapes and bytes; and the places of images encoded elsewhere."""
+        """Return the content digest: keys, types, shapes and bytes; and the places of media encoded elsewhere."""
         digest = hashlib.blake2b(digest_size=16)
-        for index in (self.meta.image_positions, self.meta.image_rows):
+        meta = self.meta
+        for index in (meta.image_positions, meta.image_rows, meta.audio_positions, meta.audio_rows):
             digest.update(np.ascontiguousarray(index).data)
         for key in sorted(self):
             value = self[key]
@@ -281,7 +286,7 @@ class Step:
         header: StepHeader,
         microbatches: Microbatches[Batch],
         source_names: tuple[str, ...] = (),
-        encoder: Callable[[], Batch] | None = None,
+        encoders: Mapping[str, Callable[[], Batch]] | None = None,
     ) -> None:
         self.index = header.index
         self.global_loss_tokens = header.global_loss_tokens
@@ -307,7 +312,7 @@ class Step:
         self.fetches = header.fetches
         """False where the trainer broadcasts to this rank: its batches are empty."""
         self.microbatches = microbatches
-        self._fetch_encoder = encoder
+        self._encoders = encoders or {}
 
     @cached_property
     def encoder(self) -> Batch | None:
@@ -317,7 +322,16 @@ class Step:
         `send_splits` and `recv_splits`, and put the received rows into each microbatch's embeddings:
         `embeddings[batch.meta.image_positions] = received[batch.meta.image_rows]`.
         """
-        return self._fetch_encoder() if self._fetch_encoder is not None else None
+        return self._encoders["encoder"]() if "encoder" in self._encoders else None
+
+    @cached_property
+    def audio_encoder(self) -> Batch | None:
+        """The sounds that this rank encodes in this step; None where sounds come with their tokens.
+
+        Use it as `encoder`, on its `input_features`: of each sound send the first `audio_lengths` rows of the output,
+        and put what is received at `batch.meta.audio_positions`, by `batch.meta.audio_rows`.
+        """
+        return self._encoders["audio_encoder"]() if "audio_encoder" in self._encoders else None
 
     def __repr__(self) -> str:
         return f"Step(index={self.index}, microbatches={len(self.microbatches)}, samples={self.global_samples})"
@@ -406,8 +420,8 @@ class Client:
             self.fetched_bytes += batch.nbytes
             return batch
 
-        encoder = (lambda: fetch(ENCODER)) if header.encodes else None
-        return Step(header, Microbatches(fetch, header.num_microbatches), header.names, encoder)
+        encoders = {name: functools.partial(fetch, ENCODERS[name]) for name in header.encodes}
+        return Step(header, Microbatches(fetch, header.num_microbatches), header.names, encoders)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send metrics of a step to the planner, such as `{"loss/web": 2.1}`. They take effect at step + lag."""

@@ -15,7 +15,7 @@ import numpy as np
 from overlord.core.client_messages import StepHeader, mesh_to_text
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, Share, known_early
-from overlord.roles.client import ENCODER, Stage, needs
+from overlord.roles.client import ENCODERS, Stage, needs
 from overlord.roles.ports import Loaders
 from overlord.transforms.microbatches.per_microbatch import (
     Allocate,
@@ -96,8 +96,9 @@ class DataConstructor:
         Or the encoder inputs of one rank.
         """
         packing = self._packing
-        if microbatch == ENCODER:
-            return pack_encoder(plan, samples, bucket, packing.layout, packing.media, allocate)
+        encoder = next((name for name, number in ENCODERS.items() if number == microbatch), None)
+        if encoder is not None:
+            return pack_encoder(plan, samples, encoder, bucket, packing, allocate)
         wanted = self._wanted_by(plan, bucket, ranks)
         packed, faults = pack_microbatch(plan, samples, bucket, microbatch, packing, allocate, wanted)
         self._found(plan, samples, faults)
@@ -125,7 +126,7 @@ class DataConstructor:
         """Whether the ranks of a pipeline stage need a key."""
         stage = Stage(pp, tree.pp, None, tree.vpp)
         if key.startswith("meta."):
-            return stage.embeds or not key.startswith("meta.image_")
+            return stage.embeds or not key.startswith(("meta.image_", "meta.audio_"))
         return needs(stage, key, mtp=self._packing.layout.mtp, rotary=self._rotary)
 
     def view_of(self, rank: int, plan: LoadingPlan, packed: PackedMicrobatch) -> tuple[dict[str, str], dict[str, int]]:
@@ -172,7 +173,7 @@ class DataConstructor:
     def bins_of(self, ranks: Collection[int], plan: LoadingPlan) -> list[tuple[int, int]]:
         """Return every (bucket, microbatch) that some ranks fetch, in the order in which they are needed."""
         buckets = sorted({self.bucket_of(rank, plan) for rank in ranks if self.fetches(rank, plan)})
-        encoded = [(rank, ENCODER) for rank in sorted(set(ranks))] if plan.encoder is not None else []
+        encoded = [(rank, ENCODERS[name]) for name in plan.encoders for rank in sorted(set(ranks))]
         counts = plan.microbatch_counts
         most = max((int(counts[bucket]) for bucket in buckets), default=0)
         return encoded + [(bucket, m) for m in range(most) for bucket in buckets if m < counts[bucket]]
@@ -180,12 +181,12 @@ class DataConstructor:
     def wanted_by(self, ranks: Collection[int], plan: LoadingPlan) -> Callable[[int, int], bool]:
         """Return a function that says whether some ranks fetch a (bucket, microbatch), without listing them all."""
         buckets = {self.bucket_of(rank, plan) for rank in ranks if self.fetches(rank, plan)}
-        return lambda bucket, microbatch: bucket in (ranks if microbatch == ENCODER else buckets)
+        return lambda bucket, microbatch: bucket in (ranks if microbatch < 0 else buckets)
 
     def bin_of(self, rank: int, plan: LoadingPlan, microbatch: int) -> tuple[int, int] | None:
         """Return the (bucket, microbatch) that holds a rank's view; None if it has none."""
-        if microbatch == ENCODER:
-            return (rank, ENCODER) if plan.encoder is not None else None
+        if microbatch < 0:
+            return (rank, microbatch) if any(ENCODERS[name] == microbatch for name in plan.encoders) else None
         return (self.bucket_of(rank, plan), microbatch) if self.fetches(rank, plan) else None
 
     def fetches(self, rank: int, plan: LoadingPlan) -> bool:
@@ -199,7 +200,7 @@ class DataConstructor:
             names=plan.draw.names,
             num_microbatches=int(plan.microbatch_counts[self.bucket_of(rank, plan)]),
             fetches=self.fetches(rank, plan),
-            encodes=plan.encoder is not None,
+            encodes=tuple(plan.encoders),
             mixture_version=plan.draw.mixture_version,
             weights=plan.draw.weights,
             global_loss_tokens=labels,

@@ -29,7 +29,7 @@ from overlord.core.draw import Draw, last_cut, part_of_sample
 from overlord.core.messages import MetaDelta, MetaRequest
 from overlord.core.order import BEGIN
 from overlord.core.ragged import expand_ranges
-from overlord.core.samples import META, OVERLONG, UNDIVIDED, Cursor, MetaArray
+from overlord.core.samples import META, OVERLONG, Cursor, MetaArray
 from overlord.core.spec_errors import did_you_mean
 from overlord.core.states import StreamState
 from overlord.errors import NothingToDraw, PlanError, ReportMissing, SpecError, StateError
@@ -594,7 +594,7 @@ class Drawer:
         room, begin = budget.max_tokens - budget.tokens, int(work.start[source])
         row = self._metadata.next_row(source)
         end = last_cut(row[0], self._metadata.items_of(row.copy()), begin + room)
-        if room * _FULL_ENOUGH < budget.max_tokens or row["flags"][0] & UNDIVIDED or end <= begin:
+        if room * _FULL_ENOUGH < budget.max_tokens or end <= begin:
             return
         drawn.parts.append((np.array([source], np.int32), row.view(_RAW)))
         drawn.cuts[budget.samples] = (begin, end)

@@ -34,7 +34,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import Cursor
 from overlord.core.states import StreamState, check_form, describe_differences, names_of, restricted_parts
-from overlord.errors import PlanError, ReaderError, SourceError, SpecError, StateError
+from overlord.errors import PlanError, ReaderError, ReportMissing, SourceError, SpecError, StateError
 from overlord.job.specs import Job, Mixture
 from overlord.roles.changes import Change, InputLog, SourceChanges, check_mixture
 from overlord.roles.drawer import Drawer, DrawnStep
@@ -130,6 +130,7 @@ class Planner:
         """What is due to be written to the store."""
         self.latest_weights: tuple[float, ...] = ()
         """The weights of the newest plan."""
+        self._follows_reports = False  # known once the strategy has read the metrics of a step
 
     @property
     def next_step(self) -> int:
@@ -166,7 +167,26 @@ class Planner:
     def summary_buffer(self, step: int) -> Buffer | None:
         """Return the input of a strategy for a step: its draw with the metadata; None past the end of the stream."""
         plan = self.plan_raw(step)
-        return None if plan is None else Buffer(plan.draw, self._limits(plan.mesh))
+        return None if plan is None else Buffer(plan.draw, self._limits(plan.mesh), lambda: plan.metrics or {})
+
+    def _metrics_at(self, step: int) -> Mapping[str, float]:
+        """Return the report that a strategy follows at a step: the one of `lag` steps before, as of the mixture.
+
+        Raises:
+            ReportMissing: It has not arrived. The step is drawn by then, and planned once it has.
+        """
+        self._follows_reports = True
+        missing = self._missing_metrics(step)
+        if missing is not None:
+            raise ReportMissing(
+                f"step {step} needs the report of step {missing}: its strategy follows the metrics with "
+                f"lag={self._job.lag}. Call client.report({missing}, ..) on one rank before requesting step {step}."
+            )
+        return self.inputs.report_of(step - self._job.lag) or {}
+
+    def _missing_metrics(self, step: int) -> int | None:
+        needed = step - self._job.lag
+        return needed if needed >= 0 and self.inputs.report_of(needed) is None else None
 
     @property
     def mixture(self) -> Mixture:
@@ -187,8 +207,14 @@ class Planner:
             return False
 
     def missing_report(self, step: int) -> int | None:
-        """Return the step of the report that is needed to plan a step and is missing; None if there is none."""
-        return self._drawer.mixer.missing_report(step) if step == self._drawer.state.step else None
+        """Return the step of the report that is needed to plan a step and is missing; None if there is none.
+
+        The step is the next one to plan, or the last one drawn, which may wait for a report that its strategy follows.
+        """
+        found = self._drawer.mixer.missing_report(step) if step == self.next_step else None
+        if found is None and self._follows_reports and step in (self.next_step - 1, self.next_step):
+            found = self._missing_metrics(step)
+        return found
 
     def state(self, step: int, *, whole: bool = False) -> dict[str, Any]:
         """Return the state before a step as JSON; `whole` adds what only a recovery of this service needs."""
@@ -286,7 +312,7 @@ class Planner:
         try:
             limits = self._limits(tree)
             if known is not None:
-                self._make_plan(Buffer(known.draw, limits), tree)
+                self._make_plan(Buffer(known.draw, limits, lambda: known.metrics or {}), tree)
         except (SpecError, PlanError) as error:
             raise SpecError(
                 f"reshard: the mesh {tree} does not fit this job; the stream would stop at its first step. {error}"
@@ -374,8 +400,15 @@ class Planner:
 
     def _planned(self, draw: Draw, after: StreamState) -> LoadingPlan:
         tree = self.meshes.at(draw.step)
-        plan = self._make_plan(Buffer(draw, self._limits(tree)), tree)
-        return plan.with_ends(np.stack([after.epoch, after.group, after.offset], axis=1))
+        read: list[Mapping[str, float]] = []
+
+        def reported() -> Mapping[str, float]:
+            read.append(self._metrics_at(draw.step))
+            return read[-1]
+
+        plan = self._make_plan(Buffer(draw, self._limits(tree), reported), tree)
+        ends = np.stack([after.epoch, after.group, after.offset], axis=1)
+        return plan.with_ends(ends, metrics=read[-1] if read else None)
 
     def _plan_again(self, step: int) -> LoadingPlan:
         """Make an old plan again, from the nearest state before it."""

@@ -56,7 +56,6 @@ from overlord.core.samples import (
     FILE_SHIFT,
     META,
     PLAIN,
-    UNDIVIDED,
     Cursor,
     MetaArray,
     SampleId,
@@ -712,8 +711,6 @@ class SourceLoader:
         meta["loss_tokens"] = labels
         if images is not None and measured.images.any():
             count_images(meta, images)
-        elif images is not None:
-            meta["flags"][images.sample] |= UNDIVIDED
         meta["bytes"] = np.minimum(row_bytes_of(measured.kept, len(numbers)), np.iinfo(np.uint32).max)
         return [
             (

@@ -103,7 +103,7 @@ class Trainers:
 def digests_of(step: Step) -> list[str]:
     """Return the digests of everything that a rank gets in a step."""
     found = [batch.digest() for batch in step.microbatches]
-    return found if step.encoder is None else [*found, step.encoder.digest()]
+    return found + [one.digest() for one in (step.encoder, step.audio_encoder) if one is not None]
 
 
 def stream_digests(

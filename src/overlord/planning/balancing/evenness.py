@@ -96,12 +96,13 @@ def encoder_loads(plan: LoadingPlan, tree: ClientPlaceTree, cost: CostFunction, 
 
     Without a plan for the encoder, images are encoded on the first rank of those that hold their tokens.
     """
-    images, runs = plan.draw.images, plan.encoder
+    if plan.encoder is not None:
+        runs, media = plan.encoder.pieces, plan.draw.media
+        of = media.length[plan.draw.media_at(runs.sample, runs.start)[0]]
+        whole = as_costs(cost, of.astype(np.int64) * patches_per_token).astype(np.float64)
+        return np.bincount(plan.encoder.buckets, whole * (runs.length / of), tree.world_size).astype(np.float64)
+    images = plan.draw.images
     whole = as_costs(cost, images.length.astype(np.int64) * patches_per_token).astype(np.float64)
-    if runs is not None:
-        image = plan.draw.image_at(runs.pieces.sample, runs.pieces.start)[0]
-        part = runs.pieces.length / images.length[image]
-        return np.bincount(runs.buckets, whole[image] * part, tree.world_size).astype(np.float64)
     held = np.arange(len(plan.pieces)) if plan.first_ranks is None else np.flatnonzero(plan.first_ranks == plan.buckets)
     keys = (plan.pieces.sample[held].astype(np.int64) << 32) + plan.pieces.start[held]
     order = np.argsort(keys)

@@ -529,7 +529,8 @@ def _filled(problem: _Problem, blocks: Int64s, widths: Int64s, shared: int) -> I
     blocks = blocks.copy()
     if problem.method != "greedy":  # other methods know bins of one kind only
         bins = len(widths) - shared
-        found = kernel_of("balance", problem.method, cap)(costs[rest], lengths[rest], bins, cap) if bins else None
+        fits = 0 < int(lengths[rest].sum()) <= bins * cap  # what fits in no way is not asked: a function may refuse it
+        found = kernel_of("balance", problem.method, cap)(costs[rest], lengths[rest], bins, cap) if fits else None
         if found is not None:
             blocks[rest] = shared + found
         return None if len(rest) and found is None else blocks

@@ -390,8 +390,8 @@ class StagedSteps:
                 return found
             orders = [_order_of(plan, source, part) for source, part in asked[1]]
             if self._hosts > 1:  # several hosts must know alike which media decode: they are told
-                early = set(plan.draw.source[known_early(plan)].tolist())
-                orders = [dataclasses.replace(order, open_media=order.source in early) for order in orders]
+                early, samples_of = known_early(plan), plan.draw.samples_of
+                orders = [dataclasses.replace(o, open_media=bool(early[samples_of(o.source)].any())) for o in orders]
             staged = _StagedStep(_told(plan, asked[1], self._fleet.hand_over(orders)))
             with self._lock:
                 self._staged[asked] = staged

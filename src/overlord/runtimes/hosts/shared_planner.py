@@ -31,7 +31,7 @@ from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, plan_to_bytes
 from overlord.core.samples import Cursor
-from overlord.errors import Fenced, NothingToDraw, Rewound, SpecError, StateError, StoreError
+from overlord.errors import Fenced, NothingToDraw, ReportMissing, Rewound, SpecError, StateError, StoreError
 from overlord.job.layout_specs import OnSourceFailure
 from overlord.job.specs import Mixture
 from overlord.roles.changes import FIXED_WHILE_RUNNING
@@ -478,6 +478,13 @@ class SharedPlanner:
             except StoreError as error:
                 self._failed(error)
                 return Waiting(STORE_DOWN)
+            except ReportMissing:  # of the strategy, which reads it after the draw; the mixture's is known before
+                missing = self._planner.missing_report(step)
+                if missing is None:
+                    raise
+                if missing == news.told_missing and not self._closing:
+                    self._pace.wait(self._changed, until - self._pace.now())
+                return Waiting(missing)
             except NothingToDraw as error:  # a source may return, by itself or by a change
                 if self._pace.patience_s < math.inf:
                     raise

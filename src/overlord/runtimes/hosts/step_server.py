@@ -31,7 +31,7 @@ from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.errors import ClosedError, OverlordError, SpecError
-from overlord.roles.client import ENCODER
+from overlord.roles.client import ENCODERS
 from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.hosts.peers import RemotePlanner
 from overlord.runtimes.supervision.cleanup import out_of_files
@@ -459,8 +459,7 @@ class StepCache:
             header = msgspec.structs.replace(header, next_mesh_text=next_mesh)
         bucket = self._constructor.bin_of(rank, plan, 0)
         places = {n: (plan.step, bucket[0], n) for n in range(min(header.num_microbatches, AT_ONCE)) if bucket}
-        if header.encodes:
-            places[ENCODER] = (plan.step, rank, ENCODER)
+        places |= {ENCODERS[name]: (plan.step, rank, ENCODERS[name]) for name in header.encodes}
         return header, places
 
     def has_all(self, rank: int, places: Mapping[int, Bin], most_bytes: int) -> bool:

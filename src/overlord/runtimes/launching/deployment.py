@@ -22,7 +22,7 @@ from overlord.core.ragged import Kind, Ragged, RowBatch, gather_runs
 from overlord.core.samples import FILE_SHIFT, Cursor
 from overlord.core.spec_errors import list_some
 from overlord.core.states import StreamState, restricted_parts
-from overlord.errors import NothingToDraw, OverlordError, SourceError, SpecError, joined
+from overlord.errors import NothingToDraw, OverlordError, ReportMissing, SourceError, SpecError, joined
 from overlord.job.hook_specs import HOOK_KINDS, HookKind
 from overlord.job.layout_specs import Layout, bin_multiple, piece_multiple
 from overlord.job.reconcile import reconcile_state, unweighted
@@ -75,6 +75,9 @@ def limits_of(job: Job, layout: Layout | None = None, mesh: ClientPlaceTree | No
         microbatch_tokens=job.batch.microbatch_cap,
         microbatches=job.batch.microbatches,
         patches_per_token=media_shape(job).merge ** 2 if _vision(job) else 4,
+        frames_per_token=max(
+            (s.sample.frames_per_token for s in job.sources if isinstance(s.sample, Audio)), default=4
+        ),
         slicing=layout.slicing,
         rank_multiple=layout.rank_multiple(tp),
         row_tokens=job.batch.context_length if layout.rows != "packed" else 0,
@@ -552,7 +555,9 @@ def plan_first_step(planner: Planner) -> None:
             planner.plan_raw(step)
         except NothingToDraw as error:
             logger.warning("%s", error)  # a source may return while the service runs
-    else:
+        except ReportMissing:  # of the strategy, known only now
+            missing = planner.missing_report(step)
+    if missing is not None:
         logger.warning(
             "step %d waits for the report of step %d, which the state does not hold: report before you save. Call "
             "client.report(%d, ..) again", step, missing, missing,

@@ -1,7 +1,7 @@
 """Microbatch transformations: pieces packed into one sequence (or padded rows), in the keys a trainer takes.
 
     pack_microbatch   one microbatch of one bucket, cut for the ranks that share it
-    pack_encoder      the images that one rank encodes in a step, and the routes of their tokens (`vlm_hybrid`)
+    pack_encoder      the images or sounds that one rank encodes in a step, and the routes of their tokens
     MediaKeys         the keys of images, clips and sounds in a microbatch
     Blueprint         the layout of all arrays in one block of memory
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.draw import Pieces
 from overlord.core.plan import LoadingPlan
 from overlord.core.ragged import offsets_of
 from overlord.job.layout_specs import Layout
@@ -61,6 +62,8 @@ _KEYS |= {
     "second_per_grid_ts", "input_features", "feature_attention_mask", "send_rows",
 }  # fmt: skip
 """Keys that batches of some layout have: no column of a hook may have such a name. Its "tokens" replace the tokens."""
+_KIND_OF = {"encoder": "image", "audio_encoder": "audio"}
+"""What each encoder of a plan takes, as keys of `meta` call it."""
 _SIZES = {"<i8": 8, "<i4": 4, "<f4": 4, "|u1": 1}
 
 ALIGNMENT = 64
@@ -139,31 +142,33 @@ def pack_microbatch(
     if chosen.stop > chosen.start and samples.silent.any():
         silent = samples.silent[plan.pieces.sample[chosen]]
     if len(items) or layout.dummy_image:
-        media = MediaKeys(samples, items, layout, packing.media, routed=plan.encoder is not None)
+        media = MediaKeys(samples, items, layout, packing.media, routed=plan.encoders)
     filled = media if wanted("pixel_values") else None
     if filled is not None:
         filled.add_arrays(blueprint)
     made, given = _run_hook(plan, samples, (bucket, microbatch), packing.hook, one, (items, segment_of))
     for name in made.keys() - {"tokens"}:
         blueprint.add(name, made[name].dtype.str, made[name].shape)
-    arrivals: dict[str, tuple[Int64s, Int64s]] = {}
-    if plan.routing is not None:
-        for part in sharing.parts(wanted("meta.image_positions")):
-            head = plan.routing.heads[bucket][part if sharing.part is None else 0]
-            arrivals[sharing.name("", part)] = plan.routing.arrivals(head, microbatch)
-        for suffix, (places, _) in arrivals.items():
-            blueprint.add(f"meta.image_positions{suffix}", "<i8", (len(places),))
-            blueprint.add(f"meta.image_rows{suffix}", "<i8", (len(places),))
+    indices: dict[str, Int64s] = {}
+    for encoder, (_, routing) in plan.encoders.items():
+        assert routing is not None, "a plan that is checked has routes for its encoders"
+        names = [f"meta.{_KIND_OF[encoder]}_{column}" for column in ("positions", "rows")]
+        for part in sharing.parts(wanted(names[0])):
+            head = routing.heads[bucket][part if sharing.part is None else 0]
+            found = routing.arrivals(head, microbatch)
+            indices |= {sharing.name(name, part): index for name, index in zip(names, found, strict=True)}
+    for name, index in indices.items():
+        blueprint.add(name, "<i8", index.shape)
     buffer = allocate(blueprint.nbytes)
     faults: list[tuple[int, str]] = []
-    if filled is not None or arrivals:
+    if filled is not None or indices:
         named = blueprint.views(buffer)
         if filled is not None:
             bad, faults = filled.fill(named, packing.opening)
             silent = silent.copy() if len(silent) else np.zeros(len(one.cu) - 1, np.bool_)
             silent[segment_of[bad]] = True
-        for suffix, pair in arrivals.items():
-            named[f"meta.image_positions{suffix}"][:], named[f"meta.image_rows{suffix}"][:] = pair
+        for name, index in indices.items():
+            named[name][:] = index
     table, tokens, loss, begin = samples.pieces, samples.tokens.values, samples.loss.values, one.begin
     if made:
         named = blueprint.views(buffer)
@@ -325,8 +330,59 @@ def _fill_mrope(
 
 
 def pack_encoder(
-    plan: LoadingPlan, samples: StepSamples, rank: int, layout: Layout, shape: MediaShape, allocate: Allocate
+    plan: LoadingPlan, samples: StepSamples, encoder: str, rank: int, packing: PackingJob, allocate: Allocate
 ) -> PackedMicrobatch:
+    """Gather what a rank encodes for one encoder of a plan, in the plan's order, with the routes of its tokens."""
+    one, routing = plan.encoders[encoder]
+    assert routing is not None, "a plan that is checked has routes for its encoders"
+    runs = one.bin(rank, 0)
+    numbers: dict[str, Array] = {
+        "send_rows": routing.send_rows(rank),
+        "send_splits": routing.send_splits(rank),
+        "recv_splits": routing.recv_splits(rank),
+    }
+    if encoder == "audio_encoder":
+        return _pack_sounds(plan, samples, runs, numbers, packing.media, allocate)
+    return _pack_images(plan, samples, runs, numbers, packing.layout, packing.media, allocate)
+
+
+def _pack_sounds(
+    plan: LoadingPlan, samples: StepSamples, runs: Pieces, routes: dict[str, Array], shape: MediaShape,
+    allocate: Allocate,
+) -> PackedMicrobatch:  # fmt: skip
+    """Gather the sounds that a rank encodes.
+
+    Keys: `input_features` and `feature_attention_mask` as in a microbatch, `audio_lengths` (tokens of each sound: so
+    many rows of its output are sent), `audio_ids` (which item of the step), and the routes as of images. A rank without
+    sounds gets one of zeros with the id -1 and no rows; its output is not sent.
+    """
+    sound, _ = plan.draw.media_at(runs.sample, runs.start)
+    dummy, count = not len(runs), max(1, len(runs))
+    heard = np.full(1, shape.frames) if dummy else samples.grids_of(samples.numbered.take(sound))[:, 0]
+    numbers: dict[str, Array] = {
+        "feature_attention_mask": np.arange(shape.frames) < heard[:, None],
+        "audio_lengths": np.zeros(1, np.int64) if dummy else runs.length,
+        "audio_ids": np.array([-1]) if dummy else sound,
+        **routes,
+    }
+    blueprint = Blueprint()
+    blueprint.add("input_features", "<f4", (count, shape.mels, shape.frames))
+    for name, value in numbers.items():
+        blueprint.add(name, "<i8", value.shape)
+    buffer = allocate(blueprint.nbytes)
+    named = blueprint.views(buffer)
+    for name, value in numbers.items():
+        named[name][:] = value
+    named["input_features"][:] = 0
+    for at, which in enumerate(sound.tolist()):
+        named["input_features"][at].reshape(-1).view(np.uint8)[:] = samples.data(which)
+    return PackedMicrobatch(buffer, tuple(blueprint.arrays), {})
+
+
+def _pack_images(
+    plan: LoadingPlan, samples: StepSamples, runs: Pieces, routes: dict[str, Array], layout: Layout, shape: MediaShape,
+    allocate: Allocate,
+) -> PackedMicrobatch:  # fmt: skip
     """Gather the images (or runs of one) that a rank encodes, in the plan's order, with the routes of their tokens.
 
     Keys: `pixel_values` [patches, ..], `image_grid_thw` (of the whole image, also for a run of one), `cu_seqlens`
@@ -335,11 +391,9 @@ def pack_encoder(
     of the encoder's output, in the order in which they are sent), `send_splits` and `recv_splits` (rows to and from
     each rank of the world). A rank without images gets one of zeros with the id -1; its output is not sent.
     """
-    assert plan.encoder is not None and plan.routing is not None
-    runs, routing = plan.encoder.bin(rank, 0), plan.routing
     per_token = shape.merge**2
-    image, first = plan.draw.image_at(runs.sample, runs.start)
-    grids = samples.grids_of(samples.vision.take(image))
+    image, first = plan.draw.media_at(runs.sample, runs.start)
+    grids = samples.grids_of(samples.numbered.take(image))
     begin = (runs.start.astype(np.int64) - first) * per_token
     counts = runs.length.astype(np.int64) * per_token
     dummy = not len(runs)
@@ -348,9 +402,7 @@ def pack_encoder(
         "cu_seqlens": np.array([0, per_token]) if dummy else _segments(grids, begin, counts),
         "image_ids": np.array([-1]) if dummy else image,
         "image_offsets": np.array([0]) if dummy else begin,
-        "send_rows": routing.send_rows(rank),
-        "send_splits": routing.send_splits(rank),
-        "recv_splits": routing.recv_splits(rank),
+        **routes,
     }
     blueprint = Blueprint()
     rows = per_token if dummy else int(counts.sum())
@@ -411,13 +463,15 @@ def _dummy_grid(shape: MediaShape) -> npt.NDArray[np.int32]:
 class MediaKeys:
     """The media of one microbatch."""
 
-    def __init__(self, samples: StepSamples, items: Items, layout: Layout, shape: MediaShape, *, routed: bool) -> None:
+    def __init__(
+        self, samples: StepSamples, items: Items, layout: Layout, shape: MediaShape, *, routed: Collection[str]
+    ) -> None:
         self._samples = samples
         self._items = items
         self._layout = layout
         self._shape = shape
-        self._routed = routed
-        """Whether images are encoded elsewhere, so that this microbatch holds only their tokens."""
+        self._routed = {kind for kind in KINDS if ("audio_encoder" if kind == "audio" else "encoder") in routed}
+        """Kinds that are encoded elsewhere, so that this microbatch holds only their tokens."""
         self._grids = samples.grids_of(items)
 
     def vision_grids(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
@@ -428,11 +482,11 @@ class MediaKeys:
     @cached_property
     def _of_kind(self) -> dict[str, Int64s]:
         found = {name: np.flatnonzero(self._items.kind == number) for number, name in enumerate(KINDS)}
-        return {name: which for name, which in found.items() if len(which) and not (self._routed and name != "audio")}
+        return {name: which for name, which in found.items() if len(which) and name not in self._routed}
 
     @property
     def _dummy(self) -> bool:
-        return self._layout.dummy_image and self._shape.patch_bytes > 0 and not self._routed and not (
+        return self._layout.dummy_image and self._shape.patch_bytes > 0 and "image" not in self._routed and not (
             "image" in self._of_kind or "video" in self._of_kind
         )  # fmt: skip
 

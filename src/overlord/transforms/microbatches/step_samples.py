@@ -132,8 +132,8 @@ class StepSamples:
     """Whether some media of the step arrived encoded, on this host or on others."""
     lost: dict[int, int] = field(default_factory=dict[int, int])
     """Labels of samples that were later found not to decode."""
-    images: Pieces | None = None
-    """All images and clips of the draw, where they are encoded apart from their tokens."""
+    drawn: Pieces | None = None
+    """All media of the draw, where some are encoded apart from their tokens."""
 
     @property
     def nbytes(self) -> int:
@@ -242,18 +242,17 @@ class StepSamples:
         return bad, faults
 
     @cached_property
-    def vision(self) -> Items:
-        """Images and clips, in the order of `draw.images`; what stands for those that are not here is meaningless."""
-        assert self.images is not None, "images have numbers of their own where they are encoded apart"
-        here = np.flatnonzero(self.items.kind < 2)
-        if not len(here):
-            return self.items.take(here)
-        at = np.searchsorted(self._keys[here], (self.images.sample.astype(np.int64) << 32) + self.images.start)
-        return self.items.take(here[np.minimum(at, len(here) - 1)])
+    def numbered(self) -> Items:
+        """The items in the order of `draw.media`; what stands for those that are not here is meaningless."""
+        assert self.drawn is not None, "media have numbers of their own where some are encoded apart"
+        if not len(self.items):
+            return self.items
+        at = np.searchsorted(self._keys, (self.drawn.sample.astype(np.int64) << 32) + self.drawn.start)
+        return self.items.take(np.minimum(at, len(self.items) - 1))
 
-    def data(self, image: int) -> npt.NDArray[np.uint8]:
-        """Return the decoded bytes of one image or clip of `vision`."""
-        media, number = self.media[int(self.vision.payload[image])], int(self.vision.number[image])
+    def data(self, item: int) -> npt.NDArray[np.uint8]:
+        """Return the decoded bytes of one item of `numbered`."""
+        media, number = self.media[int(self.numbered.payload[item])], int(self.numbered.number[item])
         begin = int(media.begin[number])
         return media.values[begin : begin + int(media.nbytes_of[number])]
 
@@ -312,7 +311,7 @@ def join_payloads(plan: LoadingPlan, payloads: list[Payload], share: Share | Non
         tokens=tokens,
         loss=loss,
         pieces=PieceTable.of(plan, tokens, loss, row_of, chosen, labels),
-        images=plan.draw.images if plan.encoder is not None else None,
+        drawn=plan.draw.media if plan.encoders else None,
         items=items,
         count=len(plan.draw),
         media=media,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, expand_ranges, offsets_of, unread_rows
-from overlord.core.samples import BAD, SKIP
+from overlord.core.samples import BAD, CLIPS, SKIP, SOUNDS
 from overlord.errors import SpecError
 from overlord.job.specs import Audio, ImageSpec, ImageText, Text, Video
 from overlord.transforms.samples.per_sample import (
@@ -190,6 +190,9 @@ class ItemTokens:
         return int(self.before is not None), int(self.after is not None)
 
 
+_KIND_FLAGS = {"image": 0, "video": CLIPS, "audio": SOUNDS}
+
+
 class ItemThenText:
     """One item a row: [before] placeholders [after] text."""
 
@@ -203,7 +206,7 @@ class ItemThenText:
         seconds: npt.NDArray[np.float64] | None = None,
     ) -> Measured:  # fmt: skip
         """Return the metadata of rows from that of their text and of their items; the kept columns are joined."""
-        ones, seen = np.ones(len(bad), np.int64), self._kind != "audio"
+        ones = np.ones(len(bad), np.int64)
         before, after = self._tokens.margin
         start = np.full(len(bad), before)
         text.kept |= media_columns(
@@ -212,9 +215,9 @@ class ItemThenText:
         # An item without a text is still a sample; only its text is a stand-in.
         return Measured(
             tokens=text.tokens + length + before + after,
-            image_tokens=length if seen else 0 * length,
-            images=ones if seen else 0 * ones,
-            flags=np.where(bad, BAD, 0).astype(np.int32),
+            image_tokens=length,
+            images=ones,
+            flags=(np.where(bad, BAD, 0) | _KIND_FLAGS[self._kind]).astype(np.int32),
             kept=text.kept,
             faults=text.faults,
             wrong_lengths=text.wrong_lengths,
