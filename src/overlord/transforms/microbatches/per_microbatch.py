@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.client_messages import SLICINGS
 from overlord.core.plan import LoadingPlan
 from overlord.core.ragged import offsets_of
 from overlord.job.layout_specs import Layout
@@ -73,6 +74,8 @@ class _Sharing(NamedTuple):
     """Ranks that share them."""
     suffixes: tuple[str, ...]
     """The name suffixes of the slices that are made here."""
+    first_place: int = 0
+    """Which of all DP x CP ranks is the first of them."""
     part: int | None = None
     """The only slice that is made here; None for all."""
 
@@ -139,7 +142,14 @@ def pack_microbatch(
     if layout.positions != "plain":
         whole = _mrope(plan, packing, one, items, segment_of, media)
         _fill_mrope(buffer, positions_at, layout, whole, one, plan.slicing)
-    scalars = {"meta.local_cp_size": sharing.of, "meta.loss_tokens": labels}
+    scalars = {
+        "meta.local_cp_size": sharing.of,
+        "meta.loss_tokens": labels,
+        "meta.order": plan.order(bucket, microbatch),
+    }
+    if sharing.of > 1:
+        cut = "zigzag" if one.rows and plan.slicing == "whole_zigzag" else plan.slicing  # of rows it means the same
+        scalars |= {"meta.first_place": sharing.first_place, "meta.slicing": SLICINGS.index(cut)}
     if layout.keys == "hf" and not one.rows:
         # With a cache, transformers' eager and sdpa attention do not look for packed samples: they would mix silently.
         scalars |= {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
@@ -166,11 +176,12 @@ def _runs(slicing: str, one: _Bin) -> Runs:
 
 def _share(plan: LoadingPlan, chosen: slice, bucket: int) -> _Sharing:
     if plan.cp_sizes is not None and plan.first_ranks is not None and chosen.stop > chosen.start:
-        return _Sharing(int(plan.cp_sizes[chosen.start]), ("",), bucket - int(plan.first_ranks[chosen.start]))
+        first = int(plan.first_ranks[chosen.start])
+        return _Sharing(int(plan.cp_sizes[chosen.start]), ("",), first, bucket - first)
     cp = plan.mesh.cp
     if cp == 1 or plan.axis == "CP" or "CP" in plan.broadcast:
         return _Sharing(1, ("",))  # not cut: the trainer cuts what it broadcasts
-    return _Sharing(cp, _suffixes(cp))
+    return _Sharing(cp, _suffixes(cp), bucket * cp)
 
 
 @functools.cache
