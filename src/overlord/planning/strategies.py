@@ -226,7 +226,7 @@ class hdp(StrategySpec):
     cost: AnyCost = Field(default=costs.llama_12b, kw_only=False, json_schema_extra=_LLAMA)
     """What a sequence costs."""
     equal_counts: bool = False
-    """Whether all ranks get the same number of microbatches (FSDP, EP), with dummies."""
+    """Whether all ranks get the same number of microbatches, with dummies: for trainers that meet in each (EP)."""
     broadcast: _Axes = ()
     """Axes along which the trainer broadcasts."""
 
