@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overlord.core.ragged import offsets_of
 from overlord.errors import SpecError
-from overlord.integrations.torch_ring import Ring, attention_in, forward_block, merge_block, ring_attention
+from overlord.integrations.torch_ring import (
+    Ring,
+    add_gradients,
+    attention_in,
+    backward_block,
+    forward_block,
+    merge_block,
+    ring_attention,
+)
 
 WORLD, SEEDS = 4, 110
 
@@ -169,3 +179,35 @@ def test_what_does_not_fit_is_refused():
     with attention_in(Ring([0, 8])) as ring:
         assert ring_attention(q, k, k).shape == q.shape
     assert ring.calls == 1 and not dist.is_initialized()
+
+
+def test_the_benchmark_of_a_device_runs_small(monkeypatch, capsys):
+    from benchmarks import ring as benchmark
+
+    monkeypatch.setattr(benchmark, "FFN", 256)
+    monkeypatch.setattr(benchmark, "HEADS", 4)
+    monkeypatch.setattr(benchmark, "GROUPS", 2)
+    monkeypatch.setattr("sys.argv", ["ring", "--tokens", "128", "--rounds", "1", "--device", "cpu", "--json"])
+    benchmark.main()
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["error_over_flash"] <= 2 and figures["offload_1_host_gb"] > figures["offload_0.5_host_gb"] > 0
+    assert all(figures[name] > 0 for name in ("cp1_over_flash", "ring4_over_flash", "offload_0.5_time"))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_kernels_of_cuda_take_and_return_what_a_ring_gives_them(place):
+    """There may be no GPU here: torch's fake tensors check arguments, shapes and types of every call."""
+    ring, kind = Ring([0, 16, 32], (0, 1), place), {"device": "cuda", "dtype": torch.bfloat16}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k = torch.empty(16, 4, 16, **kind), torch.empty(16, 2, 16, **kind)
+        out, lse = forward_block(ring, place, q, k, k, 0.25)
+        out = out.float()
+        merge_block(ring, 1 - place, (out, lse), forward_block(ring, 1 - place, q, k, k, 0.25))
+        assert (out.shape, lse.shape, lse.dtype) == ((16, 4, 16), (4, 16), torch.float32)
+        totals = tuple(torch.zeros(16, heads, 16, device="cuda") for heads in (4, 2, 2))
+        for of in (0, 1):
+            block = backward_block(ring, of, (q, out.bfloat16(), lse), q, k, k, 0.25)
+            assert [one.device.type for one in block] == ["cuda"] * 3
+            add_gradients(ring, of, totals, block)
+        with pytest.raises(SpecError, match="float16 and bfloat16 only"):
+            ring_attention(q.float(), k.float(), k.float(), Ring([0, 16]))

@@ -514,9 +514,9 @@ def _flash_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     queries, keys = bounds
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, of which there is none
+    random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of dropout, of which there is none
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *(known[0], q, k, v, known[1], known[2].contiguous()), queries.on(q.device), keys.on(q.device),
-        queries.longest, keys.longest, 0.0, causal, unused, unused, scale=scale,
+        queries.longest, keys.longest, 0.0, causal, random, torch.empty(0, device=q.device), scale=scale,
     )  # fmt: skip
     return dq, dk, dv
