@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +166,12 @@ def train_step(hdp: HybridParallel, step: Any, model: nn.Module, optimizer: torc
 
 
 def show(line: dict[str, Any], file: Path | None) -> None:
-    """Print a step: its loss, and what every rank computed, as ranks of each microbatch."""
-    work = "  ".join(f"{n}:{' '.join('+'.join(map(str, ring)) for ring in one)}" for n, one in enumerate(line["rings"]))
-    print(f"step {line['step']:3d}  loss {line['loss']:.4f}  rank:microbatches  {work}", flush=True)
+    """Print a step: its loss, and how many microbatches which ranks computed together."""
+    shared = Counter(
+        "+".join(map(str, ring)) for rank, one in enumerate(line["rings"]) for ring in one if ring[0] == rank
+    )
+    work = ", ".join(f"{count} on {ranks}" for ranks, count in shared.items())
+    print(f"step {line['step']:3d}  loss {line['loss']:.4f}  microbatches: {work}", flush=True)
     if file is not None:
         with file.open("a") as out:
             out.write(json.dumps(line) + "\n")
