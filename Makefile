@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow test-nightly test-all lint bench clean
+.PHONY: setup demo demo-long test test-slow test-nightly test-all lint bench clean
 
 setup: $(READY)
 
@@ -22,6 +22,11 @@ $(READY): pyproject.toml
 
 demo: $(READY)
 	$(BIN)/overlord demo
+
+# The demo's text, trained by four ranks on the CPU that share long sequences.
+demo-long: $(READY)
+	@test -f overlord-demo/job.yaml || $(BIN)/overlord demo
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_long.py overlord-demo/job.yaml --steps 10
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks examples

@@ -158,7 +158,7 @@ def fail_in_turn(rank: int) -> dict[str, Any]:
             raise ol.ToleranceError("source 'a' has more bad samples than it may have")
         return pack(a_batch(number))
 
-    relay = Relay(channel, copies, (7, 4, ("a",)), fetch if rank == 2 else None)
+    relay = Relay(channel, copies, (7, 4, ("a",), None), fetch if rank == 2 else None)
     seen = [relay.take(number)["number"] for number in (1, 0)]
     words = []
     for _ in range(2):
@@ -166,12 +166,12 @@ def fail_in_turn(rank: int) -> dict[str, Any]:
             relay.take(3)
         words.append(str(caught.value))
     relay.finish()
-    relay = Relay(channel, copies, (8, 2, ("a",)), fetch if rank == 2 else None)
+    relay = Relay(channel, copies, (8, 2, ("a",), None), fetch if rank == 2 else None)
     seen.append(relay.take(1)["number"])
     relay.finish()
     long = channel.broadcast_message(b"x" * 100_000 + b"y" if rank == 2 else None)
     # A rank that is a step behind is told, and does not train on what was meant for another.
-    relay = Relay(channel, copies, (9 + (rank == 3), 1, ("a",)), fetch if rank == 2 else None)
+    relay = Relay(channel, copies, (9 + (rank == 3), 1, ("a",), None), fetch if rank == 2 else None)
     try:
         seen.append(relay.take(0)["number"])
     except ol.PlanError as error:

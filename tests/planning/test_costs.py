@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from overlord.errors import SpecError
 from overlord.planning import costs
 from overlord.planning.balancing.balance import balance
-from overlord.planning.costs import CostModel, as_costs
+from overlord.planning.costs import CostModel, Offload, as_costs
 
 MODELS = [
     costs.tokens,
@@ -273,3 +273,39 @@ def test_a_function_cannot_change_the_lengths():
 def test_bad_models_are_explained(call, message):
     with pytest.raises(SpecError, match=message):
         call()
+
+
+@given(
+    st.lists(st.integers(1, 1 << 20), min_size=1, max_size=20),
+    st.integers(256, 65_536),
+    st.integers(1, 80),
+    st.floats(1e8, 1e13),
+    st.floats(0, 1e9),
+)
+def test_offloading_is_hidden_and_never_needs_more_ranks(lengths, capacity, layers, bandwidth, fixed):
+    layer = CostModel(alpha=1.55e-8, beta=4.8e-4, gamma=0.1)
+    offload = Offload(layers, 153_000, bandwidth, layer, act_bytes=fixed)
+    ratios, ranks = offload.ratios(lengths, capacity), offload.ranks(lengths, capacity)
+
+    def saved(tokens):
+        return 153_000 * tokens + fixed
+
+    for tokens, ratio, count in zip(lengths, ratios.tolist(), ranks.tolist(), strict=True):
+        plain = max(1, math.ceil(saved(tokens) / saved(capacity) - 1e-9))
+        assert 0 <= ratio <= 1 and count <= plain and (ratio > 0) == (count < plain)
+        assert ratio * saved(tokens) / bandwidth <= layer.microbatch_time([tokens]) / 1e3 * (1 + 1e-9)
+        assert tokens > capacity or (ratio, count) == (0, 1)
+        kept = min(2, layers)
+        assert (kept + (1 - ratio) * (layers - kept)) * saved(tokens) <= count * layers * saved(capacity) * (1 + 1e-6)
+
+
+def test_offloading_of_nothing_is_refused():
+    layer = CostModel(alpha=1e-8, beta=1e-4)
+    for options, match in (
+        ({"layers": 0}, "layers"),
+        ({"bandwidth": 0}, "bandwidth is 0.0"),
+        ({"time": CostModel(alpha=1, beta=1, unit="flops")}, "milliseconds of one layer"),
+        ({"time": CostModel(alpha=1, beta=1, window=8)}, "no window"),
+    ):
+        with pytest.raises(SpecError, match=match):
+            Offload(**{"layers": 4, "act_bytes_per_token": 10, "bandwidth": 1e9, "time": layer} | options)

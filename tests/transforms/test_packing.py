@@ -65,6 +65,7 @@ def test_packed_sequence_as_a_hugging_face_model_takes_it():
         "use_cache": False,
         "meta.local_cp_size": 1,
         "meta.loss_tokens": 3,
+        "meta.order": 0,
     }
     assert "shift_labels" not in arrays
     assert {arrays[k].dtype.str for k in ("input_ids", "labels", "position_ids")} == {"<i8"}

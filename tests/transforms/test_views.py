@@ -22,6 +22,8 @@ from overlord.job.layout_specs import Layout
 from overlord.job.specs import Batch, Job, Source, Text
 from overlord.planning import strategies
 from overlord.planning.checking import run_strategy
+from overlord.roles.client import Batch as RankBatch
+from overlord.roles.client import Place, RankView
 from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.runtimes.launching.deployment import check_multiples, limits_of
@@ -207,6 +209,7 @@ def test_views_make_the_global_batch(batch, pp, dp, cp, tp, layout, kind):
     rows = layout.rows != "packed"
     seen = np.zeros((len(lengths), CONTEXT), int)
     images_seen = 0
+    met, orders = {}, {}
     for bucket, microbatch in constructor.bins_of(range(tree.world_size), plan):
         packed = constructor.constructor_do_plan(plan, samples, bucket, microbatch, lambda n: np.empty(n, np.uint8))
         named = packed.named()
@@ -222,6 +225,12 @@ def test_views_make_the_global_batch(batch, pp, dp, cp, tp, layout, kind):
                 plan.first_ranks[plan.bin_range(bucket, microbatch).start]
             )  # fmt: skip
             mine = 0 if of == 1 else mine
+            meta = RankBatch(RankView(view, scalars), ("a",), Place(tree, rank)).meta
+            assert meta.ranks[mine] == rank and len(meta.ranks) == of
+            assert [(c.pp, c.tp) for c in map(tree.coords, meta.ranks)] == [(at.pp, at.tp)] * of
+            met.setdefault((meta.order, at.pp, at.tp), []).append((meta.ranks, pieces.sample.tolist()))
+            orders.setdefault(rank, []).append(meta.order)
+            assert of == 1 or meta.slicing == ("zigzag" if rows and layout.slicing != "contiguous" else layout.slicing)
             here = [i for i, s, n in zip(pieces.sample, pieces.start, pieces.length, strict=True)
                     for i in [j for j, im in enumerate(items) if im[0] == i and s <= im[1] < s + n]]  # fmt: skip
             first, last = at.pp == 0, at.pp == pp - 1
@@ -268,6 +277,9 @@ def test_views_make_the_global_batch(batch, pp, dp, cp, tp, layout, kind):
                     for i, end in zip(here, ends, strict=True):
                         n = int(payload.media.nbytes_of[i])
                         assert data[end - n : end] == bytes(payload.media.data(i))
+    for found in met.values():  # all ranks of a microbatch agree, and each is listed once
+        assert found == [found[0]] * (len(found[0][0]) if "CP" not in plan.broadcast else 1)
+    assert all(mine == sorted(set(mine)) for mine in orders.values())
     for sample, length in enumerate(lengths):
         assert (seen[sample, :length] == 1).all() and (seen[sample, length:] == 0).all()
     if plan.axis == "DP":

@@ -17,6 +17,8 @@ R = TypeVar("R")
 
 SourceChange = Literal["remove_source", "park_source", "return_source"]
 Json = dict[str, Any]
+SLICINGS = ("zigzag", "whole_zigzag", "contiguous")
+"""How ranks that share a sequence cut it; a microbatch names its own by its number here."""
 
 
 class Message(Struct, frozen=True, tag=True):

@@ -265,6 +265,17 @@ class LoadingPlan:
         first, stop = int(self.bin_offsets[at]), int(self.bin_offsets[at + self.num_microbatches])
         return first + np.flatnonzero(self.pieces.length[first:stop])
 
+    def order(self, bucket: int, microbatch: int) -> int:
+        """Return where a microbatch stands among those of all buckets: the same for all that share it.
+
+        A shared microbatch has the same number in every bucket of its block, so what every bucket runs in the order of
+        its own numbers is in the order of these.
+        """
+        pieces = self.bin_range(bucket, microbatch)
+        shared = self.first_ranks is not None and pieces.stop > pieces.start
+        first = int(self.first_ranks[pieces.start]) if shared and self.first_ranks is not None else bucket
+        return microbatch * self.num_buckets + first
+
     def part_of(self, buckets: range) -> tuple[Pieces, Int64s]:
         """Return a constructor's part: the pieces of neighbouring buckets, and where each microbatch begins in them."""
         offsets = self.bin_offsets[buckets.start * self.num_microbatches : buckets.stop * self.num_microbatches + 1]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from overlord.errors import SpecError
-from overlord.roles.client import Batch, BatchMeta, KeyedBatch, Microbatches, RankView, Step
+from overlord.roles.client import Batch, BatchMeta, KeyedBatch, Microbatches, Place, RankView, Step
 
 T = TypeVar("T")
 
@@ -135,6 +135,8 @@ class TorchStep:
         self.mixture_version = step.mixture_version
         self.weights = step.weights
         self.source_names = step.source_names
+        self.mesh = step.mesh
+        """The mesh of this step: another one from the step on that `service.reshard` returned."""
         self.fetches = step.fetches
         """False where the microbatches come from another rank, by broadcast.
 
@@ -234,8 +236,8 @@ class FlatBatch:
     landed: Any = None
     """A CUDA event after which the buffer holds the microbatch; None on the host."""
 
-    def batch(self, names: tuple[str, ...]) -> TorchBatch:
-        """Return the microbatch: its tensors are views of the buffer.
+    def batch(self, names: tuple[str, ...], place: Place | None = None) -> TorchBatch:
+        """Return the microbatch of the rank at a place: its tensors are views of the buffer.
 
         The current stream waits for the copy, and the buffer is not reused before that stream has finished with it.
         """
@@ -247,7 +249,7 @@ class FlatBatch:
         columns = self.header.columns
         tensors |= {key: torch.tensor(columns[key]) for key in _STAY if key in columns}
         provenance = {name: column for name, column in columns.items() if name not in _STAY}
-        return TorchBatch(Batch(RankView(provenance, self.header.scalars), names), tensors)
+        return TorchBatch(Batch(RankView(provenance, self.header.scalars), names, place), tensors)
 
 
 def _cut(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

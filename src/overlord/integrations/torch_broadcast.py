@@ -25,6 +25,7 @@ import torch.distributed as dist
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, PlanError, SpecError, error_named
 from overlord.integrations.torch_batches import Copies, DeviceCopies, FlatBatch, FlatHeader, TorchBatch
+from overlord.roles.client import Place
 
 _BLOCK = 16 << 10
 """Bytes of the first message; most headers fit, so that one message is enough."""
@@ -213,16 +214,16 @@ class Relay:
         self,
         channel: Channel,
         copies: Copies,
-        step: tuple[int, int, tuple[str, ...]],
+        step: tuple[int, int, tuple[str, ...], Place | None],
         fetch: Callable[[int], FlatBatch] | None,
     ) -> None:
-        """Begin a step, given by its index, its number of microbatches, and the names of the sources.
+        """Begin a step, given by its index, its number of microbatches, the names of sources, and this rank's place.
 
         Only the rank that fetches has `fetch`, which returns a microbatch by its number.
         """
         self._channel = channel
         self._copies = copies
-        self._index, self._count, self._names = step
+        self._index, self._count, self._names, self._place = step
         self._fetch = fetch
         self._kept: list[FlatBatch] = []
         self._over: OverlordError | None = None
@@ -233,7 +234,7 @@ class Relay:
             if self._over is not None:
                 raise self._over
             self._kept.append(self._next())
-        return self._kept[microbatch].batch(self._names)
+        return self._kept[microbatch].batch(self._names, self._place)
 
     def finish(self) -> None:
         """Complete the step: the rank that fetches sends no more of it, the others receive what was sent."""

@@ -154,6 +154,24 @@ class DataLoader:
             self._handed_out.append(step.progress)
             yield step
 
+    @property
+    def mesh(self) -> ClientPlaceTree:
+        """The trainer's mesh; that of a running service is known once the loader has attached, which this does."""
+        if self._mesh is None:
+            self._attached()
+        assert self._mesh is not None
+        return self._mesh
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the mesh."""
+        return self._rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches go."""
+        return self._device
+
     def __len__(self) -> int:
         """Return the steps of the whole stream, where the job has `max_steps`.
 
@@ -365,15 +383,15 @@ class DataLoader:
 
         def encode(which: int) -> TorchBatch | None:
             flat = encoded.take(which)
-            return None if flat is None else flat.batch(names)
+            return None if flat is None else flat.batch(names, step.place)
 
         encoded = Ahead(flat_encoder, 2, copies.pool)
         count = len(step.microbatches)
         fetched = Ahead(lambda at: copies.send(step.microbatches[at]), count if step.fetches else 0, copies.pool)
         if self._channel is None:
-            return TorchStep(step, lambda at: fetched.take(at).batch(names), encode)
+            return TorchStep(step, lambda at: fetched.take(at).batch(names, step.place), encode)
         fetch = fetched.take if step.fetches else None
-        self._relay = relay = Relay(self._channel, copies, (step.index, count, names), fetch)
+        self._relay = relay = Relay(self._channel, copies, (step.index, count, names, step.place), fetch)
         return TorchStep(step, relay.take, encode, self._channel.group)
 
     def _first_step(self) -> Step | None:

@@ -191,6 +191,82 @@ class CostModel:
         return self.milliseconds(cost) / 1000
 
 
+@dataclass(frozen=True)
+class Offload:
+    """How much of a long sequence's activations can wait on the host, and how many ranks that saves (ByteScale, eq. 3).
+
+    A sequence of s tokens on ranks that hold C tokens each needs its activations of all layers. What is copied to the
+    host while the next layer computes costs no time; two layers stay on the device, the one that is computed and the
+    one that is fetched. Nothing is offloaded where it would not be worth a rank.
+
+    Example:
+        A million tokens on ranks of 8k tokens, with a fast bus: 8 ranks instead of 128. With the 54 GB/s of an H200,
+        half of the activations of 64k tokens are hidden behind computation:
+
+        >>> layer = CostModel(alpha=1.55e-8, beta=4.8e-4, unit="ms")
+        >>> fast = Offload(layers=32, act_bytes_per_token=153_000, bandwidth=1e15, time=layer)
+        >>> fast.ratios([1 << 20], capacity=8192).tolist(), fast.ranks([1 << 20], capacity=8192).tolist()
+        ([1.0], [8])
+        >>> real = Offload(layers=32, act_bytes_per_token=153_000, bandwidth=54e9, time=layer)
+        >>> real.ratios([4096, 65_536], capacity=8192).round(2).tolist()
+        [0.0, 0.53]
+        >>> real.ranks([4096, 65_536], capacity=8192).tolist()
+        [1, 5]
+    """
+
+    layers: int
+    """Layers of one rank."""
+    act_bytes_per_token: float
+    """Bytes that one layer saves for its backward, for each token; each storage once."""
+    bandwidth: float
+    """Bytes a second between device and host, in the slower direction."""
+    time: CostModel
+    """The time of the forward of one layer, in ms."""
+    act_bytes: float = 0.0
+    """Bytes that one layer saves whatever the number of tokens."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", whole("layers", self.layers))
+        for name in ("act_bytes_per_token", "bandwidth", "act_bytes"):
+            object.__setattr__(self, name, _not_negative(name, getattr(self, name)))
+        if not isinstance(self.time, CostModel) or self.time.unit != "ms" or self.time.window is not None:
+            raise SpecError(
+                f"time is {show(self.time)}; what computation hides is known only from milliseconds of one layer with "
+                "attention to all tokens. Give a CostModel with unit='ms' and no window, as ol.costs.fit makes"
+            )
+        if not self.act_bytes_per_token or not self.bandwidth:
+            raise SpecError(
+                f"act_bytes_per_token is {self.act_bytes_per_token!r} and bandwidth is {self.bandwidth!r}; a share of "
+                "nothing, or a copy that never ends, cannot be planned. Give both above 0"
+            )
+
+    def ratios(self, lengths: npt.ArrayLike, capacity: int) -> npt.NDArray[np.float64]:
+        """Return the share of the activations of each sequence that goes to the host: all that computation hides.
+
+        Args:
+            lengths: Tokens of each sequence.
+            capacity: Tokens that one rank holds without offloading: batch.microbatch_tokens / cp.
+        """
+        return self._solved(lengths, capacity)[0]
+
+    def ranks(self, lengths: npt.ArrayLike, capacity: int) -> Int64s:
+        """Return how many ranks share each sequence: never more than without offloading."""
+        return self._solved(lengths, capacity)[1]
+
+    def _solved(self, lengths: npt.ArrayLike, capacity: int) -> tuple[npt.NDArray[np.float64], Int64s]:
+        # More offloading never needs more ranks, so the largest ratio that computation hides solves it.
+        tokens, held = checked_lengths(lengths), self._activations(whole("capacity", capacity))
+        saved, kept = self._activations(tokens), min(2, self.layers)
+        seconds = (self.time.alpha * tokens.astype(np.float64) ** 2 + self.time.beta * tokens + self.time.gamma) / 1e3
+        hidden = np.minimum(1.0, seconds * self.bandwidth / saved)
+        left = kept * saved + (1.0 - hidden) * (self.layers - kept) * saved
+        plain, fewer = (np.maximum(1, np.ceil(x / held - 1e-9)).astype(np.int64) for x in (saved, left / self.layers))
+        return np.where(fewer < plain, hidden, 0.0), np.minimum(fewer, plain)
+
+    def _activations(self, tokens: Any) -> npt.NDArray[np.float64]:
+        return np.asarray(self.act_bytes_per_token * np.asarray(tokens, np.float64) + self.act_bytes)
+
+
 def takes_metrics(function: object) -> bool:
     """Whether a cost function has a parameter `metrics`: it then gets what the trainer reported.
 

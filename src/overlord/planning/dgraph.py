@@ -307,14 +307,16 @@ class DGraph:
             shared = index[order]
             firsts = self.places[shared] // self.num_microbatches
             extra |= {
-                "counts": self.counts,
                 "cp_sizes": self.cp_sizes[shared].astype(np.int32),
                 "first_ranks": firsts.astype(np.int32),
             }
         shape = (self.num_buckets, self.num_microbatches)
         plan = lay_out(self.buffer.draw, items, places, *shape, order=order, pad_multiple=self.pad_multiple)
         plan = plan.with_kind(self.axis, self.modality, self.broadcast)
-        return dataclasses.replace(plan, **extra) if extra else plan
+        plan = dataclasses.replace(plan, **extra) if extra else plan
+        if self.counts is None:
+            return plan
+        return dataclasses.replace(plan, counts=_meeting_counts(plan, self.counts, self.tree.microbatch_multiple))
 
     def __repr__(self) -> str:
         done = " > ".join(edge.primitive for edge in self.edges)
@@ -393,6 +395,35 @@ class DGraph:
                 f"broadcast_at: the samples are distributed over {self.axis}, so the ranks along {axis} need different "
                 "ones; only the first would get any. Broadcast along another axis."
             )
+
+
+def _meeting_counts(plan: LoadingPlan, counts: npt.NDArray[np.int32], multiple: int) -> npt.NDArray[np.int32]:
+    """Return the counts of a hybrid plan with the dummies without which ranks could not meet at the end of a step.
+
+    Trainers with sharded parameters reduce gradients layer by layer in the last backward of every rank. A rank whose
+    last microbatch is shared with a rank that has more to do would wait there for that one, which waits in the ring of
+    the shared microbatch for the first. So it ends with an empty microbatch of its own, and so does a rank without any;
+    or with as many as a virtual pipeline takes, since counts are multiples of that and stay so. Bins behind the last
+    one of a rank are there, as another rank has them.
+
+    Example:
+        >>> from overlord.core.place_tree import ClientPlaceTree
+        >>> from overlord.planning.low_level import summary_buffer
+        >>> buffer = summary_buffer({"web": [8, 3]}, context_length=8, microbatch_tokens=8)
+        >>> graph = DGraph.from_buffer(buffer, ClientPlaceTree(cp=2)).distribute("CP").cost(lambda n: n)
+        >>> graph.balance("greedy", objective="sum").plan().counts.tolist()
+        [2, 2]
+    """
+    assert plan.cp_sizes is not None and plan.first_ranks is not None
+    made = np.maximum(counts, min(multiple, plan.num_microbatches)).astype(np.int32)
+    ends = np.arange(plan.num_buckets) * plan.num_microbatches + made - 1
+    busy = np.flatnonzero(plan.bin_offsets[ends + 1] > plan.bin_offsets[ends])
+    last = plan.bin_offsets[ends[busy]]  # the first piece of the last microbatch
+    first, size = plan.first_ranks[last].astype(np.int64), plan.cp_sizes[last].astype(np.int64)
+    blocks = np.stack([first, first + size], axis=1).reshape(-1)
+    longest = np.maximum.reduceat(np.append(counts, 0), blocks)[::2] if len(blocks) else first
+    made[busy] += np.where(longest > counts[busy], multiple, 0).astype(np.int32)
+    return made
 
 
 # The states of one sample, from its source to the ranks that consume it.

@@ -247,7 +247,7 @@ class hdp(StrategySpec):
     cost: AnyCost = Field(default=costs.llama_12b, kw_only=False, json_schema_extra=_LLAMA)
     """What a sequence costs."""
     equal_counts: bool = False
-    """Whether all ranks get the same number of microbatches (FSDP, EP), with dummies."""
+    """Whether all ranks get the same number of microbatches, with dummies: for trainers that meet in each (EP)."""
     objective: Objective | None = None
     """sum: ranks run free; lockstep: they meet in every microbatch; pipeline: they are pipelines. By default lockstep
     with equal counts, else pipeline on a mesh with pipeline stages, else sum."""

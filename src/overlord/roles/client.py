@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.client_messages import StepHeader
+from overlord.core.client_messages import SLICINGS, StepHeader
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.samples import SampleId
 from overlord.core.spec_errors import is_whole
@@ -112,14 +112,41 @@ class RankView:
 _NOWHERE = np.empty(0, np.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The rank that receives a batch, and the mesh it is in."""
+
+    mesh: ClientPlaceTree
+    rank: int
+
+    def sharing(self, first: int, count: int) -> tuple[int, ...]:
+        """Return the ranks of some neighbouring DP x CP places that have the same pp and tp coordinates as this one.
+
+        Example:
+            >>> Place(ClientPlaceTree(dp=2, cp=2, tp=2), rank=3).sharing(0, 2)
+            (1, 3)
+        """
+        at, cp = self.mesh.coords(self.rank), self.mesh.cp
+        places = (divmod(number, cp) for number in range(first, first + count))
+        return tuple(self.mesh.rank(pp=at.pp, dp=dp, cp=part, tp=at.tp) for dp, part in places)
+
+
 class BatchMeta:
     """The provenance of the segments of a microbatch, aligned with its cu_seqlens.
 
     A microbatch without pieces, which only keeps ranks in step, has one segment with source id -1.
     """
 
-    def __init__(self, names: tuple[str, ...], columns: Mapping[str, Array], facts: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        columns: Mapping[str, Array],
+        facts: Mapping[str, int],
+        place: Place | None = None,
+    ) -> None:
         self._columns = columns
+        self._facts = facts
+        self._place = place
         self.source_names = names
         """The job's sources."""
         self.cu_seqlens: npt.NDArray[np.int32] = columns["cu_seqlens"]
@@ -142,6 +169,29 @@ class BatchMeta:
         """Ranks that share this microbatch's sequences: cp, or less where hybrid data parallelism decides."""
         self.loss_tokens = facts.get("loss_tokens", 0)
         """Labels of this microbatch, over all ranks that share its sequences."""
+        self.order = facts.get("order", 0)
+        """Where it stands among the microbatches of all ranks: the same on all ranks that share it.
+
+        On every rank it grows from microbatch to microbatch. So all ranks that run theirs one after another meet the
+        ranks they share one with in one global order, and no two of them wait for each other.
+        """
+        self.slicing = SLICINGS[facts.get("slicing", 0)]
+        """How the ranks that share a sequence cut it: see `ol.Layout`."""
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that share this microbatch's sequences, in the order of their slices.
+
+        All have this rank's pp and tp coordinates. A microbatch of one rank alone has only that.
+        """
+        if self._place is None:
+            raise SpecError(
+                "ranks: this batch was made without the place of its rank, so the ranks that share it are unknown. "
+                "Take batches from a client or a DataLoader."
+            )
+        if self.local_cp_size == 1:
+            return (self._place.rank,)
+        return self._place.sharing(self._facts["first_place"], self.local_cp_size)
 
     @property
     def dummy(self) -> bool:
@@ -155,8 +205,7 @@ class BatchMeta:
     def detached(self) -> BatchMeta:
         """Return a copy that does not refer to shared memory."""
         columns = {name: column.copy() for name, column in self._columns.items()}
-        facts = {"local_cp_size": self.local_cp_size, "loss_tokens": self.loss_tokens}
-        return BatchMeta(self.source_names, columns, facts)
+        return BatchMeta(self.source_names, columns, self._facts, self._place)
 
     def __repr__(self) -> str:
         return f"BatchMeta({len(self.segment_lengths)} segments of {int(self.segment_lengths.sum())} tokens)"
@@ -212,13 +261,13 @@ class Batch(KeyedBatch):
     treat them as read-only.
     """
 
-    def __init__(self, view: RankView, names: tuple[str, ...]) -> None:
+    def __init__(self, view: RankView, names: tuple[str, ...], place: Place | None = None) -> None:
         self._values, columns = _apart(view.arrays)
         numbers, facts = _apart(view.scalars)
         self._values.update(numbers)
         # A rank that gets its batch by broadcast fetches nothing, so its segments are not known here.
         columns = {"origin": np.zeros((5, 0), np.int64), "cu_seqlens": np.zeros(1, np.int32), **columns}
-        self.meta = BatchMeta(names, columns | dict(zip(_ORIGIN, columns["origin"], strict=True)), facts)
+        self.meta = BatchMeta(names, columns | dict(zip(_ORIGIN, columns["origin"], strict=True)), facts, place)
         self._facts = facts
 
     @property
@@ -287,6 +336,7 @@ class Step:
         microbatches: Microbatches[Batch],
         source_names: tuple[str, ...] = (),
         encoders: Mapping[str, Callable[[], Batch]] | None = None,
+        place: Place | None = None,
     ) -> None:
         self.index = header.index
         self.global_loss_tokens = header.global_loss_tokens
@@ -311,6 +361,8 @@ class Step:
         """The job's sources, in alphabetical order, followed by those added while the stream ran."""
         self.fetches = header.fetches
         """False where the trainer broadcasts to this rank: its batches are empty."""
+        self.place = place
+        """This rank in the mesh of the step."""
         self.microbatches = microbatches
         self._encoders = encoders or {}
 
@@ -412,16 +464,16 @@ class Client:
             raise StopIteration
         self._next_step += 1
         self.mesh = header.next_mesh or header.mesh
-        step, feed = header.index, self._feed
+        step, feed, place = header.index, self._feed, Place(header.mesh, self.rank)
 
         @functools.cache
         def fetch(microbatch: int) -> Batch:
-            batch = Batch(feed.microbatch(step, microbatch), header.names)
+            batch = Batch(feed.microbatch(step, microbatch), header.names, place)
             self.fetched_bytes += batch.nbytes
             return batch
 
         encoders = {name: functools.partial(fetch, ENCODERS[name]) for name in header.encodes}
-        return Step(header, Microbatches(fetch, header.num_microbatches), header.names, encoders)
+        return Step(header, Microbatches(fetch, header.num_microbatches), header.names, encoders, place)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send metrics of a step to the planner, such as `{"loss/web": 2.1}`. They take effect at step + lag."""

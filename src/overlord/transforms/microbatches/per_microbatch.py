@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.client_messages import SLICINGS
 from overlord.core.draw import Pieces
 from overlord.core.plan import LoadingPlan
 from overlord.core.ragged import offsets_of
@@ -183,7 +184,15 @@ def pack_microbatch(
     if positions_at is not None:
         whole = _mrope(plan, packing, one, items, segment_of, media)
         _fill_mrope(buffer, *positions_at, layout, whole, one, plan.slicing)
-    scalars = {"meta.local_cp_size": sharing.of, "meta.loss_tokens": labels}
+    scalars = {
+        "meta.local_cp_size": sharing.of,
+        "meta.loss_tokens": labels,
+        "meta.order": plan.order(bucket, microbatch),
+    }
+    if sharing.of > 1:
+        first = bucket * sharing.of if sharing.part is None else bucket - sharing.part  # of all DP x CP places
+        cut = "zigzag" if one.rows and plan.slicing == "whole_zigzag" else plan.slicing  # of rows it means the same
+        scalars |= {"meta.first_place": first, "meta.slicing": SLICINGS.index(cut)}
     if layout.keys == "hf" and not one.rows:
         # With a cache, transformers' eager and sdpa attention do not look for packed samples: they would mix silently.
         scalars |= {"max_length_q": longest, "max_length_k": longest, "use_cache": False}

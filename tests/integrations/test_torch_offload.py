@@ -1,0 +1,132 @@
+"""Activations that wait on the host give the same gradients, bit for bit, and their memory is used again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_torch_hdp import TinyLM, made_step, summed_loss
+from torch import nn
+
+import overlord as ol
+from overlord.errors import SpecError
+from overlord.integrations.torch_hdp import HybridParallel
+from overlord.integrations.torch_offload import Offloading
+
+
+class Layers(nn.Module):
+    """Projections that save the same input, an operation in place, and views of one storage."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.q, self.k, self.v, self.out = (nn.ModuleList(nn.Linear(32, 32) for _ in range(count)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for q, k, v, out in zip(self.q, self.k, self.v, self.out, strict=True):
+            a, b = (q(x) * torch.sigmoid(k(x))).chunk(2, dim=-1)
+            hidden = torch.cat([a * b, torch.tanh(b)], dim=-1).relu_()
+            x = x + out(hidden * v(x))
+        return x
+
+
+def gradients(model: nn.Module, x: torch.Tensor, offloading: Offloading | None = None, ratio: float = 0) -> list:
+    model.zero_grad()
+    if offloading is None:
+        loss = model(x).square().sum()
+    else:
+        with offloading(ratio):
+            loss = model(x).square().sum()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("ratio", [0, 0.3, 0.5, 1])
+def test_gradients_are_bit_equal_and_the_share_is_kept(ratio):
+    model, x = Layers(), torch.randn(64, 32, requires_grad=True)
+    expected = gradients(model, x)
+    offloading = Offloading(smallest_bytes=1024)
+    found = gradients(model, x, offloading, ratio)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    everything = Offloading(smallest_bytes=1024)
+    gradients(model, x, everything, 1.0)
+    share = offloading.offloaded_bytes / everything.offloaded_bytes
+    assert share <= ratio and share >= ratio - 0.15
+
+
+def test_an_input_that_three_projections_save_is_copied_once():
+    x = torch.randn(64, 32)
+    model = Layers(1)
+    with Offloading(smallest_bytes=1024)(1.0) as offloading:
+        y = (x * 1.0).requires_grad_()
+        for layer in (model.q[0], model.k[0], model.v[0]):
+            layer(y * 1)  # another storage each
+    apart = offloading.offloaded_bytes
+    with offloading:
+        z = y * 1
+        for layer in (model.q[0], model.k[0], model.v[0]):
+            layer(z)
+    assert offloading.offloaded_bytes < apart
+
+
+def test_the_device_memory_is_free_between_forward_and_backward():
+    offloading = Offloading(smallest_bytes=1024)
+    x = torch.randn(64, 32, requires_grad=True)
+    with offloading(1.0):
+        hidden = x * 2
+        gone = weakref.ref(hidden.untyped_storage())
+        loss = hidden.square().sum()
+        del hidden
+    gc.collect()
+    assert gone() is None and offloading.offloaded_bytes == 64 * 32 * 4
+    loss.backward()
+    assert torch.equal(x.grad, 8 * x.detach())
+
+
+def test_what_is_written_after_it_was_saved_is_not_mixed_up():
+    """One storage, saved, written and saved again: each use gets what it had."""
+    offloading = Offloading(smallest_bytes=16)
+    buffer = torch.zeros(2, 64)
+    w = torch.ones(64, requires_grad=True)
+    with offloading(1.0):
+        first = (w * buffer[0].fill_(3.0)).sum()
+        with torch.no_grad():
+            buffer[0].fill_(5.0)
+        second = (w * buffer[0]).sum()
+    (first + second).backward()
+    assert torch.equal(w.grad, torch.full((64,), 8.0))
+
+
+def test_host_memory_does_not_grow_with_steps():
+    model, offloading = Layers(), Offloading(smallest_bytes=1024)
+    taken = []
+    for step in range(50):
+        gradients(model, torch.randn(56 + step % 8, 32, requires_grad=True), offloading, 1.0)
+        taken.append(offloading.pool_bytes)
+    assert taken[-1] == taken[7] > 0
+
+
+def test_a_training_step_with_offloading_is_the_same():
+    mesh = ol.ClientPlaceTree()
+    step, found = made_step([40, 9, 30], mesh, 0), []
+    for offload in (0.0, 1.0, lambda batch: 0.5 if batch.meta.segment_lengths.max() > 30 else 0.0):
+        model = TinyLM()
+        loader = SimpleNamespace(mesh=mesh, rank=0, device=torch.device("cpu"))
+        hdp = HybridParallel(loader, offload=offload)
+        hdp._offloading._smallest = 256
+        for batch in hdp.microbatches(step, model):
+            hdp.backward(summed_loss(model, batch))
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        assert (hdp._offloading.pool_bytes > 0) == (offload != 0.0)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_what_is_no_share_is_refused():
+    for wrong in (-0.1, 1.5, "half"):
+        with pytest.raises(SpecError, match="it is a share of the activations"):
+            Offloading()(wrong)
+    with Offloading()(0.5) as offloading, pytest.raises(SpecError, match="entered already"):
+        offloading.__enter__()
