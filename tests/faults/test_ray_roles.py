@@ -19,11 +19,11 @@ pytestmark = pytest.mark.ray
 
 ROLES = [
     pytest.param("planner", signal.SIGKILL, marks=pytest.mark.slow),
-    pytest.param("planner", signal.SIGSTOP, marks=pytest.mark.slow),
-    pytest.param("constructor host 0", signal.SIGKILL, marks=pytest.mark.slow),
+    pytest.param("planner", signal.SIGSTOP, marks=pytest.mark.nightly),
+    pytest.param("constructor host 0", signal.SIGKILL, marks=pytest.mark.nightly),
     pytest.param("constructor host 0", signal.SIGSTOP, marks=pytest.mark.slow),
     ("loader host 1", signal.SIGKILL),
-    pytest.param("loader host 1", signal.SIGSTOP, marks=pytest.mark.slow),
+    pytest.param("loader host 1", signal.SIGSTOP, marks=pytest.mark.nightly),
 ]
 
 

@@ -36,7 +36,7 @@ MESHES = [
     pytest.param("dp=2,cp=2,pp=2", "ray", marks=[pytest.mark.ray, pytest.mark.nightly]),
 ]
 RESUMES = [
-    pytest.param("dp=2,cp=2,tp=2", "dp=4,cp=2", "local"),
+    pytest.param("dp=2,cp=2,tp=2", "dp=4,cp=2", "local", marks=pytest.mark.nightly),
     pytest.param("dp=2,cp=2,pp=2", "cp=2,tp=2", "local", marks=pytest.mark.slow),
     pytest.param("dp=2,cp=2,tp=2", "dp=4,cp=2", "ray", marks=[pytest.mark.ray, pytest.mark.nightly]),
 ]
