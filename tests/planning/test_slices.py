@@ -62,6 +62,7 @@ def check_rank(part, plan, rank):
     for microbatch in range(plan.num_microbatches):
         at = plan.bin_range(bucket, microbatch)
         assert part.bin_range(bucket, microbatch) == at
+        assert part.order(bucket, microbatch) == plan.order(bucket, microbatch)
         samples = plan.pieces.sample[at]
         for column in ("sample", "start", "length"):
             assert np.array_equal(getattr(part.pieces, column)[at], getattr(plan.pieces, column)[at])
