@@ -474,9 +474,8 @@ def _shape_notes(
 
 
 def _sources(job: Job, options: Launch, collector: Collector, facts: _Facts) -> list[SourceSummary]:
-    columns = facts.after["columns"]
     before, after = (
-        {name: dict(zip(columns, row, strict=True)) for name, row in state["sources"].items()}
+        {name: dict(zip(state["columns"], row, strict=True)) for name, row in state["sources"].items()}
         for state in (facts.before, facts.after)
     )
     rows = _epoch_rows(job, options, {name: row["epoch_rows"] for name, row in after.items()})

@@ -265,7 +265,7 @@ class Job(Spec):
     seed: Annotated[int, whole(None, "", example="0")] = 0
     """Seed of the order; another seed is another stream."""
     overlength: Overlength = "truncate"
-    """What happens to a sample longer than context_length; "split" also cuts where a step of global_tokens is full."""
+    """What happens to a sample longer than context_length; "split" also fills steps of global_tokens."""
     lag: Annotated[
         int, whole(1, "feedback on a step cannot count before the step is over. Write 16 or leave it out")
     ] = 16
