@@ -53,6 +53,7 @@ def train(job: Path, folder: Path, *options: object, ranks: int = 4) -> list[dic
     return [json.loads(line) for line in (folder / "log").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_it_learns_and_shares_long_sequences(job, tmp_path):
     lines = train(job, tmp_path / "run", "--steps", 6)
     assert [line["step"] for line in lines] == list(range(6))
