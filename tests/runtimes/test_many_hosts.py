@@ -32,7 +32,7 @@ from overlord.runtimes.hosts.constructor_host import ConstructorHost
 from overlord.runtimes.hosts.loader_host import LoaderHost
 from overlord.runtimes.hosts.planner_host import PlannerHost
 from overlord.runtimes.launching.service_options import ServiceOptions, pack, unpack
-from overlord.runtimes.supervision.cleanup import remove_when_gone
+from overlord.runtimes.supervision.cleanup import make_until_gone, remove_when_gone
 from overlord.runtimes.transport.engine import SERVICE, Membership
 from overlord.runtimes.transport.peer_client import PeerClient
 from overlord.runtimes.transport.role_codec import (
@@ -354,10 +354,9 @@ KILLED = """
 import sys, time
 from pathlib import Path
 import psutil
-from overlord.runtimes.supervision.cleanup import remove_when_gone
+from overlord.runtimes.supervision.cleanup import make_until_gone
 folder = Path(sys.argv[1])
-folder.mkdir()
-kept = remove_when_gone(folder)
+kept = make_until_gone(folder)
 (folder / "file").write_text("x")
 for child in psutil.Process().children(recursive=True):
     child.kill()  # as Ray does with the children of an actor
@@ -379,6 +378,13 @@ def test_a_folder_goes_with_its_process_however_that_goes(tmp_path):
     assert not folder.exists()
     again = remove_when_gone(tmp_path / "gone already")
     again.close()
+
+
+def test_a_folder_that_was_there_stays(tmp_path):
+    assert make_until_gone(tmp_path) is None
+    assert make_until_gone(tmp_path / "missing" / "folder") is None
+    time.sleep(0.2)
+    assert tmp_path.exists()
 
 
 def test_frames_carry_what_they_were_given():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -96,6 +97,22 @@ def test_an_owner_on_another_host_lives_as_long_as_it_says_so(place, tmp_path, s
         with pytest.raises(ol.StoreError, match=r"pid \d+ on far.*try again in \d+ s"):
             claim(place, "b")
     assert not list(tmp_path.glob("clock-*"))
+
+
+def test_files_removed_while_they_are_listed_hide_no_others(place, tmp_path, monkeypatch):
+    for name in ("a", "b", "c"):
+        place.write(name, b"x")
+    listed = os.scandir
+
+    @contextlib.contextmanager
+    def slow(folder):
+        with listed(folder) as entries:
+            found = list(entries)
+        (tmp_path / "b").unlink()
+        yield found
+
+    monkeypatch.setattr(os, "scandir", slow)
+    assert place.names() == {"a": 1, "c": 1}
 
 
 def owns(one):

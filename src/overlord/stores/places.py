@@ -191,9 +191,13 @@ class LocalPlace:
                 with os.scandir(self._folder / folder) as entries:
                     # Scratch files that a dead process left begin with a dot.
                     found = [entry for entry in entries if not entry.name.startswith(".")]
-                    return {e.name + "/" * e.is_dir(): 0 if e.is_dir() else e.stat().st_size for e in found}
             except FileNotFoundError:
                 return {}
+            sizes = {}
+            for entry in found:
+                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                    sizes[entry.name + "/" * entry.is_dir()] = 0 if entry.is_dir() else entry.stat().st_size
+            return sizes
 
     def written_at(self, name: str) -> float | None:
         with _asking(self.name, "be read"):

@@ -23,7 +23,7 @@ from overlord.runtimes.launching.deployment import (
     prepare,
 )
 from overlord.runtimes.launching.service_options import ServiceOptions
-from overlord.runtimes.supervision.cleanup import remove_when_gone
+from overlord.runtimes.supervision.cleanup import make_until_gone
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
 from overlord.runtimes.transport.peer_client import PeerClient
@@ -165,15 +165,14 @@ class RoleHost:
 
     def _claim_folder(self) -> Path:
         """Make the service's folder where it is not there yet; it goes with this process."""
-        try:
-            self._folder.mkdir(mode=0o700)
-        except FileExistsError:
-            found = self._folder.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-                raise SpecError(
-                    f"the folder {self._folder} is there already and others than this user can write to it; trainers "
-                    "could be given data of another user's service. Remove it, and launch again."
-                ) from None
-            return self._folder  # the launching host's own, which the launcher removes
-        self._ends.callback(remove_when_gone(self._folder).close)
+        pipe = make_until_gone(self._folder)
+        if pipe is not None:
+            self._ends.callback(pipe.close)
+            return self._folder
+        found = self._folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise SpecError(
+                f"the folder {self._folder} is there already and others than this user can write to it; trainers "
+                "could be given data of another user's service. Remove it, and launch again."
+            )
         return self._folder

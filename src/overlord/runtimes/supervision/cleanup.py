@@ -53,7 +53,9 @@ def _remove_all() -> None:
 
 
 _WAIT_AND_REMOVE = (
-    'exec 3<&0; (read -r _ <&3; for i in 1 2 3 4 5; do rm -rf -- "$1" 2>/dev/null && exit; sleep 1; done) &'
+    "exec 3<&0; ("
+    'if [ -n "$2" ]; then mkdir -m 700 -- "$1" 2>/dev/null || exit 0; echo made; fi; exec 1>&-; read -r _ <&3; '
+    'for i in 1 2 3 4 5; do rm -rf -- "$1" 2>/dev/null && exit; sleep 1; done) &'
 )
 """The pipe ends with the process that holds its other side. Others may still write into the folder for a moment."""
 
@@ -67,17 +69,36 @@ def remove_when_gone(folder: Path) -> IO[bytes]:
     Returns:
         The pipe: keep it as long as the folder is needed. Closing it removes the folder too.
     """
+    pipe, _ = _wait_and_remove(folder, make=False)
+    return pipe
+
+
+def make_until_gone(folder: Path) -> IO[bytes] | None:
+    """Make a folder that is removed once this process is gone; None where it could not be made.
+
+    The shell makes it: a process that made it and was killed before the shell ran would leave it for ever.
+    """
+    pipe, made = _wait_and_remove(folder, make=True)
+    if made:
+        return pipe
+    pipe.close()
+    return None
+
+
+def _wait_and_remove(folder: Path, *, make: bool) -> tuple[IO[bytes], bool]:
     shell = subprocess.Popen(
-        ["/bin/sh", "-c", _WAIT_AND_REMOVE, "sh", str(folder)],
+        ["/bin/sh", "-c", _WAIT_AND_REMOVE, "sh", str(folder), "make" if make else ""],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         cwd="/",
     )
+    assert shell.stdin is not None and shell.stdout is not None
+    with shell.stdout:
+        made = shell.stdout.read() == b"made\n"
     shell.wait()
-    assert shell.stdin is not None
-    return shell.stdin
+    return shell.stdin, made
 
 
 # --------------------------------------------------------------------------------------------------------------
